@@ -1,0 +1,39 @@
+"""torchremat: rematerialisation (activation checkpointing) for PyTorch, over traced graphs.
+
+>>> import torch
+>>> import torchremat as tr
+>>> block = tr.checkpoint(lambda x, w: torch.tanh(x @ w), policy="dots")
+>>> x, w = torch.ones(2, 3), torch.ones(3, 3, requires_grad=True)
+>>> block(x, w).sum().backward()
+"""
+
+from torchremat import config, errors
+from torchremat.errors import ConcretizationError, EffectError, NoMatchError, UnmatchedWarning
+from torchremat.remat import checkpoint_policies
+from torchremat.remat.checkpoint import checkpoint
+from torchremat.remat.checkpoint import checkpoint as remat
+from torchremat.remat.names import checkpoint_name, name_p
+from torchremat.remat.op import remat_p
+from torchremat.remat.policies import policy
+from torchremat.remat.verdicts import Offloadable, Recompute, Saveable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConcretizationError",
+    "EffectError",
+    "NoMatchError",
+    "Offloadable",
+    "Recompute",
+    "Saveable",
+    "UnmatchedWarning",
+    "checkpoint",
+    "checkpoint_name",
+    "checkpoint_policies",
+    "config",
+    "errors",
+    "name_p",
+    "policy",
+    "remat",
+    "remat_p",
+]

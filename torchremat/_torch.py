@@ -1,0 +1,250 @@
+"""Everything private of PyTorch that torchremat uses, in one place.
+
+A new PyTorch release is one file's work: `tests/test_torch.py` names each entry and checks that
+it is there and behaves as the library needs. No other file of the package imports a private name.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey as DispatchKey
+from torch._C._dynamo.guards import TensorGuards as TensorGuards
+from torch._C._functorch import TransformType as TransformType
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.vmap import restore_vmap as restore_vmap
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
+from torch.fx.experimental.proxy_tensor import (
+    TorchFunctionMetadataMode as TorchFunctionMetadataMode,
+)
+from torch.fx.experimental.proxy_tensor import (
+    _MakefxTracer,
+    _set_make_fx_tracer,
+    disable_autocast_cache,
+    disable_proxy_modes_tracing,
+    get_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+# --- trees ---------------------------------------------------------------------------------------
+
+TreeSpec = _pytree.TreeSpec
+tree_flatten = _pytree.tree_flatten
+tree_flatten_with_path = _pytree.tree_flatten_with_path
+tree_unflatten = _pytree.tree_unflatten
+tree_map = _pytree.tree_map
+keystr = _pytree.keystr
+
+# --- functorch -----------------------------------------------------------------------------------
+
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def differentiates() -> bool:
+    """Whether any active `torch.func` level is reverse-mode differentiation."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() == TransformType.Grad for interpreter in stack)
+
+
+def innermost_transform() -> TransformType | None:
+    """The kind of the innermost active `torch.func` transformation, if any."""
+    interpreter = peek_interpreter_stack()
+    return None if interpreter is None else interpreter.key()
+
+
+def requires_grad_at_any_level(tensor: torch.Tensor) -> bool:
+    """Whether any `torch.func` level, or plain autograd, differentiates `tensor`."""
+    while True:
+        if tensor.requires_grad:
+            return True
+        if not is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = get_unwrapped(tensor)
+
+
+def innermost_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without the wrappers of `torch.func` levels."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+# --- tracing -------------------------------------------------------------------------------------
+
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextmanager
+def isolated_from_surroundings() -> Iterator[None]:
+    """Run as if no `torch.func` level and no dispatch mode were active, with autocast kept."""
+    with ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(disable_autocast_cache())
+        yield
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode for fake tensors of fixed shapes, as `make_fx(tracing_mode="fake")` makes it."""
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_fallback_kernels=True, shape_env=shapes, static_shapes=True)
+
+
+@contextmanager
+def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Operators on fake tensors are written down by `tracer`, also the bodies of `torch.cond`."""
+    session = _MakefxTracer(None, "fake", False, False, False, False, True)
+    session.fake_tensor_mode = fake_mode
+    session.fx_tracer = tracer
+    session._construct_modes_with_fx_tracer(tracer)
+    with fake_mode, session.proxy_mode, _set_make_fx_tracer(session):
+        yield
+
+
+def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
+    """The proxy mode of the innermost trace in progress in this thread, if any."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[attr-defined,no-any-return]
+
+
+def track(tensors: Any, proxies: Any, tracer: PythonKeyTracer) -> Any:
+    """Make `proxies` stand for `tensors` (a tree) in the trace of `tracer`."""
+    with disable_proxy_modes_tracing(), without_function_modes():
+        return track_tensor_tree(tensors, proxies, constant=None, tracer=tracer)
+
+
+def proxy_of(tensor: torch.Tensor, tracer: PythonKeyTracer) -> torch.fx.Proxy | None:
+    """The proxy that stands for `tensor` in the trace of `tracer`, if it is tracked."""
+    slot = get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy
+
+
+def is_active(mode: TorchFunctionMetadataMode) -> bool:
+    """Whether `mode` is on this thread's stack of function modes."""
+    return mode in _get_current_function_mode_stack()
+
+
+without_function_modes = torch._C.DisableTorchFunction
+"""A context in which no `TorchFunctionMode` sees anything."""
+
+_apply_lock = threading.Lock()
+_apply_handlers: dict[int, list[Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = {}
+
+
+@contextmanager
+def function_arguments_mapped(
+    mapping: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+) -> Iterator[None]:
+    """Map the arguments of every `autograd.Function.apply` of this thread while in the block.
+
+    `apply` goes round `__torch_function__`, so that a captured tensor handed to it would be missed
+    by a `TorchFunctionMode`. It is looked up on `_SingleLevelFunction` at each call, where one
+    attribute catches also those who hold a bound `apply`.
+    """
+    thread = threading.get_ident()
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        handlers = _apply_handlers.get(threading.get_ident())
+        if handlers:
+            args = handlers[-1](args)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
+
+    with _apply_lock:
+        _apply_handlers.setdefault(thread, []).append(mapping)
+        _SingleLevelFunction.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        with _apply_lock:
+            _apply_handlers[thread].pop()
+            if not _apply_handlers[thread]:
+                del _apply_handlers[thread]
+            if not _apply_handlers:
+                del _SingleLevelFunction.apply
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its Python prologue (3 us a call), for use outside `torch.func`."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+def schema_arguments(op: OpOverload) -> list[Any]:
+    """The arguments in the schema of `op`: `name`, `type`, `kwarg_only`, `default_value`, ...
+
+    `_schema` has no public name; torch's own documentation of custom operators reads it.
+    """
+    return list(op._schema.arguments)
+
+
+def boxed_call(op: OpOverload) -> Callable[..., Any]:
+    """The operator as a builtin, without the Python prologue of `OpOverload.__call__`."""
+    return op._op
+
+
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # type: ignore[attr-defined]
+"""A context in which autograd records nothing and notes no views; half the price of `no_grad`."""
+
+
+def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> None:
+    """Give `op` its rules below autograd, all from `run`: dense, fake, traced, functionalised.
+
+    Derivatives and batching stand above, in an `autograd.Function` that calls the op.
+    """
+
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    def autograd(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    def fake(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    def traced(mode: ProxyTorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+        tracer = mode.tracer
+        proxies = [_as_proxy(a, tracer) for a in args]
+        proxy = tracer.create_proxy("call_function", op, tuple(proxies), dict(kwargs))
+        result = op(*args, **kwargs)
+        return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+    def functionalized(context: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = context.unwrap_tensors(args)
+        with context.redispatch_to_next():
+            return context.wrap_tensors(op(*inner, **kwargs))
+
+    op.py_impl(DispatchKey.CompositeExplicitAutograd)(dense)
+    op.py_impl(DispatchKey.Autograd)(autograd)
+    op.py_impl(FakeTensorMode)(fake)
+    op.py_impl(ProxyTorchDispatchMode)(traced)
+    op.py_functionalize_impl(functionalized)
+
+
+def _as_proxy(value: Any, tracer: PythonKeyTracer) -> Any:
+    if isinstance(value, torch.Tensor):
+        slot = get_proxy_slot(value, tracer, None)
+        return value if slot is None else slot.proxy
+    if isinstance(value, torch.fx.GraphModule):
+        name = f"body_{sum(1 for _ in tracer.root.children())}"
+        tracer.root.register_module(name, value)
+        return tracer.create_proxy("get_attr", name, (), {})
+    return value

@@ -1,0 +1,1 @@
+"""Derivatives of traced functions: joint graphs, partial evaluation, transformations of graphs."""

@@ -1,0 +1,201 @@
+"""Functions of flat tensors that can be traced again at every order of differentiation.
+
+A graph of ATen operators has lost what `autograd.Function`, `no_grad` and `detach` mean for
+derivatives. So each transformation transforms the *function* with PyTorch's own autograd and
+`torch.func`, and traces last. A `Body` is such a function; its transformations are bodies too:
+
+    body            x            -> y
+    vjp of body     x, ct        -> ct' = vjp(body, x)(ct)
+    vjp of that     x, ct, ct2   -> ...
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.graph.tracing import Tracing
+
+FlatFunction = Callable[[list[Tensor]], list[Any]]
+
+
+class Body(ABC):
+    """A function from a list of tensors to a list of outputs, for use inside a trace."""
+
+    @abstractmethod
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs for `inputs`, tensors of `tracing` or wrapped ones."""
+
+
+class FunctionBody(Body):
+    """A Python function, with the tensors that it closes over as further inputs.
+
+    What it closes over is found by the first trace, in which `inputs` are the arguments alone.
+    """
+
+    def __init__(self, get_function: Callable[[], FlatFunction], num_args: int) -> None:
+        self.get_function = get_function
+        self.num_args = num_args
+        self.captured: list[Tensor] | None = None
+
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """Run the function; in the first trace, note what it closes over."""
+        args = list(inputs[: self.num_args])
+        if self.captured is None:
+            outputs = self.get_function()(args)
+            self.captured = list(tracing.captured)
+            return outputs
+        with tracing.bound(self.captured, inputs[self.num_args :]):
+            return self.get_function()(args)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphBody(Body):
+    """The function that runs a graph."""
+
+    module: fx.GraphModule
+
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs of the graph."""
+        return list(fx.Interpreter(self.module, garbage_collect_values=False).run(*inputs))
+
+
+@dataclass(frozen=True, eq=False)
+class VjpBody(Body):
+    """The vector-Jacobian product of `of`: its inputs, then cotangents, to cotangents of inputs.
+
+    `wrt` are the positions of the inputs that are differentiated, `outputs` those of the outputs
+    that have a cotangent.
+    """
+
+    of: Body
+    num_inputs: int
+    wrt: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """The cotangents of the inputs `wrt`; `None` where there is no dependence."""
+        primals, cotangents = inputs[: self.num_inputs], inputs[self.num_inputs :]
+        if _torch.functorch_is_active():
+            return self._run_functionally(tracing, primals, cotangents)
+        with torch.enable_grad():
+            primals = [
+                differentiable(p) if i in self.wrt else p.detach() for i, p in enumerate(primals)
+            ]
+            outputs = self.of.run(tracing, primals)
+            return gradients(
+                [outputs[i] for i in self.outputs],
+                [primals[i] for i in self.wrt],
+                cotangents,
+                create_graph=True,
+            )
+
+    def _run_functionally(
+        self, tracing: Tracing, primals: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> list[Any]:
+        def function(*wrt: Tensor) -> tuple[Any, ...]:
+            values = list(primals)
+            for i, value in zip(self.wrt, wrt, strict=True):
+                values[i] = value
+            outputs = self.of.run(tracing, values)
+            return tuple(outputs[i] for i in self.outputs)
+
+        _, pull_back = torch.func.vjp(function, *(primals[i] for i in self.wrt))
+        return list(pull_back(tuple(cotangents)))
+
+
+@dataclass(frozen=True, eq=False)
+class JvpBody(Body):
+    """The Jacobian-vector product of `of`: its inputs, then tangents, to tangents of outputs.
+
+    `wrt` are the positions of the inputs that have a tangent, `outputs` those of the outputs whose
+    tangents are wanted. With `keep_primals`, the outputs themselves come first.
+    """
+
+    of: Body
+    num_inputs: int
+    wrt: tuple[int, ...]
+    outputs: tuple[int, ...]
+    keep_primals: bool = False
+
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """The tangents of the outputs, after the outputs if they are kept."""
+        primals, tangents = inputs[: self.num_inputs], inputs[self.num_inputs :]
+
+        def function(*wrt: Tensor) -> tuple[tuple[Any, ...], Any]:
+            values = list(primals)
+            for i, value in zip(self.wrt, wrt, strict=True):
+                values[i] = value
+            outputs = self.of.run(tracing, values)
+            return tuple(outputs[i] for i in self.outputs), outputs
+
+        _, out_tangents, outputs = torch.func.jvp(
+            function, tuple(primals[i] for i in self.wrt), tuple(tangents), has_aux=True
+        )
+        return [*outputs, *out_tangents] if self.keep_primals else list(out_tangents)
+
+
+@dataclass(eq=False)
+class BatchedBody(Body):
+    """`of` mapped over an axis of some inputs (`in_dims`, `None` where there is none).
+
+    After a run `out_dims` holds where the axis is in each output: 0, or `None` for one that does
+    not vary.
+    """
+
+    of: Body
+    in_dims: tuple[int | None, ...]
+    axis_size: int
+    randomness: str
+    out_dims: tuple[int | None, ...] = ()
+
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs, with the mapped axis first."""
+
+        def function(*values: Tensor) -> tuple[Any, ...]:
+            return tuple(self.of.run(tracing, values))
+
+        outputs, out_dims = _torch.restore_vmap(
+            function, self.in_dims, self.axis_size, self.randomness
+        )(*inputs)
+        moved = [
+            torch.movedim(output, dim, 0) if dim else output
+            for output, dim in zip(outputs, out_dims, strict=True)
+        ]
+        self.out_dims = tuple(None if dim is None else 0 for dim in out_dims)
+        return moved
+
+
+def differentiable(tensor: Tensor) -> Tensor:
+    """`tensor` as autograd's starting point, unless it is already part of what is recorded."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def gradients(
+    outputs: Sequence[Any],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    *,
+    create_graph: bool,
+) -> list[Tensor | None]:
+    """`torch.autograd.grad` that allows outputs without a gradient."""
+    pairs = [
+        (output, cotangent)
+        for output, cotangent in zip(outputs, cotangents, strict=True)
+        if isinstance(output, Tensor) and output.requires_grad
+    ]
+    if not pairs or not inputs:
+        return [None] * len(inputs)
+    return list(
+        torch.autograd.grad(
+            [output for output, _ in pairs],
+            list(inputs),
+            [cotangent for _, cotangent in pairs],
+            allow_unused=True,
+            create_graph=create_graph,
+        )
+    )

@@ -1,0 +1,148 @@
+"""The joint graph: a function and its reverse-mode derivative in one graph.
+
+    def f(x, w):            inputs      x, w
+        y = x @ w           forward     y = mm(x, w)            z = sin(y)
+        return y.sin()      cotangent   ct
+                            backward    dy = ct * cos(y)        dx, dw = mm(dy, w.T), mm(x.T, dy)
+
+It is what AOTAutograd traces. The backward operators are autograd's own, on fake tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat.autodiff.bodies import Body, gradients
+from torchremat.graph.functionalize import functionalize
+from torchremat.graph.modules import ModulePaths
+from torchremat.graph.tracing import InputSpec, Tracing
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """A graph with the parts that matter named; entries that are no nodes are literals.
+
+    `cotangents[i]` and `gradients[i]` are `None` for an output that has no derivative and an input
+    that gets none. `mutations` pairs the position of an input that the function writes to with its
+    new value.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+    mutations: tuple[tuple[int, fx.Node], ...]
+    cotangents: tuple[fx.Node | None, ...]
+    gradients: tuple[fx.Node | None, ...]
+
+    @property
+    def forward_nodes(self) -> list[fx.Node]:
+        """The operators of the function itself, in program order."""
+        return [node for node in self.module.graph.nodes if is_forward(node)]
+
+
+def is_forward(node: fx.Node) -> bool:
+    """Whether the function itself, and not its derivative, runs the operator `node`."""
+    return (
+        node.op in ("call_function", "get_attr")
+        and node.meta.get("phase", "forward") == "forward"
+    )
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """How to trace: which outputs have a cotangent (`None`: all that can), and grad mode."""
+
+    with_gradients: bool
+    wanted_outputs: tuple[int, ...] | None = None
+    grad_enabled: bool = True
+
+
+def trace_joint(
+    body: Body,
+    specs: Sequence[InputSpec],
+    names: Sequence[str],
+    paths: ModulePaths,
+    options: TraceOptions,
+) -> tuple[Joint, Tracing]:
+    """Trace `body` and, if asked, its derivative with respect to inputs that require a gradient.
+
+    Inputs that `body` closes over come after those of `specs`.
+    """
+    tracing = Tracing(paths=paths)
+    with tracing.recording():
+        leaves = [tracing.input(spec, name) for spec, name in zip(specs, names, strict=True)]
+        inputs = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
+        with torch.set_grad_enabled(options.grad_enabled):
+            outputs = body.run(tracing, inputs)
+        leaves += tracing.captured_inputs
+        outputs = [tracing.lift(o) if isinstance(o, Tensor) else o for o in outputs]
+        grads: list[Tensor | None] = [None] * len(leaves)
+        cotangents: list[Tensor | None] = [None] * len(outputs)
+        tracing.phase = "backward"
+        if options.with_gradients:
+            cotangents = _add_cotangents(tracing, outputs, options.wanted_outputs)
+            grads = _differentiate(leaves, outputs, cotangents)
+        module = tracing.finish([*outputs, *grads])
+    nodes = {
+        "inputs": [tracing.placeholder_of(t) for t in leaves],
+        "cotangents": [None if t is None else tracing.placeholder_of(t) for t in cotangents],
+    }
+    functional = functionalize(module, nodes["inputs"])
+    results = list(functional.outputs)
+    return (
+        Joint(
+            functional.module,
+            tuple(functional.node(n) for n in nodes["inputs"]),
+            tuple(results[: len(outputs)]),
+            functional.mutations,
+            tuple(None if n is None else functional.node(n) for n in nodes["cotangents"]),
+            tuple(results[len(outputs) :]),
+        ),
+        tracing,
+    )
+
+
+def _writable(tracing: Tracing, tensor: Tensor, spec: InputSpec) -> Tensor:
+    """`tensor`, as no leaf if the real one is none: only leaves refuse to be written in place."""
+    if spec.is_leaf or not tensor.requires_grad:
+        return tensor
+    copy = torch.ops.aten.clone.default(tensor)
+    node = tracing.node_of(copy)
+    assert node is not None
+    node.meta["unleaf"] = True  # functionalize takes it out again
+    return copy
+
+
+def _add_cotangents(
+    tracing: Tracing, outputs: Sequence[Any], wanted: tuple[int, ...] | None
+) -> list[Tensor | None]:
+    cotangents: list[Tensor | None] = []
+    for i, output in enumerate(outputs):
+        differentiable = isinstance(output, Tensor) and output.requires_grad
+        if not differentiable or (wanted is not None and i not in wanted):
+            cotangents.append(None)
+            continue
+        with tracing.unrecorded(), torch.no_grad():
+            spec = InputSpec.of(output.detach())
+        cotangents.append(tracing.input(spec, f"cotangent_{i}"))
+    return cotangents
+
+
+def _differentiate(
+    leaves: Sequence[Tensor], outputs: Sequence[Any], cotangents: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    wrt = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    chosen = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+    found = gradients(
+        [outputs[i] for i in chosen],
+        [leaves[i] for i in wrt],
+        [cotangents[i] for i in chosen],  # type: ignore[misc]
+        create_graph=False,
+    )
+    grads: list[Tensor | None] = [None] * len(leaves)
+    for i, grad in zip(wrt, found, strict=True):
+        grads[i] = grad
+    return grads

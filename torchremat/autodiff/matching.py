@@ -1,0 +1,48 @@
+"""Find the operators of one trace of a function in another trace of it."""
+
+from typing import Any
+
+from torch import fx
+
+from torchremat.autodiff.joint import Joint
+from torchremat.errors import RetraceError
+from torchremat.graph.codegen import is_identity
+
+
+def match_forward(of: Joint, into: Joint) -> dict[fx.Node, fx.Node]:
+    """Pair the forward operators of a joint graph with those of another trace of the function.
+
+    Two operators are the same if they are called with the same arguments, as often before. Raises
+    `RetraceError` where the second trace lacks one: the function now computes something else.
+    """
+    numbers: dict[Any, int] = {}
+    ours, theirs = _numbered(of, numbers), _numbered(into, numbers)
+    by_number = {number: node for node, number in theirs.items()}
+    pairs = {}
+    for node, number in ours.items():
+        if number not in by_number:
+            raise RetraceError(
+                f"{node.name} ({node.target}), from {node.meta.get('source')}, was computed when the "
+                "function was first traced and is not any more. A derivative of higher order "
+                "traces the function again, at the time of the backward pass: what it reads besides "
+                "its arguments (attributes, globals, train/eval) must be as in the forward pass."
+            )
+        pairs[node] = by_number[number]
+    return pairs
+
+
+def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
+    """Number the inputs and forward operators so that equal ones have equal numbers."""
+    found: dict[fx.Node, int] = {}
+    repeats: dict[Any, int] = {}
+    for i, node in enumerate(joint.inputs):
+        found[node] = numbers.setdefault(("input", i), len(numbers))
+    for node in joint.forward_nodes:
+        if is_identity(node):
+            found[node] = found[node.args[0]]  # type: ignore[index]
+            continue
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: ("node", found.get(n)))
+        key = (node.op, str(node.target), repr(arguments))
+        repeats[key] = repeats.get(key, -1) + 1
+        found[node] = numbers.setdefault((*key, repeats[key]), len(numbers))
+    return found

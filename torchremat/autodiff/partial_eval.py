@@ -1,0 +1,79 @@
+"""Partial evaluation: what runs now, what runs later, and what is handed from one to the other.
+
+A graph, some of whose inputs are not known yet, is split in two. With x known, ct unknown, and a
+rule by which products of matrices may be kept and the rest not:
+
+    y = mm(x, w)                known   y = mm(x, w); z = sin(y)        -> z, y
+    z = sin(y)                  staged  c = cos(y); g = mul(ct, c)      -> g
+    c = cos(y)                  kept    y
+    g = mul(ct, c)
+
+One rule serves reverse mode (the cotangents are unknown), linearisation (the tangents are) and
+nested checkpoints. It is that of `partial_eval_jaxpr_custom` in JAX: a known value that a staged
+operator reads is kept if it may be, else computed again from what is.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from torchremat.graph.aliases import is_view
+
+MayKeep = Callable[[fx.Node], bool]
+"""Whether the value of a known operator may be kept."""
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What the staged half reads of the known half.
+
+    `values` are kept, `inputs` are known inputs of the graph, which somebody else keeps, and
+    `recomputed` the known values that the staged half computes again.
+    """
+
+    values: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    recomputed: frozenset[fx.Node]
+
+
+def find_residuals(
+    wanted: Iterable[fx.Node], is_known: Callable[[fx.Node], bool], may_keep: MayKeep
+) -> Residuals:
+    """What must be handed on to compute `wanted`, walking back from it.
+
+    A view is never kept for its own sake: its base is. `may_keep` is asked only about values that
+    an operator computes.
+    """
+    kept: set[fx.Node] = set()
+    inputs: set[fx.Node] = set()
+    recomputed: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_known(node):
+            if node.op == "placeholder":
+                inputs.add(node)
+                continue
+            if node.op == "call_function":
+                if not is_view(node) and may_keep(node):
+                    kept.add(node)
+                    continue
+                recomputed.add(node)
+        stack.extend(node.all_input_nodes)
+    order = {node: i for i, node in enumerate(_graph_of(seen))}
+    return Residuals(
+        tuple(sorted(kept, key=order.__getitem__)),
+        tuple(sorted(inputs, key=order.__getitem__)),
+        frozenset(recomputed),
+    )
+
+
+def _graph_of(nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
+    for node in nodes:
+        return node.graph.nodes
+    return ()

@@ -1,0 +1,79 @@
+"""The errors and warnings that torchremat raises.
+
+Each is a subclass of the standard exception that fits, so that `except TypeError` works as a user
+expects, and of `TorchrematError`, so that all can be caught together.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class TorchrematError(Exception):
+    """The base of every error that torchremat raises on purpose."""
+
+
+class ConcretizationError(TorchrematError, TypeError):
+    """Python asked for the value of a traced tensor (`if x > 0`, `x.item()`, `float(x)`)."""
+
+
+class EffectError(TorchrematError, RuntimeError):
+    """The traced function did something that a graph cannot replay."""
+
+
+class TraceError(TorchrematError, TypeError):
+    """An argument or result of a function to trace is not a tree of tensors and scalars."""
+
+
+class PolicyError(TorchrematError, TypeError):
+    """A policy is no policy, or answered something that is no verdict."""
+
+
+class NoMatchError(TorchrematError, ValueError):
+    """A selection of modules matches nothing."""
+
+
+class GraphError(TorchrematError, ValueError):
+    """A graph breaks a rule that every typed graph obeys, or does not fit what is asked of it."""
+
+
+class RetraceError(TorchrematError, RuntimeError):
+    """A function, traced a second time for a higher derivative, computed something else."""
+
+
+class UnmatchedWarning(UserWarning):
+    """A name, operator or pattern of a policy matches nothing in what was traced."""
+
+
+class RetraceWarning(UserWarning):
+    """A function is traced again and again because a Python number among its arguments changes."""
+
+
+class PolicyValueError(TorchrematError, ValueError):
+    """A policy was asked for with a value that it cannot have, or is spelled wrongly."""
+
+
+class UnknownOpError(TorchrematError, ValueError):
+    """A name that should be an operator's is none that PyTorch knows."""
+
+
+class NotAvailableError(TorchrematError, NotImplementedError):
+    """The contract names this, and this version does not have it yet."""
+
+
+def nearest_names(asked: str, known: Iterable[str], *, limit: int = 3) -> str:
+    """What to say of `known` to someone who asked for `asked`: the names like it, else the first.
+
+    >>> nearest_names("atn", ["attn", "mlp"])
+    "nearest: 'attn'"
+    >>> nearest_names("x", ["attn", "mlp"])
+    "there are: 'attn', 'mlp'"
+    >>> nearest_names("x", [])
+    'there are none'
+    """
+    names = sorted(set(known))
+    if not names:
+        return "there are none"
+    if near := get_close_matches(asked, names, n=limit):
+        return "nearest: " + ", ".join(map(repr, near))
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return "there are: " + ", ".join(map(repr, names[:limit])) + more

@@ -1,0 +1,138 @@
+"""Turn a graph into the fastest plain Python function that runs it.
+
+The function takes its inputs as one list, which it empties, and drops every value after its last
+use: a saved tensor is freed in the middle of the backward pass, not at its end. Operators are
+called without the Python prologue of `OpOverload.__call__`, which costs 0.5 us each; dispatch
+modes, profilers and flop counters see them as ever.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+
+Runner = Callable[[list[Any]], tuple[Any, ...]]
+"""Runs a graph: from a list of inputs, which it empties, to a tuple of outputs."""
+
+_PLAIN_LITERALS = (int, bool, str, type(None))
+
+
+def compile_graph(module: fx.GraphModule, name: str = "graph") -> Runner:
+    """Compile the graph of `module` to a function from a list of inputs to a tuple of outputs.
+
+    >>> import torch
+    >>> from torch import fx
+    >>> class Double(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return (torch.add(x, x),)
+    >>> run = compile_graph(fx.symbolic_trace(Double()))
+    >>> inputs = [torch.ones(2)]
+    >>> run(inputs), inputs
+    ((tensor([2., 2.]),), [])
+    """
+    return _Writer(module, name).compile()
+
+
+class _Writer:
+    def __init__(self, module: fx.GraphModule, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.lines: list[str] = []
+        self.globals: dict[str, Any] = {}
+        self.bound: dict[int, str] = {}
+        self.last_use = _last_uses(module.graph)
+
+    def compile(self) -> Runner:
+        nodes = list(self.module.graph.nodes)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        if inputs:
+            self.lines.append(f"{', '.join(n.name for n in inputs)}, = inputs")
+            self.lines.append("inputs.clear()")
+            self._drop(n for n in inputs if n not in self.last_use)
+        for node in nodes:
+            self._write(node)
+        body = "\n    ".join(self.lines)
+        source = f"def run(inputs):\n    {body}\n"
+        exec(compile(source, f"<torchremat {self.name}>", "exec"), self.globals)
+        run: Runner = self.globals["run"]
+        run.__doc__ = source
+        return run
+
+    def _write(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            return
+        if node.op == "output":
+            values = "".join(f"{self._expression(a)}, " for a in node.args[0])  # type: ignore[union-attr]
+            self.lines.append(f"return ({values})")
+            return
+        self.lines.append(f"{node.name} = {self._call(node)}")
+        if node not in self.last_use:
+            self._drop([node])
+        self._drop(n for n in node.all_input_nodes if self.last_use[n] is node)
+
+    def _drop(self, nodes: Any) -> None:
+        names = [node.name for node in nodes]
+        if names:
+            self.lines.append(f"del {', '.join(names)}")
+
+    def _call(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return self._bind(_attribute(self.module, str(node.target)))
+        if node.target is operator.getitem:
+            value, index = node.args
+            return f"{self._expression(value)}[{index}]"
+        if is_identity(node):
+            return self._expression(node.args[0])
+        function = _function(node.target)
+        arguments = [self._expression(a) for a in node.args]
+        arguments += [f"{k}={self._expression(a)}" for k, a in node.kwargs.items()]
+        return f"{self._bind(function)}({', '.join(arguments)})"
+
+    def _expression(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, _PLAIN_LITERALS):
+            return repr(value)
+        if isinstance(value, (list, tuple)):
+            items = "".join(f"{self._expression(v)}, " for v in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
+        return self._bind(value)
+
+    def _bind(self, value: Any) -> str:
+        """A global variable of the function that holds `value`."""
+        if id(value) not in self.bound:
+            self.bound[id(value)] = f"_{len(self.bound)}"
+            self.globals[self.bound[id(value)]] = value
+        return self.bound[id(value)]
+
+
+def is_identity(node: fx.Node) -> bool:
+    """Whether `node` hands its input on: it has a meaning for transformations, none at run time."""
+    return getattr(node.target, "is_identity", False) or node.target in _IDENTITIES
+
+
+_IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+def _function(target: Any) -> Callable[..., Any]:
+    if isinstance(target, _torch.OpOverload):
+        return _torch.boxed_call(target)
+    return target  # type: ignore[no-any-return]
+
+
+def _attribute(module: torch.nn.Module, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            last[used] = node
+    return last

@@ -1,0 +1,144 @@
+"""Remove in-place operators from a graph, and say which inputs the graph writes to.
+
+Most programs have none, and cost nothing here. A graph with some is run again under PyTorch's own
+functionalisation, node by node, so that each new operator keeps the notes of the one it replaces.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.graph.tracing import InputSpec, Tracing
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionalGraph:
+    """A graph without in-place operators.
+
+    `mutations` pairs the position of an input with the node of its new value; `renamed` maps the
+    placeholders of the original graph to those of this.
+    """
+
+    module: fx.GraphModule
+    outputs: tuple[Any, ...]
+    mutations: tuple[tuple[int, fx.Node], ...]
+    renamed: dict[fx.Node, fx.Node]
+
+    def node(self, placeholder: fx.Node) -> fx.Node:
+        """The placeholder that took the place of `placeholder`."""
+        return self.renamed.get(placeholder, placeholder)
+
+
+def functionalize(
+    module: fx.GraphModule, inputs: Sequence[fx.Node]
+) -> FunctionalGraph:
+    """The functional graph of `module`; `inputs` are the placeholders that it may write to."""
+    graph = module.graph
+    for node in inputs:
+        _take_out_clone(node)
+    _expose_batch_norm_updates(graph)
+    renamed: dict[fx.Node, fx.Node] = {}
+    if any(is_mutable(node) for node in graph.nodes):
+        module, renamed = _retrace(module)
+        graph = module.graph
+    mutations = _pop_writes(graph, [renamed.get(n, n) for n in inputs])
+    (output,) = graph.find_nodes(op="output")
+    return FunctionalGraph(module, tuple(output.args[0]), mutations, renamed)
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the operator of `node` writes to one of its arguments."""
+    target = node.target
+    if not isinstance(target, _torch.OpOverload):
+        return False
+    return target._schema.is_mutable
+
+
+def _take_out_clone(placeholder: fx.Node) -> None:
+    """Undo the copy that the trace made so that the input is no leaf of autograd's."""
+    for user in list(placeholder.users):
+        if user.meta.get("unleaf"):
+            user.replace_all_uses_with(placeholder)
+            user.graph.erase_node(user)
+
+
+def _expose_batch_norm_updates(graph: fx.Graph) -> None:
+    """Write the update of running statistics, which the operator hides, as a `copy_`.
+
+    `native_batch_norm` declares no write. The functional form returns the new statistics.
+    """
+    for node in list(graph.find_nodes(op="call_function", target=aten.native_batch_norm.default)):
+        x, weight, bias, mean, var, training, momentum, eps = node.args
+        if not training or mean is None:
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(
+                aten._native_batch_norm_legit_functional.default,
+                (x, weight, bias, mean, var, training, momentum, eps),
+            )
+            new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        with graph.inserting_after(new):
+            for i, statistic in ((4, var), (3, mean)):
+                item = graph.call_function(operator.getitem, (new, i))
+                item.meta = dict(node.meta, val=statistic.meta["val"])
+                with graph.inserting_after(item):
+                    write = graph.call_function(aten.copy_.default, (statistic, item))
+                    write.meta = dict(node.meta, val=statistic.meta["val"])
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7]:  # in training it reads the statistics of the batch alone
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _retrace(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    tracing = Tracing(may_capture=False)
+    with tracing.recording(), torch.no_grad():
+        fakes = [tracing.input(InputSpec.of(n.meta["val"]), n.name) for n in placeholders]
+        for fake, placeholder in zip(fakes, placeholders, strict=True):
+            tracing.placeholder_of(fake).meta = dict(placeholder.meta)
+        run = _NotedInterpreter(module, tracing).run_flat
+        outputs = torch.func.functionalize(run, remove="mutations")(*fakes)
+        tracing.notes = None
+        result = tracing.finish(outputs)
+    renamed = {
+        old: tracing.placeholder_of(fake) for old, fake in zip(placeholders, fakes, strict=True)
+    }
+    return result, renamed
+
+
+class _NotedInterpreter(fx.Interpreter):
+    """Runs a graph in a trace, handing the notes of each operator on to what it turns into."""
+
+    def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.tracing = tracing
+
+    def run_flat(self, *inputs: Tensor) -> tuple[Any, ...]:
+        return tuple(self.run(*inputs))
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.tracing.notes = n.meta
+        return super().run_node(n)
+
+
+def _pop_writes(
+    graph: fx.Graph, inputs: Sequence[fx.Node]
+) -> tuple[tuple[int, fx.Node], ...]:
+    """Take the final writes to inputs out of the graph, as pairs of position and new value."""
+    writes: dict[int, fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
+        target, value = node.args[:2]
+        if target in inputs:
+            writes[inputs.index(target)] = value
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+    return tuple(sorted(writes.items(), key=lambda pair: pair[0]))

@@ -1,0 +1,67 @@
+"""Which `nn.Module` is running: qualified names while a function is traced."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+
+class ModulePaths:
+    """The stack of modules that are running in this thread, by qualified name.
+
+    A module that is met outside any other is a root. It is called by the name that `roots` gives
+    it, else by the name of its class; what it contains, by its qualified name below that.
+    """
+
+    def __init__(self, roots: Mapping[int, str]) -> None:
+        self._roots = roots
+        self._names: dict[int, str] = {}
+        self._stack: list[nn.Module] = []
+        self._thread = threading.get_ident()
+        self.seen: dict[int, nn.Module] = {}
+
+    @property
+    def current(self) -> str:
+        """The qualified name of the innermost running module, `''` outside any."""
+        return self._names[id(self._stack[-1])] if self._stack else ""
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """The qualified name of `module`, if it has run or is part of one that has."""
+        return self._names.get(id(module))
+
+    def _name(self, module: nn.Module) -> None:
+        if id(module) in self._names:
+            return
+        root = self._roots.get(id(module), type(module).__name__)
+        for name, child in module.named_modules():
+            self._names.setdefault(id(child), ".".join(part for part in (root, name) if part))
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._name(module)
+            self.seen[id(module)] = module
+            self._stack.append(module)
+
+    def _exit(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if threading.get_ident() == self._thread and self._stack and self._stack[-1] is module:
+            self._stack.pop()
+
+    @contextmanager
+    def recording(self) -> Iterator["ModulePaths"]:
+        """Follow the calls of modules while in the block."""
+        hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._exit, always_call=True),
+        )
+        try:
+            yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._stack.clear()

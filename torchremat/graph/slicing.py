@@ -1,0 +1,89 @@
+"""Cut a graph out of a graph: the operators between given values and wanted ones."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+
+def slice_graph(
+    module: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[Any],
+    *,
+    late: Callable[[fx.Node], bool] | None = None,
+) -> fx.GraphModule:
+    """The graph that computes `outputs` from `inputs`, values of `module`'s graph.
+
+    Outputs are nodes, or literals that are handed on. Operators keep their order, save those for
+    which `late` answers true: they come just before their first use, so that a value that is
+    computed again is alive no longer than it need be. A `GraphError`-free contract: what the
+    outputs need must be reachable from the inputs and constants alone, else `UnavailableError`.
+    """
+    return _Slicer(module, inputs, late).run(outputs)
+
+
+class UnavailableError(Exception):
+    """A wanted value depends on an input of the graph that is not among the given ones."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"{node.name} is needed but not given")
+        self.node = node
+
+
+class _Slicer:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[fx.Node],
+        late: Callable[[fx.Node], bool] | None,
+    ) -> None:
+        self.module = module
+        self.late = late or (lambda node: False)
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        for i, node in enumerate(inputs):
+            copy = self.graph.placeholder(f"input_{i}")
+            copy.meta = dict(node.meta)
+            self.copies[node] = copy
+
+    def run(self, outputs: Sequence[Any]) -> fx.GraphModule:
+        wanted = [node for node in outputs if isinstance(node, fx.Node)]
+        needed = self._needed(wanted)
+        for node in self.module.graph.nodes:
+            if node in needed and not self.late(node):
+                self._copy(node)
+        for node in wanted:
+            self._copy(node)
+        self.graph.output(
+            tuple(self.copies[o] if isinstance(o, fx.Node) else o for o in outputs)
+        )
+        return fx.GraphModule(self.module, self.graph)
+
+    def _needed(self, wanted: Iterable[fx.Node]) -> set[fx.Node]:
+        needed: set[fx.Node] = set()
+        stack = [node for node in wanted if node not in self.copies]
+        while stack:
+            node = stack.pop()
+            if node in needed:
+                continue
+            if node.op == "placeholder":
+                raise UnavailableError(node)
+            needed.add(node)
+            stack.extend(n for n in node.all_input_nodes if n not in self.copies)
+        return needed
+
+    def _copy(self, node: fx.Node) -> None:
+        """Copy `node` after what it reads, without recursion: chains are thousands long."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self.copies:
+                stack.pop()
+                continue
+            missing = [n for n in top.all_input_nodes if n not in self.copies]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            self.copies[top] = self.graph.node_copy(top, lambda n: self.copies[n])
+            stack.pop()

@@ -1,0 +1,68 @@
+"""Where in the user's code a value comes from."""
+
+import os
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STDLIB = tuple(
+    os.path.join(os.path.dirname(os.__file__), name) for name in ("contextlib.py", "functools.py")
+)
+_SKIPPED = (_PACKAGE, _TORCH, *_STDLIB, "<frozen", "<string>", "<eval_with_key>", "<torchremat")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's program.
+
+    >>> print(Source("/home/ann/model.py", 31, "block"))
+    model.py:31 (block)
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
+
+
+def is_user_file(file: str) -> bool:
+    """Whether `file` is neither torch's nor this package's."""
+    return not file.startswith(_SKIPPED)
+
+
+def current_source() -> Source | None:
+    """The innermost line of the user's on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            return Source(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def source_of_error(error: BaseException) -> Source | None:
+    """The innermost line of the user's that `error` passed through."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_user_file(frame.f_code.co_filename):
+            found = Source(frame.f_code.co_filename, line, frame.f_code.co_name)
+    return found
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line of the user's on the stack."""
+    level = 1
+    frame: FrameType | None = sys._getframe(0)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level)

@@ -1,0 +1,274 @@
+"""From a Python function of tensors to a graph of ATen operators.
+
+A `Tracing` is one run of a function on fake tensors whose operators are written down. It differs
+from `make_fx` in three ways: inputs may be added while it runs, so that tensors that the function
+closes over, and the cotangents of its outputs, become inputs when they are met; each node knows the
+user's line, the module that ran it and the phase it belongs to; and nothing of the surroundings
+(`torch.func` levels, dispatch modes) leaks in.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.errors import ConcretizationError, TraceError
+from torchremat.graph.modules import ModulePaths
+from torchremat.graph.sources import current_source, source_of_error
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """What a trace must know of an input: its layout, and how autograd sees it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, any_level: bool = False) -> "InputSpec":
+        """The spec of `tensor`; `any_level` asks the levels of `torch.func` too."""
+        if tensor.layout != torch.strided:
+            raise TraceError(
+                f"cannot trace a tensor of layout {tensor.layout}: shape {tuple(tensor.shape)}; "
+                "only strided (dense) tensors are inputs of a graph. Convert it with .to_dense()."
+            )
+        with _torch.without_function_modes():
+            requires_grad = (
+                _torch.requires_grad_at_any_level(tensor) if any_level else tensor.requires_grad
+            )
+            return cls(
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.dtype,
+                tensor.device,
+                requires_grad,
+                tensor.is_leaf,
+            )
+
+    def empty(self) -> Tensor:
+        """A new tensor like this; fake inside a trace."""
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.device
+        ).requires_grad_(self.requires_grad)
+
+
+NOTES = ("phase", "module", "source")
+"""What a trace notes on each node: `forward` or `backward`, the module's name, the user's line."""
+
+
+def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
+    """A tracer that notes phase, module and source line on each node it writes.
+
+    PyTorch traces the bodies of `cond` and its kin only from a tracer of exactly its own class.
+    """
+    tracer = _torch.PythonKeyTracer()
+    tracer.graph = fx.Graph(tracer_cls=_torch.PythonKeyTracer)
+    tracer.root = torch.nn.Module()
+    tracer.tensor_attrs = {}
+    create_node = tracer.create_node
+
+    def create_noted_node(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(*args, **kwargs)
+        notes = tracing.notes
+        if notes is None:
+            notes = {
+                "phase": tracing.phase,
+                "module": tracing.paths.current,
+                "source": current_source(),
+            }
+        node.meta.update({key: notes.get(key) for key in NOTES})
+        return node
+
+    tracer.create_node = create_noted_node
+    return tracer
+
+
+class _Capture(_torch.TorchFunctionMetadataMode):
+    """Replaces the tensors of the outside world, which the function closes over, by inputs.
+
+    It is of the type that `torch.cond` and its kin set aside while Dynamo captures their bodies,
+    and put back to run them.
+    """
+
+    def __init__(self, tracing: "Tracing") -> None:
+        super().__init__(tracing.tracer)
+        self._lift = tracing.lift
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # x.shape needs no input, x.T does
+            value = func(*args)
+            if not isinstance(value, Tensor):
+                return value
+        return func(*map_arguments(self._lift, args), **map_arguments(self._lift, kwargs or {}))
+
+
+def map_arguments(mapping: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Map the tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return mapping(value)
+    if type(value) in (tuple, list):
+        return type(value)(map_arguments(mapping, item) for item in value)
+    if type(value) is dict:
+        return {key: map_arguments(mapping, item) for key, item in value.items()}
+    return value
+
+
+@dataclass(eq=False)
+class Tracing:
+    """One trace in progress; `graph` is complete once `finish` has run."""
+
+    paths: ModulePaths = field(default_factory=lambda: ModulePaths({}))
+    captured: list[Tensor] = field(default_factory=list)
+    captured_inputs: list[Tensor] = field(default_factory=list)
+    may_capture: bool = True
+    phase: str = "forward"
+    notes: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.tracer = _new_tracer(self)
+        self.fake_mode = _torch.new_fake_mode()
+        self._capture_mode = _Capture(self)
+        self._last_placeholder: fx.Node | None = None
+        self.placeholders: dict[int, fx.Node] = {}
+        self._bindings: list[Mapping[int, Tensor]] = [{}]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph written so far."""
+        return self.tracer.graph
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Operators that run in the block are written into the graph."""
+        with ExitStack() as stack:
+            stack.enter_context(_torch.isolated_from_surroundings())
+            stack.enter_context(self.paths.recording())
+            stack.enter_context(self._capture_mode)
+            stack.enter_context(_torch.function_arguments_mapped(self._lift_arguments))
+            stack.enter_context(_torch.proxy_modes(self.tracer, self.fake_mode))
+            stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
+            stack.enter_context(explained_data_dependence())
+            yield
+
+    def input(self, spec: InputSpec, name: str) -> Tensor:
+        """Add an input to the graph and return the fake tensor that stands for it."""
+        with self.unrecorded():
+            fake = spec.empty()
+        graph = self.graph
+        after = self._last_placeholder
+        taken = {node.target for node in self.placeholders.values()}
+        while name in taken:
+            name += "_"
+        where = graph.inserting_before(None) if after is None else graph.inserting_after(after)
+        with where:
+            proxy = self.tracer.create_proxy("placeholder", name, (), {})
+        self._last_placeholder = proxy.node
+        self.placeholders[id(fake)] = proxy.node
+        _torch.track(fake, proxy, self.tracer)
+        return fake
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Fake tensors are made in the block, and nothing is written down."""
+        with _torch.isolated_from_surroundings(), self.fake_mode:
+            yield
+
+    @contextmanager
+    def bound(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[None]:
+        """While in the block, each of the captured `tensors` stands for one of `inputs`."""
+        self._bindings.append({id(t): i for t, i in zip(tensors, inputs, strict=True)})
+        try:
+            yield
+        finally:
+            self._bindings.pop()
+
+    def lift(self, tensor: Tensor) -> Tensor:
+        """The tensor of this trace that stands for `tensor`, which may be of the outside world."""
+        bound = self._bindings[-1].get(id(tensor))
+        if bound is not None:
+            return bound
+        if not self._is_foreign(tensor):
+            return tensor
+        return self._capture(tensor)
+
+    def placeholder_of(self, fake: Tensor) -> fx.Node:
+        """The placeholder that `input` made for `fake`, which may have been written to since."""
+        return self.placeholders[id(fake)]
+
+    def node_of(self, tensor: Tensor) -> fx.Node | None:
+        """The node that computed `tensor`, if this trace did."""
+        proxy = _torch.proxy_of(tensor, self.tracer)
+        return None if proxy is None else proxy.node
+
+    def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
+        """Close the graph with `outputs`: tensors of this trace, or literals."""
+        nodes = [self._output(value) for value in outputs]
+        self.graph.output(tuple(nodes))
+        return fx.GraphModule(self.tracer.root, self.graph)
+
+    def _output(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = self.lift(value)
+        node = self.node_of(value)
+        assert node is not None, f"an output of the trace is not tracked: {value!r}"
+        return node
+
+    def _lift_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not _torch.is_active(self._capture_mode):  # Dynamo runs, on fake tensors of its own
+            return args
+        return tuple(map_arguments(self.lift, args))
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        inner = _torch.innermost_tensor(tensor)
+        return not isinstance(inner, _torch.FakeTensor) or inner.fake_mode is not self.fake_mode
+
+    def _capture(self, tensor: Tensor) -> Tensor:
+        known = self._bindings[0].get(id(tensor))
+        if known is not None:
+            return known
+        if not self.may_capture:
+            raise TraceError("cannot close over another tensor here")
+        name = f"captured_{len(self.captured)}"
+        fake = self.input(InputSpec.of(tensor, any_level=True), name)
+        self.captured.append(tensor)
+        self.captured_inputs.append(fake)
+        self._bindings[0] = {**self._bindings[0], id(tensor): fake}
+        return fake
+
+
+_NO_NUMPY = (".numpy() is not supported", "tolist() is not supported", "Cannot access data pointer")
+
+
+@contextmanager
+def explained_data_dependence() -> Iterator[None]:
+    """Say what to do instead where the value of a traced tensor is asked for."""
+    try:
+        yield
+    except ConcretizationError:
+        raise
+    except _torch.DATA_DEPENDENT_ERRORS as error:
+        raise _concretization_error(error, str(getattr(error, "func", error))) from error
+    except (RuntimeError, TypeError) as error:
+        if not any(text in str(error) for text in _NO_NUMPY):
+            raise
+        raise _concretization_error(error, str(error)) from error
+
+
+def _concretization_error(error: BaseException, asked: str) -> ConcretizationError:
+    return ConcretizationError(
+        f"the value of a traced tensor is needed at {source_of_error(error)}, through {asked}, but "
+        "while a function is traced a tensor has a shape and a dtype, no value. If it is an "
+        "argument that takes few values, name it in `static_argnums` and pass a Python value; to "
+        "choose between two tensors use torch.where; between two functions, torch.cond."
+    )

@@ -1,0 +1,44 @@
+"""The policies that say what `checkpoint` may save: the namespace `torchremat.checkpoint_policies`.
+
+JAX's, with its names (`jax.checkpoint_policies`), and others that PyTorch's users want.
+
+>>> from torchremat.remat import checkpoint_policies as cp
+>>> cp.dots_saveable | cp.save_only_these_names("attn")
+dots_saveable | save_only_these_names('attn')
+"""
+
+from torchremat.remat.policies import (
+    checkpoint_dots,
+    checkpoint_dots_with_no_batch_dims,
+    dots_saveable,
+    dots_with_no_batch_dims_saveable,
+    everything_saveable,
+    nothing_saveable,
+    recompute_modules,
+    recompute_ops,
+    save_any_names_but_these,
+    save_anything_except_these_names,
+    save_from_both_policies,
+    save_modules,
+    save_only_these_names,
+    save_ops,
+)
+from torchremat.remat.selective import from_selective
+
+__all__ = [
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "from_selective",
+    "nothing_saveable",
+    "recompute_modules",
+    "recompute_ops",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+    "save_from_both_policies",
+    "save_modules",
+    "save_only_these_names",
+    "save_ops",
+]

@@ -1,0 +1,230 @@
+"""How autograd and `torch.func` see a program: as one differentiable operator.
+
+Two autograd functions do the same. `_Direct` is for plain autograd: it keeps intermediate values
+and costs little. `_Functional` is for `torch.func`, where what is kept must be an output, and each
+level of transformation finds its rule: backward, `vmap` and `jvp`. In both, the derivative is the
+vector-Jacobian product of the program, which is a program again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.graph.tracing import InputSpec
+from torchremat.remat.op import run_graph, run_program
+from torchremat.remat.program import MappedAxis, Program
+
+
+def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The outputs of `program`, differentiable in every way.
+
+    `owner` is kept alive with what autograd records: the traced function, which a derivative of
+    higher order traces again.
+    """
+    if not _torch.functorch_is_active():
+        return _direct_apply(program, owner, *inputs)  # type: ignore[no-any-return]
+    if _torch.innermost_transform() is _torch.TransformType.Jvp:
+        return _push_forward(program, owner, inputs)
+    emits = _torch.differentiates()
+    return _Functional.apply(program, owner, emits, *inputs)[: program.num_outputs]  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, program: Program, owner: object, *inputs: Tensor) -> tuple[Any, ...]:
+        results = run_program(program, inputs)
+        num_outputs = program.num_outputs
+        outputs = results[:num_outputs]
+        ctx.program = program
+        ctx.owner = owner
+        ctx.set_materialize_grads(False)
+        if program.non_differentiable:
+            ctx.mark_non_differentiable(*(outputs[i] for i in program.non_differentiable))
+        if any(ctx.needs_input_grad):
+            residuals = results[num_outputs:]
+            ctx.save_for_backward(*(inputs[i] for i in program.saved_inputs), *residuals)
+            if program.edges:
+                ctx.edges = _edges_to([inputs[i] for i in program.edges])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        return _pull_back(ctx, cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        return _tangents_of_outputs(ctx, tangents)
+
+
+_direct_apply = _torch.direct_apply(_Direct)
+
+
+class _Functional(torch.autograd.Function):
+    @staticmethod
+    def forward(program: Program, owner: object, emits: bool, *inputs: Tensor) -> tuple[Any, ...]:
+        results = run_program(program, inputs)
+        return results if emits else results[: program.num_outputs]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        program, ctx.owner, emits, *tensors = inputs
+        ctx.program = program
+        ctx.set_materialize_grads(False)
+        residuals = output[program.num_outputs :]
+        ctx.mark_non_differentiable(
+            *(output[i] for i in program.non_differentiable), *residuals
+        )
+        ctx.save_for_backward(*tensors, *residuals)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        program = ctx.program
+        count = program.num_inputs
+        given = tuple(cotangents[i] is not None for i in program.differentiable)
+        if not any(given):
+            return (None,) * (count + 3)
+        inputs, residuals = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        vjp = program.vjp(given, frozenset())
+        body = inputs[: vjp.num_body]
+        known = inputs[vjp.num_body :][: len(program.known)]
+        chosen = [cotangents[i] for i in program.differentiable if cotangents[i] is not None]
+        found = apply_program(vjp, ctx.owner, [*body, *chosen, *known, *residuals])
+        return (None, None, None, *_scattered(found, vjp.wrt, count))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], program: Program, owner: object, emits: bool,
+        *inputs: Tensor,
+    ) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
+        axis = MappedAxis(tuple(in_dims[3:]), info.batch_size, info.randomness)
+        specs = tuple(InputSpec.of(t, any_level=True) for t in inputs)
+        batched = program.batched(specs, axis, emits=emits)
+        outputs = apply_program(batched, owner, inputs)
+        return outputs, batched.out_dims
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        return _tangents_of_outputs(ctx, tangents[3:])
+
+
+def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    program: Program = ctx.program
+    given = tuple(cotangents[i] is not None for i in program.differentiable)
+    if not any(given):
+        return (None,) * (program.num_inputs + 2)
+    saved = list(ctx.saved_tensors)
+    chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
+    if torch.is_grad_enabled():
+        return _pull_back_differentiably(ctx, given, saved, chosen)
+    ctx.maybe_clear_saved_tensors()
+    saved += chosen
+    del chosen
+    backward = program.backward(given, ctx.needs_input_grad[2:])
+    return (None, None, *run_graph(backward, saved))
+
+
+def _pull_back_differentiably(
+    ctx: Any, given: tuple[bool, ...], saved: list[Tensor], cotangents: list[Tensor]
+) -> tuple[Any, ...]:
+    program: Program = ctx.program
+    count = program.num_inputs
+    absent = frozenset(range(count)) - frozenset(program.saved_inputs)
+    vjp = program.vjp(given, _moved(absent, program, len(cotangents)))
+    inputs: list[Tensor | None] = [None] * count
+    for i, tensor in zip(program.saved_inputs, saved, strict=False):
+        inputs[i] = tensor
+    if program.edges:
+        for i, tensor in zip(program.edges, ctx.edges.saved_tensors, strict=True):
+            inputs[i] = tensor
+    residuals = saved[len(program.saved_inputs) :]
+    body, known = inputs[: vjp.num_body], inputs[vjp.num_body :]
+    found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
+    return (None, None, *_scattered(found, vjp.wrt, count))
+
+
+def _moved(absent: frozenset[int], program: Program, num_cotangents: int) -> frozenset[int]:
+    """Positions among the inputs of the derivative, which has cotangents before known values."""
+    num_body = len(program.region.specs)
+    return frozenset(i if i < num_body else i + num_cotangents for i in absent)
+
+
+def _scattered(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+    result: list[Any] = [None] * count
+    for position, value in zip(positions, values, strict=True):
+        result[position] = value
+    return result
+
+
+# --- forward mode --------------------------------------------------------------------------------
+
+
+def _tangents_of_outputs(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The tangents of the outputs; none for residuals, which are constants to their readers."""
+    program: Program = ctx.program
+    inputs = ctx.saved_tensors[: program.num_inputs]
+    found = _run_jvp(program, ctx.owner, inputs, tangents, keep_primals=False)
+    num_residuals = len(ctx.saved_tensors) - program.num_inputs
+    return (*found, *[None] * num_residuals)
+
+
+def _run_jvp(
+    program: Program,
+    owner: object,
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    *,
+    keep_primals: bool,
+) -> tuple[Any, ...]:
+    """Run the tangent program: tangents of the tensor outputs, after the outputs if asked."""
+    body = inputs[: len(program.region.specs)]
+    wrt = tuple(i for i, _ in enumerate(body) if tangents[i] is not None)
+    given = [tangents[i] for i in wrt]
+    operands: list[Any] = [*body, *given]
+    specs = tuple(InputSpec.of(t, any_level=True) for t in operands)
+    jvp = program.jvp(wrt, specs, keep_primals=keep_primals)
+    results = list(apply_program(jvp, owner, operands))
+    primals = [results.pop(0) for _ in range(program.num_outputs)] if keep_primals else []
+    positions = [i for i in range(program.num_outputs) if i in program.floating]
+    return (*primals, *_scattered(results, positions, program.num_outputs))
+
+
+def _push_forward(program: Program, owner: object, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The rule for `torch.func.jvp`: one program computes the outputs with their tangents."""
+    with _torch.lowered_jvp() as level:
+        primals, tangents = level.unpack(inputs)
+        results = _run_jvp(program, owner, primals, tangents, keep_primals=True)
+        count = program.num_outputs
+        outputs = level.pack(results[:count], results[count:])
+    return level.wrap(outputs)
+
+
+# --- the place of a value in autograd's graph ----------------------------------------------------
+
+
+def _edges_to(tensors: Sequence[Tensor]) -> Any:
+    """A node of autograd's graph that leads to `tensors` and holds none of their data."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in):
+        return _Edges.apply(*tensors).grad_fn  # type: ignore[no-untyped-call]
+
+
+class _Edges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing flows through a node that only leads to others")
+
+
+def _forget(tensor: Tensor) -> InputSpec:
+    return InputSpec.of(tensor.detach())
+
+
+def _stand_in(spec: InputSpec) -> Tensor:
+    return torch.empty((), dtype=spec.dtype, device=spec.device).expand(spec.shape)

@@ -1,0 +1,89 @@
+"""Names for values, so that policies can speak of them."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+
+T = TypeVar("T")
+
+
+class NameOp(_torch.HigherOrderOperator):
+    """`name_p(x, name=...)`: x itself, known by a name. It leaves no trace in what runs."""
+
+    is_identity = True
+
+    def __init__(self) -> None:
+        super().__init__("name_p")
+
+    def __call__(self, x: Tensor, /, *, name: str) -> Tensor:
+        return super().__call__(x, name=name)  # type: ignore[no-any-return]
+
+
+name_p = NameOp()
+
+
+def checkpoint_name(x: T, name: str) -> T:
+    """Give the value `x` a name by which a policy can save it; otherwise the identity.
+
+    Args:
+        x: a tensor, or a tree of tensors, each of which gets the name.
+        name: what policies such as `save_only_these_names` call it.
+
+    Returns:
+        `x`. It names the value, not the variable: saving the name serves those who read the value
+        under an older variable too. It costs nothing at run time.
+
+    Raises:
+        TypeError: if `name` is no string.
+
+    After `jax.ad_checkpoint.checkpoint_name`.
+
+    >>> import torch
+    >>> import torchremat as tr
+    >>> @tr.checkpoint(policy=tr.checkpoint_policies.save_only_these_names("hidden"))
+    ... def f(x):
+    ...     return torch.sin(tr.checkpoint_name(torch.exp(x), "hidden"))
+    >>> [str(r) for r in tr.saved_residuals(f, torch.ones(3))]  # doctest: +ELLIPSIS
+    ['f32[3] from the argument x', "f32[3] named 'hidden' from ..."]
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(
+            f"checkpoint_name takes a name that is a non-empty string, but it is {name!r} "
+            f"({type(name).__name__}): checkpoint_name(x, 'attention')"
+        )
+    if _torch.innermost_proxy_mode() is None:
+        return x
+    return _torch.tree_map(  # type: ignore[no-any-return]
+        lambda leaf: _Name.apply(leaf, name) if isinstance(leaf, Tensor) else leaf,  # type: ignore[no-untyped-call]
+        x,
+    )
+
+
+class _Name(torch.autograd.Function):
+    """The identity, written down as `name_p`. Cotangents and tangents pass by unnamed."""
+
+    @staticmethod
+    def forward(x: Tensor, name: str) -> Tensor:
+        return name_p(x, name=name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        return cotangent, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, name: str) -> Any:
+        return _Name.apply(x, name), in_dims[0]  # type: ignore[no-untyped-call]
+
+
+_torch.register_simple_rules(name_p, lambda x, *, name: x.detach())

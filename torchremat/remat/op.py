@@ -1,0 +1,57 @@
+"""`remat_p`: the graph of a program as one operator of another graph.
+
+Outside any trace a program just runs. Inside one (a checkpoint within a checkpoint, `make_graph`)
+it is written down as one node whose body is a submodule, so that whoever holds the outer graph can
+look inside it, and so that what the inner checkpoint computes again stays apart.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.remat.program import Compiled, Program
+
+
+class RematOp(_torch.HigherOrderOperator):
+    """Runs the graph of a program: `remat_p(body, *inputs)`, with `body` a `GraphModule`."""
+
+    def __init__(self) -> None:
+        super().__init__("remat_p")
+
+    def __call__(self, body: fx.GraphModule, /, *inputs: Any) -> tuple[Any, ...]:
+        return super().__call__(body, *inputs)  # type: ignore[no-any-return]
+
+
+remat_p = RematOp()
+
+
+def run_program(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Outputs and residuals of `program`, after its writes to inputs."""
+    results = run_graph(program.forward, list(inputs))
+    writes = program.writes
+    if not writes:
+        return results
+    start = program.num_outputs
+    end = start + len(writes)
+    with torch.no_grad():
+        for i, value in zip(writes, results[start:end], strict=True):
+            inputs[i].copy_(value)
+    return (*results[:start], *results[end:])
+
+
+def run_graph(compiled: Compiled, inputs: list[Any]) -> tuple[Any, ...]:
+    """Run the graph on `inputs`, which it empties; in a trace, write it down as one node."""
+    if _torch.innermost_proxy_mode() is not None:
+        return remat_p(compiled.module, *inputs)
+    with _torch.below_autograd():
+        return compiled.run(inputs)
+
+
+def _interpret(body: fx.GraphModule, *inputs: Any) -> tuple[Any, ...]:
+    return tuple(fx.Interpreter(body, garbage_collect_values=False).run(*inputs))
+
+
+_torch.register_simple_rules(remat_p, _interpret)

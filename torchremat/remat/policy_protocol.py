@@ -1,0 +1,265 @@
+"""What a policy is, and how policies combine.
+
+A policy is any callable `policy(op, *avals, **params)` that answers, of one call of one operator,
+whether its outputs may be saved. `Policy` is that and one question more, `decide`, which is asked
+of a *value*: what an operator computed, with the names it was given and the module that ran it. The
+difference matters for complements. "All but what is named a", asked about one operator after the
+other, saves the value before it gets its name; JAX's `save_anything_except_these_names` does so.
+Asked about the value it cannot.
+"""
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torchremat.avals import Aval
+from torchremat.errors import PolicyError
+from torchremat.graph.sources import Source
+from torchremat.remat import policy_spelling
+from torchremat.remat.names import name_p
+from torchremat.remat.verdicts import Verdict, as_answer, as_verdict, both, either, opposite
+
+__all__ = ["Policy", "PolicyLike", "Value", "as_policy", "policy", "source_of"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a policy decides about: a value that the forward pass computes.
+
+    Attributes:
+        op: the operator that computes it.
+        avals: of the operator's tensor inputs, in order.
+        params: its other arguments by schema name (`graph.ops.split_arguments` makes both).
+        names: every `checkpoint_name` given to this value.
+        module: qualified name of the `nn.Module` that ran the operator, `''` outside any.
+        source: the user's line that it comes from, if known.
+        outputs: avals of all that the operator computes, if known.
+        index: which of `outputs` this value is.
+    """
+
+    op: object
+    avals: tuple[Aval, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    module: str = ""
+    source: Source | None = None
+    outputs: tuple[Aval, ...] = ()
+    index: int = 0
+
+
+class Policy(ABC):
+    """Says which values of the forward pass may be saved for the backward.
+
+    Policies are values: equal when built alike, hashable, picklable where what they are made of is,
+    with a `repr` that rebuilds them. They combine, with one another and with whatever `as_policy`
+    takes, by `|`, `&` and `~`, value by value; `torchremat.remat.verdicts` says how. `str(policy)`
+    is its spelling for configuration files where it has one.
+
+    >>> from torchremat.remat.checkpoint_policies import dots_saveable, save_only_these_names
+    >>> dots_saveable | save_only_these_names("attn")
+    dots_saveable | save_only_these_names('attn')
+    >>> str(dots_saveable | save_only_these_names("attn"))
+    'dots|names:attn'
+    """
+
+    @abstractmethod
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        """Whether the outputs of a call of `op` may be saved (JAX's protocol)."""
+
+    def decide(self, value: Value) -> Verdict:
+        """Whether `value` may be saved: as the product of its operator, or under one of its names.
+
+        Raises `PolicyError` (a `TypeError`) if the policy answers with what is no verdict.
+        """
+        verdict = as_verdict(self(value.op, *value.avals, **value.params), self, value.op)
+        named = value.outputs[value.index : value.index + 1]
+        for name in value.names:
+            verdict = either(verdict, as_verdict(self(name_p, *named, name=name), self, name_p))
+        return verdict
+
+    def unmatched(self, values: Sequence[Value]) -> list[str]:
+        """For each thing that the policy names and none of `values` has, a message that says so."""
+        return []
+
+    @property
+    def spelling(self) -> str | None:
+        """What `policy(...)` reads as this policy, or `None` if nothing does."""
+        return None
+
+    def __or__(self, other: "PolicyLike") -> "Policy":
+        return Either(_parts(Either, self) + _parts(Either, as_policy(other)))
+
+    def __ror__(self, other: "PolicyLike") -> "Policy":
+        return as_policy(other) | self
+
+    def __and__(self, other: "PolicyLike") -> "Policy":
+        return Both(_parts(Both, self) + _parts(Both, as_policy(other)))
+
+    def __rand__(self, other: "PolicyLike") -> "Policy":
+        return as_policy(other) & self
+
+    def __invert__(self) -> "Policy":
+        return Opposite(self)
+
+    def __str__(self) -> str:
+        return self.spelling or repr(self)
+
+
+PolicyLike: TypeAlias = Policy | str | Callable[..., bool | Verdict | type]
+
+
+# --- combinations --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class _Combination(Policy):
+    """Policies joined by an operator. Joining is associative: `(p | q) | r == p | (q | r)`."""
+
+    policies: tuple[Policy, ...]
+
+    def unmatched(self, values: Sequence[Value]) -> list[str]:
+        messages = [message for policy in self.policies for message in policy.unmatched(values)]
+        return list(dict.fromkeys(messages))
+
+    def _answers(self, op: object, avals: Sequence[Aval], params: dict[str, Any]) -> list[Verdict]:
+        return [as_verdict(policy(op, *avals, **params), policy, op) for policy in self.policies]
+
+
+class Either(_Combination):
+    """`p | q`: what one of the policies lets be saved may be saved."""
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        return as_answer(functools.reduce(either, self._answers(op, avals, params)))
+
+    def decide(self, value: Value) -> Verdict:
+        return functools.reduce(either, (policy.decide(value) for policy in self.policies))
+
+    @property
+    def spelling(self) -> str | None:
+        spellings = [policy.spelling for policy in self.policies]
+        return None if None in spellings else "|".join(map(str, spellings))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(_operand, self.policies))
+
+
+class Both(_Combination):
+    """`p & q`: what all of the policies let be saved may be saved."""
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        return as_answer(functools.reduce(both, self._answers(op, avals, params)))
+
+    def decide(self, value: Value) -> Verdict:
+        return functools.reduce(both, (policy.decide(value) for policy in self.policies))
+
+    def __repr__(self) -> str:
+        return " & ".join(map(_operand, self.policies))
+
+
+@dataclass(frozen=True, repr=False)
+class Opposite(Policy):
+    """`~p`: what the policy lets be kept may not be saved, all else may."""
+
+    policy: Policy
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        answer = self.policy(op, *avals, **params)
+        return as_answer(opposite(as_verdict(answer, self.policy, op)))
+
+    def decide(self, value: Value) -> Verdict:
+        return opposite(self.policy.decide(value))
+
+    def unmatched(self, values: Sequence[Value]) -> list[str]:
+        return self.policy.unmatched(values)
+
+    def __repr__(self) -> str:
+        return f"~{_operand(self.policy)}"
+
+
+def _parts(kind: type[_Combination], policy: Policy) -> tuple[Policy, ...]:
+    return policy.policies if isinstance(policy, kind) else (policy,)
+
+
+def _operand(policy: Policy) -> str:
+    return f"({policy!r})" if isinstance(policy, _Combination) else repr(policy)
+
+
+# --- what is taken for a policy ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class FunctionPolicy(Policy):
+    """A user's own callable. It is asked of a value's operator, then of each of its names."""
+
+    function: Callable[..., bool | Verdict | type]
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        return as_answer(as_verdict(self.function(op, *avals, **params), self, op))
+
+    @property
+    def source(self) -> Source | None:
+        """Where the function is defined, if it is written in Python."""
+        return source_of(self.function)
+
+    def __repr__(self) -> str:
+        return f"as_policy({getattr(self.function, '__qualname__', repr(self.function))})"
+
+
+def policy(spelling: str) -> Policy:
+    """The policy that `spelling` stands for, as in a configuration file.
+
+    The spellings are `"none"` (no rematerialisation: `everything_saveable`), `"full"`
+    (`nothing_saveable`), `"dots"`, `"names:attn,mlp"`, `"ops:aten.mm,aten.addmm"`,
+    `"modules:layers.*.attn"`, and the function's own name for every other policy that takes only
+    names (`"recompute_ops:aten.mm"`); joined with `|`, what one of them lets be saved may be saved.
+
+    Raises `PolicyError` (a `TypeError`) if `spelling` is no string, `PolicyValueError` (a
+    `ValueError`) with the nearest spellings if it is unknown, and `NotAvailableError` (a
+    `NotImplementedError`) for `"budget:..."` and `"plan:..."`.
+
+    >>> policy("dots | names:attn")
+    dots_saveable | save_only_these_names('attn')
+    """
+    return functools.reduce(lambda p, q: p | q, policy_spelling.parse_spelling(spelling))
+
+
+def as_policy(given: PolicyLike | None) -> Policy:
+    """`given` as a `Policy`: one already, its spelling, a callable, or `None`, which saves nothing.
+
+    Raises `PolicyError` (a `TypeError`) for anything else, and whatever `policy` raises.
+
+    >>> as_policy("names:attn")
+    save_only_these_names('attn')
+    """
+    if isinstance(given, Policy):
+        return given
+    if given is None:
+        return policy("full")
+    if isinstance(given, str):
+        return policy(given)
+    if policy_spelling.is_policy_maker(given):
+        name = getattr(given, "__name__", repr(given))
+        raise PolicyError(
+            f"{name} was given as a policy: it makes one when it is called, as in {name}('...')"
+        )
+    if isinstance(given, type) or not callable(given):
+        raise PolicyError(
+            f"{given!r} ({type(given).__name__}) is no policy. A policy is one of "
+            "checkpoint_policies, a spelling of one ('dots', 'names:attn'), a callable "
+            "policy(op, *avals, **params), or None to save nothing"
+        )
+    return FunctionPolicy(given)
+
+
+def source_of(function: Any) -> Source | None:
+    """Where `function`, or the function behind a partial or a callable object, is defined."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__") and callable(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    return code and Source(code.co_filename, code.co_firstlineno, code.co_qualname)

@@ -1,0 +1,516 @@
+"""Programs: what a checkpoint runs forward, what it keeps, and what it runs backward.
+
+A program is a function of flat tensors with a joint graph and a choice of residuals. Its inputs are
+those of its body, and then `known`: values of the body's forward pass that somebody kept.
+
+    forward     inputs                              -> outputs, writes, residuals
+    backward    saved inputs, residuals, cotangents -> cotangents of the inputs
+
+The vector-Jacobian product of a program is a program again, of inputs and cotangents, in which the
+residuals are known; so derivatives of any order, with what was kept put to use, need no more code.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat.autodiff.bodies import BatchedBody, Body, GraphBody, JvpBody, VjpBody
+from torchremat.autodiff.joint import Joint, TraceOptions, is_forward, trace_joint
+from torchremat.autodiff.matching import match_forward
+from torchremat.autodiff.partial_eval import Residuals
+from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.graph.modules import ModulePaths
+from torchremat.graph.slicing import slice_graph
+from torchremat.graph.tracing import InputSpec
+from torchremat.remat.choices import Choices
+from torchremat.remat.policies import Policy
+
+Mask = tuple[bool, ...]
+"""Which of the differentiable outputs have a cotangent; which of the inputs need a gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A graph and the function that runs it."""
+
+    module: fx.GraphModule
+    run: Runner
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, name: str) -> "Compiled":
+        """Compile `module`."""
+        return cls(module, compile_graph(module, name))
+
+
+class Region:
+    """A body with its joint graphs: one for each set of outputs that has a cotangent."""
+
+    def __init__(
+        self,
+        body: Body,
+        specs: Sequence[InputSpec],
+        names: Sequence[str],
+        paths: ModulePaths,
+        options: TraceOptions,
+    ) -> None:
+        self.body = body
+        self.specs = tuple(specs)
+        self.names = tuple(names)
+        self.paths = paths
+        self.options = options
+        self._variants: dict[Mask, Joint] = {}
+
+    @classmethod
+    def traced(
+        cls,
+        body: Body,
+        specs: Sequence[InputSpec],
+        names: Sequence[str],
+        paths: ModulePaths,
+        options: TraceOptions,
+    ) -> "Region":
+        """Trace `body` now; what it closes over becomes further inputs."""
+        joint, tracing = trace_joint(body, specs, names, paths, options)
+        captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
+        labels = [f"captured_{i}" for i in range(len(captured))]
+        region = cls(body, (*specs, *captured), (*names, *labels), paths, options)
+        region.__dict__["joint"] = joint
+        return region
+
+    @cached_property
+    def joint(self) -> Joint:
+        """The joint graph in which every differentiable output has a cotangent."""
+        return self._trace(self.options)
+
+    def joint_for(self, given: Mask) -> Joint:
+        """The joint graph in which only the `given` outputs have one."""
+        if all(given):
+            return self.joint
+        if given not in self._variants:
+            wanted = tuple(i for i, g in zip(self.differentiable, given, strict=True) if g)
+            self._variants[given] = self._trace(replace(self.options, wanted_outputs=wanted))
+        return self._variants[given]
+
+    def _trace(self, options: TraceOptions) -> Joint:
+        return trace_joint(self.body, self.specs, self.names, self.paths, options)[0]
+
+    @cached_property
+    def wrt(self) -> tuple[int, ...]:
+        """The positions of the inputs that are differentiated."""
+        if not self.options.with_gradients:
+            return ()
+        return tuple(i for i, spec in enumerate(self.specs) if spec.requires_grad)
+
+    @cached_property
+    def differentiable(self) -> tuple[int, ...]:
+        """The positions, among all outputs, of those that have a cotangent."""
+        return tuple(i for i, ct in enumerate(self.joint.cotangents) if ct is not None)
+
+
+@dataclass(frozen=True)
+class MappedAxis:
+    """The axis of a `vmap`: where it is in each input, its size, and what random numbers do."""
+
+    in_dims: tuple[int | None, ...]
+    size: int
+    randomness: str
+
+
+class Program(ABC):
+    """See the module. `absent` are inputs of which only the place in autograd's graph is given."""
+
+    def __init__(
+        self, region: Region, policy: Policy, absent: frozenset[int] = frozenset()
+    ) -> None:
+        self.region = region
+        self.policy = policy
+        self.absent = absent
+        self._backwards: dict[tuple[Mask, Mask], Compiled] = {}
+        self._vjps: dict[tuple[Mask, frozenset[int]], VjpProgram] = {}
+        self._batched: dict[Any, Program] = {}
+        self._jvps: dict[Any, FunctionProgram] = {}
+
+    # --- inputs and outputs ----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def root_joint(self) -> Joint:
+        """The joint graph that `known` and `residuals` are values of."""
+
+    @property
+    def known(self) -> tuple[fx.Node, ...]:
+        """Values of the forward pass that are inputs."""
+        return ()
+
+    @property
+    def residuals(self) -> tuple[fx.Node, ...]:
+        """Values of the forward pass that the program hands on to its derivative."""
+        return ()
+
+    @property
+    @abstractmethod
+    def saved_inputs(self) -> tuple[int, ...]:
+        """The positions of the inputs that the backward pass reads."""
+
+    @cached_property
+    def num_inputs(self) -> int:
+        """The number of inputs: the body's and the known values."""
+        return len(self.region.specs) + len(self.known)
+
+    @cached_property
+    def output_nodes(self) -> tuple[Any, ...]:
+        """The tensor outputs."""
+        return tuple(o for o in self.region.joint.outputs if isinstance(o, fx.Node))
+
+    @cached_property
+    def num_outputs(self) -> int:
+        """The number of tensor outputs, without writes and residuals."""
+        return len(self.output_nodes)
+
+    @cached_property
+    def differentiable(self) -> tuple[int, ...]:
+        """Positions among the tensor outputs of those that have a derivative."""
+        outputs = self.region.joint.outputs
+        positions = [i for i, output in enumerate(outputs) if isinstance(output, fx.Node)]
+        return tuple(positions.index(i) for i in self.region.differentiable)
+
+    @cached_property
+    def non_differentiable(self) -> tuple[int, ...]:
+        """Positions among the tensor outputs of the others."""
+        return tuple(i for i in range(self.num_outputs) if i not in self.differentiable)
+
+    @cached_property
+    def writes(self) -> tuple[int, ...]:
+        """The positions of the inputs that the body writes to."""
+        return ()
+
+    @cached_property
+    @abstractmethod
+    def forward(self) -> Compiled:
+        """From inputs to outputs, new values of inputs that are written to, and residuals."""
+
+    # --- derivatives -----------------------------------------------------------------------------
+
+    @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """Inputs that get a gradient, yet are not saved: a second derivative must reach them."""
+        saved = set(self.saved_inputs)
+        return tuple(i for i in self.region.wrt if i not in saved)
+
+    def gradients(self, given: Mask) -> tuple[int, ...]:
+        """The positions of the inputs that have a gradient when `given` outputs have one."""
+        joint = self.region.joint_for(given)
+        return tuple(i for i, g in enumerate(joint.gradients) if g is not None)
+
+    def backward(self, given: Mask, needed: Mask) -> Compiled:
+        """From saved inputs, residuals and `given` cotangents to gradients of `needed` inputs."""
+        key = (given, needed)
+        if key not in self._backwards:
+            self._backwards[key] = self._compile_backward(given, needed)
+        return self._backwards[key]
+
+    def _compile_backward(self, given: Mask, needed: Mask) -> Compiled:
+        joint = self.region.joint_for(given)
+        known = self.values_in(joint, (*self.known, *self.residuals))
+        inputs = [*joint.inputs, *known[: len(self.known)]]
+        saved = [inputs[i] for i in self.saved_inputs]
+        saved += known[len(self.known) :]
+        saved += [ct for ct in joint.cotangents if ct is not None]
+        wanted: list[Any] = [
+            g if n else None for g, n in zip(joint.gradients, needed, strict=False)
+        ]
+        wanted += [None] * len(self.known)
+        return _compiled_backward(joint, saved, wanted)
+
+    def values_in(self, joint: Joint, values: Sequence[fx.Node]) -> list[fx.Node]:
+        """The nodes of `joint` for `values` of the root joint graph."""
+        if joint is self.root_joint or not values:
+            return list(values)
+        pairs = match_forward(self.root_joint, joint)
+        return [pairs[node] for node in values]
+
+    def vjp(self, given: Mask, absent: frozenset[int]) -> "VjpProgram":
+        """The program of `backward`, as a function of inputs, cotangents and known values."""
+        key = (given, absent)
+        if key not in self._vjps:
+            self._vjps[key] = VjpProgram(self, given, absent)
+        return self._vjps[key]
+
+    def jvp(
+        self, wrt: tuple[int, ...], specs: tuple[InputSpec, ...], *, keep_primals: bool = False
+    ) -> "FunctionProgram":
+        """The program of tangents: inputs, then tangents of inputs `wrt`, to tangents of outputs.
+
+        With `keep_primals` the outputs themselves come first.
+        """
+        key = (wrt, specs, keep_primals)
+        if key not in self._jvps:
+            region = self.region
+            outputs = self.floating_outputs
+            body = JvpBody(region.body, len(region.specs), wrt, outputs, keep_primals)
+            names = (*region.names, *(f"tangent_{i}" for i in wrt))
+            options = TraceOptions(any(spec.requires_grad for spec in specs))
+            traced = Region(body, specs, names, region.paths, options)
+            self._jvps[key] = FunctionProgram(traced, self.policy)
+        return self._jvps[key]
+
+    @cached_property
+    def floating_outputs(self) -> tuple[int, ...]:
+        """Positions among all outputs of the tensors that may have a tangent."""
+        outputs = enumerate(self.region.joint.outputs)
+        return tuple(i for i, o in outputs if isinstance(o, fx.Node) and _is_inexact(o))
+
+    # --- batching --------------------------------------------------------------------------------
+
+    def batched(
+        self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool
+    ) -> "Program":
+        """This program mapped over an axis of its inputs, which are `specs` with the axis.
+
+        With `emits` the residuals are outputs: a level of `torch.func` above keeps them.
+        """
+        key = (specs, axis, emits)
+        if key not in self._batched:
+            self._batched[key] = self._batch(specs, axis, emits=emits)
+        return self._batched[key]
+
+    def _batch(self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool) -> "Program":
+        return BatchedProgram(self, specs, axis)
+
+    @property
+    def out_dims(self) -> tuple[int | None, ...]:
+        """Where the mapped axis is in each output of a batched program."""
+        raise AssertionError("the program is not batched")
+
+
+class FunctionProgram(Program):
+    """A traced function under a policy."""
+
+    def __init__(self, region: Region, policy: Policy, *, module_prefix: str = "") -> None:
+        super().__init__(region, policy)
+        self.module_prefix = module_prefix
+        self.choices = Choices(region.joint, policy, module_prefix)
+
+    @property
+    def root_joint(self) -> Joint:
+        """The joint graph of the function itself."""
+        return self.region.joint
+
+    @cached_property
+    def _found(self) -> Residuals:
+        return self.choices.residuals(self.region.joint)
+
+    @cached_property
+    def residuals(self) -> tuple[fx.Node, ...]:
+        """What the policy keeps of what the backward pass needs, and inputs before they change."""
+        return (*self._found.values, *(self.root_joint.inputs[i] for i in self._copied_inputs))
+
+    @cached_property
+    def _copied_inputs(self) -> tuple[int, ...]:
+        needed = set(self._found.inputs)
+        return tuple(i for i in self.writes if self.root_joint.inputs[i] in needed)
+
+    @cached_property
+    def saved_inputs(self) -> tuple[int, ...]:
+        """The inputs that the backward pass reads."""
+        needed = set(self._found.inputs)
+        inputs = self.root_joint.inputs
+        copied = self._copied_inputs
+        return tuple(i for i, n in enumerate(inputs) if n in needed and i not in copied)
+
+    @cached_property
+    def writes(self) -> tuple[int, ...]:
+        """The positions of the inputs that the body writes to."""
+        return tuple(i for i, _ in self.region.joint.mutations)
+
+    @cached_property
+    def forward(self) -> Compiled:
+        """See `Program.forward`. Inputs that are written to are copied before, where needed."""
+        joint = self.region.joint
+        writes = [value for _, value in joint.mutations]
+        module = slice_graph(
+            joint.module, joint.inputs, [*self.output_nodes, *writes, *self.residuals]
+        )
+        copy_inputs_among_last(module.graph, len(self._copied_inputs))
+        return Compiled.of(module, "forward")
+
+    def _batch(self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool) -> Program:
+        if emits:
+            return super()._batch(specs, axis, emits=emits)
+        region = self.region
+        body = BatchedBody(region.body, axis.in_dims, axis.size, axis.randomness)
+        grad_enabled = region.options.grad_enabled
+        options = TraceOptions(
+            grad_enabled and any(spec.requires_grad for spec in specs), grad_enabled=grad_enabled
+        )
+        batched = Region(body, specs, region.names, region.paths, options)
+        return FunctionProgram(batched, self.policy, module_prefix=self.module_prefix)
+
+    @property
+    def out_dims(self) -> tuple[int | None, ...]:
+        """See `Program.out_dims`."""
+        body = self.region.body
+        assert isinstance(body, BatchedBody)
+        outputs = zip(body.out_dims, self.region.joint.outputs, strict=True)
+        return tuple(dim for dim, output in outputs if isinstance(output, fx.Node))
+
+
+class VjpProgram(Program):
+    """The vector-Jacobian product of a program: body inputs, cotangents and known values in.
+
+    It keeps nothing but its inputs: what a derivative of higher order needs is computed again.
+    """
+
+    def __init__(self, of: Program, given: Mask, absent: frozenset[int]) -> None:
+        region = of.region
+        self.of = of
+        self.num_body = len(region.specs)
+        self.wrt = of.gradients(given)
+        self._joint = region.joint_for(given)
+        self._cotangents = tuple(ct for ct in self._joint.cotangents if ct is not None)
+        chosen = tuple(i for i, g in zip(region.differentiable, given, strict=True) if g)
+        specs = (InputSpec.of(ct.meta["val"]) for ct in self._cotangents)
+        vjp_region = Region(
+            VjpBody(region.body, self.num_body, self.wrt, chosen),
+            (*region.specs, *(replace(spec, requires_grad=True) for spec in specs)),
+            (*region.names, *(ct.name for ct in self._cotangents)),
+            region.paths,
+            TraceOptions(True),
+        )
+        super().__init__(vjp_region, of.policy, absent)
+
+    @property
+    def root_joint(self) -> Joint:
+        """That of the function at the bottom."""
+        return self.of.root_joint
+
+    @property
+    def known(self) -> tuple[fx.Node, ...]:
+        """What was known, and what was kept."""
+        return (*self.of.known, *self.of.residuals)
+
+    @cached_property
+    def saved_inputs(self) -> tuple[int, ...]:
+        """All that are there."""
+        return tuple(i for i in range(self.num_inputs) if i not in self.absent)
+
+    @cached_property
+    def output_nodes(self) -> tuple[Any, ...]:
+        """The gradients, as nodes of the joint graph of the program below."""
+        return tuple(g for g in self._joint.gradients if g is not None)
+
+    @cached_property
+    def non_differentiable(self) -> tuple[int, ...]:
+        """Not asked: the joint graph of a derivative is traced only when it is differentiated."""
+        return ()
+
+    @cached_property
+    def forward(self) -> Compiled:
+        """The backward pass of the program below, from all of its inputs."""
+        known = self.of.values_in(self._joint, self.known)
+        inputs = [*self._joint.inputs, *self._cotangents, *known]
+        return _compiled_backward(self._joint, inputs, self.output_nodes)
+
+
+class BatchedProgram(Program):
+    """A program mapped over an axis: the outputs and the residuals of the program below.
+
+    It keeps nothing but its inputs.
+    """
+
+    def __init__(self, of: Program, specs: tuple[InputSpec, ...], axis: MappedAxis) -> None:
+        self.of = of
+        region = of.region
+        num_body = len(region.specs)
+        self._num_known = len(specs) - num_body
+        body = BatchedBody(region.body, axis.in_dims[:num_body], axis.size, axis.randomness)
+        batched = Region(body, specs[:num_body], region.names, region.paths, TraceOptions(True))
+        super().__init__(batched, of.policy)
+        whole = BatchedBody(
+            GraphBody(of.forward.module), axis.in_dims, axis.size, axis.randomness
+        )
+        self._whole = Region.traced(
+            whole,
+            [replace(spec, requires_grad=False) for spec in specs],
+            [f"input_{i}" for i in range(len(specs))],
+            region.paths,
+            TraceOptions(False),
+        )
+        self._out_dims = whole.out_dims
+
+    @property
+    def root_joint(self) -> Joint:
+        """That of the mapped function."""
+        return self.region.joint
+
+    @property
+    def out_dims(self) -> tuple[int | None, ...]:
+        """See `Program.out_dims`."""
+        return self._out_dims
+
+    @cached_property
+    def num_inputs(self) -> int:
+        """As many as the program below has."""
+        return len(self.region.specs) + self._num_known
+
+    @cached_property
+    def saved_inputs(self) -> tuple[int, ...]:
+        """The inputs of the body: a value known of each example is of no use to the batch's."""
+        return tuple(range(len(self.region.specs)))
+
+    @cached_property
+    def output_nodes(self) -> tuple[Any, ...]:
+        """The outputs and the residuals of the program below."""
+        return self._whole.joint.outputs
+
+    @cached_property
+    def forward(self) -> Compiled:
+        """The forward graph of the program below, mapped."""
+        joint = self._whole.joint
+        return Compiled.of(slice_graph(joint.module, joint.inputs, joint.outputs), "batched")
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def _compiled_backward(
+    joint: Joint, inputs: Sequence[fx.Node], outputs: Sequence[Any]
+) -> Compiled:
+    module = slice_graph(joint.module, inputs, outputs, late=is_forward)
+    accept_any_layout(module.graph)
+    return Compiled.of(module, "backward")
+
+
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+def accept_any_layout(graph: fx.Graph) -> None:
+    """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
+
+    `view` becomes `reshape`, which is a view where it can be.
+    """
+    for node in graph.nodes:
+        if node.target in _VIEWS and not is_forward(node):
+            node.target = torch.ops.aten.reshape.default
+
+
+def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:
+    """Make copies of the last `count` outputs, which are inputs that will be written to."""
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for i in range(len(results) - count, len(results)):
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.clone.default, (results[i],))
+            copy.meta = dict(results[i].meta)
+        results[i] = copy
+    output.args = (tuple(results),)
+
+
+def _is_inexact(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return bool(value.is_floating_point() or value.is_complex())

@@ -12,6 +12,7 @@ what each of them held, needed and took, and whether it computed the very bits o
 import argparse
 import contextlib
 import math
+import random
 import sys
 import sysconfig
 import time
@@ -109,7 +110,8 @@ class Run:
             self.difference = f"the loss {where}: {self.losses[-1]!r}, not {plain.losses[-1]!r}"
         expected = dict(plain.model.named_parameters())
         for name, parameter in self.model.named_parameters():
-            if not torch.equal(parameter.grad, expected[name].grad):
+            grad = parameter.grad
+            if grad is None or not torch.equal(grad, expected[name].grad):
                 self.difference = self.difference or f"the gradient of {name} {where}"
 
     @property
@@ -202,13 +204,18 @@ def progress_of(total: int, console: Console) -> Iterator[Callable[[str], None]]
 
 def train(runs: list[Run], batches: torch.Tensor, seed: int, console: Console) -> None:
     """Take each step with all runs in turn, the last one measured, and compare them after it."""
+    shuffle = random.Random(seed)
     with progress_of(len(runs) * len(batches), console) as advance:
         for i, batch in enumerate(batches):
             is_measured = i == len(batches) - 1
-            first = i % len(runs)  # another one goes first each time
-            for run in runs[first:] + runs[:first]:
+            # in another order each time: a step is slower or faster for what ran before it
+            for run in shuffle.sample(runs, len(runs)):
                 (run.measured_step if is_measured else run.step)(batch, seed + i)
                 advance(f"loss {run.losses[-1]:.3f}")
+            if not math.isfinite(runs[0].losses[-1]):
+                raise SystemExit(
+                    f"plain's loss is {runs[0].losses[-1]} in step {i + 1}: lower --lr"
+                )
             for run in runs:
                 run.compare(runs[0])
 

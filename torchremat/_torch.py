@@ -13,8 +13,18 @@ import torch
 from torch._C import DispatchKey as DispatchKey
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._C._functorch import TransformType as TransformType
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._C._functorch import (
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
+from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter,
+    temporarily_clear_interpreter_stack,
+)
 from torch._functorch.vmap import restore_vmap as restore_vmap
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -22,6 +32,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
@@ -37,7 +48,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -85,6 +96,33 @@ def innermost_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def push_forward_at_current_level(
+    rule: Callable[[list[torch.Tensor], list[torch.Tensor | None]], tuple[Any, Any]],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[Any, ...]:
+    """Apply the rule of an operator for the innermost level, a `torch.func.jvp`.
+
+    `rule` takes primals and tangents as the levels below see them, and gives outputs and their
+    tangents.
+    """
+    interpreter = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    primals, tangents = [], []
+    for tensor in inputs:
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        primals.append(_unwrap_for_grad(tensor, level))
+        tangents.append(None if tangent is None else _unwrap_for_grad(tangent, level))
+    with interpreter.lower():
+        outputs, out_tangents = rule(primals, tangents)
+    wrapped = []
+    for output, tangent in zip(outputs, out_tangents, strict=True):
+        outer = _wrap_for_grad(output, level)
+        if tangent is not None:
+            outer = forward_ad.make_dual(outer, _wrap_for_grad(tangent, level))
+        wrapped.append(outer)
+    return tuple(wrapped)
+
+
 # --- tracing -------------------------------------------------------------------------------------
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -97,7 +135,41 @@ def isolated_from_surroundings() -> Iterator[None]:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(disable_autocast_cache())
+        stack.enter_context(_captures_suspended())
+        stack.enter_context(_dual_level_as_functorch_level())
         yield
+
+
+@contextmanager
+def _captures_suspended() -> Iterator[None]:
+    """Without the function modes of traces in progress; a user's own modes stay."""
+    modes = _get_current_function_mode_stack()
+    if not any(isinstance(mode, TorchFunctionMetadataMode) for mode in modes):
+        yield
+        return
+    for _ in modes:
+        _pop_mode()
+    kept = [mode for mode in modes if not isinstance(mode, TorchFunctionMetadataMode)]
+    for mode in kept:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
+
+@contextmanager
+def _dual_level_as_functorch_level() -> Iterator[None]:
+    """Let `torch.func.jvp` run inside a `dual_level`, of which there can be only one."""
+    inside = in_dual_level() and eager_transforms.JVP_NESTING == 0
+    eager_transforms.JVP_NESTING += inside
+    try:
+        yield
+    finally:
+        eager_transforms.JVP_NESTING -= inside
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -244,7 +316,12 @@ def _as_proxy(value: Any, tracer: PythonKeyTracer) -> Any:
         slot = get_proxy_slot(value, tracer, None)
         return value if slot is None else slot.proxy
     if isinstance(value, torch.fx.GraphModule):
-        name = f"body_{sum(1 for _ in tracer.root.children())}"
+        name = tracer.get_fresh_qualname("body_")
         tracer.root.register_module(name, value)
         return tracer.create_proxy("get_attr", name, (), {})
     return value
+
+
+def in_dual_level() -> bool:
+    """Whether forward-mode differentiation with dual numbers goes on."""
+    return forward_ad._current_level >= 0

@@ -17,7 +17,9 @@ def match_forward(of: Joint, into: Joint) -> dict[fx.Node, fx.Node]:
     """
     numbers: dict[Any, int] = {}
     ours, theirs = _numbered(of, numbers), _numbered(into, numbers)
-    by_number = {number: node for node, number in theirs.items()}
+    by_number: dict[int, fx.Node] = {}
+    for node, number in theirs.items():
+        by_number.setdefault(number, node)  # an alias comes after what it stands for
     pairs = {}
     for node, number in ours.items():
         if number not in by_number:

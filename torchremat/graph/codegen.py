@@ -86,7 +86,9 @@ class _Writer:
             value, index = node.args
             return f"{self._expression(value)}[{index}]"
         if is_identity(node):
-            return self._expression(node.args[0])
+            value = self._expression(node.args[0])
+            is_output = any(user.op == "output" for user in node.users)
+            return f"{self._bind(_alias)}({value})" if is_output else value
         function = _function(node.target)
         arguments = [self._expression(a) for a in node.args]
         arguments += [f"{k}={self._expression(a)}" for k, a in node.kwargs.items()]
@@ -115,6 +117,8 @@ def is_identity(node: fx.Node) -> bool:
     return getattr(node.target, "is_identity", False) or node.target in _IDENTITIES
 
 
+# an output is a tensor of its own: autograd keeps a record for each
+_alias = _torch.boxed_call(torch.ops.aten.alias.default)
 _IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 

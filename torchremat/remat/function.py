@@ -26,7 +26,7 @@ def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> 
     """
     if not _torch.functorch_is_active():
         return _direct_apply(program, owner, *inputs)  # type: ignore[no-any-return]
-    if _torch.innermost_transform() is _torch.TransformType.Jvp:
+    if _torch.innermost_transform() == _torch.TransformType.Jvp:
         return _push_forward(program, owner, inputs)
     emits = _torch.differentiates()
     return _Functional.apply(program, owner, emits, *inputs)[: program.num_outputs]  # type: ignore[no-untyped-call,no-any-return]
@@ -40,9 +40,14 @@ class _Direct(torch.autograd.Function):
         outputs = results[:num_outputs]
         ctx.program = program
         ctx.owner = owner
+        ctx.num_residuals = 0
         ctx.set_materialize_grads(False)
-        if program.non_differentiable:
-            ctx.mark_non_differentiable(*(outputs[i] for i in program.non_differentiable))
+        constant = program.non_differentiable
+        if _torch.in_dual_level():
+            constant = program.discrete
+            ctx.save_for_forward(*inputs)
+        if constant:
+            ctx.mark_non_differentiable(*(outputs[i] for i in constant))
         if any(ctx.needs_input_grad):
             residuals = results[num_outputs:]
             ctx.save_for_backward(*(inputs[i] for i in program.saved_inputs), *residuals)
@@ -56,7 +61,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        return _tangents_of_outputs(ctx, tangents)
+        return _tangents_of_outputs(ctx, tangents[2:])
 
 
 _direct_apply = _torch.direct_apply(_Direct)
@@ -75,8 +80,9 @@ class _Functional(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         residuals = output[program.num_outputs :]
         ctx.mark_non_differentiable(
-            *(output[i] for i in program.non_differentiable), *residuals
+            *(output[i] for i in program.discrete), *residuals
         )
+        ctx.num_residuals = len(residuals)
         ctx.save_for_backward(*tensors, *residuals)
         ctx.save_for_forward(*tensors)
 
@@ -167,8 +173,7 @@ def _tangents_of_outputs(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[A
     program: Program = ctx.program
     inputs = ctx.saved_tensors[: program.num_inputs]
     found = _run_jvp(program, ctx.owner, inputs, tangents, keep_primals=False)
-    num_residuals = len(ctx.saved_tensors) - program.num_inputs
-    return (*found, *[None] * num_residuals)
+    return (*found, *[None] * ctx.num_residuals)
 
 
 def _run_jvp(
@@ -182,24 +187,28 @@ def _run_jvp(
     """Run the tangent program: tangents of the tensor outputs, after the outputs if asked."""
     body = inputs[: len(program.region.specs)]
     wrt = tuple(i for i, _ in enumerate(body) if tangents[i] is not None)
+    if not wrt:
+        primals = run_program(program, inputs)[: program.num_outputs] if keep_primals else ()
+        return (*primals, *[None] * program.num_outputs)
     given = [tangents[i] for i in wrt]
     operands: list[Any] = [*body, *given]
     specs = tuple(InputSpec.of(t, any_level=True) for t in operands)
     jvp = program.jvp(wrt, specs, keep_primals=keep_primals)
     results = list(apply_program(jvp, owner, operands))
     primals = [results.pop(0) for _ in range(program.num_outputs)] if keep_primals else []
-    positions = [i for i in range(program.num_outputs) if i in program.floating]
+    positions = [i for i in range(program.num_outputs) if i in program.floating_tensors]
     return (*primals, *_scattered(results, positions, program.num_outputs))
 
 
 def _push_forward(program: Program, owner: object, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     """The rule for `torch.func.jvp`: one program computes the outputs with their tangents."""
-    with _torch.lowered_jvp() as level:
-        primals, tangents = level.unpack(inputs)
+    count = program.num_outputs
+
+    def rule(primals: list[Tensor], tangents: list[Tensor | None]) -> tuple[Any, Any]:
         results = _run_jvp(program, owner, primals, tangents, keep_primals=True)
-        count = program.num_outputs
-        outputs = level.pack(results[:count], results[count:])
-    return level.wrap(outputs)
+        return results[:count], results[count:]
+
+    return _torch.push_forward_at_current_level(rule, inputs)
 
 
 # --- the place of a value in autograd's graph ----------------------------------------------------

@@ -265,6 +265,19 @@ class Program(ABC):
         outputs = enumerate(self.region.joint.outputs)
         return tuple(i for i, o in outputs if isinstance(o, fx.Node) and _is_inexact(o))
 
+    @cached_property
+    def floating_tensors(self) -> tuple[int, ...]:
+        """`floating_outputs` as positions among the tensor outputs."""
+        nodes = self.region.joint.outputs
+        positions = [i for i, output in enumerate(nodes) if isinstance(output, fx.Node)]
+        return tuple(positions.index(i) for i in self.floating_outputs)
+
+    @cached_property
+    def discrete(self) -> tuple[int, ...]:
+        """Positions among the tensor outputs of those that are integers or booleans."""
+        nodes = self.output_nodes
+        return tuple(i for i, node in enumerate(nodes) if not _is_inexact(node))
+
     # --- batching --------------------------------------------------------------------------------
 
     def batched(

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
 from torch.fx.experimental.proxy_tensor import (
@@ -185,8 +186,31 @@ def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[
     session.fake_tensor_mode = fake_mode
     session.fx_tracer = tracer
     session._construct_modes_with_fx_tracer(tracer)
-    with fake_mode, session.proxy_mode, _set_make_fx_tracer(session):
+    with fake_mode, session.proxy_mode, _set_make_fx_tracer(session), _hidden_from_dynamo(session):
         yield
+
+
+@contextmanager
+def _hidden_from_dynamo(session: _MakefxTracer) -> Iterator[None]:
+    """Keep Dynamo, which captures the bodies of `scan` and its kin, from tracing for `session`.
+
+    It would use the fake tensors of two modes together (seen in PyTorch 2.13 also with `make_fx`).
+    """
+    from torch._dynamo.callback import callback_handler  # noqa: PLC0415  (importing takes 1 s)
+
+    def hide(*_: Any) -> None:
+        proxy_tensor._CURRENT_MAKE_FX_TRACER = None
+
+    def show(*_: Any) -> None:
+        proxy_tensor._CURRENT_MAKE_FX_TRACER = session
+
+    callback_handler.register_start_callback(hide)
+    callback_handler.register_end_callback(show)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(hide)
+        callback_handler.remove_end_callback(show)
 
 
 def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:

@@ -257,6 +257,33 @@ class TestLiveBytes:
         assert gone() is None
         x.add_(1)
 
+    def test_equals_the_allocator(self):
+        """Live and peak bytes of a training step, against each allocation in the profiler's log."""
+        torch.manual_seed(0)
+        model = torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+        x = torch.randn(4, 8, 32)
+
+        def step():
+            model.zero_grad()
+            model(x).square().sum().backward()
+
+        step()
+        model.zero_grad()
+        with LiveBytes() as memory:
+            step()
+        counted = (memory.live, memory.peak)
+        model.zero_grad()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            step()
+        events = profile.profiler.kineto_results.events()
+        memory_events = [event for event in events if event.name() == "[memory]"]
+        live = peak = 0
+        for event in sorted(memory_events, key=lambda event: event.start_ns()):
+            live += event.nbytes()
+            peak = max(peak, live)
+        assert counted == (live, peak)
+
 
 class TestHeldBytes:
     def test_what_autograd_saves(self, x):

@@ -27,7 +27,7 @@ class Joint:
 
     `cotangents[i]` and `gradients[i]` are `None` for an output that has no derivative and an input
     that gets none. `mutations` pairs the position of an input that the function writes to with its
-    new value.
+    new value. `opened`: checkpoints inside were opened, as no other trace of the function has them.
     """
 
     module: fx.GraphModule
@@ -36,6 +36,7 @@ class Joint:
     mutations: tuple[tuple[int, fx.Node], ...]
     cotangents: tuple[fx.Node | None, ...]
     gradients: tuple[fx.Node | None, ...]
+    opened: bool = False
 
     @property
     def forward_nodes(self) -> list[fx.Node]:

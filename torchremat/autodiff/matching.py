@@ -1,5 +1,6 @@
 """Find the operators of one trace of a function in another trace of it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -9,11 +10,13 @@ from torchremat.errors import RetraceError
 from torchremat.graph.codegen import is_identity
 
 
-def match_forward(of: Joint, into: Joint) -> dict[fx.Node, fx.Node]:
-    """Pair the forward operators of a joint graph with those of another trace of the function.
+def match_forward(
+    of: Joint, into: Joint, values: Sequence[fx.Node], *, strict: bool = True
+) -> dict[fx.Node, fx.Node]:
+    """Pair forward `values` of a joint graph with those of another trace of the function.
 
     Two operators are the same if they are called with the same arguments, as often before. Raises
-    `RetraceError` where the second trace lacks one: the function now computes something else.
+    `RetraceError` where the second trace lacks one, if `strict`: the function now computes something else.
     """
     numbers: dict[Any, int] = {}
     ours, theirs = _numbered(of, numbers), _numbered(into, numbers)
@@ -21,8 +24,11 @@ def match_forward(of: Joint, into: Joint) -> dict[fx.Node, fx.Node]:
     for node, number in theirs.items():
         by_number.setdefault(number, node)  # an alias comes after what it stands for
     pairs = {}
-    for node, number in ours.items():
+    for node in values:
+        number = ours[node]
         if number not in by_number:
+            if not strict:
+                continue
             raise RetraceError(
                 f"{node.name} ({node.target}), from {node.meta.get('source')}, was computed when the "
                 "function was first traced and is not any more. A derivative of higher order "
@@ -43,7 +49,8 @@ def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
         if is_identity(node):
             found[node] = found[node.args[0]]  # type: ignore[index]
             continue
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: ("node", found.get(n)))
+        kwargs = {k: v for k, v in node.kwargs.items() if k != "call"}  # a number of that trace
+        arguments = fx.node.map_arg((node.args, kwargs), lambda n: ("node", found.get(n)))
         key = (node.op, str(node.target), repr(arguments))
         repeats[key] = repeats.get(key, -1) + 1
         found[node] = numbers.setdefault((*key, repeats[key]), len(numbers))

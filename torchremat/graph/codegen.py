@@ -89,10 +89,19 @@ class _Writer:
             value = self._expression(node.args[0])
             is_output = any(user.op == "output" for user in node.users)
             return f"{self._bind(_alias)}({value})" if is_output else value
+        if hasattr(node.target, "runner_of"):
+            return self._call_body(node)
         function = _function(node.target)
         arguments = [self._expression(a) for a in node.args]
         arguments += [f"{k}={self._expression(a)}" for k, a in node.kwargs.items()]
         return f"{self._bind(function)}({', '.join(arguments)})"
+
+    def _call_body(self, node: fx.Node) -> str:
+        """A call of an operator that only runs its body: run the body, compiled too."""
+        body, *inputs = node.args
+        assert isinstance(body, fx.Node)
+        run = node.target.runner_of(_attribute(self.module, str(body.target)))  # type: ignore[union-attr]
+        return f"{self._bind(run)}([{', '.join(map(self._expression, inputs))}])"
 
     def _expression(self, value: Any) -> str:
         if isinstance(value, fx.Node):

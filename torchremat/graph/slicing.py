@@ -8,7 +8,7 @@ from torch import fx
 
 def slice_graph(
     module: fx.GraphModule,
-    inputs: Sequence[fx.Node],
+    inputs: Sequence[fx.Node | None],
     outputs: Sequence[Any],
     *,
     late: Callable[[fx.Node], bool] | None = None,
@@ -35,7 +35,7 @@ class _Slicer:
     def __init__(
         self,
         module: fx.GraphModule,
-        inputs: Sequence[fx.Node],
+        inputs: Sequence[fx.Node | None],
         late: Callable[[fx.Node], bool] | None,
     ) -> None:
         self.module = module
@@ -44,8 +44,9 @@ class _Slicer:
         self.copies: dict[fx.Node, fx.Node] = {}
         for i, node in enumerate(inputs):
             copy = self.graph.placeholder(f"input_{i}")
-            copy.meta = dict(node.meta)
-            self.copies[node] = copy
+            if node is not None:  # else the input is not used
+                copy.meta = dict(node.meta)
+                self.copies[node] = copy
 
     def run(self, outputs: Sequence[Any]) -> fx.GraphModule:
         wanted = [node for node in outputs if isinstance(node, fx.Node)]

@@ -7,6 +7,7 @@ user's line, the module that ran it and the phase it belongs to; and nothing of 
 (`torch.func` levels, dispatch modes) leaks in.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -123,6 +124,20 @@ def map_arguments(mapping: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+class _InProgress(threading.local):
+    def __init__(self) -> None:
+        self.tracings: list[Tracing] = []
+
+
+_in_progress = _InProgress()
+
+
+def lifted(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`tensors` as the innermost trace in progress in this thread sees them, if there is one."""
+    tracings = _in_progress.tracings
+    return [tracings[-1].lift(t) for t in tensors] if tracings else tensors
+
+
 @dataclass(eq=False)
 class Tracing:
     """One trace in progress; `graph` is complete once `finish` has run."""
@@ -158,6 +173,8 @@ class Tracing:
             stack.enter_context(_torch.proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
             stack.enter_context(explained_data_dependence())
+            _in_progress.tracings.append(self)
+            stack.callback(_in_progress.tracings.pop)
             yield
 
     def input(self, spec: InputSpec, name: str) -> Tensor:
@@ -194,6 +211,8 @@ class Tracing:
 
     def lift(self, tensor: Tensor) -> Tensor:
         """The tensor of this trace that stands for `tensor`, which may be of the outside world."""
+        if not isinstance(tensor, Tensor):
+            return tensor
         bound = self._bindings[-1].get(id(tensor))
         if bound is not None:
             return bound

@@ -25,6 +25,7 @@ from torchremat.remat.function import apply_program
 from torchremat.remat.guards import (
     CapturedTensors,
     ModuleGuard,
+    Variable,
     VariableGuard,
     modules_in,
     variables_of,
@@ -136,6 +137,8 @@ class Checkpointed:
         self.module_prefix = module_prefix
         self._own = _traces.of(fun, (statics.argnums, statics.all_names, lenient, module_prefix))
         self._recent: Trace | None = None
+        self.last_program: FunctionProgram | None = None
+        """That of the last call that could be differentiated."""
 
     def __repr__(self) -> str:
         return f"checkpoint({self.fun!r}, policy={self.policy!r})"
@@ -155,6 +158,8 @@ class Checkpointed:
                 and trace.still_holds()
             ):
                 program = trace.programs[self.policy]
+                if trace.surroundings[0]:
+                    self.last_program = program
                 return trace.result.rebuild(apply_program(program, self.fun, tensors))
         return self._slow_call(call, args, kwargs)
 
@@ -166,6 +171,8 @@ class Checkpointed:
                 *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
             )
             self._recent = trace
+        if trace.surroundings[0]:
+            self.last_program = program
         return trace.result.rebuild(apply_program(program, self.fun, tensors))
 
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
@@ -192,7 +199,7 @@ class Checkpointed:
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
         self._warn_of_changing_number(call)
         skeleton = Skeleton.of_call(args, kwargs, self.statics)
-        variables = variables_of(self.fun)
+        variables = self._variables()
         roots = _roots(self.fun, variables, self.module_prefix)
         paths = ModulePaths({id(module): name for name, module in roots})
         results: list[Result] = []
@@ -227,6 +234,9 @@ class Checkpointed:
         )
         self._own.traces.insert(0, trace)
         return trace
+
+    def _variables(self) -> list[Variable]:
+        return variables_of(self.fun)
 
     def _warn_of_changing_number(self, call: Call) -> None:
         """Say so when a number among the arguments makes for a new trace each time."""

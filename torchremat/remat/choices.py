@@ -1,6 +1,6 @@
 """What becomes of each value of a forward pass, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torchremat.graph.aliases import base_of, call_of, is_item, is_view
 from torchremat.graph.sources import warn_user
 from torchremat.graph.ops import split_arguments
 from torchremat.remat.names import name_p
+from torchremat.remat.nested import is_staged_residual
 from torchremat.remat.policies import Policy, Value
 from torchremat.remat.verdicts import Recompute
 
@@ -49,6 +50,8 @@ class Choices:
                 self.choices[node] = self._choose(node, value)
 
     def _choose(self, node: fx.Node, value: Value) -> Choice:
+        if is_staged_residual(node):
+            return Choice("recomputed", "a checkpoint inside keeps it while it is replayed")
         forced = why_not_replayed(node)
         if forced is not None:
             return Choice("saved", forced)
@@ -78,21 +81,59 @@ class Choices:
 
 def why_not_replayed(node: fx.Node) -> str | None:
     """Why the operator of `node` must not run a second time, if it must not."""
-    target = call_of(node).target
-    if not isinstance(target, _torch.OpOverload):
+    call = call_of(node)
+    if not isinstance(call.target, _torch.OpOverload):
         return None
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if torch.Tag.nondeterministic_seeded in call.target.tags and not _drops_nothing(call):
         return "it draws random numbers, which a replay would draw anew"
     return None
+
+
+def _drops_nothing(call: fx.Node) -> bool:
+    """Whether an operator with a dropout probability has one of 0, and so draws nothing."""
+    assert isinstance(call.target, _torch.OpOverload)
+    names = [argument.name for argument in _torch.schema_arguments(call.target)]
+    given = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    defaults = {a.name: a.default_value for a in _torch.schema_arguments(call.target)}
+    return any((defaults | given).get(name) == 0.0 for name in ("dropout_p", "p") if name in names)
 
 
 def _has_items(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
 
 
+def value_inside(node: fx.Node) -> fx.Node | None:
+    """For an output of an operator with a body (a checkpoint, `scan`), what the body makes it of."""
+    if not is_item(node):
+        return None
+    call, index = node.args
+    assert isinstance(call, fx.Node)
+    bodies = [a for a in call.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+    if not bodies or isinstance(call.target, _torch.OpOverload):
+        return None
+    body = getattr(node.graph.owning_module, str(bodies[0].target))
+    if not isinstance(body, fx.GraphModule):
+        return None
+    (output,) = body.graph.find_nodes(op="output")
+    made = output.args[0][index]
+    if not isinstance(made, fx.Node):
+        return None
+    base = base_of(made)
+    return base if base.op == "call_function" else None
+
+
+def _names_of(node: fx.Node) -> tuple[str, ...]:
+    """The names given to `node` in its graph."""
+    return _names_among(node.graph.nodes).get(node, ())
+
+
 def _names_of_values(joint: Joint) -> dict[fx.Node, tuple[str, ...]]:
+    return _names_among(joint.forward_nodes)
+
+
+def _names_among(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
     names: dict[fx.Node, tuple[str, ...]] = {}
-    for node in joint.forward_nodes:
+    for node in nodes:
         if node.target is name_p:
             base = base_of(node)
             names[base] = (*names.get(base, ()), str(node.kwargs["name"]))
@@ -101,6 +142,10 @@ def _names_of_values(joint: Joint) -> dict[fx.Node, tuple[str, ...]]:
 
 def _value(node: fx.Node, names: tuple[str, ...], module_prefix: str) -> Value:
     call = call_of(node)
+    inner = value_inside(node)
+    if inner is not None:
+        prefix = ".".join(part for part in (module_prefix, call.meta.get("module")) if part)
+        return _value(inner, (*names, *_names_of(inner)), prefix)
     args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: _aval(n.meta.get("val")))
     avals, params = split_arguments(call.target, args, kwargs)
     results = call.meta.get("val")

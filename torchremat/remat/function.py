@@ -6,6 +6,7 @@ level of transformation finds its rule: backward, `vmap` and `jvp`. In both, the
 vector-Jacobian product of the program, which is a program again.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.graph.tracing import InputSpec
+from torchremat.graph.tracing import InputSpec, lifted
 from torchremat.remat.op import run_graph, run_program
 from torchremat.remat.program import MappedAxis, Program
 
@@ -24,6 +25,8 @@ def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> 
     `owner` is kept alive with what autograd records: the traced function, which a derivative of
     higher order traces again.
     """
+    if _torch.innermost_proxy_mode() is not None:
+        inputs = lifted(inputs)
     if not _torch.functorch_is_active():
         return _direct_apply(program, owner, *inputs)  # type: ignore[no-any-return]
     if _torch.innermost_transform() == _torch.TransformType.Jvp:
@@ -35,7 +38,8 @@ def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> 
 class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, owner: object, *inputs: Tensor) -> tuple[Any, ...]:
-        results = run_program(program, inputs)
+        ctx.call = next(_calls)
+        results = run_program(program, inputs, ctx.call)
         num_outputs = program.num_outputs
         outputs = results[:num_outputs]
         ctx.program = program
@@ -64,6 +68,7 @@ class _Direct(torch.autograd.Function):
         return _tangents_of_outputs(ctx, tangents[2:])
 
 
+_calls = itertools.count()
 _direct_apply = _torch.direct_apply(_Direct)
 
 
@@ -130,7 +135,7 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
     saved += chosen
     del chosen
     backward = program.backward(given, ctx.needs_input_grad[2:])
-    return (None, None, *run_graph(backward, saved))
+    return (None, None, *run_graph(backward, saved, ctx.call))
 
 
 def _pull_back_differentiably(

@@ -54,12 +54,15 @@ def checkpoint_name(x: T, name: str) -> T:
             f"checkpoint_name takes a name that is a non-empty string, but it is {name!r} "
             f"({type(name).__name__}): checkpoint_name(x, 'attention')"
         )
-    if _torch.innermost_proxy_mode() is None:
+    if torch.compiler.is_dynamo_compiling():  # in the body of a torch.cond, say
+        mark = torch.ops.torchremat.named
+    elif _torch.innermost_proxy_mode() is not None:
+        mark = _Name.apply
+    else:
         return x
-    return _torch.tree_map(  # type: ignore[no-any-return]
-        lambda leaf: _Name.apply(leaf, name) if isinstance(leaf, Tensor) else leaf,  # type: ignore[no-untyped-call]
-        x,
-    )
+    if isinstance(x, Tensor):
+        return mark(x, name)  # type: ignore[no-any-return]
+    return _torch.tree_map(lambda leaf: mark(leaf, name) if isinstance(leaf, Tensor) else leaf, x)  # type: ignore[no-any-return]
 
 
 class _Name(torch.autograd.Function):
@@ -87,3 +90,10 @@ class _Name(torch.autograd.Function):
 
 
 _torch.register_simple_rules(name_p, lambda x, *, name: x.detach())
+
+
+# The same for Dynamo, which knows operators but not higher-order ops of others. It is composite:
+# whoever traces what Dynamo captured meets `checkpoint_name` again.
+_library = torch.library.Library("torchremat", "DEF")
+_library.define("named(Tensor(a) x, str name) -> Tensor(a)")
+_library.impl("named", checkpoint_name, "CompositeImplicitAutograd")

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.remat.program import Compiled, Program
 
 
@@ -21,16 +22,27 @@ class RematOp(_torch.HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("remat_p")
 
-    def __call__(self, body: fx.GraphModule, /, *inputs: Any) -> tuple[Any, ...]:
-        return super().__call__(body, *inputs)  # type: ignore[no-any-return]
+    def __call__(
+        self, body: fx.GraphModule, /, *inputs: Any, call: int | None = None
+    ) -> tuple[Any, ...]:
+        """Run `body`. `call` is the same for what runs forward and backward in one trace."""
+        return super().__call__(body, *inputs, call=call)  # type: ignore[no-any-return]
+
+    def runner_of(self, body: fx.GraphModule) -> Runner:
+        """The compiled function that runs `body`; a graph that contains this operator calls it."""
+        if "runner" not in body.meta:
+            body.meta["runner"] = compile_graph(body, "body")
+        return body.meta["runner"]  # type: ignore[no-any-return]
 
 
 remat_p = RematOp()
 
 
-def run_program(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...]:
+def run_program(
+    program: Program, inputs: Sequence[Any], call: int | None = None
+) -> tuple[Any, ...]:
     """Outputs and residuals of `program`, after its writes to inputs."""
-    results = run_graph(program.forward, list(inputs))
+    results = run_graph(program.forward, list(inputs), call)
     writes = program.writes
     if not writes:
         return results
@@ -42,15 +54,19 @@ def run_program(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...]:
     return (*results[:start], *results[end:])
 
 
-def run_graph(compiled: Compiled, inputs: list[Any]) -> tuple[Any, ...]:
+def run_graph(
+    compiled: Compiled, inputs: list[Any], call: int | None = None
+) -> tuple[Any, ...]:
     """Run the graph on `inputs`, which it empties; in a trace, write it down as one node."""
     if _torch.innermost_proxy_mode() is not None:
-        return remat_p(compiled.module, *inputs)
+        return remat_p(compiled.module, *inputs, call=call)
     with _torch.below_autograd():
         return compiled.run(inputs)
 
 
-def _interpret(body: fx.GraphModule, *inputs: Any) -> tuple[Any, ...]:
+def _interpret(
+    body: fx.GraphModule, *inputs: Any, call: int | None = None
+) -> tuple[Any, ...]:
     return tuple(fx.Interpreter(body, garbage_collect_values=False).run(*inputs))
 
 

@@ -27,8 +27,10 @@ from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
-from torchremat.remat.choices import Choices
-from torchremat.remat.policies import Policy
+from torchremat.errors import EffectError
+from torchremat.remat.choices import Choices, why_not_replayed
+from torchremat.remat.nested import expose_inner, join_exposed, prune_bodies
+from torchremat.remat.policies import Policy, nothing_saveable
 
 Mask = tuple[bool, ...]
 """Which of the differentiable outputs have a cotangent; which of the inputs need a gradient."""
@@ -42,8 +44,11 @@ class Compiled:
     run: Runner
 
     @classmethod
-    def of(cls, module: fx.GraphModule, name: str) -> "Compiled":
-        """Compile `module`."""
+    def of(
+        cls, module: fx.GraphModule, name: str, program: "Program | None" = None
+    ) -> "Compiled":
+        """Compile `module`, which is the graph of `program`."""
+        module.meta["program"] = program
         return cls(module, compile_graph(module, name))
 
 
@@ -215,9 +220,9 @@ class Program(ABC):
         return self._backwards[key]
 
     def _compile_backward(self, given: Mask, needed: Mask) -> Compiled:
-        joint = self.region.joint_for(given)
+        joint = self.joint_for(given)
         known = self.values_in(joint, (*self.known, *self.residuals))
-        inputs = [*joint.inputs, *known[: len(self.known)]]
+        inputs: list[fx.Node | None] = [*joint.inputs, *known[: len(self.known)]]
         saved = [inputs[i] for i in self.saved_inputs]
         saved += known[len(self.known) :]
         saved += [ct for ct in joint.cotangents if ct is not None]
@@ -225,14 +230,21 @@ class Program(ABC):
             g if n else None for g, n in zip(joint.gradients, needed, strict=False)
         ]
         wanted += [None] * len(self.known)
-        return _compiled_backward(joint, saved, wanted)
+        return _compiled_backward(joint, saved, wanted, self)
 
-    def values_in(self, joint: Joint, values: Sequence[fx.Node]) -> list[fx.Node]:
-        """The nodes of `joint` for `values` of the root joint graph."""
+    def joint_for(self, given: Mask) -> Joint:
+        """The joint graph that derivatives with respect to the `given` outputs are taken from."""
+        return self.region.joint_for(given)
+
+    def values_in(self, joint: Joint, values: Sequence[fx.Node]) -> list[fx.Node | None]:
+        """The nodes of `joint` for `values` of the root joint graph.
+
+        There is none for a value inside a checkpoint within this one.
+        """
         if joint is self.root_joint or not values:
             return list(values)
-        pairs = match_forward(self.root_joint, joint)
-        return [pairs[node] for node in values]
+        pairs = match_forward(self.root_joint, joint, values, strict=not self.root_joint.opened)
+        return [pairs.get(node) for node in values]
 
     def vjp(self, given: Mask, absent: frozenset[int]) -> "VjpProgram":
         """The program of `backward`, as a function of inputs, cotangents and known values."""
@@ -307,16 +319,36 @@ class FunctionProgram(Program):
     def __init__(self, region: Region, policy: Policy, *, module_prefix: str = "") -> None:
         super().__init__(region, policy)
         self.module_prefix = module_prefix
-        self.choices = Choices(region.joint, policy, module_prefix)
+        self._root_joint = expose_inner(region.joint, self._residuals_inside)
+        self.choices = Choices(self._root_joint, policy, module_prefix)
 
     @property
     def root_joint(self) -> Joint:
-        """The joint graph of the function itself."""
-        return self.region.joint
+        """The joint graph of the function itself, checkpoints inside it opened for the policy."""
+        return self._root_joint
+
+    def joint_for(self, given: Mask) -> Joint:
+        """See `Program.joint_for`."""
+        return self.root_joint if all(given) else super().joint_for(given)
+
+    def _residuals_inside(self, inner: "FunctionProgram", module: str) -> tuple[fx.Node, ...]:
+        """What the policy keeps of a checkpoint inside, which has one of its own."""
+        if inner.root_joint is not inner.region.joint or inner.writes:
+            return ()
+        prefix = ".".join(part for part in (self.module_prefix, module) if part)
+        choices = Choices(inner.region.joint, self.policy, prefix)
+        return choices.residuals(inner.region.joint).values
 
     @cached_property
     def _found(self) -> Residuals:
-        return self.choices.residuals(self.region.joint)
+        found = self.choices.residuals(self.root_joint)
+        if self.root_joint is self.region.joint:
+            return found
+        # a second derivative cannot use what is kept from inside: it starts from the inputs
+        everything = Choices(self.region.joint, nothing_saveable).residuals(self.region.joint)
+        by_name = {node.name: node for node in self.root_joint.inputs}
+        inputs = dict.fromkeys((*found.inputs, *(by_name[n.name] for n in everything.inputs)))
+        return replace(found, inputs=tuple(inputs))
 
     @cached_property
     def residuals(self) -> tuple[fx.Node, ...]:
@@ -344,13 +376,14 @@ class FunctionProgram(Program):
     @cached_property
     def forward(self) -> Compiled:
         """See `Program.forward`. Inputs that are written to are copied before, where needed."""
-        joint = self.region.joint
+        joint = self.root_joint
+        outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
         writes = [value for _, value in joint.mutations]
-        module = slice_graph(
-            joint.module, joint.inputs, [*self.output_nodes, *writes, *self.residuals]
-        )
+        module = slice_graph(joint.module, joint.inputs, [*outputs, *writes, *self.residuals])
+        join_exposed(module)
+        prune_bodies(module)
         copy_inputs_among_last(module.graph, len(self._copied_inputs))
-        return Compiled.of(module, "forward")
+        return Compiled.of(module, "forward", self)
 
     def _batch(self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool) -> Program:
         if emits:
@@ -384,7 +417,7 @@ class VjpProgram(Program):
         self.of = of
         self.num_body = len(region.specs)
         self.wrt = of.gradients(given)
-        self._joint = region.joint_for(given)
+        self._joint = of.joint_for(given)
         self._cotangents = tuple(ct for ct in self._joint.cotangents if ct is not None)
         chosen = tuple(i for i, g in zip(region.differentiable, given, strict=True) if g)
         specs = (InputSpec.of(ct.meta["val"]) for ct in self._cotangents)
@@ -426,8 +459,8 @@ class VjpProgram(Program):
     def forward(self) -> Compiled:
         """The backward pass of the program below, from all of its inputs."""
         known = self.of.values_in(self._joint, self.known)
-        inputs = [*self._joint.inputs, *self._cotangents, *known]
-        return _compiled_backward(self._joint, inputs, self.output_nodes)
+        inputs: list[fx.Node | None] = [*self._joint.inputs, *self._cotangents, *known]
+        return _compiled_backward(self._joint, inputs, self.output_nodes, self)
 
 
 class BatchedProgram(Program):
@@ -492,11 +525,27 @@ class BatchedProgram(Program):
 
 
 def _compiled_backward(
-    joint: Joint, inputs: Sequence[fx.Node], outputs: Sequence[Any]
+    joint: Joint, inputs: Sequence[fx.Node | None], outputs: Sequence[Any],
+    program: Program,
 ) -> Compiled:
     module = slice_graph(joint.module, inputs, outputs, late=is_forward)
+    _refuse_replay(module.graph)
+    prune_bodies(module)
     accept_any_layout(module.graph)
-    return Compiled.of(module, "backward")
+    module.meta["slice"] = (joint, list(inputs), list(outputs))
+    return Compiled.of(module, "backward", program)
+
+
+def _refuse_replay(graph: fx.Graph) -> None:
+    """Raise where a derivative of higher order would run an operator that must not run again."""
+    for node in graph.nodes:
+        reason = why_not_replayed(node) if is_forward(node) else None
+        if reason is not None:
+            raise EffectError(
+                f"a second derivative needs the value of {node.target} from "
+                f"{node.meta.get('source')} again, which was not kept: {reason}. Draw random numbers "
+                "outside the innermost checkpoint or vmap, and pass them in."
+            )
 
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}

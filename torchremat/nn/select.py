@@ -1,0 +1,298 @@
+"""Which submodules of a model are meant: by name, class, predicate or position."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from torchremat.errors import NoMatchError, nearest_names
+
+Select: TypeAlias = (
+    str | type | tuple[type, ...] | Callable[[nn.Module], Any] | Callable[[str, nn.Module], Any]
+)
+"""A selection as text, a class or several, or a predicate of a module or of its name and it."""
+
+_KEYWORDS = {
+    "every": "every:3",
+    "first": "first:2",
+    "last": "last:2",
+    "range": "range:4-8",
+}
+
+
+def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn.Module]]:
+    """The submodules of `root` that `select` means, with their qualified names, in model order.
+
+    Never `root` itself, except for `None`, which means just that. A module that the model has under
+    several names is matched under each of them, and found once, under the first. Containers
+    without a `forward` (`ModuleList`, `ModuleDict`) are passed over: nothing calls them.
+
+    - Text is terms joined with `,`. A term with `!` before it excludes what it matches (that
+      module, not what it contains), wherever it stands. A term is a pattern or a position.
+    - A pattern matches qualified names part by part: `*`, `?` and `[01]` (as in `fnmatch`) within a
+      part, so that `layers.*` is `layers.0` and not `layers.0.attn`; `**` is any number of parts,
+      none included: `**.attn` is every `attn`. What a pattern matches inside another match is
+      selected too.
+    - A position is one of `every:3` (0, 3, 6, ...), `first:2`, `last:2` and `range:4-8` (4 to 8,
+      both included), counted from 0 over the longest `ModuleList` of the model, wherever it is and
+      the first of several as long; over the longest `Sequential` if there is no `ModuleList`.
+    - A class (or a tuple of them) matches its instances, a predicate the modules for which it is
+      true: `predicate(module)`, or `predicate(name, module)` if it requires two arguments. Of
+      matches inside one another only the outermost is selected.
+
+    Raises `NoMatchError` (a `ValueError`) with the nearest names if a term, or the whole, matches
+    nothing; `ValueError` for text that is no selection or a position that is out of range, and
+    `TypeError` for what is no selection at all.
+
+    >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(5))})
+    >>> [name for name, _ in select_modules(model, "first:3, last:1, !layers.0")]
+    ['layers.1', 'layers.2', 'layers.4']
+    """
+    if select is None:
+        _check_has_forward(root)
+        return [("", root)]
+    model = _Model.of(root)
+    if isinstance(select, str):
+        return model.in_order(_ids_by_text(model, select))
+    ids = _ids_by_predicate(model, _as_predicate(select))
+    if not ids:
+        raise NoMatchError(_no_instance(model, select))
+    return model.in_order(ids)
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """A module, and all names of its submodules that can be selected."""
+
+    root: nn.Module
+    names: tuple[tuple[str, nn.Module], ...]
+    containers: tuple[tuple[str, nn.Module], ...]
+
+    @classmethod
+    def of(cls, root: nn.Module) -> "_Model":
+        found = [pair for pair in root.named_modules(remove_duplicate=False) if pair[0]]
+        names = tuple(pair for pair in found if has_forward(pair[1]))
+        containers = tuple(pair for pair in found if not has_forward(pair[1]))
+        return cls(root, names, containers)
+
+    def in_order(self, ids: set[int]) -> list[tuple[str, nn.Module]]:
+        """The modules with these ids, each under its first name."""
+        return [(n, m) for n, m in self.root.named_modules() if n and id(m) in ids]
+
+    def nearest(self, asked: str) -> str:
+        """What to say to someone who asked for `asked`."""
+        names = [name for name, _ in self.names]
+        return f"the modules of {type(self.root).__name__}, {nearest_names(asked, names)}"
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` computes something when it is called.
+
+    >>> has_forward(nn.Linear(2, 2)), has_forward(nn.ModuleList())
+    (True, False)
+    """
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _check_has_forward(root: nn.Module) -> None:
+    if not has_forward(root):
+        raise ValueError(
+            f"a {type(root).__name__} has no forward of its own, so nothing would be wrapped. Say "
+            "which of the modules in it are meant: select='*' are all that it holds"
+        )
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def _ids_by_text(model: _Model, text: str) -> set[int]:
+    terms = [term.strip() for term in text.split(",")]
+    if not all(term.removeprefix("!").strip() for term in terms):
+        raise ValueError(
+            f"select={text!r} has an empty term. Join patterns and positions with one ',': "
+            "'layers.*,!layers.0' or 'first:2,last:2', say"
+        )
+    included = [term for term in terms if not term.startswith("!")]
+    excluded = [term.removeprefix("!").strip() for term in terms if term.startswith("!")]
+    if not included:
+        raise ValueError(
+            f"select={text!r} only excludes. Say first what to select: 'layers.*,{text}', say"
+        )
+    chosen = set[int]().union(*(_ids_by_term(model, term) for term in included))
+    chosen -= set[int]().union(*(_ids_by_term(model, term) for term in excluded))
+    if not chosen:
+        raise NoMatchError(f"select={text!r} excludes all that it selects")
+    return chosen
+
+
+def _ids_by_term(model: _Model, term: str) -> set[int]:
+    if ":" in term:
+        return _ids_by_position(model, term)
+    pattern = term.split(".")
+    found = {id(module) for name, module in model.names if _matches(pattern, name.split("."))}
+    if not found:
+        raise NoMatchError(
+            f"{term!r} matches nothing{_hint(model, term)}. Of {model.nearest(term)}"
+        )
+    return found
+
+
+def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(pattern[1:], parts[start:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(pattern[1:], parts[1:])
+
+
+def _hint(model: _Model, pattern: str) -> str:
+    """What may be wrong with a pattern that matches nothing."""
+    for name, module in model.containers:
+        if _matches(pattern.split("."), name.split(".")):
+            return (
+                f" that can be called: {name} is a {type(module).__name__}, which has no forward; "
+                f"what it holds is '{pattern}.*'"
+            )
+    if any(fnmatchcase(name, pattern) for name, _ in model.names):
+        return ": a '*' ends at a dot, and '**' does not ('**.attn' is every attn)"
+    return ""
+
+
+# --- positions -----------------------------------------------------------------------------------
+
+
+def _ids_by_position(model: _Model, term: str) -> set[int]:
+    keyword, _, argument = term.partition(":")
+    if keyword not in _KEYWORDS:
+        raise ValueError(
+            f"{term!r}: there is no {keyword!r} to select by, {nearest_names(keyword, _KEYWORDS)}. "
+            f"Positions are {', '.join(_KEYWORDS.values())}; patterns have no ':'"
+        )
+    numbers = _numbers(term, keyword, argument)
+    name, blocks = _blocks(model, term)
+    chosen = _positions(keyword, numbers, len(blocks))
+    if chosen is None:
+        raise ValueError(_out_of_range(term, keyword, name, len(blocks)))
+    ids = {id(blocks[i]) for i in chosen if has_forward(blocks[i])}
+    if not ids:
+        raise NoMatchError(f"{term!r} finds in {name} only modules that have no forward")
+    return ids
+
+
+def _numbers(term: str, keyword: str, argument: str) -> tuple[int, ...]:
+    pattern = r"(\d+)-(\d+)" if keyword == "range" else r"(\d+)"
+    match = re.fullmatch(pattern, argument.strip(), re.ASCII)
+    if match is None:
+        raise ValueError(f"{term!r} cannot be read; it is spelled like {_KEYWORDS[keyword]!r}")
+    numbers = tuple(map(int, match.groups()))
+    if sorted(numbers) != list(numbers):
+        raise ValueError(
+            f"{term!r} ends before it starts: write range:{numbers[1]}-{numbers[0]}, which has "
+            "both of its ends in it"
+        )
+    return numbers
+
+
+def _positions(keyword: str, numbers: tuple[int, ...], count: int) -> range | None:
+    """Which of `count` modules are meant, or `None` if there are not so many."""
+    if keyword == "range":
+        return range(numbers[0], numbers[1] + 1) if numbers[1] < count else None
+    number = numbers[0]
+    if not 1 <= number <= count:
+        return None
+    whole = {
+        "every": range(0, count, number),
+        "first": range(number),
+        "last": range(count - number, count),
+    }
+    return whole[keyword]
+
+
+def _out_of_range(term: str, keyword: str, name: str, count: int) -> str:
+    rule = f"within 0-{count - 1}" if keyword == "range" else f"at least 1 and at most {count}"
+    return f"{term!r} is out of range: {name} holds {count} modules, so it must be {rule}"
+
+
+def _blocks(model: _Model, term: str) -> tuple[str, list[nn.Module]]:
+    """The longest `ModuleList`, or else `Sequential`, and how to call it in a message."""
+    modules = list(model.root.named_modules())
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists = [
+            (name, [block for block in module if block is not None])
+            for name, module in modules
+            if isinstance(module, kind)
+        ]
+        if any(blocks for _, blocks in lists):
+            name, blocks = max(lists, key=lambda pair: len(pair[1]))
+            return name or f"the {type(model.root).__name__}", blocks
+    raise NoMatchError(
+        f"{term!r} counts over the longest ModuleList or Sequential, and "
+        f"{type(model.root).__name__} has none; select by name. Of {model.nearest(term)}"
+    )
+
+
+# --- classes and predicates ----------------------------------------------------------------------
+
+
+def _as_predicate(select: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(select, type) or (select and type(select) is tuple and _all_types(select)):
+        return lambda _, module: isinstance(module, select)
+    if isinstance(select, nn.Module) or not callable(select):
+        cure = "; join patterns with ','" if isinstance(select, list | tuple | set) else ""
+        raise TypeError(
+            "select must be a pattern such as 'layers.*', a position such as 'every:3', a class or "
+            f"a predicate of a module, but it is {select!r} ({type(select).__name__}){cure}"
+        )
+    if _num_required(select) == 2:
+        return lambda name, module: bool(select(name, module))
+    return lambda _, module: bool(select(module))
+
+
+def _all_types(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(value, type) for value in values)
+
+
+def _num_required(function: Callable[..., Any]) -> int:
+    """How many positional arguments `function` cannot do without; 1 if it does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)
+
+
+def _ids_by_predicate(model: _Model, predicate: Callable[[str, nn.Module], bool]) -> set[int]:
+    return {id(module) for module in _outermost(model.root, "", predicate)}
+
+
+def _outermost(
+    module: nn.Module, name: str, predicate: Callable[[str, nn.Module], bool]
+) -> Iterator[nn.Module]:
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if has_forward(child) and predicate(path, child):
+            yield child
+        else:
+            yield from _outermost(child, path, predicate)
+
+
+def _no_instance(model: _Model, select: Any) -> str:
+    if not isinstance(select, type | tuple):
+        return f"the predicate is true of no module in {type(model.root).__name__}"
+    kinds = select if isinstance(select, tuple) else (select,)
+    asked = " or ".join(kind.__name__ for kind in kinds)
+    classes = {type(module).__name__ for _, module in model.names}
+    itself = (
+        f". The {type(model.root).__name__} is one itself: leave out select to mean it"
+        if isinstance(model.root, select)
+        else ""
+    )
+    return (
+        f"{type(model.root).__name__} has no {asked} in it. Of the classes in it, "
+        f"{nearest_names(kinds[0].__name__, classes)}{itself}"
+    )

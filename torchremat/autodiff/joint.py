@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat.autodiff.bodies import Body, gradients
+from torchremat.errors import EffectError
 from torchremat.graph.functionalize import functionalize
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.tracing import InputSpec, Tracing
@@ -92,6 +93,9 @@ def trace_joint(
         "cotangents": [None if t is None else tracing.placeholder_of(t) for t in cotangents],
     }
     functional = functionalize(module, nodes["inputs"])
+    if options.with_gradients:
+        written = [*inputs, *tracing.captured_inputs]
+        _refuse_differentiable_writes(functional.mutations, written)
     results = list(functional.outputs)
     return (
         Joint(
@@ -147,3 +151,16 @@ def _differentiate(
     for i, grad in zip(wrt, found, strict=True):
         grads[i] = grad
     return grads
+
+
+def _refuse_differentiable_writes(
+    mutations: Sequence[tuple[int, fx.Node]], inputs: Sequence[Tensor]
+) -> None:
+    for i, value in mutations:
+        if inputs[i].requires_grad:
+            raise EffectError(
+                f"the function writes in place, through {value.target} at "
+                f"{value.meta.get('source')}, to an input that has a gradient: its caller would go "
+                "on with a value whose derivative is lost. Write to a copy (x.clone()), or return "
+                "the new value."
+            )

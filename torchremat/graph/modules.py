@@ -1,6 +1,7 @@
 """Which `nn.Module` is running: qualified names while a function is traced."""
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ class ModulePaths:
         self._names: dict[int, str] = {}
         self._stack: list[nn.Module] = []
         self._thread = threading.get_ident()
-        self.seen: dict[int, nn.Module] = {}
+        self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def current(self) -> str:
@@ -45,7 +46,7 @@ class ModulePaths:
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if threading.get_ident() == self._thread:
             self._name(module)
-            self.seen[id(module)] = module
+            self.seen.add(module)
             self._stack.append(module)
 
     def _exit(self, module: nn.Module, _args: Any, _output: Any) -> None:

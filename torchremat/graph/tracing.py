@@ -61,8 +61,9 @@ class InputSpec:
         ).requires_grad_(self.requires_grad)
 
 
-NOTES = ("phase", "module", "source")
-"""What a trace notes on each node: `forward` or `backward`, the module's name, the user's line."""
+NOTES = ("phase", "module", "source", "grad_enabled")
+"""What a trace notes on each node: `forward` or `backward`, the module's name, the user's line, and
+whether grad mode was on where the user's code, not an `autograd.Function` that it calls, ran it."""
 
 
 def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
@@ -84,6 +85,7 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
                 "phase": tracing.phase,
                 "module": tracing.paths.current,
                 "source": current_source(),
+                "grad_enabled": tracing.grad_enabled,
             }
         node.meta.update({key: notes.get(key) for key in NOTES})
         return node
@@ -148,6 +150,8 @@ class Tracing:
     may_capture: bool = True
     phase: str = "forward"
     notes: Mapping[str, Any] | None = None
+    on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
+    """What to do with a call of a user's `autograd.Function`: class, arguments, `apply`."""
 
     def __post_init__(self) -> None:
         self.tracer = _new_tracer(self)
@@ -156,6 +160,22 @@ class Tracing:
         self._last_placeholder: fx.Node | None = None
         self.placeholders: dict[int, fx.Node] = {}
         self._bindings: list[Mapping[int, Tensor]] = [{}]
+        self._outer_grad_mode: bool | None = None
+
+    @property
+    def grad_enabled(self) -> bool:
+        """Grad mode, as the user's code sees it that calls an `autograd.Function`."""
+        outer = self._outer_grad_mode
+        return torch.is_grad_enabled() if outer is None else outer
+
+    @contextmanager
+    def grad_mode_kept(self) -> Iterator[None]:
+        """What runs in the block is noted with the grad mode of now, whatever it is set to."""
+        outer, self._outer_grad_mode = self._outer_grad_mode, self.grad_enabled
+        try:
+            yield
+        finally:
+            self._outer_grad_mode = outer
 
     @property
     def graph(self) -> fx.Graph:
@@ -169,7 +189,7 @@ class Tracing:
             stack.enter_context(_torch.isolated_from_surroundings())
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
-            stack.enter_context(_torch.function_arguments_mapped(self._lift_arguments))
+            stack.enter_context(_torch.function_calls_handled(self._call_function))
             stack.enter_context(_torch.proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
             stack.enter_context(explained_data_dependence())
@@ -243,10 +263,16 @@ class Tracing:
         assert node is not None, f"an output of the trace is not tracked: {value!r}"
         return node
 
-    def _lift_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _call_function(
+        self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]
+    ) -> Any:
         if not _torch.is_active(self._capture_mode):  # Dynamo runs, on fake tensors of its own
-            return args
-        return tuple(map_arguments(self.lift, args))
+            return apply(*args)
+        args = tuple(map_arguments(self.lift, args))
+        with self.grad_mode_kept():
+            if self.on_function is not None and _torch.is_function_of_user(cls):
+                return self.on_function(cls, args, apply)
+            return apply(*args)
 
     def _is_foreign(self, tensor: Tensor) -> bool:
         inner = _torch.innermost_tensor(tensor)

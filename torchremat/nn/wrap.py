@@ -281,10 +281,6 @@ class RematForward:
         return getattr(self.__wrapped__, "__name__", "forward")
 
     @property
-    def __qualname__(self) -> str:
-        return getattr(self.__wrapped__, "__qualname__", "forward")
-
-    @property
     def last_program(self) -> FunctionProgram | None:
         """The program of the last call that could be differentiated."""
         run = _running.get(self._key)

@@ -1,22 +1,20 @@
 """`checkpoint`: a function that keeps what a policy says and computes the rest again."""
 
+import copy
 import functools
-import logging
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchremat import _torch, config
+from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
-from torchremat.errors import RetraceWarning, TraceError
+from torchremat.errors import RetraceWarning
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.sources import warn_user
 from torchremat.graph.tracing import InputSpec
@@ -32,87 +30,9 @@ from torchremat.remat.guards import (
 )
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram, Region
+from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
 
-log = logging.getLogger("torchremat")
-
-
-@dataclass(eq=False)
-class Trace:
-    """One cached trace of a function: for which calls it holds, and its programs by policy."""
-
-    key: tuple[Any, ...]
-    specs: tuple[InputSpec, ...]
-    surroundings: tuple[Any, ...]
-    region: Region
-    result: Result
-    captured: CapturedTensors
-    modules: ModuleGuard
-    variables: VariableGuard
-    labels: tuple[str, ...]
-    tensors: Any = None
-    programs: dict[Any, FunctionProgram] = field(default_factory=dict)
-
-    def still_holds(self) -> bool:
-        """Whether what the trace took for granted, besides the arguments, is as it was."""
-        return self.modules.holds() and self.variables.holds()
-
-    def fits(self, key: tuple[Any, ...], specs: tuple[InputSpec, ...], state: Any) -> bool:
-        """Whether the trace is of such a call."""
-        if self.key != key or self.specs != specs or self.surroundings != state:
-            return False
-        if not self.still_holds():
-            return False
-        captured = self.captured.current()
-        recorded = self.region.specs[len(specs) :]
-        return all(
-            isinstance(t, Tensor) and InputSpec.of(t, any_level=True) == spec
-            for t, spec in zip(captured, recorded, strict=True)
-        )
-
-
-def _surroundings() -> tuple[Any, ...]:
-    """The state of PyTorch that changes what a function computes."""
-    autocast = tuple(
-        (device, torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    )
-    return (torch.is_grad_enabled(), autocast, torch.get_default_dtype())
-
-
-class _Traces:
-    """The traces of one function, newest first."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.traces: list[Trace] = []
-        self.warned = False
-
-
-class _TracesByFunction:
-    """Traces under weak references to functions: dropping a function frees them."""
-
-    def __init__(self) -> None:
-        self._entries: dict[tuple[int, ...], tuple[weakref.ref[Any], _Traces]] = {}
-
-    def of(self, fun: Callable[..., Any], statics: tuple[Any, ...]) -> _Traces:
-        """The traces of `fun`, which may be a bound method."""
-        if isinstance(fun, MethodType):
-            owner, key = fun.__self__, (id(fun.__self__), id(fun.__func__), statics)
-        else:
-            owner, key = fun, (id(fun), statics)
-        entry = self._entries.get(key)
-        if entry is None or entry[0]() is not owner:
-            try:
-                reference = weakref.ref(owner, lambda _: self._entries.pop(key, None))
-            except TypeError:  # some callables cannot be referred to weakly
-                return _Traces()
-            entry = (reference, _Traces())
-            self._entries[key] = entry
-        return entry[1]
-
-
-_traces = _TracesByFunction()
+_traces = TracesByFunction()
 
 
 class Checkpointed:
@@ -135,8 +55,9 @@ class Checkpointed:
         self.statics = statics
         self.lenient = lenient
         self.module_prefix = module_prefix
-        self._own = _traces.of(fun, (statics.argnums, statics.all_names, lenient, module_prefix))
-        self._recent: Trace | None = None
+        self._key = PolicyKey(policy)
+        self._statics_key = (statics.argnums, statics.all_names, lenient, module_prefix)
+        self._own = _traces.of(fun, self._statics_key)
         self.last_program: FunctionProgram | None = None
         """That of the last call that could be differentiated."""
 
@@ -144,20 +65,26 @@ class Checkpointed:
         return f"checkpoint({self.fun!r}, policy={self.policy!r})"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        bound = copy.copy(self)
+        bound.fun = MethodType(self.fun, instance)
+        bound._own = _traces.of(bound.fun, self._statics_key)
+        return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
-        trace = self._recent
-        if trace is not None and trace.key == call.key and trace.tensors is not None:
-            captured = trace.captured.current()
-            tensors = [*call.tensors, *captured]
+        trace = self._own.recent
+        if trace is not None and trace.key == call.key:
+            tensors = [*call.tensors, *trace.captured.current()]
+            program = trace.programs.get(self._key)
             if (
-                trace.surroundings[0] is torch.is_grad_enabled()
-                and trace.tensors.check(*tensors)
+                program is not None
+                and trace.surroundings[0] is torch.is_grad_enabled()
+                and trace.surroundings[2] is torch.get_default_dtype()
+                and trace.tensor_guard.check(*tensors)
                 and trace.still_holds()
             ):
-                program = trace.programs[self.policy]
                 if trace.surroundings[0]:
                     self.last_program = program
                 return trace.result.rebuild(apply_program(program, self.fun, tensors))
@@ -167,10 +94,8 @@ class Checkpointed:
         trace, program = self.prepare(call, args, kwargs)
         tensors = [*call.tensors, *trace.captured.current()]
         if not trace.surroundings[1] and not _torch.functorch_is_active():
-            trace.tensors = _torch.TensorGuards(
-                *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-            )
-            self._recent = trace
+            trace.tensor_guard = _torch.tensor_guard(tensors)
+            self._own.recent = trace
         if trace.surroundings[0]:
             self.last_program = program
         return trace.result.rebuild(apply_program(program, self.fun, tensors))
@@ -178,23 +103,15 @@ class Checkpointed:
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
         """The trace of such a call and its program, made now if there is none."""
         with self._own.lock:
-            trace = self._find(call) or self._trace(call, args, kwargs)
-            program = trace.programs.get(self.policy)
+            trace = self._own.find(call) or self._trace(call, args, kwargs)
+            program = trace.programs.get(self._key)
             if program is None:
                 program = FunctionProgram(
                     trace.region, self.policy, module_prefix=self.module_prefix
                 )
                 program.choices.warn_of_unmatched()
-                trace.programs[self.policy] = program
+                trace.programs[self._key] = program
             return trace, program
-
-    def _find(self, call: Call) -> Trace | None:
-        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
-        state = _surroundings()
-        for trace in self._own.traces:
-            if trace.fits(call.key, specs, state):
-                return trace
-        return None
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
         self._warn_of_changing_number(call)
@@ -214,12 +131,12 @@ class Checkpointed:
 
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         body = FunctionBody(lambda: flat, len(specs))
-        state = _surroundings()
+        state = surroundings()
         options = TraceOptions(with_gradients=state[0], grad_enabled=state[0])
         names = [f"arg{i}" for i in range(len(specs))]
         region = Region.traced(body, specs, names, paths, options)
         assert body.captured is not None
-        modules = {id(m): m for _, root in roots for m in root.modules()} | paths.seen
+        modules = {id(m): m for _, root in roots for m in root.modules()} | {id(m): m for m in paths.seen}
         named_modules = [(paths.name_of(m) or "", m) for m in modules.values()]
         trace = Trace(
             key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
@@ -230,7 +147,6 @@ class Checkpointed:
             captured=CapturedTensors(body.captured, variables, named_modules),
             modules=ModuleGuard(modules.values()),
             variables=VariableGuard(variables),
-            labels=(),
         )
         self._own.traces.insert(0, trace)
         return trace
@@ -296,9 +212,83 @@ def checkpoint(
     static_argnames: str | Sequence[str] = (),
     concrete: bool = False,
 ) -> Any:
+    """Make `fun` keep for its derivative only what `policy` lets be saved, and recompute the rest.
+
+    The result has the inputs and outputs of `fun`, and works under `backward`, to any order, and
+    under all of `torch.func`. `fun` is traced once for each kind of call (shapes, dtypes, layouts,
+    what requires a gradient, Python values, train/eval, autocast, grad mode), never in a call like
+    an earlier one; what is replayed is a graph, not Python. Dropping `fun` frees its traces.
+
+    Args:
+        fun: a function of trees of tensors, numbers, strings and `None`; or an `nn.Module`. Tensors
+            that it closes over get gradients too. Without it, a decorator is returned.
+        policy: what may be saved: a policy of `checkpoint_policies`, its spelling (`"dots"`), or a
+            callable `policy(op, *avals, **params)`. `None` saves nothing but inputs, and what must
+            not be replayed.
+        prevent_cse: whether a compiler that sees forward pass and recomputation in one program is
+            kept from merging them: a bool, or a tuple or tree of bools over the arguments. Run
+            operator by operator there is nothing to merge, and it has no effect.
+        static_argnums: positions of arguments that are any Python values, part of the key. They may
+            be passed by name.
+        static_argnames: the same by name.
+        concrete: an option that JAX had; raises.
+
+    Returns:
+        The function under checkpoint.
+
+    Raises:
+        TypeError: for a `fun`, `policy`, `prevent_cse` or `static_argnums` of another type.
+        ConcretizationError: (a `TypeError`, at the first call) if Python needs the value of a
+            traced tensor.
+        EffectError: (a `RuntimeError`, at the first call) for what a graph cannot replay.
+
+    After `jax.checkpoint`.
+
+    >>> import torch
+    >>> @checkpoint
+    ... def f(x):
+    ...     return torch.sin(torch.sin(x))
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> f(x).sum().backward()
+
+    >>> power = checkpoint(lambda x, n: x**n, static_argnums=1)
+    >>> torch.func.grad(lambda x: power(x, 3).sum())(torch.ones(2))
+    tensor([3., 3.])
+    """
     if concrete:
-        raise NotImplementedError("x")
+        raise NotImplementedError(
+            "checkpoint has no option `concrete`. Where the function needs the value of an argument "
+            "in Python (an `if`, a shape), name the argument in static_argnums: "
+            "checkpoint(fun, static_argnums=(1,))"
+        )
+    options = {
+        "policy": as_policy(policy),
+        "prevent_cse": check_prevent_cse(prevent_cse),
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+    }
     if fun is None:
-        return functools.partial(checkpoint, policy=policy, prevent_cse=prevent_cse,
-            static_argnums=static_argnums, static_argnames=static_argnames)
-    return Checkpointed(fun, as_policy(policy), prevent_cse, StaticArguments(fun, static_argnums, static_argnames))
+        StaticArguments(_no_function, static_argnums, static_argnames)
+        return functools.partial(checkpoint, **options)
+    if not callable(fun):
+        raise TypeError(
+            f"checkpoint takes a function or an nn.Module, but it was given {fun!r} "
+            f"({type(fun).__name__}); options are given by keyword: checkpoint(fun, policy=...)"
+        )
+    statics = StaticArguments(fun, static_argnums, static_argnames)
+    return Checkpointed(fun, options["policy"], prevent_cse, statics)
+
+
+def _no_function(*args: Any, **kwargs: Any) -> None:
+    """Stands for the function that a decorator is yet to be given."""
+
+
+def check_prevent_cse(prevent_cse: Any) -> Any:
+    """`prevent_cse`, if it is a bool or a tree of bools; else `TypeError`."""
+    leaves, _ = _torch.tree_flatten(prevent_cse)
+    if not all(isinstance(leaf, bool) for leaf in leaves):
+        raise TypeError(
+            "prevent_cse must be a bool, or a tuple or tree of bools over the arguments, but it is "
+            f"{prevent_cse!r}"
+        )
+    return prevent_cse

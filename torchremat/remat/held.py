@@ -1,0 +1,251 @@
+"""What autograd would hold of a function, found by running it on fake tensors.
+
+The function runs once in a trace, with PyTorch's own autograd recording. What autograd packs away
+is exactly what it would hold in a real run; the trace tells what each of these tensors is:
+
+    y = x @ w           mm  = aten.mm(x, w)           held: x, w          from the arguments
+    z = sin(y).T        sin = aten.sin(mm)            held: mm            from a.py:1 (f)
+    return z * z        mul = aten.mul(t, t)          held: t, twice: it lies in the storage of sin
+
+A checkpoint is one node of the trace, whose body is a graph again. What autograd holds of it is an
+input or an output of the body, and is followed to the operator that computes it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchremat import _torch
+from torchremat.avals import Aval
+from torchremat.errors import TraceError
+from torchremat.graph.modules import ModulePaths
+from torchremat.graph.tracing import InputSpec, Tracing
+from torchremat.remat.bound import BoundCall, InputLabel
+from torchremat.remat.scopes import Computed, Scope
+
+
+@dataclass(eq=False)
+class Held:
+    """A storage that autograd holds. One of `input` and `value` says what lies in it.
+
+    `readers` are the nodes of autograd's graph that hold it, `inputs_of` and `residual_of` the
+    calls of checkpoints among them: those that it is an input of, those whose policy kept it.
+    """
+
+    aval: Aval
+    nbytes: int
+    node: fx.Node | None = None
+    input: "ObservedInput | None" = None
+    value: Computed | None = None
+    readers: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedInput:
+    """A tensor that was there before the call: an argument, or one that the function closes over."""
+
+    label: InputLabel
+    aval: Aval
+    tensor: Tensor
+    requires_grad: bool
+    is_written: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What a call would leave behind: the storages held, and the graph of the forward pass."""
+
+    scope: Scope
+    inputs: tuple[ObservedInput, ...]
+    held: tuple[Held, ...]
+    live_calls: frozenset[int]
+
+    def differentiated_inputs(self) -> list[ObservedInput]:
+        """The inputs that get a gradient."""
+        return [i for i in self.inputs if i.requires_grad]
+
+
+def observe(call: BoundCall) -> Observation:
+    """Run the call on fake tensors, and see what autograd holds of it.
+
+    Differentiated are the inputs that require a gradient, else all floating arguments. Raises
+    `TraceError` (a `TypeError`) if there is nothing to differentiate.
+    """
+    differentiate_all = not call.is_known_to_require_grad()
+    found = _Observer(call, differentiate_all).run()
+    captured = [i for i in found.inputs if i.label.kind != "argument"]
+    if differentiate_all and any(i.requires_grad for i in captured):
+        return _Observer(call, False).run()
+    if not found.differentiated_inputs():
+        if not differentiate_all:
+            found = _Observer(call, True).run()
+        if not found.differentiated_inputs():
+            raise TraceError(
+                f"{call.name} has nothing to differentiate: no argument is a floating-point or "
+                "complex tensor, and nothing that it closes over requires a gradient. Pass such a "
+                "tensor, or call requires_grad_() on the one that it closes over."
+            )
+    return found
+
+
+class _Record:
+    """What autograd is given in place of a tensor; it dies when autograd lets go of the tensor."""
+
+    __slots__ = ("__weakref__", "readers", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.readers: list[Any] = []
+
+
+class _Observer:
+    def __init__(self, call: BoundCall, differentiate_all: bool) -> None:
+        self.call = call
+        self.differentiate_all = differentiate_all
+        self.paths = ModulePaths(call.roots)
+        self.tracing = Tracing(paths=self.paths)
+        self.records: list[weakref.ref[_Record]] = []
+        self.reader: Any = None
+
+    def run(self) -> Observation:
+        tracing = self.tracing
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with tracing.recording(), torch.enable_grad():
+            fakes = self._inputs()
+            with tracing.bound(self.call.tensors, fakes), hooks:
+                output = self.call.run(fakes)
+        records = [r for reference in self.records if (r := reference()) is not None]
+        live_calls = self._note_readers(output)
+        module = tracing.finish(())
+        scope = Scope.of_trace(module, self.paths)
+        inputs = self._observed_inputs(fakes)
+        held = self._held(records, scope, inputs)
+        for record in records:
+            del record.tensor  # autograd's graph and what it holds would keep each other alive
+        return Observation(scope, tuple(inputs.values()), tuple(held), live_calls)
+
+    # --- before ----------------------------------------------------------------------------------
+
+    def _inputs(self) -> list[Tensor]:
+        """Fake tensors for the arguments, one for each tensor however often it is passed."""
+        fakes: dict[int, Tensor] = {}
+        for tensor, label in zip(self.call.tensors, self.call.labels, strict=True):
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = self._input(tensor, label.text)
+        return [fakes[id(tensor)] for tensor in self.call.tensors]
+
+    def _input(self, tensor: Tensor, name: str) -> Tensor:
+        spec = InputSpec.of(tensor, any_level=True)
+        name = "".join(c if c.isalnum() else "_" for c in name)
+        if spec.requires_grad and spec.is_leaf:
+            return self.tracing.input(spec, name)
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        fake = self.tracing.input(_without_grad(spec), name)
+        if not (spec.requires_grad or (self.differentiate_all and floating)):
+            return fake
+        with self.tracing.unrecorded():
+            start = torch.empty(0, requires_grad=True)
+        return _Started.apply(fake, start)  # type: ignore[no-untyped-call,no-any-return]
+
+    # --- during ----------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> _Record:
+        # a result comes with its node as grad_fn: kept so, it would be kept by what it keeps
+        record = _Record(tensor if tensor.is_leaf else tensor.detach())
+        if not isinstance(tensor, _torch.FakeTensor) or tensor.fake_mode is self.tracing.fake_mode:
+            self.records.append(weakref.ref(record))
+        return record
+
+    def _unpack(self, record: _Record) -> Tensor:
+        if self.reader is not None:
+            record.readers.append(self.reader)
+        return record.tensor
+
+    # --- after -----------------------------------------------------------------------------------
+
+    def _note_readers(self, output: Any) -> frozenset[int]:
+        """Tell each record which nodes of autograd's graph hold it; the calls of checkpoints."""
+        leaves, _ = _torch.tree_flatten(output)
+        stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+        seen = set()
+        calls = []
+        with self.tracing.unrecorded():
+            while stack:
+                node = stack.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                self.reader = node
+                _read_saved(node)
+                if hasattr(node, "call"):
+                    calls.append(node.call)
+                stack.extend(following for following, _ in node.next_functions)
+        self.reader = None
+        return frozenset(calls)
+
+    def _observed_inputs(self, fakes: list[Tensor]) -> dict[int, ObservedInput]:
+        """The inputs by the identity of the storages of their fake tensors."""
+        captured = list(zip(self.tracing.captured, self.tracing.captured_inputs, strict=True))
+        labels = self.call.labels_of_captured([t for t, _ in captured], self.paths)
+        found: dict[int, ObservedInput] = {}
+        pairs = [*zip(self.call.tensors, fakes, strict=True), *captured]
+        for (tensor, fake), label in zip(pairs, [*self.call.labels, *labels], strict=True):
+            found.setdefault(
+                id(fake.untyped_storage()),
+                ObservedInput(
+                    label, Aval.of(fake), tensor, fake.requires_grad, fake._version > _started(fake)
+                ),
+            )
+        return found
+
+    def _held(
+        self, records: list[_Record], scope: Scope, inputs: dict[int, ObservedInput]
+    ) -> list[Held]:
+        found: dict[int, Held] = {}
+        for record in records:
+            storage = record.tensor.untyped_storage()
+            held = found.get(id(storage))
+            if held is None:
+                held = Held(Aval.of(record.tensor), storage.nbytes())
+                held.input = inputs.get(id(storage))
+                held.node = self.tracing.node_of(record.tensor)
+                if held.input is not None:
+                    held.aval = held.input.aval
+                elif held.node is not None:
+                    held.value = scope.value_of(held.node)
+                    held.aval = held.value.aval or held.aval
+                found[id(storage)] = held
+            held.readers += record.readers
+        return list(found.values())
+
+
+class _Started(torch.autograd.Function):
+    """Makes a tensor one that autograd records and that may be written to, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, start: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return cotangent, None
+
+
+def _started(tensor: Tensor) -> int:
+    return int(isinstance(tensor.grad_fn, _Started._backward_cls))  # type: ignore[attr-defined]
+
+
+def _without_grad(spec: InputSpec) -> InputSpec:
+    return InputSpec(spec.shape, spec.stride, spec.dtype, spec.device, False, True)
+
+
+def _read_saved(node: Any) -> None:
+    """Look at every tensor that `node` saved."""
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            getattr(node, name)

@@ -1,0 +1,328 @@
+"""Values of a forward pass, also those inside checkpoints, by names that do not change.
+
+The graph of a function has nodes that run a graph each: checkpoints, which may contain checkpoints.
+A `Scope` is such a graph where it is called. A value goes by the same name in whatever policy it
+is met under, since the names are counted over all values of the function itself.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import is_forward
+from torchremat.avals import Aval
+from torchremat.graph.aliases import base_of, call_of, is_item, is_view
+from torchremat.graph.codegen import is_identity
+from torchremat.graph.modules import ModulePaths
+from torchremat.graph.ops import packet_name
+from torchremat.graph.sources import Source
+from torchremat.remat.names import name_p
+from torchremat.remat.op import remat_p
+from torchremat.remat.program import FunctionProgram, Program
+
+aten = torch.ops.aten
+
+Key = tuple[tuple[str, ...], str, int]
+"""Of a value: the calls of checkpoints that it lies in, its operator's node, and which output."""
+
+# what the functional form of an operator that writes is called, apart from the underscore
+_FUNCTIONAL_NAMES = {"_native_batch_norm_legit_functional": "native_batch_norm"}
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """A graph that runs: that of the function, or the body of a checkpoint at one of its calls.
+
+    `inputs` and `outputs` are nodes of it in the order of the call's.
+    """
+
+    nodes: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[Any]
+    paths: ModulePaths
+    path: tuple[str, ...] = ()
+    prefix: str = ""
+    call: fx.Node | None = None
+    outer: "Scope | None" = None
+    program: Program | None = None
+
+    @classmethod
+    def of_trace(cls, module: fx.GraphModule, paths: ModulePaths) -> "Scope":
+        """The graph of a function."""
+        return cls(list(module.graph.nodes), (), (), paths)
+
+    @classmethod
+    def of_program(cls, program: FunctionProgram, name: str) -> "Scope":
+        """A program by itself, that of the module called `name`."""
+        joint = program.root_joint
+        nodes, paths = list(joint.module.graph.nodes), program.region.paths
+        return cls(nodes, joint.inputs, (), paths, prefix=name, program=program)
+
+    def inside(self, call: fx.Node) -> "Scope":
+        """The body that `call`, a node of this scope, runs."""
+        body = _body(call)
+        nodes = list(body.graph.nodes)
+        (output,) = body.graph.find_nodes(op="output")
+        return self._entered(
+            call,
+            nodes=nodes,
+            inputs=[node for node in nodes if node.op == "placeholder"],
+            outputs=output.args[0],
+            program=_program(body),
+        )
+
+    def whole_inside(self, call: fx.Node) -> "Scope":
+        """The same before anything was left out or opened: all that the function computes."""
+        program = _program(_body(call))
+        if not isinstance(program, FunctionProgram):
+            return self.inside(call)
+        return self._entered_joint(call, program, program.region.joint)
+
+    def decided_inside(self, call: fx.Node, program: FunctionProgram) -> "Scope":
+        """The same as the policy saw it: `program.choices` are about these nodes."""
+        return self._entered_joint(call, program, program.root_joint)
+
+    def _entered_joint(self, call: fx.Node, program: FunctionProgram, joint: Any) -> "Scope":
+        nodes = list(joint.module.graph.nodes)
+        return self._entered(call, nodes=nodes, inputs=joint.inputs, outputs=(), program=program)
+
+    def _entered(self, call: fx.Node, **parts: Any) -> "Scope":
+        program = parts["program"]
+        return Scope(
+            paths=self.paths if program is None else program.region.paths,
+            path=(*self.path, _name_of_call(call)),
+            prefix=self.module_of(call),
+            call=call,
+            outer=self,
+            **parts,
+        )
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """The calls of checkpoints in the forward pass."""
+        return [node for node in self.nodes if is_forward(node) and is_remat(node)]
+
+    def module_of(self, node: fx.Node) -> str:
+        """The qualified name of the module that ran the operator of `node`, from the outermost."""
+        own = node.meta.get("module") or ""
+        if self.outer is None:
+            return join_names(self.prefix, own)
+        return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
+
+    def translated(self, name: str, paths: ModulePaths) -> str | None:
+        """What this scope, or the one around, calls the module that is `name` in `paths`."""
+        for module in paths.seen.values():
+            if paths.name_of(module) == name:
+                known = self.paths.name_of(module)
+                if known is None or self.paths is paths:
+                    return None
+                if self.outer is None:
+                    return join_names(self.prefix, known)
+                return self.outer.translated(known, self.paths) or join_names(self.prefix, known)
+        return None
+
+    def value_of(self, node: fx.Node) -> "Computed":
+        """The value in whose memory `node` lies, in whatever scope it is computed."""
+        scope = self
+        while True:
+            node = base_of(node)
+            if node.op == "placeholder" and scope.outer is not None:
+                assert scope.call is not None
+                node = scope.call.args[1 + list(scope.inputs).index(node)]  # type: ignore[assignment]
+                scope = scope.outer
+            elif is_item(node) and is_remat(call_of(node)):
+                scope = scope.inside(call_of(node))
+                node = scope.outputs[node.args[1]]  # type: ignore[index]
+            else:
+                return Computed(node, scope)
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A value that an operator of a forward pass computes; or a constant, or an input."""
+
+    node: fx.Node
+    scope: Scope
+
+    @property
+    def call(self) -> fx.Node:
+        """The call of the operator."""
+        return call_of(self.node)
+
+    @property
+    def index(self) -> int:
+        """Which output of the operator it is."""
+        return self.node.args[1] if is_item(self.node) else 0  # type: ignore[return-value]
+
+    @property
+    def key(self) -> Key:
+        """What it is known by: equal for the copies of it in several graphs."""
+        return (self.scope.path, self.call.name, self.index)
+
+    @property
+    def op(self) -> str:
+        """The name of the operator, `''` of what none computes."""
+        return op_base_name(self.call.target) if self.node.op == "call_function" else ""
+
+    @property
+    def module(self) -> str:
+        """The qualified name of the module that ran the operator."""
+        return self.scope.module_of(self.call)
+
+    @property
+    def source(self) -> Source | None:
+        """The user's line."""
+        return self.call.meta.get("source")
+
+    @property
+    def aval(self) -> Aval | None:
+        """Shape and dtype, where the trace noted them."""
+        value = self.node.meta.get("val")
+        return Aval.of(value) if isinstance(value, Tensor) else None
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a tensor that was made from Python numbers."""
+        node = self.node
+        if node.target in _LIFTS:
+            node = node.args[0]  # type: ignore[assignment]
+        return node.op == "get_attr"
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the outermost scope."""
+        return self.node.op == "placeholder"
+
+
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a value is called: by the user (`is_given`), or by its module and operator."""
+
+    name: str
+    source: Source | None
+    is_given: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """The names of the values of a function, inside checkpoints too, in program order."""
+
+    labels: dict[Key, Label]
+
+    @classmethod
+    def of(cls, scope: Scope) -> "Labels":
+        """Count the values of `scope` and of all scopes in it."""
+        counted: dict[Key, Label] = {}
+        given: dict[Key, Label] = {}
+        repeats: dict[str, int] = {}
+        for value in _values(scope):
+            if value.node.target is name_p:
+                name = str(value.node.kwargs["name"])
+                named = value.scope.value_of(value.node)
+                given.setdefault(named.key, Label(name, value.source, is_given=True))
+                continue
+            base = ".".join(part for part in (value.module, _steady_name(value.op)) if part)
+            for index in range(_num_outputs(value.node)):
+                number = repeats[base] = repeats.get(base, -1) + 1
+                name = f"{base}_{number}" if number else base
+                counted[value.scope.path, value.node.name, index] = Label(name, value.source)
+        return cls(counted | given)
+
+    def of_value(self, value: Computed) -> Label:
+        """The label of a value; one that is in no trace of the function itself is a copy."""
+        label = self.labels.get(value.key)
+        if label is None:
+            name = ".".join(part for part in (value.module, _steady_name(value.op)) if part)
+            return Label(name, value.source)
+        return label
+
+    @cached_property
+    def _order(self) -> dict[Key, int]:
+        return {key: i for i, key in enumerate(self.labels)}
+
+    def position(self, value: Computed) -> int:
+        """Where the value is in program order."""
+        return self._order.get(value.key, len(self._order))
+
+
+def _values(scope: Scope) -> Iterator[Computed]:
+    """The calls of operators, and of `name_p`, in program order."""
+    for node in scope.nodes:
+        if node.op != "call_function" or not is_forward(node) or is_item(node):
+            continue
+        if is_remat(node):
+            yield from _values(scope.whole_inside(node))
+        elif node.target is name_p or not is_view(node):
+            yield Computed(node, scope)
+
+
+def is_remat(node: fx.Node) -> bool:
+    """Whether `node` calls a checkpoint."""
+    return node.op == "call_function" and node.target is remat_p
+
+
+def program_of(call: fx.Node) -> FunctionProgram | None:
+    """The program that the checkpoint `call` runs, if it is that of a function."""
+    program = _program(_body(call))
+    return program if isinstance(program, FunctionProgram) else None
+
+
+def _body(call: fx.Node) -> fx.GraphModule:
+    reference, module = call.args[0], call.graph.owning_module
+    assert isinstance(reference, fx.Node)
+    body = getattr(module, str(reference.target))
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+def _program(body: fx.GraphModule) -> Program | None:
+    return body.meta.get("program") or body.meta.get("inner")
+
+
+def _name_of_call(call: fx.Node) -> str:
+    """The name of a call; the parts that an opened call falls into go by that of the whole."""
+    return str(call.meta.get("twin") or call.meta.get("twin_of") or call.name)
+
+
+def _num_outputs(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, tuple | list) else 1
+
+
+def op_base_name(op: Any) -> str:
+    """The name of an operator without overload and without `aten`.
+
+    >>> op_base_name(torch.ops.aten.add_.Tensor), op_base_name(remat_p)
+    ('add_', 'remat_p')
+    """
+    name = packet_name(op)
+    return name.removeprefix("aten.").removeprefix("higher_order.")
+
+
+def _steady_name(op: str) -> str:
+    """The same for an operator that writes in place and the one that takes its place in a graph."""
+    op = op if op.startswith("__") else op.rstrip("_")
+    return _FUNCTIONAL_NAMES.get(op, op)
+
+
+def join_names(outer: str, inner: str) -> str:
+    """The qualified name of a module that is called `inner` within `outer`.
+
+    What the end of one and the start of the other have in common is there once.
+
+    >>> join_names("model.layers.0", "layers.0.attn"), join_names("layers.0", "")
+    ('model.layers.0.attn', 'layers.0')
+    """
+    ours, theirs = [p for p in outer.split(".") if p], [p for p in inner.split(".") if p]
+    for count in range(min(len(ours), len(theirs)), 0, -1):
+        if ours[-count:] == theirs[:count]:
+            return ".".join([*ours, *theirs[count:]])
+    return ".".join([*ours, *theirs])

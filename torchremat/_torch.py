@@ -6,7 +6,7 @@ it is there and behaves as the library needs. No other file of the package impor
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 # --- trees ---------------------------------------------------------------------------------------
 
@@ -186,7 +186,11 @@ def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[
     session.fake_tensor_mode = fake_mode
     session.fx_tracer = tracer
     session._construct_modes_with_fx_tracer(tracer)
-    with fake_mode, session.proxy_mode, _set_make_fx_tracer(session), _hidden_from_dynamo(session):
+    with ExitStack() as stack:
+        stack.enter_context(fake_mode)
+        stack.enter_context(session.proxy_mode)
+        stack.enter_context(_set_make_fx_tracer(session))
+        stack.enter_context(_hidden_from_dynamo(session))
         yield
 
 
@@ -215,7 +219,7 @@ def _hidden_from_dynamo(session: _MakefxTracer) -> Iterator[None]:
 
 def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
     """The proxy mode of the innermost trace in progress in this thread, if any."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[attr-defined,no-any-return]
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-any-return]
 
 
 def track(tensors: Any, proxies: Any, tracer: PythonKeyTracer) -> Any:
@@ -262,7 +266,7 @@ def function_calls_handled(handler: FunctionHandler) -> Iterator[None]:
 
     with _apply_lock:
         _apply_handlers.setdefault(thread, []).append(handler)
-        _SingleLevelFunction.apply = classmethod(apply)
+        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -271,7 +275,7 @@ def function_calls_handled(handler: FunctionHandler) -> Iterator[None]:
             if not _apply_handlers[thread]:
                 del _apply_handlers[thread]
             if not _apply_handlers:
-                del _SingleLevelFunction.apply
+                del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 def is_function_of_user(cls: type) -> bool:
@@ -305,8 +309,19 @@ def boxed_call(op: OpOverload) -> Callable[..., Any]:
     return op._op
 
 
-below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # type: ignore[attr-defined]
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 """A context in which autograd records nothing and notes no views; half the price of `no_grad`."""
+
+
+def is_below_autograd() -> bool:
+    """Whether an operator that runs now is beneath autograd, which would record nothing."""
+    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradCPU)
+    return excluded
+
+
+def dispatch_call(op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+    """Hand a call of `op` to its rule for where it stands, without what its `__call__` does."""
+    return HigherOrderOperator.__call__(op, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> None:
@@ -320,7 +335,7 @@ def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> N
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
+            return dispatch_call(op, *args, **kwargs)
 
     def fake(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -330,13 +345,13 @@ def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> N
         tracer = mode.tracer
         proxies = [_as_proxy(a, tracer) for a in args]
         proxy = tracer.create_proxy("call_function", op, tuple(proxies), dict(kwargs))
-        result = op(*args, **kwargs)
+        result = dispatch_call(op, *args, **kwargs)
         return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
 
     def functionalized(context: Any, *args: Any, **kwargs: Any) -> Any:
         inner = context.unwrap_tensors(args)
         with context.redispatch_to_next():
-            return context.wrap_tensors(op(*inner, **kwargs))
+            return context.wrap_tensors(dispatch_call(op, *inner, **kwargs))
 
     op.py_impl(DispatchKey.CompositeExplicitAutograd)(dense)
     op.py_impl(DispatchKey.Autograd)(autograd)
@@ -360,7 +375,7 @@ def register_derivative_rules(
         if torch.is_grad_enabled() and any(getattr(a, "requires_grad", False) for a in args):
             return apply(*args, **kwargs)
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
+            return dispatch_call(op, *args, **kwargs)
 
     def transformed(_: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
@@ -375,7 +390,7 @@ def register_derivative_rules(
     op.py_impl(TransformType.Jvp)(pushed_forward)
 
 
-def _as_proxy(value: Any, tracer: PythonKeyTracer) -> Any:
+def _as_proxy(value: Any, tracer: Any) -> Any:
     if isinstance(value, torch.Tensor):
         slot = get_proxy_slot(value, tracer, None)
         return value if slot is None else slot.proxy

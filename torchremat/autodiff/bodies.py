@@ -104,7 +104,7 @@ class VjpBody(Body):
             outputs = self.of.run(tracing, values)
             return tuple(outputs[i] for i in self.outputs)
 
-        _, pull_back = torch.func.vjp(function, *(primals[i] for i in self.wrt))
+        pull_back = torch.func.vjp(function, *(primals[i] for i in self.wrt))[1]
         return list(pull_back(tuple(cotangents)))
 
 
@@ -133,7 +133,7 @@ class JvpBody(Body):
             outputs = self.of.run(tracing, values)
             return tuple(outputs[i] for i in self.outputs), outputs
 
-        _, out_tangents, outputs = torch.func.jvp(
+        _, out_tangents, outputs = torch.func.jvp(  # type: ignore[misc]
             function, tuple(primals[i] for i in self.wrt), tuple(tangents), has_aux=True
         )
         return [*outputs, *out_tangents] if self.keep_primals else list(out_tangents)

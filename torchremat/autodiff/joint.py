@@ -17,8 +17,10 @@ from torch import Tensor, fx
 
 from torchremat.autodiff.bodies import Body, gradients
 from torchremat.errors import EffectError
+from torchremat.graph.function_calls import FunctionCalls, drop_inside
 from torchremat.graph.functionalize import functionalize
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.no_grad import refuse_no_grad_writes
 from torchremat.graph.tracing import InputSpec, Tracing
 
 
@@ -48,18 +50,22 @@ class Joint:
 def is_forward(node: fx.Node) -> bool:
     """Whether the function itself, and not its derivative, runs the operator `node`."""
     return (
-        node.op in ("call_function", "get_attr")
-        and node.meta.get("phase", "forward") == "forward"
+        node.op in ("call_function", "get_attr") and node.meta.get("phase", "forward") == "forward"
     )
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """How to trace: which outputs have a cotangent (`None`: all that can), and grad mode."""
+    """How to trace: which outputs have a cotangent (`None`: all that can), and grad mode.
+
+    With `whole_calls`, a checkpoint or a user's `autograd.Function` is one operator, whose
+    derivative is its own.
+    """
 
     with_gradients: bool
     wanted_outputs: tuple[int, ...] | None = None
     grad_enabled: bool = True
+    whole_calls: bool = False
 
 
 def trace_joint(
@@ -74,6 +80,8 @@ def trace_joint(
     Inputs that `body` closes over come after those of `specs`.
     """
     tracing = Tracing(paths=paths)
+    if options.whole_calls:
+        tracing.on_function = FunctionCalls(tracing)
     with tracing.recording():
         leaves = [tracing.input(spec, name) for spec, name in zip(specs, names, strict=True)]
         inputs = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
@@ -88,11 +96,12 @@ def trace_joint(
             cotangents = _add_cotangents(tracing, outputs, options.wanted_outputs)
             grads = _differentiate(leaves, outputs, cotangents)
         module = tracing.finish([*outputs, *grads])
-    nodes = {
-        "inputs": [tracing.placeholder_of(t) for t in leaves],
-        "cotangents": [None if t is None else tracing.placeholder_of(t) for t in cotangents],
-    }
-    functional = functionalize(module, nodes["inputs"])
+    input_nodes = [tracing.placeholder_of(t) for t in leaves]
+    cotangent_nodes = [None if t is None else tracing.placeholder_of(t) for t in cotangents]
+    if options.whole_calls:
+        drop_inside(module.graph)
+        refuse_no_grad_writes(module.graph, input_nodes[: len(specs)])
+    functional = functionalize(module, input_nodes)
     if options.with_gradients:
         written = [*inputs, *tracing.captured_inputs]
         _refuse_differentiable_writes(functional.mutations, written)
@@ -100,10 +109,10 @@ def trace_joint(
     return (
         Joint(
             functional.module,
-            tuple(functional.node(n) for n in nodes["inputs"]),
+            tuple(functional.node(n) for n in input_nodes),
             tuple(results[: len(outputs)]),
             functional.mutations,
-            tuple(None if n is None else functional.node(n) for n in nodes["cotangents"]),
+            tuple(None if n is None else functional.node(n) for n in cotangent_nodes),
             tuple(results[len(outputs) :]),
         ),
         tracing,
@@ -114,7 +123,7 @@ def _writable(tracing: Tracing, tensor: Tensor, spec: InputSpec) -> Tensor:
     """`tensor`, as no leaf if the real one is none: only leaves refuse to be written in place."""
     if spec.is_leaf or not tensor.requires_grad:
         return tensor
-    copy = torch.ops.aten.clone.default(tensor)
+    copy: Tensor = torch.ops.aten.clone.default(tensor)
     node = tracing.node_of(copy)
     assert node is not None
     node.meta["unleaf"] = True  # functionalize takes it out again

@@ -16,7 +16,8 @@ def match_forward(
     """Pair forward `values` of a joint graph with those of another trace of the function.
 
     Two operators are the same if they are called with the same arguments, as often before. Raises
-    `RetraceError` where the second trace lacks one, if `strict`: the function now computes something else.
+    `RetraceError`, if `strict`, where the second trace lacks one: the function now computes something
+    else.
     """
     numbers: dict[Any, int] = {}
     ours, theirs = _numbered(of, numbers), _numbered(into, numbers)
@@ -30,10 +31,11 @@ def match_forward(
             if not strict:
                 continue
             raise RetraceError(
-                f"{node.name} ({node.target}), from {node.meta.get('source')}, was computed when the "
-                "function was first traced and is not any more. A derivative of higher order "
-                "traces the function again, at the time of the backward pass: what it reads besides "
-                "its arguments (attributes, globals, train/eval) must be as in the forward pass."
+                f"{node.name} ({node.target}), from {node.meta.get('source')}, was computed when "
+                "the function was first traced and is not any more. A derivative of higher order "
+                "traces the function again, at the time of the backward pass: what it reads "
+                "besides its arguments (attributes, globals, train/eval) must be as in the forward "
+                "pass."
             )
         pairs[node] = by_number[number]
     return pairs

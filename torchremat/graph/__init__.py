@@ -1,0 +1,1 @@
+"""Graphs of ATen operators: tracing, typed graphs, checking, printing, running."""

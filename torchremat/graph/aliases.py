@@ -3,7 +3,6 @@
 import operator
 
 import torch
-
 from torch import fx
 
 from torchremat import _torch
@@ -12,7 +11,11 @@ from torchremat.graph.codegen import is_identity
 aten = torch.ops.aten
 
 # They share memory with their input, though their schemas do not say so.
-_UNDECLARED_VIEWS = {aten._unsafe_view.default, aten.lift_fresh.default, aten._reshape_alias.default}
+_UNDECLARED_VIEWS = {
+    aten._unsafe_view.default,
+    aten.lift_fresh.default,
+    aten._reshape_alias.default,
+}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -33,7 +36,7 @@ def is_view(node: fx.Node) -> bool:
 def base_of(node: fx.Node) -> fx.Node:
     """The value in whose memory `node` lies: itself, unless it is a view.
 
-        t = transpose(w);  s = t[0]:  base_of(s) is w
+    With `t = transpose(w)` and `s = select(t, 0)`, the base of `s` is `w`.
     """
     while is_view(node):
         source = node.args[0]

@@ -7,11 +7,11 @@ modes, profilers and flop counters see them as ever.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torchremat import _torch
 
@@ -45,6 +45,7 @@ class _Writer:
         self.globals: dict[str, Any] = {}
         self.bound: dict[int, str] = {}
         self.last_use = _last_uses(module.graph)
+        self.unpacked: set[int] = set()
 
     def compile(self) -> Runner:
         nodes = list(self.module.graph.nodes)
@@ -69,10 +70,28 @@ class _Writer:
             values = "".join(f"{self._expression(a)}, " for a in node.args[0])  # type: ignore[union-attr]
             self.lines.append(f"return ({values})")
             return
-        self.lines.append(f"{node.name} = {self._call(node)}")
-        if node not in self.last_use:
-            self._drop([node])
+        if id(node) in self.unpacked:
+            return
+        items = _all_items(node)
+        if items:
+            self._write_unpacking(node, items)
+        else:
+            self.lines.append(f"{node.name} = {self._call(node)}")
+            if node not in self.last_use:
+                self._drop([node])
         self._drop(n for n in node.all_input_nodes if self.last_use[n] is node)
+
+    def _write_unpacking(self, node: fx.Node, items: dict[int, fx.Node]) -> None:
+        """Take an operator's outputs apart at once: together they would live as long as the last."""
+        self.unpacked.update(id(item) for item in items.values())
+        names = [
+            items[i].name if i in items else f"{node.name}_unused_{i}"
+            for i in range(len(node.meta["val"]))
+        ]
+        self.lines.append(f"{', '.join(names)}, = {self._call(node)}")
+        unread = [n for i, n in enumerate(names) if i not in items or items[i] not in self.last_use]
+        if unread:
+            self.lines.append(f"del {', '.join(unread)}")
 
     def _drop(self, nodes: Any) -> None:
         names = [node.name for node in nodes]
@@ -129,6 +148,18 @@ def is_identity(node: fx.Node) -> bool:
 # an output is a tensor of its own: autograd keeps a record for each
 _alias = _torch.boxed_call(torch.ops.aten.alias.default)
 _IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+def _all_items(node: fx.Node) -> dict[int, fx.Node]:
+    """The items by position, if all that is done with the outputs of `node` is to take them."""
+    items: dict[int, fx.Node] = {}
+    if not isinstance(node.meta.get("val"), tuple | list):
+        return items
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[1] in items:
+            return {}
+        items[user.args[1]] = user  # type: ignore[index]
+    return items
 
 
 def _function(target: Any) -> Callable[..., Any]:

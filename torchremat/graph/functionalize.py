@@ -36,9 +36,7 @@ class FunctionalGraph:
         return self.renamed.get(placeholder, placeholder)
 
 
-def functionalize(
-    module: fx.GraphModule, inputs: Sequence[fx.Node]
-) -> FunctionalGraph:
+def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> FunctionalGraph:
     """The functional graph of `module`; `inputs` are the placeholders that it may write to."""
     graph = module.graph
     for node in inputs:
@@ -93,7 +91,9 @@ def _expose_batch_norm_updates(graph: fx.Graph) -> None:
                     write = graph.call_function(aten.copy_.default, (statistic, item))
                     write.meta = dict(node.meta, val=statistic.meta["val"])
         graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+    for node in graph.find_nodes(
+        op="call_function", target=aten.native_batch_norm_backward.default
+    ):
         if node.args[7]:  # in training it reads the statistics of the batch alone
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
@@ -130,9 +130,7 @@ class _NotedInterpreter(fx.Interpreter):
         return super().run_node(n)
 
 
-def _pop_writes(
-    graph: fx.Graph, inputs: Sequence[fx.Node]
-) -> tuple[tuple[int, fx.Node], ...]:
+def _pop_writes(graph: fx.Graph, inputs: Sequence[fx.Node]) -> tuple[tuple[int, fx.Node], ...]:
     """Take the final writes to inputs out of the graph, as pairs of position and new value."""
     writes: dict[int, fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):

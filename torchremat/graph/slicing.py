@@ -56,9 +56,7 @@ class _Slicer:
                 self._copy(node)
         for node in wanted:
             self._copy(node)
-        self.graph.output(
-            tuple(self.copies[o] if isinstance(o, fx.Node) else o for o in outputs)
-        )
+        self.graph.output(tuple(self.copies[o] if isinstance(o, fx.Node) else o for o in outputs))
         return fx.GraphModule(self.module, self.graph)
 
     def _needed(self, wanted: Iterable[fx.Node]) -> set[fx.Node]:

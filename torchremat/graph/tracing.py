@@ -90,7 +90,7 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
         node.meta.update({key: notes.get(key) for key in NOTES})
         return node
 
-    tracer.create_node = create_noted_node
+    tracer.create_node = create_noted_node  # type: ignore[method-assign]
     return tracer
 
 
@@ -138,6 +138,18 @@ def lifted(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """`tensors` as the innermost trace in progress in this thread sees them, if there is one."""
     tracings = _in_progress.tracings
     return [tracings[-1].lift(t) for t in tensors] if tracings else tensors
+
+
+def current_tracing() -> "Tracing | None":
+    """The trace whose graph an operator that runs now is written into.
+
+    There is none outside traces, and none where the body of a `torch.cond` or its kin is traced.
+    """
+    mode = _torch.innermost_proxy_mode()
+    tracings = _in_progress.tracings
+    if mode is None or not tracings or mode.tracer is not tracings[-1].tracer:
+        return None
+    return tracings[-1]
 
 
 @dataclass(eq=False)
@@ -263,9 +275,7 @@ class Tracing:
         assert node is not None, f"an output of the trace is not tracked: {value!r}"
         return node
 
-    def _call_function(
-        self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]
-    ) -> Any:
+    def _call_function(self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]) -> Any:
         if not _torch.is_active(self._capture_mode):  # Dynamo runs, on fake tensors of its own
             return apply(*args)
         args = tuple(map_arguments(self.lift, args))

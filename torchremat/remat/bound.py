@@ -123,8 +123,7 @@ class BoundCall:
     def _parameter_names(self) -> dict[Any, str]:
         """What takes each argument, by its position or keyword: `x`, `args[1]`, `kwargs['y']`."""
         try:
-            target = self.fun.forward if isinstance(self.fun, nn.Module) else self.fun
-            declared = list(inspect.signature(target).parameters.values())
+            declared = list(inspect.signature(_signed(self.fun)).parameters.values())
         except (TypeError, ValueError):  # builtins have none
             declared = []
         by_kind = {kind: [p.name for p in declared if p.kind is kind] for kind in _KINDS}
@@ -148,6 +147,12 @@ def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
             return fun
 
 
+def _signed(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """What has the signature of `fun`: a module's is that of its `forward`."""
+    inner = fun if isinstance(fun, functools.partial) else unwrapped(fun)
+    return inner.forward if isinstance(inner, nn.Module) else fun
+
+
 def name_of(fun: Callable[..., Any]) -> str:
     """What to call a function in a message.
 
@@ -161,7 +166,7 @@ def name_of(fun: Callable[..., Any]) -> str:
 def labels_of_state(paths: ModulePaths) -> dict[int, InputLabel]:
     """The parameters and buffers of the modules that have run, by their identity."""
     known: dict[int, InputLabel] = {}
-    for module in paths.seen.values():
+    for module in paths.seen:
         for identity, label in _labels_in(paths.name_of(module) or "", module).items():
             known.setdefault(identity, label)
     return known

@@ -162,14 +162,14 @@ class Result:
                 self._leaves.append(WrapHashably(leaf))
             else:
                 raise TraceError(
-                    f"{describe()} returned a value of type {type(leaf).__name__} ({leaf!r}), which "
-                    "is no tensor, number, string or None, nor a tree of them. Return tensors, and "
+                    f"{describe()} returned a value of type {type(leaf).__name__} ({leaf!r}), "
+                    "which is no tensor, number, string or None, nor a tree of them. Return tensors, and "
                     "make other objects of them outside the checkpoint."
                 )
         self.is_tensor = isinstance(value, Tensor)
         in_order = self._leaves == list(range(len(self.tensors)))
-        self.is_tuple = type(value) is tuple and in_order and all(
-            isinstance(item, Tensor) for item in value
+        self.is_tuple = (
+            type(value) is tuple and in_order and all(isinstance(item, Tensor) for item in value)
         )
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:

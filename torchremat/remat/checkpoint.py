@@ -73,6 +73,7 @@ class Checkpointed:
         return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; what it keeps for its derivative is what the policy says."""
         call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
         trace = self._own.recent
         if trace is not None and trace.key == call.key:
@@ -136,7 +137,9 @@ class Checkpointed:
         names = [f"arg{i}" for i in range(len(specs))]
         region = Region.traced(body, specs, names, paths, options)
         assert body.captured is not None
-        modules = {id(m): m for _, root in roots for m in root.modules()} | {id(m): m for m in paths.seen}
+        modules = {id(m): m for _, root in roots for m in root.modules()} | {
+            id(m): m for m in paths.seen
+        }
         named_modules = [(paths.name_of(m) or "", m) for m in modules.values()]
         trace = Trace(
             key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
@@ -257,8 +260,8 @@ def checkpoint(
     """
     if concrete:
         raise NotImplementedError(
-            "checkpoint has no option `concrete`. Where the function needs the value of an argument "
-            "in Python (an `if`, a shape), name the argument in static_argnums: "
+            "checkpoint has no option `concrete`. Where the function needs the value of an "
+            "argument in Python (an `if`, a shape), name the argument in static_argnums: "
             "checkpoint(fun, static_argnums=(1,))"
         )
     options = {

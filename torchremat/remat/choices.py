@@ -13,8 +13,8 @@ from torchremat.autodiff.partial_eval import Residuals, find_residuals
 from torchremat.avals import Aval
 from torchremat.errors import UnmatchedWarning
 from torchremat.graph.aliases import base_of, call_of, is_item, is_view
-from torchremat.graph.sources import warn_user
 from torchremat.graph.ops import split_arguments
+from torchremat.graph.sources import warn_user
 from torchremat.remat.names import name_p
 from torchremat.remat.nested import is_staged_residual
 from torchremat.remat.policies import Policy, Value
@@ -103,7 +103,7 @@ def _has_items(node: fx.Node) -> bool:
 
 
 def value_inside(node: fx.Node) -> fx.Node | None:
-    """For an output of an operator with a body (a checkpoint, `scan`), what the body makes it of."""
+    """For an output of an operator with a body (`remat_p`, `scan`), what the body makes it of."""
     if not is_item(node):
         return None
     call, index = node.args

@@ -56,7 +56,7 @@ class _Direct(torch.autograd.Function):
             residuals = results[num_outputs:]
             ctx.save_for_backward(*(inputs[i] for i in program.saved_inputs), *residuals)
             if program.edges:
-                ctx.edges = _edges_to([inputs[i] for i in program.edges])
+                ctx.edges = Edges([inputs[i] for i in program.edges])
         return outputs
 
     @staticmethod
@@ -80,20 +80,18 @@ class _Functional(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        program, ctx.owner, emits, *tensors = inputs
+        program, ctx.owner, _, *tensors = inputs
         ctx.program = program
         ctx.set_materialize_grads(False)
         residuals = output[program.num_outputs :]
-        ctx.mark_non_differentiable(
-            *(output[i] for i in program.discrete), *residuals
-        )
+        ctx.mark_non_differentiable(*(output[i] for i in program.discrete), *residuals)
         ctx.num_residuals = len(residuals)
         ctx.save_for_backward(*tensors, *residuals)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        program = ctx.program
+        program: Program = ctx.program
         count = program.num_inputs
         given = tuple(cotangents[i] is not None for i in program.differentiable)
         if not any(given):
@@ -102,13 +100,17 @@ class _Functional(torch.autograd.Function):
         vjp = program.vjp(given, frozenset())
         body = inputs[: vjp.num_body]
         known = inputs[vjp.num_body :][: len(program.known)]
-        chosen = [cotangents[i] for i in program.differentiable if cotangents[i] is not None]
+        chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
         found = apply_program(vjp, ctx.owner, [*body, *chosen, *known, *residuals])
         return (None, None, None, *_scattered(found, vjp.wrt, count))
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], program: Program, owner: object, emits: bool,
+        info: Any,
+        in_dims: tuple[Any, ...],
+        program: Program,
+        owner: object,
+        emits: bool,
         *inputs: Tensor,
     ) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
         axis = MappedAxis(tuple(in_dims[3:]), info.batch_size, info.randomness)
@@ -145,11 +147,11 @@ def _pull_back_differentiably(
     count = program.num_inputs
     absent = frozenset(range(count)) - frozenset(program.saved_inputs)
     vjp = program.vjp(given, _moved(absent, program, len(cotangents)))
-    inputs: list[Tensor | None] = [None] * count
+    inputs: list[Any] = [None] * count
     for i, tensor in zip(program.saved_inputs, saved, strict=False):
         inputs[i] = tensor
     if program.edges:
-        for i, tensor in zip(program.edges, ctx.edges.saved_tensors, strict=True):
+        for i, tensor in zip(program.edges, ctx.edges.tensors(), strict=True):
             inputs[i] = tensor
     residuals = saved[len(program.saved_inputs) :]
     body, known = inputs[: vjp.num_body], inputs[vjp.num_body :]
@@ -200,9 +202,9 @@ def _run_jvp(
     specs = tuple(InputSpec.of(t, any_level=True) for t in operands)
     jvp = program.jvp(wrt, specs, keep_primals=keep_primals)
     results = list(apply_program(jvp, owner, operands))
-    primals = [results.pop(0) for _ in range(program.num_outputs)] if keep_primals else []
+    outputs = [results.pop(0) for _ in range(program.num_outputs)] if keep_primals else []
     positions = [i for i in range(program.num_outputs) if i in program.floating_tensors]
-    return (*primals, *_scattered(results, positions, program.num_outputs))
+    return (*outputs, *_scattered(results, positions, program.num_outputs))
 
 
 def _push_forward(program: Program, owner: object, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -219,13 +221,30 @@ def _push_forward(program: Program, owner: object, inputs: Sequence[Tensor]) -> 
 # --- the place of a value in autograd's graph ----------------------------------------------------
 
 
-def _edges_to(tensors: Sequence[Tensor]) -> Any:
-    """A node of autograd's graph that leads to `tensors` and holds none of their data."""
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in):
-        return _Edges.apply(*tensors).grad_fn  # type: ignore[no-untyped-call]
+class Edges:
+    """The places of tensors in autograd's graph, without their data.
+
+    A leaf (a parameter, which lives anyway) is kept itself. To the others leads a node of
+    autograd's graph of which the saved tensors are emptied by hooks.
+    """
+
+    __slots__ = ("_leaves", "_node")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._leaves = [t if t.is_leaf else None for t in tensors]
+        inner = [t for t in tensors if not t.is_leaf]
+        self._node: Any = None
+        if inner:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in):
+                self._node = _Leading.apply(*inner).grad_fn  # type: ignore[no-untyped-call]
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors at these places; only leaves have the values that they had."""
+        inner = iter(self._node.saved_tensors if self._node is not None else ())
+        return [next(inner) if leaf is None else leaf for leaf in self._leaves]
 
 
-class _Edges(torch.autograd.Function):
+class _Leading(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)

@@ -12,12 +12,11 @@ input or an output of the body, and is followed to the operator that computes it
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.avals import Aval
@@ -30,15 +29,15 @@ from torchremat.remat.scopes import Computed, Scope
 
 @dataclass(eq=False)
 class Held:
-    """A storage that autograd holds. One of `input` and `value` says what lies in it.
+    """A storage that autograd holds. One of `input` and `value` says what lies in it, if known.
 
-    `readers` are the nodes of autograd's graph that hold it, `inputs_of` and `residual_of` the
-    calls of checkpoints among them: those that it is an input of, those whose policy kept it.
+    `nodes` are what the tensors in it are in the trace, `readers` the nodes of autograd's graph
+    that hold them.
     """
 
     aval: Aval
     nbytes: int
-    node: fx.Node | None = None
+    nodes: list[fx.Node] = field(default_factory=list)
     input: "ObservedInput | None" = None
     value: Computed | None = None
     readers: list[Any] = field(default_factory=list)
@@ -109,6 +108,7 @@ class _Observer:
         self.paths = ModulePaths(call.roots)
         self.tracing = Tracing(paths=self.paths)
         self.records: list[weakref.ref[_Record]] = []
+        self.versions: dict[int, int] = {}
         self.reader: Any = None
 
     def run(self) -> Observation:
@@ -144,12 +144,14 @@ class _Observer:
         if spec.requires_grad and spec.is_leaf:
             return self.tracing.input(spec, name)
         floating = tensor.is_floating_point() or tensor.is_complex()
-        fake = self.tracing.input(_without_grad(spec), name)
+        fake = self.tracing.input(replace(spec, requires_grad=False, is_leaf=True), name)
         if not (spec.requires_grad or (self.differentiate_all and floating)):
             return fake
         with self.tracing.unrecorded():
             start = torch.empty(0, requires_grad=True)
-        return _Started.apply(fake, start)  # type: ignore[no-untyped-call,no-any-return]
+        fake = _Started.apply(fake, start)  # type: ignore[no-untyped-call]
+        self.versions[id(fake)] = fake._version
+        return fake
 
     # --- during ----------------------------------------------------------------------------------
 
@@ -197,7 +199,11 @@ class _Observer:
             found.setdefault(
                 id(fake.untyped_storage()),
                 ObservedInput(
-                    label, Aval.of(fake), tensor, fake.requires_grad, fake._version > _started(fake)
+                    label,
+                    Aval.of(fake),
+                    tensor,
+                    fake.requires_grad,
+                    fake._version > self.versions.get(id(fake), 0),
                 ),
             )
         return found
@@ -208,17 +214,18 @@ class _Observer:
         found: dict[int, Held] = {}
         for record in records:
             storage = record.tensor.untyped_storage()
+            node = self.tracing.node_of(record.tensor)
             held = found.get(id(storage))
             if held is None:
                 held = Held(Aval.of(record.tensor), storage.nbytes())
                 held.input = inputs.get(id(storage))
-                held.node = self.tracing.node_of(record.tensor)
                 if held.input is not None:
                     held.aval = held.input.aval
-                elif held.node is not None:
-                    held.value = scope.value_of(held.node)
+                elif node is not None:
+                    held.value = scope.value_of(node)
                     held.aval = held.value.aval or held.aval
                 found[id(storage)] = held
+            held.nodes += [] if node is None else [node]
             held.readers += record.readers
         return list(found.values())
 
@@ -234,14 +241,6 @@ class _Started(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
         return cotangent, None
-
-
-def _started(tensor: Tensor) -> int:
-    return int(isinstance(tensor.grad_fn, _Started._backward_cls))  # type: ignore[attr-defined]
-
-
-def _without_grad(spec: InputSpec) -> InputSpec:
-    return InputSpec(spec.shape, spec.stride, spec.dtype, spec.device, False, True)
 
 
 def _read_saved(node: Any) -> None:

@@ -1,5 +1,6 @@
 """Names for values, so that policies can speak of them."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +17,13 @@ class NameOp(_torch.HigherOrderOperator):
     is_identity = True
 
     def __init__(self) -> None:
-        super().__init__("name_p")
+        super().__init__("name_p")  # type: ignore[no-untyped-call]
 
     def __call__(self, x: Tensor, /, *, name: str) -> Tensor:
-        return super().__call__(x, name=name)  # type: ignore[no-any-return]
+        """Hand `x` on; in a trace, write it down."""
+        if _torch.innermost_proxy_mode() is None:
+            return x
+        return super().__call__(x, name=name)  # type: ignore[no-any-return,no-untyped-call]
 
 
 name_p = NameOp()
@@ -55,7 +59,7 @@ def checkpoint_name(x: T, name: str) -> T:
             f"({type(name).__name__}): checkpoint_name(x, 'attention')"
         )
     if torch.compiler.is_dynamo_compiling():  # in the body of a torch.cond, say
-        mark = torch.ops.torchremat.named
+        mark: Callable[..., Any] = torch.ops.torchremat.named
     elif _torch.innermost_proxy_mode() is not None:
         mark = _Name.apply
     else:

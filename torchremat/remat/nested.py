@@ -18,7 +18,7 @@ What neither keeps is computed once more for y and once more for dx, as in JAX.
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx
 
@@ -60,7 +60,7 @@ def is_staged_residual(node: fx.Node) -> bool:
         return False
     call = node.args[0]
     assert isinstance(call, fx.Node)
-    return "twin_of" in call.meta and node.args[1] >= call.meta["num_outputs"]  # type: ignore[operator]
+    return "twin_of" in call.meta and node.args[1] >= call.meta["num_outputs"]
 
 
 def prune_bodies(module: fx.GraphModule) -> None:
@@ -117,7 +117,9 @@ def _body(node: fx.Node) -> fx.GraphModule:
     assert module is not None
     reference = node.args[0]
     assert isinstance(reference, fx.Node)
-    return getattr(module, str(reference.target))  # type: ignore[no-any-return]
+    body = getattr(module, str(reference.target))
+    assert isinstance(body, fx.GraphModule)
+    return body
 
 
 def _program(node: fx.Node) -> Any:
@@ -153,13 +155,11 @@ def _open_forward(forward: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:
     outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
     operands = forward.args[1:]
     known = slice_graph(joint.module, joint.inputs, [*outputs, *values])
-    staged = slice_graph(
-        joint.module, [*joint.inputs, *values], [*outputs, *program.residuals]
-    )
+    staged = slice_graph(joint.module, [*joint.inputs, *values], [*outputs, *program.residuals])
     graph = forward.graph
     with graph.inserting_before(forward):
         call = graph.call_function(
-            forward.target, (_reference(graph, known, forward), *operands)
+            cast(Any, forward.target), (_reference(graph, known, forward), *operands)
         )
         call.meta = dict(forward.meta, twin=forward.name)
         call.meta["val"] = (

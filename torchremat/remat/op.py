@@ -5,7 +5,7 @@ it is written down as one node whose body is a submodule, so that whoever holds 
 look inside it, and so that what the inner checkpoint computes again stays apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,19 @@ from torchremat.remat.program import Compiled, Program
 class RematOp(_torch.HigherOrderOperator):
     """Runs the graph of a program: `remat_p(body, *inputs)`, with `body` a `GraphModule`."""
 
+    outside_traces: Callable[..., tuple[Any, ...]] | None = None
+    """How a graph that contains the operator runs it, operator by operator: `remat/op_rules.py`."""
+
     def __init__(self) -> None:
-        super().__init__("remat_p")
+        super().__init__("remat_p")  # type: ignore[no-untyped-call]
 
     def __call__(
         self, body: fx.GraphModule, /, *inputs: Any, call: int | None = None
     ) -> tuple[Any, ...]:
         """Run `body`. `call` is the same for what runs forward and backward in one trace."""
-        return super().__call__(body, *inputs, call=call)  # type: ignore[no-any-return]
+        if _torch.innermost_proxy_mode() is None and self.outside_traces is not None:
+            return self.outside_traces(body, *inputs)
+        return super().__call__(body, *inputs, call=call)  # type: ignore[no-any-return,no-untyped-call]
 
     def runner_of(self, body: fx.GraphModule) -> Runner:
         """The compiled function that runs `body`; a graph that contains this operator calls it."""
@@ -54,9 +59,7 @@ def run_program(
     return (*results[:start], *results[end:])
 
 
-def run_graph(
-    compiled: Compiled, inputs: list[Any], call: int | None = None
-) -> tuple[Any, ...]:
+def run_graph(compiled: Compiled, inputs: list[Any], call: int | None = None) -> tuple[Any, ...]:
     """Run the graph on `inputs`, which it empties; in a trace, write it down as one node."""
     if _torch.innermost_proxy_mode() is not None:
         return remat_p(compiled.module, *inputs, call=call)
@@ -64,9 +67,7 @@ def run_graph(
         return compiled.run(inputs)
 
 
-def _interpret(
-    body: fx.GraphModule, *inputs: Any, call: int | None = None
-) -> tuple[Any, ...]:
+def _interpret(body: fx.GraphModule, *inputs: Any, call: int | None = None) -> tuple[Any, ...]:
     return tuple(fx.Interpreter(body, garbage_collect_values=False).run(*inputs))
 
 

@@ -23,11 +23,12 @@ from torchremat.autodiff.bodies import BatchedBody, Body, GraphBody, JvpBody, Vj
 from torchremat.autodiff.joint import Joint, TraceOptions, is_forward, trace_joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
+from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.simplify import simplify
 from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
-from torchremat.errors import EffectError
 from torchremat.remat.choices import Choices, why_not_replayed
 from torchremat.remat.nested import expose_inner, join_exposed, prune_bodies
 from torchremat.remat.policies import Policy, nothing_saveable
@@ -44,11 +45,10 @@ class Compiled:
     run: Runner
 
     @classmethod
-    def of(
-        cls, module: fx.GraphModule, name: str, program: "Program | None" = None
-    ) -> "Compiled":
+    def of(cls, module: fx.GraphModule, name: str, program: "Program | None" = None) -> "Compiled":
         """Compile `module`, which is the graph of `program`."""
         module.meta["program"] = program
+        simplify(module.graph)
         return cls(module, compile_graph(module, name))
 
 
@@ -292,9 +292,7 @@ class Program(ABC):
 
     # --- batching --------------------------------------------------------------------------------
 
-    def batched(
-        self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool
-    ) -> "Program":
+    def batched(self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool) -> "Program":
         """This program mapped over an axis of its inputs, which are `specs` with the axis.
 
         With `emits` the residuals are outputs: a level of `torch.func` above keeps them.
@@ -477,9 +475,7 @@ class BatchedProgram(Program):
         body = BatchedBody(region.body, axis.in_dims[:num_body], axis.size, axis.randomness)
         batched = Region(body, specs[:num_body], region.names, region.paths, TraceOptions(True))
         super().__init__(batched, of.policy)
-        whole = BatchedBody(
-            GraphBody(of.forward.module), axis.in_dims, axis.size, axis.randomness
-        )
+        whole = BatchedBody(GraphBody(of.forward.module), axis.in_dims, axis.size, axis.randomness)
         self._whole = Region.traced(
             whole,
             [replace(spec, requires_grad=False) for spec in specs],
@@ -525,7 +521,9 @@ class BatchedProgram(Program):
 
 
 def _compiled_backward(
-    joint: Joint, inputs: Sequence[fx.Node | None], outputs: Sequence[Any],
+    joint: Joint,
+    inputs: Sequence[fx.Node | None],
+    outputs: Sequence[Any],
     program: Program,
 ) -> Compiled:
     module = slice_graph(joint.module, inputs, outputs, late=is_forward)
@@ -543,8 +541,8 @@ def _refuse_replay(graph: fx.Graph) -> None:
         if reason is not None:
             raise EffectError(
                 f"a second derivative needs the value of {node.target} from "
-                f"{node.meta.get('source')} again, which was not kept: {reason}. Draw random numbers "
-                "outside the innermost checkpoint or vmap, and pass them in."
+                f"{node.meta.get('source')} again, which was not kept: {reason}. Draw random "
+                "numbers outside the innermost checkpoint or vmap, and pass them in."
             )
 
 
@@ -574,5 +572,5 @@ def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:
 
 
 def _is_inexact(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return bool(value.is_floating_point() or value.is_complex())
+    dtype = node.meta["val"].dtype  # a method of the value would be seen by a trace in progress
+    return bool(dtype.is_floating_point or dtype.is_complex)

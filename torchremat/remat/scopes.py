@@ -115,16 +115,20 @@ class Scope:
         return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
 
     def translated(self, name: str, paths: ModulePaths) -> str | None:
-        """What this scope, or the one around, calls the module that is `name` in `paths`."""
-        for module in paths.seen.values():
-            if paths.name_of(module) == name:
-                known = self.paths.name_of(module)
-                if known is None or self.paths is paths:
-                    return None
-                if self.outer is None:
-                    return join_names(self.prefix, known)
-                return self.outer.translated(known, self.paths) or join_names(self.prefix, known)
-        return None
+        """What this scope, or the one around, calls the module that is `name` in `paths`.
+
+        `None` if none or several go by that name, or if the scope does not know it.
+        """
+        if self.paths is paths:
+            return None
+        known = {self.paths.name_of(module) for module in paths.seen if paths.name_of(module) == name}
+        if len(known) != 1 or None in known:
+            return None
+        (own,) = known
+        assert own is not None
+        if self.outer is None:
+            return join_names(self.prefix, own)
+        return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
 
     def value_of(self, node: fx.Node) -> "Computed":
         """The value in whose memory `node` lies, in whatever scope it is computed."""

@@ -1,4 +1,4 @@
-"""The cache of traces: found by what a call is like, kept under a weak reference to the function."""
+"""The cache of traces: found by what a call is like, under a weak reference to the function."""
 
 import threading
 import weakref
@@ -104,12 +104,13 @@ class TracesByFunction:
     """Traces under weak references to functions: dropping a function frees them."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, ...], tuple[weakref.ref[Any], Traces]] = {}
+        self._entries: dict[tuple[Any, ...], tuple[weakref.ref[Any], Traces]] = {}
 
     def of(self, fun: Callable[..., Any], statics: tuple[Any, ...]) -> Traces:
         """The traces of `fun`, which may be a bound method."""
         if isinstance(fun, MethodType):
-            owner, key = fun.__self__, (id(fun.__self__), id(fun.__func__), statics)
+            owner: Any = fun.__self__
+            key: tuple[Any, ...] = (id(owner), id(fun.__func__), statics)
         else:
             owner, key = fun, (id(fun), statics)
         entry = self._entries.get(key)
@@ -121,5 +122,3 @@ class TracesByFunction:
             entry = (reference, Traces())
             self._entries[key] = entry
         return entry[1]
-
-

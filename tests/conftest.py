@@ -1,0 +1,22 @@
+"""What every test shares: reproducible random programs and numbers, one thread."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# A trace takes tens of milliseconds, so a deadline an example would measure the machine.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("local", **_COMMON)
+settings.register_profile("ci", derandomize=True, **_COMMON)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Random numbers are the same in each test, whatever ran before it."""
+    torch.manual_seed(0)
+    return 0

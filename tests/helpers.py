@@ -1,0 +1,213 @@
+"""Shared by the tests: counts of operators, equality to the bit, what is still alive."""
+
+import gc
+import random
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts the operators that run while it is active, by name without overload: `aten.sin`."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func).rpartition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __getitem__(self, name: str) -> int:
+        """How often the operator `name` ran; the namespace `aten` may be left out."""
+        return self.counts[name if "." in name else f"aten.{name}"]
+
+    def only(self, *names: str) -> dict[str, int]:
+        """The counts of `names`."""
+        return {name: self[name] for name in names}
+
+
+def grad_counts(fun: Callable[[], Tensor], wrt: Any, *names: str) -> tuple[Any, Any]:
+    """How often the operators `names` run forward and backward: numbers, or dicts for several.
+
+    `fun()` must have run before if its trace is not to be counted; a trace runs no operator on
+    real tensors anyway.
+    """
+    with OpCounter() as forward:
+        out = fun()
+    with OpCounter() as backward:
+        torch.autograd.grad(out.sum(), wrt)
+    if len(names) == 1:
+        return forward[names[0]], backward[names[0]]
+    return forward.only(*names), backward.only(*names)
+
+
+# --- equality ------------------------------------------------------------------------------------
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The values of `tensor` as they lie in memory, in the order of its indices."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().numpy().tobytes()
+
+
+def differences(a: Any, b: Any, *, close: bool = False) -> list[str]:
+    """How two trees differ: structure, types, dtypes, shapes, bits; nothing if they do not.
+
+    `close` allows for rounding: 1e-12 relative in double precision, 1e-5 in single.
+    """
+    leaves_a, spec_a = pytree.tree_flatten_with_path(a)
+    leaves_b, spec_b = pytree.tree_flatten_with_path(b)
+    if spec_a != spec_b:
+        return [f"structure: {spec_a} and {spec_b}"]
+    found = []
+    for (path, x), (_, y) in zip(leaves_a, leaves_b, strict=True):
+        fault = _difference(x, y, close)
+        if fault:
+            found.append(f"{pytree.keystr(path) or 'the value'}: {fault}")
+    return found
+
+
+def _difference(x: Any, y: Any, close: bool) -> str | None:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        same = type(x) is type(y) and x == y
+        return None if same else f"{x!r} and {y!r}"
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
+    if bits(x) == bits(y):
+        return None
+    if close:
+        single = x.dtype in (torch.float32, torch.complex64)
+        tolerance = 1e-5 if single else 1e-12
+        if torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return None
+    return f"differ by at most {(x.detach() - y.detach()).abs().max().item():.3g}: {x} and {y}"
+
+
+def assert_same(a: Any, b: Any, what: str = "", *, close: bool = False) -> None:
+    """Fail unless the trees are equal to the bit, or to rounding if `close`."""
+    found = differences(a, b, close=close)
+    assert not found, f"{what}: " + "; ".join(found)
+
+
+# --- derivatives ---------------------------------------------------------------------------------
+
+
+def leaves_of(tree: Any) -> list[Tensor]:
+    """The tensors in `tree`."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def weighted_sum(outputs: Sequence[Tensor]) -> Tensor:
+    """A loss linear in the `outputs`, with fixed random weights."""
+    generator = torch.Generator().manual_seed(1)
+    terms = []
+    for output in outputs:
+        weights = torch.randn(output.shape, generator=generator, dtype=torch.double)
+        product = output * weights.to(output.dtype)
+        terms.append((product.real if product.is_complex() else product).sum())
+    return sum(terms[1:], terms[0])
+
+
+def derivatives(
+    fun: Callable[..., Any], args: Any, wrt: Sequence[Tensor], kwargs: Any = None, *, order: int = 2
+) -> dict[str, Any]:
+    """The value of `fun` and its derivatives up to `order`, each an entry.
+
+    Each derivative is that of a loss that is linear in the one before.
+    """
+    torch.manual_seed(7)
+    output = fun(*args, **(kwargs or {}))
+    outputs = [t for t in leaves_of(output) if t.requires_grad]
+    found: dict[str, Any] = {
+        "value": pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output),
+        "requires_grad": [t.requires_grad for t in leaves_of(output)],
+    }
+    for number in range(1, order + 1):
+        if not outputs:
+            break
+        grads = torch.autograd.grad(
+            weighted_sum(outputs), wrt, create_graph=number < order, allow_unused=True
+        )
+        found[f"derivative {number}"] = [None if g is None else g.detach() for g in grads]
+        outputs = [g for g in grads if g is not None and g.requires_grad]
+    return found
+
+
+class RandomPolicy:
+    """Lets each value be saved or not by a coin, the same in each run of the tests."""
+
+    def __init__(self, seed: int) -> None:
+        self.coins = random.Random(seed)
+
+    def __call__(self, op: Any, *avals: Any, **params: Any) -> bool:
+        return self.coins.random() < 0.5
+
+
+class Choosing:
+    """A policy that answers from a list of choices, from the start again at its end."""
+
+    def __init__(self, choices: Sequence[bool]) -> None:
+        self.choices = list(choices)
+        self.asked = 0
+
+    def __call__(self, op: Any, *avals: Any, **params: Any) -> bool:
+        self.asked += 1
+        return self.choices[(self.asked - 1) % len(self.choices)]
+
+
+# --- what is left behind -------------------------------------------------------------------------
+
+
+def assert_freed(*references: weakref.ref) -> None:
+    """Fail if one of the objects is still alive after garbage collection."""
+    gc.collect()
+    alive = [r() for r in references if r() is not None]
+    assert not alive, f"still alive: {alive}"
+
+
+def state_of_pytorch() -> dict[str, Any]:
+    """What a trace changes while it runs, and must leave as it was."""
+    from torch.autograd.function import _SingleLevelFunction
+    from torch.overrides import _get_current_function_mode_stack
+
+    stack = torch._C._functorch.get_interpreter_stack()
+    return {
+        "function modes": list(_get_current_function_mode_stack()),
+        "dispatch modes": list(_get_current_dispatch_mode_stack()),
+        "levels of torch.func": len(stack or ()),
+        "Function.apply": vars(_SingleLevelFunction).get("apply"),
+        "module hooks": (
+            dict(torch.nn.modules.module._global_forward_hooks),
+            dict(torch.nn.modules.module._global_forward_pre_hooks),
+        ),
+        "Module.__call__": torch.nn.Module.__call__,
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "multithreading": torch.autograd.is_multithreading_enabled(),
+        "saved_tensors_hooks": torch._C._autograd._top_saved_tensors_default_hooks(False),
+        "dual level": torch.autograd.forward_ad._current_level,
+        "jvp nesting": torch._functorch.eager_transforms.JVP_NESTING,
+        "tracer": torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER,
+    }
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Fail if the block leaves PyTorch in another state, also when it raises."""
+    before = state_of_pytorch()
+    try:
+        yield
+    finally:
+        after = state_of_pytorch()
+        changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+        assert not changed, f"left behind: {changed}"

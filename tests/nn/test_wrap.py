@@ -1,0 +1,718 @@
+import copy
+import gc
+import inspect
+import io
+import pickle
+import threading
+import warnings
+import weakref
+from functools import partial
+from types import MethodType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchremat.errors import NoMatchError, NotAvailableError, UnmatchedWarning
+from torchremat.nn import report, unwrap, wrap
+from torchremat.nn.wrap import RematForward, wrapped_forward
+from torchremat.remat.checkpoint_policies import (
+    dots_saveable,
+    dots_with_no_batch_dims_saveable,
+    everything_saveable,
+    nothing_saveable,
+    save_modules,
+)
+
+WIDTH, HEADS = 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).chunk(3, 1)
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.proj((scores @ v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = Attention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, scale=1.0):
+        x = x + self.dropout(self.attn(self.norm1(x)))
+        return x + scale * self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers=4, dropout=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(num_layers))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+TOKENS = torch.arange(12).reshape(2, 6) % 11
+
+
+def make_model(num_layers=4, dropout=0.0):
+    torch.manual_seed(0)
+    return Model(num_layers, dropout)
+
+
+def step(model, *inputs):
+    """The loss and the gradients of a training step, by name."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = model(*(inputs or (TOKENS,)))
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    different = [
+        name
+        for name, value in expected.items()
+        if (value is None) != (found[name] is None)
+        or (value is not None and not torch.equal(found[name], value))
+    ]
+    assert different == []
+
+
+def wrapped_names(model):
+    return [name for name, module in model.named_modules() if wrapped_forward(module) is not None]
+
+
+# --- values and gradients ------------------------------------------------------------------------
+
+SELECTIONS = {
+    "the model": (None, [""]),
+    "pattern": ("layers.*", [f"layers.{i}" for i in range(4)]),
+    "deep pattern": ("**.mlp", [f"layers.{i}.mlp" for i in range(4)]),
+    "nested pattern": ("layers.0,layers.0.*", None),
+    "excluded": ("layers.*,!layers.0", [f"layers.{i}" for i in (1, 2, 3)]),
+    "every": ("every:3", ["layers.0", "layers.3"]),
+    "first and last": ("first:1,last:1", ["layers.0", "layers.3"]),
+    "range": ("range:1-2", ["layers.1", "layers.2"]),
+    "class": (Block, [f"layers.{i}" for i in range(4)]),
+    "predicate": (lambda module: isinstance(module, Attention), None),
+    "named predicate": (lambda name, module: name.endswith("2.attn"), ["layers.2.attn"]),
+}
+
+
+@pytest.mark.parametrize("kind", SELECTIONS)
+def test_steps_are_bit_equal(kind):
+    select, names = SELECTIONS[kind]
+    model = make_model()
+    assert wrap(model, select=select) is model
+    assert names is None or wrapped_names(model) == names
+    for _ in range(3):
+        assert_same(step(model), step(make_model()))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [None, "dots", "none", dots_with_no_batch_dims_saveable, "ops:aten.mm", lambda op, *a, **k: True],
+)
+def test_steps_are_bit_equal_under_each_policy(policy):
+    model = wrap(make_model(2), policy, select="layers.*")
+    for _ in range(2):
+        assert_same(step(model), step(make_model(2)))
+
+
+def test_a_training_run_is_bit_equal():
+    models = [make_model(2), wrap(make_model(2), select="layers.*")]
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    for _ in range(4):
+        assert_same(*(step(model) for model in models))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_gradients_of_inputs_and_second_derivatives():
+    results = []
+    for prepare in (lambda block: block, wrap):
+        torch.manual_seed(0)
+        block = prepare(Block(0.0).double())
+        x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+        (dx,) = torch.autograd.grad(block(x).sin().sum(), x, create_graph=True)
+        results.append([dx, *torch.autograd.grad(dx.square().sum(), [x, *block.parameters()])])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_keywords_numbers_and_trees():
+    class Net(nn.Module):
+        def forward(self, pair, *, scale=1, name=None):
+            return {"out": pair[0].sin() * scale, "both": (pair[1] * pair[0], name)}
+
+    x = torch.ones(3, requires_grad=True)
+    net = wrap(Net())
+    for scale in (2, 3):
+        out = net([x, x * 2], scale=scale, name="a")
+        assert torch.equal(out["out"], x.sin() * scale)
+        assert out["both"][1] == "a"
+        assert torch.equal(torch.autograd.grad(out["both"][0].sum(), x)[0], 4 * x)
+
+
+def test_values_are_recomputed():
+    num_calls = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            num_calls.append(1)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    held = []
+    model = make_model(2)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        model(TOKENS)
+        plain, held[:] = len(held), []
+        wrap(model, select="layers.*")(TOKENS)
+    assert len(held) < plain
+
+
+def test_transformers_blocks():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    results = []
+    for prepare in (lambda model: model, partial(wrap, select="transformer.h.*")):
+        torch.manual_seed(0)
+        model = prepare(transformers.GPT2LMHeadModel(config)).train()
+        model.loss_type = "ForCausalLM"
+        tokens = torch.randint(32, (2, 16))
+        for _ in range(2):
+            model.zero_grad()
+            out = model(input_ids=tokens, labels=tokens)
+            out.loss.backward()
+        results.append(
+            {"loss": out.loss.detach(), "logits": out.logits.detach()}
+            | {n: p.grad for n, p in model.named_parameters()}
+        )
+    assert wrapped_names(model) == ["transformer.h.0", "transformer.h.1"]
+    assert_same(results[1], results[0])
+
+
+# --- as before -----------------------------------------------------------------------------------
+
+
+def test_nothing_seen_from_outside_changes():
+    plain, model = make_model(), wrap(make_model(), select="layers.*")
+    assert_same(model.state_dict(), plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert isinstance(model.layers[0], Block)
+    assert repr(model) == repr(plain)
+    model.load_state_dict(plain.state_dict())
+
+
+def test_the_forward_looks_like_the_one_it_hides():
+    block = wrap(Block(0.0))
+    assert inspect.signature(block.forward) == inspect.signature(Block(0.0).forward)
+    assert block.forward.__self__ is block
+    assert block.forward.__func__ is Block.forward
+    assert block.forward.__name__ == "forward"
+    assert block.forward.__wrapped__ == MethodType(Block.forward, block)
+    assert "nothing_saveable" in repr(block.forward)
+
+
+def test_hooks_run_as_often_and_in_order():
+    logs = []
+    for prepare in (lambda model: model, partial(wrap, select="layers.*")):
+        model, log = prepare(make_model(2)), []
+        first = model.layers[0]
+        first.register_forward_pre_hook(lambda m, a, log=log: log.append("before block"))
+        first.register_forward_hook(lambda m, a, o, log=log: log.append("after block"))
+        first.register_full_backward_hook(lambda m, i, o, log=log: log.append("block backward"))
+        model.register_forward_hook(lambda m, a, o, log=log: log.append("after model"))
+        for _ in range(2):
+            step(model)
+        logs.append(log)
+    assert logs[1] == logs[0]
+
+
+def test_hooks_of_the_module_change_inputs_and_outputs():
+    x = torch.ones(1, 2, WIDTH)
+    results = []
+    for prepare in (lambda block: block, wrap):
+        torch.manual_seed(0)
+        block = prepare(Block(0.0))
+        block.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+        block.register_forward_hook(lambda m, args, out: out + 1)
+        block.attn.register_forward_hook(lambda m, args, out: out * 3)
+        results.append(step_of_block(block, x))
+    assert_same(*results)
+
+
+def step_of_block(block, x):
+    block.zero_grad()
+    out = block(x)
+    out.square().sum().backward()
+    return {"out": out.detach()} | {n: p.grad for n, p in block.named_parameters()}
+
+
+def test_train_and_eval():
+    plain, model = make_model(2, 0.5), wrap(make_model(2, 0.5), select="layers.*")
+    for mode in (True, False, True, False):
+        plain.train(mode)
+        model.train(mode)
+        assert model.layers[0].dropout.training is mode
+        for _ in range(2):
+            assert_same(step(model), step(plain))
+    training, evaluating = step(model.train())["loss"], step(model.eval())["loss"]
+    assert not torch.equal(training, evaluating)
+
+
+def test_the_mode_of_one_part():
+    plain, model = make_model(2, 0.5), wrap(make_model(2, 0.5), select="layers.*")
+    for m in (plain, model):
+        m.layers[0].dropout.eval()
+    assert_same(step(model), step(plain))
+
+
+def test_requires_grad_toggled():
+    plain, model = make_model(2), wrap(make_model(2), select="layers.*")
+    for frozen in (False, True, False):
+        for m in (plain, model):
+            m.layers[0].requires_grad_(not frozen)
+            m.layers[1].attn.requires_grad_(not frozen)
+            m.zero_grad()
+        found = step(model)
+        assert_same(found, step(plain))
+        assert (found["layers.1.attn.proj.weight"] is None) == frozen
+
+
+def test_no_grad_and_inference_mode():
+    plain, model = make_model(2), wrap(make_model(2), select="layers.*")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            loss = model(TOKENS)
+            assert torch.equal(loss, plain(TOKENS))
+        assert not loss.requires_grad
+        assert_same(step(model), step(plain))
+
+
+def test_autocast():
+    plain, model = make_model(2), wrap(make_model(2), select="layers.*")
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [m(TOKENS) for m in (plain, model)]
+        assert torch.equal(*losses)
+        assert_same(step(model), step(plain))
+
+
+def test_buffers_are_written_once_a_step():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU())
+    model = wrap(copy.deepcopy(plain))
+    x = torch.randn(5, 3)
+    for _ in range(3):
+        for m in (plain, model):
+            m(x).sum().backward()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_parameters_set_anew():
+    model = wrap(make_model(2), select="layers.*")
+    step(model)
+    plain = make_model(2)
+    for m in (plain, model):
+        m.layers[0].attn.proj.weight = nn.Parameter(torch.eye(WIDTH))
+        m.layers[1].attn = plain.layers[0].attn if m is plain else m.layers[0].attn
+    assert_same(step(model), step(plain))
+    assert_same(step(model.double()), step(plain.double()))
+
+
+def test_weight_sharing():
+    models = [make_model(3), wrap(make_model(3), select="layers.*")]
+    for model in models:
+        model.layers[1].mlp = model.layers[0].mlp
+        model.head.weight = model.embed.weight
+        model.layers[2] = model.layers[0]
+    assert_same(*(step(model) for model in reversed(models)))
+
+
+def test_a_shared_module_is_wrapped_once():
+    model = make_model(3)
+    model.layers[2] = model.layers[0]
+    wrap(model, select="layers.*")
+    assert wrapped_names(model) == ["layers.0", "layers.1"]
+    plain = make_model(3)
+    plain.layers[2] = plain.layers[0]
+    assert_same(step(model), step(plain))
+
+
+def test_functional_call():
+    model = wrap(make_model(2), select="layers.*")
+    plain = make_model(2)
+    state = {n: (p * 1.5).detach().requires_grad_() for n, p in plain.named_parameters()}
+    grads = []
+    for m in (model, plain):
+        loss = torch.func.functional_call(m, state, (TOKENS,))
+        grads.append(torch.autograd.grad(loss, list(state.values())))
+    assert all(map(torch.equal, *grads))
+    assert_same(step(model), step(plain))
+
+
+def test_functional_gradients():
+    grads = []
+    for model in (make_model(2), wrap(make_model(2), select="layers.*")):
+
+        def loss(state, tokens, model=model):
+            return torch.func.functional_call(model, state, (tokens,))
+
+        state = {n: p.detach() for n, p in model.named_parameters()}
+        grads.append(torch.func.grad(loss)(state, TOKENS))
+    assert_same(*grads)
+
+
+def test_threads():
+    model, plain = wrap(make_model(2), select="layers.*"), make_model(2)
+    losses, expected = [], plain(TOKENS)
+    threads = [threading.Thread(target=lambda: losses.append(model(TOKENS))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(losses) == 4
+    assert all(torch.equal(loss, expected) for loss in losses)
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies_are_wrapped_and_independent(kind, has_run):
+    model = wrap(make_model(2), "dots", select="layers.*")
+    expected = step(make_model(2))
+    if has_run:
+        step(model)
+    made = COPIES[kind](model)
+    assert wrapped_names(made) == wrapped_names(model) == ["layers.0", "layers.1"]
+    for block in (*made.layers, *model.layers):
+        assert block.forward.__self__ is block
+        assert block.forward.policy == dots_saveable
+    assert made.layers[0].forward is not model.layers[0].forward
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    del model
+    assert_same(step(made), expected)
+    assert wrapped_names(unwrap(made)) == []
+    assert_same(step(made), expected)
+
+
+def test_a_copy_of_a_part():
+    model = wrap(make_model(2), select="layers.*")
+    block = copy.deepcopy(model.layers[0])
+    assert block.forward.__self__ is block
+
+
+def test_pickling_the_forward_alone():
+    block = wrap(Block(0.0))
+    forward, owner = pickle.loads(pickle.dumps((block.forward, block)))
+    assert forward is owner.forward
+    assert forward.__self__ is owner
+    owner, forward = pickle.loads(pickle.dumps((block, block.forward)))
+    assert forward is owner.forward
+
+
+def test_a_policy_that_cannot_be_pickled():
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(wrap(Block(0.0), lambda op, *avals, **params: True))
+
+
+# --- wrapping and unwrapping ---------------------------------------------------------------------
+
+
+def test_unwrap_restores_the_attributes():
+    model = make_model(2)
+    before = {name: list(vars(module).items()) for name, module in model.named_modules()}
+    wrap(model, select="**")
+    step(model)
+    assert unwrap(model) is model
+    after = {name: list(vars(module).items()) for name, module in model.named_modules()}
+    for name, items in before.items():
+        assert [key for key, _ in after[name]] == [key for key, _ in items]
+        assert all(a is b for (_, a), (_, b) in zip(after[name], items, strict=True))
+    assert_same(step(model), step(make_model(2)))
+
+
+def test_unwrapping_what_is_not_wrapped():
+    model = make_model(2)
+    assert unwrap(model) is model
+    wrap(model, select="layers.*")
+    unwrap(model.layers[0])
+    assert wrapped_names(model) == ["layers.1"]
+    unwrap(unwrap(model))
+    assert wrapped_names(model) == []
+
+
+def test_wrapping_twice_replaces_the_first():
+    model = wrap(make_model(2), select="layers.*")
+    step(model)
+    wrap(model, "none", select="layers.0")
+    assert model.layers[0].forward.policy == everything_saveable
+    assert model.layers[1].forward.policy == nothing_saveable
+    assert model.layers[0].forward.__wrapped__ == MethodType(Block.forward, model.layers[0])
+    assert_same(step(model), step(make_model(2)))
+    unwrap(model)
+    assert "forward" not in vars(model.layers[0])
+
+
+def test_a_forward_of_the_module_itself():
+    block, scale = Block(0.0), 2.0
+
+    def forward(x):
+        return Block.forward(block, x, scale=scale)
+
+    x = torch.ones(1, 2, WIDTH)
+    block.forward = forward
+    wrap(wrap(block), "dots")
+    assert block.forward.__wrapped__ is forward
+    for scale in (3.0, 4.0, 3.0):
+        assert torch.equal(block(x), forward(x))
+    assert_same(step_of_block(block, x), step_of_block(unwrap(block), x))
+    assert block.forward is forward
+
+
+@pytest.mark.parametrize("make", [MethodType, partial])
+def test_a_forward_that_is_patched_in(make):
+    block, x = Block(0.0), torch.ones(1, 2, WIDTH)
+    patched = make(lambda self, x: Block.forward(self, x) * 2, block)
+    block.forward = patched
+    expected = step_of_block(block, x)
+    assert_same(step_of_block(wrap(block), x), expected)
+    assert_same(step_of_block(block, x), expected)
+    assert vars(unwrap(block))["forward"] is patched
+
+
+def test_a_policy_for_each_pattern():
+    model = wrap(make_model(), {"first:1": "none", "layers.*,!layers.3": "dots", "head": None})
+    policies = {n: m.forward.policy for n, m in model.named_modules() if "forward" in vars(m)}
+    assert policies == {
+        "layers.0": everything_saveable,
+        "layers.1": dots_saveable,
+        "layers.2": dots_saveable,
+        "head": nothing_saveable,
+    }
+    assert_same(step(model), step(make_model()))
+
+
+def test_names_in_policies_are_counted_from_the_model():
+    policies = [save_modules("layers.*.attn"), save_modules("layers.0.attn.proj", "layers.1.mlp")]
+    for policy in policies:
+        model = make_model(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnmatchedWarning)
+            wrap(model, policy, select="**.attn,**.mlp" if policy is policies[1] else "layers.*")
+            if policy is policies[0]:
+                assert_same(step(model), step(make_model(2)))
+    model = wrap(make_model(2), save_modules("layers.0.atn"), select="layers.0")
+    with pytest.warns(UnmatchedWarning, match=r"nearest: 'layers\.0\.attn'"):
+        step(model)
+
+
+def test_wrapped_inside_wrapped():
+    model = make_model(2)
+    wrap(model, "dots", select="**.attn")
+    wrap(model, select="layers.*")
+    for _ in range(2):
+        assert_same(step(model), step(make_model(2)))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_a_dropped_module_is_freed_at_once():
+    model = wrap(make_model(2), select="layers.*,layers.*.attn")
+    for _ in range(2):
+        step(model)
+    report(model)
+    references = [weakref.ref(m) for m in (model, *model.layers)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [r() for r in references] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_all_that_was_traced_is_freed():
+    model = wrap(make_model(2), select="layers.*,layers.*.attn")
+    step(model)
+    references = [weakref.ref(value) for value in (*model.modules(), *model.parameters())]
+    del model
+    gc.collect()
+    assert [r() for r in references] == [None] * len(references)
+
+
+def test_the_forward_alone():
+    forward = wrap(Block(0.0)).forward
+    with pytest.raises(ReferenceError, match="the module is gone. Keep the module and call it"):
+        forward(torch.ones(1, 2, WIDTH))
+
+
+def test_a_derivative_outlives_the_module():
+    x = torch.ones(1, 2, WIDTH, requires_grad=True)
+    out = wrap(Block(0.0))(x).sin().sum()
+    (dx,) = torch.autograd.grad(out, x, create_graph=True)
+    del out
+    assert torch.autograd.grad(dx.square().sum(), x)[0].shape == x.shape
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: wrap(torch.sin), TypeError, "wrap takes an nn.Module, but it was given <built"),
+        (lambda m: wrap(Model), TypeError, "was given the class Model"),
+        (lambda m: wrap(m, 3), TypeError, "policy"),
+        (lambda m: wrap(m, "dotz"), ValueError, "dots"),
+        (lambda m: wrap(m, select=3), TypeError, "select must be a pattern"),
+        (lambda m: wrap(m, select="layer.*"), NoMatchError, r"nearest: 'layers\.\d'"),
+        (lambda m: wrap(m, select="every:0"), ValueError, "out of range: layers holds 4"),
+        (lambda m: wrap(m.layers), ValueError, "a ModuleList has no forward of its own"),
+        (lambda m: wrap(m, prevent_cse=1), TypeError, "prevent_cse must be a bool, or a tuple"),
+        (lambda m: wrap(m, prevent_cse=(True, "no")), TypeError, "prevent_cse must be a bool"),
+        (lambda m: wrap(m, compile="inductor"), NotAvailableError, "is not there yet"),
+        (lambda m: wrap(m, compile="tvm"), ValueError, "must be None or 'inductor', but it is 'tv"),
+        (lambda m: wrap(m, compile=True), ValueError, "must be None or 'inductor'"),
+        (lambda m: wrap(m, {}), ValueError, "the dict of policies is empty"),
+        (lambda m: wrap(m, {"layers.*": 3}), TypeError, "policy"),
+        (lambda m: wrap(m, {None: "dots"}), TypeError, "one of them is None"),
+        (lambda m: wrap(m, {"layers.*": "dots", "headd": "dots"}), NoMatchError, "nearest: 'head'"),
+        (
+            lambda m: wrap(m, {"layers.*": "dots", "layers.0": "none"}),
+            ValueError,
+            r"'layers\.0': everything_saveable has no effect.*Write the narrower pattern first",
+        ),
+        (
+            lambda m: wrap(m, {"layers.*": "dots"}, select="layers.0"),
+            ValueError,
+            "both say which modules are meant",
+        ),
+    ],
+)
+def test_errors(call, error, message):
+    model = make_model()
+    with pytest.raises(error, match=message):
+        call(model)
+    assert wrapped_names(model) == []
+
+
+def test_compiled_modules():
+    model = make_model(2)
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    with pytest.raises(TypeError, match=r"'layers\.1' \(OptimizedModule\) is a module compiled by"):
+        wrap(model, select="layers.*")
+    with pytest.raises(TypeError, match="the OptimizedModule is a module compiled by torch.compi"):
+        wrap(model.layers[1])
+    assert wrapped_names(model) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules():
+    model = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
+    with pytest.raises(TypeError, match=r"'0' \(TopLevelTracedModule\) is compiled by TorchScript"):
+        wrap(model, select="*")
+
+
+def test_an_error_inside_leaves_nothing_behind():
+    class Picky(nn.Module):
+        def forward(self, x):
+            if x.shape[0] == 3:
+                raise KeyError("three")
+            return x.sin()
+
+    module = wrap(Picky())
+    for _ in range(2):
+        with pytest.raises(KeyError, match="three"):
+            module(torch.ones(3))
+        assert torch.equal(module(torch.ones(2)), torch.ones(2).sin())
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+def test_report_names_the_wrapped_modules():
+    model = wrap(make_model(2), save_modules("layers.*.attn"), select="layers.*")
+    step(model)
+    with torch.no_grad():
+        model(TOKENS)
+    rows = report(model).rows
+    saved = {row.module for row in rows if row.decision == "saved"}
+    assert saved
+    assert all(name.startswith(("layers.0.attn", "layers.1.attn")) for name in saved)
+
+
+def test_report_before_a_step():
+    model = make_model(2)
+    with pytest.raises(NoMatchError, match="nothing in Model is wrapped"):
+        report(model)
+    wrap(model, select="layers.*")
+    with pytest.raises(RuntimeError, match=r"none of the 2 wrapped modules \(layers\.0, layers\.1"):
+        report(model)
+    with torch.no_grad():
+        model(TOKENS)
+    with pytest.raises(RuntimeError, match="run a step, then ask"):
+        report(model)
+
+
+def test_report_of_a_wrapped_module_inside_another():
+    model = wrap(wrap(make_model(2), "dots", select="**.attn"), select="layers.0")
+    step(model)
+    names = {row.module for row in report(model).rows}
+    assert any(name.startswith("layers.0") for name in names)
+    assert any(name.startswith("layers.1.attn") for name in names)
+    assert not any(name.startswith("layers.1.mlp") for name in names)
+
+
+def test_forward_is_told_apart_from_a_patch():
+    block = wrap(Block(0.0))
+    assert isinstance(vars(block)["forward"], RematForward)
+    block.forward = block.forward.__wrapped__
+    assert wrapped_forward(block) is None

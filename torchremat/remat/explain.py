@@ -1,0 +1,259 @@
+"""Explanations: what becomes of each value of a forward pass under a policy, and why."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchremat.autodiff.bodies import FunctionBody
+from torchremat.avals import Aval
+from torchremat.graph.aliases import base_of, call_of, is_item
+from torchremat.remat.bound import BoundCall, InputLabel, labels_of_state, name_of
+from torchremat.remat.checkpoint import checkpoint
+from torchremat.remat.choices import Choice, Decision
+from torchremat.remat.held import Held, Observation, ObservedInput, observe
+from torchremat.remat.policies import PolicyLike
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.report import Diff, Report, Row
+from torchremat.remat.scopes import (
+    Computed,
+    Labels,
+    Scope,
+    is_remat,
+    join_names,
+    program_of,
+)
+
+__all__ = ["Diff", "Report", "Row", "explain", "report_of_programs"]
+
+
+def explain(
+    f: Callable[..., Any], *args: Any, policy: PolicyLike | None = None, **kwargs: Any
+) -> Report:
+    """What becomes of every value of the forward pass of `f` that matters to the backward, and why.
+
+    `f` is traced on fake tensors and not run. Differentiated are the inputs that require a
+    gradient, or all floating-point arguments if none does.
+
+    Args:
+        f: a function of trees of tensors and other values, or an `nn.Module`.
+        *args: its arguments; real, fake or `meta` tensors.
+        policy: explains `checkpoint(f, policy=policy)`. `None`: `f` as it is, where the checkpoints
+            inside it decide.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A `Report`, with a row for each value that is kept or computed again. Its `total` is the
+        bytes that autograd really holds.
+
+    Raises:
+        TypeError: if `f` is not callable, or if there is nothing to differentiate.
+
+    >>> import torch
+    >>> import torchremat as tr
+    >>> def f(x, w):
+    ...     return torch.sin(x @ w).sum()
+    >>> print(explain(f, torch.ones(8, 16), torch.ones(16, 32), policy="full"))
+    held for the backward pass: 0 B in 0 tensors; computed again: 1.00 KiB in 1 tensor
+    <BLANKLINE>
+    recomputed: nothing_saveable does not let it be saved, 1.00 KiB
+      1.00 KiB  mm  f32[8,32]  <doctest ...>:2 (f)
+    <BLANKLINE>
+    inputs: an argument, 2.50 KiB
+         512 B  x  f32[8,16]
+      2.00 KiB  w  f32[16,32]
+    """
+    call = BoundCall(f, args, kwargs)  # before it is wrapped: a wrong `f` is told about by name
+    if policy is not None:
+        call = BoundCall(checkpoint(f, policy=policy), args, kwargs)
+    return report_of(observe(call))
+
+
+def report_of(observation: Observation) -> Report:
+    """The report of what was observed."""
+    labels = Labels.of(observation.scope)
+    inputs: list[tuple[ObservedInput, Row]] = []
+    found = _Rows(labels)
+    for held in observation.held:
+        if held.input is not None:
+            inputs.append((held.input, _input_row(held.input.label, held.aval, held.nbytes)))
+        else:
+            found.add_held(held)
+    for call in observation.scope.calls:
+        program = program_of(call)
+        if call.kwargs["call"] in observation.live_calls and program is not None:
+            found.add_replayed(observation.scope.decided_inside(call, program), program)
+    inputs.sort(key=lambda pair: observation.inputs.index(pair[0]))
+    return Report((*(row for _, row in inputs), *found.in_order()))
+
+
+def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Report:
+    """The report of programs that have run, each of the module of that name.
+
+    What is an input of one and was kept by another is counted by the other.
+    """
+    rows: list[Row] = []
+    for name, program in programs:
+        scope = Scope.of_program(program, name)
+        found = _Rows(Labels.of(scope))
+        found.add_kept(scope, program)
+        found.add_replayed(scope, program)
+        rows += _program_inputs(name, program)
+        rows += found.in_order()
+    return Report(tuple(rows))
+
+
+class _Rows:
+    """Rows of computed values, one for each, in program order."""
+
+    def __init__(self, labels: Labels) -> None:
+        self.labels = labels
+        self._rows: dict[Any, tuple[int, Row]] = {}
+
+    def in_order(self) -> list[Row]:
+        """The rows."""
+        return [row for _, row in sorted(self._rows.values(), key=lambda pair: pair[0])]
+
+    def add_held(self, held: Held) -> None:
+        """What autograd holds."""
+        value = held.value
+        if value is None:
+            row = Row("literal", "", "", None, held.aval.shape, held.aval.dtype, held.nbytes,
+                      "constant", "a number")  # fmt: skip
+            self._rows[id(held)] = (-1, row)
+            return
+        choice = _choice_on(held) or Choice("saved", _why_held(held))
+        if value.is_constant:
+            choice = Choice("constant", choice.reason)
+        self._add(value, choice, held.nbytes, held.aval)
+
+    def add_kept(self, scope: Scope, program: FunctionProgram) -> None:
+        """What a program hands on to its derivative."""
+        for node in program.residuals:
+            tensor = node.meta["val"]
+            choice = _choice_of(program, node)
+            nbytes = tensor.untyped_storage().nbytes()
+            self._add(scope.value_of(node), choice, nbytes, Aval.of(tensor))
+
+    def add_replayed(self, scope: Scope, program: FunctionProgram) -> None:
+        """What the derivative of a program computes again; `scope` is of its joint graph."""
+        recomputed = program.choices.residuals(program.root_joint).recomputed
+        opened: dict[fx.Node, tuple[list[int], Choice]] = {}
+        for node in recomputed:
+            choice = program.choices.choices.get(node)
+            if choice is None:
+                continue
+            if is_item(node) and is_remat(call_of(node)):
+                indices, _ = opened.setdefault(call_of(node), ([], choice))
+                indices.append(node.args[1])  # type: ignore[arg-type]
+            else:
+                self._add_computed(scope.value_of(node), choice)
+        for call, (indices, choice) in opened.items():
+            inner = scope.inside(call)
+            for value in _computed_for(inner, [inner.outputs[i] for i in indices]):
+                self._add_computed(value, choice)
+        for call in scope.calls:
+            nested = program_of(call)
+            if nested is not None and nested.region.wrt:
+                self.add_replayed(scope.decided_inside(call, nested), nested)
+
+    def _add_computed(self, value: Computed, choice: Choice) -> None:
+        aval = value.aval
+        if aval is not None and not (value.is_constant or value.is_input):
+            self._add(value, choice, aval.nbytes, aval)
+
+    def _add(self, value: Computed, choice: Choice, nbytes: int, aval: Aval) -> None:
+        if value.key in self._rows:
+            return
+        label = self.labels.of_value(value)
+        row = Row(label.name, value.op, value.module, label.source, aval.shape, aval.dtype, nbytes,
+                  choice.decision, choice.reason)  # fmt: skip
+        self._rows[value.key] = (self.labels.position(value), row)
+
+
+def _computed_for(scope: Scope, wanted: Iterable[Any]) -> Iterator[Computed]:
+    """The values that are computed on the way to the outputs `wanted` of a body."""
+    stack = [node for node in wanted if isinstance(node, fx.Node)]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        value = scope.value_of(node)
+        if value.scope is not scope:  # of a checkpoint inside this one
+            yield from _computed_for(value.scope, [value.node])
+        elif value.node is node and node.op == "call_function":
+            yield value
+        stack.extend(node.all_input_nodes)
+
+
+# --- reasons -------------------------------------------------------------------------------------
+
+
+def _why_held(held: Held) -> str:
+    """Which node of autograd's graph holds a value: a checkpoint's last, if there are others."""
+    plain = [node for node in held.readers if not hasattr(node, "program")]
+    if plain:
+        return f"no checkpoint decides: {plain[0].name()} reads it"
+    if held.readers:
+        return f"an input of a checkpoint: {name_of(held.readers[0].owner)} reads it"
+    return "no checkpoint decides"
+
+
+def _choice_on(held: Held) -> Choice | None:
+    """What a policy said of a value that a checkpoint keeps."""
+    for node in map(base_of, held.nodes):
+        if not (is_item(node) and is_remat(call_of(node))):
+            continue
+        program = program_of(call_of(node))
+        if program is None:
+            continue
+        num_results = len(call_of(node).meta["val"])
+        number = node.args[1] - (num_results - len(program.residuals))  # type: ignore[operator]
+        if number >= 0:
+            return _choice_of(program, program.residuals[number])
+    return None
+
+
+def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:
+    choice = program.choices.choices.get(residual)
+    return choice or Choice("saved", "a copy, made before the function writes to it")
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+_REASONS = {
+    "argument": "an argument",
+    "parameter": "a parameter",
+    "buffer": "a buffer",
+    "closed-over": "a tensor that the function closes over",
+}
+
+
+def _input_row(label: InputLabel, aval: Aval, nbytes: int) -> Row:
+    is_state = label.kind in ("parameter", "buffer")
+    module = label.text.rpartition(".")[0] if is_state else ""
+    decision: Decision = "parameter" if label.kind == "parameter" else "input"
+    return Row(label.text, "", module, None, aval.shape, aval.dtype, nbytes, decision,
+               _REASONS[label.kind])  # fmt: skip
+
+
+def _program_inputs(name: str, program: FunctionProgram) -> list[Row]:
+    """The inputs that the derivative of a program reads."""
+    region = program.region
+    state = labels_of_state(region.paths)
+    body = region.body
+    captured = (body.captured or []) if isinstance(body, FunctionBody) else []
+    num_args = len(region.specs) - len(captured)
+    rows = []
+    for i in program.saved_inputs:
+        label = InputLabel("argument", join_names(name, region.names[i]))
+        if i >= num_args:
+            found = state.get(id(captured[i - num_args]))
+            text = label.text if found is None else join_names(name, found.text)
+            label = InputLabel("closed-over" if found is None else found.kind, text)
+        tensor = program.root_joint.inputs[i].meta["val"]
+        rows.append(_input_row(label, Aval.of(tensor), tensor.untyped_storage().nbytes()))
+    return rows

@@ -1,0 +1,79 @@
+"""What `remat_p` and `name_p` mean in a graph that is run again, under any transformation.
+
+A checkpoint in a graph stays a checkpoint: its body, with the policy that it was traced with,
+becomes a program whenever it is differentiated or mapped.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import TraceOptions
+from torchremat.autodiff.noted import NotedBody
+from torchremat.graph.modules import ModulePaths
+from torchremat.graph.tracing import InputSpec, current_tracing
+from torchremat.remat.function import apply_program
+from torchremat.remat.names import checkpoint_name, name_p
+from torchremat.remat.op import remat_p
+from torchremat.remat.policies import Policy, nothing_saveable
+from torchremat.remat.program import FunctionProgram, Region
+
+_programs: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, FunctionProgram]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def policy_of(body: fx.GraphModule) -> Policy:
+    """The policy that a checkpoint in a graph has: `body` is that of a `remat_p`."""
+    program = body.meta.get("program")
+    policy: Policy = body.meta.get("policy") or getattr(program, "policy", nothing_saveable)
+    return policy
+
+
+def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionProgram:
+    """The program that `body` becomes for such inputs, made now if there is none."""
+    specs = tuple(InputSpec.of(tensor, any_level=True) for tensor in inputs)
+    programs = _programs.setdefault(body, {})
+    if specs not in programs:
+        region = Region(
+            NotedBody(body),
+            specs,
+            [node.name for node in body.graph.find_nodes(op="placeholder")],
+            ModulePaths({}),
+            TraceOptions(with_gradients=True),
+        )
+        program = FunctionProgram(region, policy_of(body))
+        program.forward.module.meta["body"] = body
+        programs[specs] = program
+    return programs[specs]
+
+
+def _apply(body: fx.GraphModule, *inputs: Tensor, call: int | None = None) -> tuple[Any, ...]:
+    del call
+    program = _program_of(body, inputs)
+    tracing = current_tracing()
+    if tracing is None:
+        return apply_program(program, body, inputs)
+    with tracing.grad_mode_kept():
+        return apply_program(program, body, inputs)
+
+
+def _run_outside_traces(body: fx.GraphModule, *inputs: Tensor) -> tuple[Any, ...]:
+    if _torch.functorch_is_active() or _torch.in_dual_level():
+        return _apply(body, *inputs)
+    records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    if records and not _torch.is_below_autograd():
+        return _apply(body, *inputs)
+    return remat_p.runner_of(body)(list(inputs))
+
+
+def _name(x: Tensor, *, name: str) -> Tensor:
+    return checkpoint_name(x, name)
+
+
+type(remat_p).outside_traces = staticmethod(_run_outside_traces)
+_torch.register_derivative_rules(remat_p, _apply)
+_torch.register_derivative_rules(name_p, _name)

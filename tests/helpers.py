@@ -54,7 +54,8 @@ def grad_counts(fun: Callable[[], Tensor], wrt: Any, *names: str) -> tuple[Any, 
 
 def bits(tensor: Tensor) -> bytes:
     """The values of `tensor` as they lie in memory, in the order of its indices."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().numpy().tobytes()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return tensor.view(torch.uint8).numpy().tobytes()
 
 
 def differences(a: Any, b: Any, *, close: bool = False) -> list[str]:
@@ -104,14 +105,15 @@ def leaves_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def weighted_sum(outputs: Sequence[Tensor]) -> Tensor:
-    """A loss linear in the `outputs`, with fixed random weights."""
-    generator = torch.Generator().manual_seed(1)
+def weighted_sum(outputs: Sequence[Tensor | None]) -> Tensor:
+    """A loss linear in the `outputs`, with a fixed random weight for each number at its place."""
     terms = []
-    for output in outputs:
-        weights = torch.randn(output.shape, generator=generator, dtype=torch.double)
-        product = output * weights.to(output.dtype)
-        terms.append((product.real if product.is_complex() else product).sum())
+    for i, output in enumerate(outputs):
+        if output is not None:
+            generator = torch.Generator().manual_seed(i)
+            weights = torch.randn(output.shape, generator=generator, dtype=torch.double)
+            product = output * weights.to(output.dtype)
+            terms.append((product.real if product.is_complex() else product).sum())
     return sum(terms[1:], terms[0])
 
 
@@ -120,23 +122,29 @@ def derivatives(
 ) -> dict[str, Any]:
     """The value of `fun` and its derivatives up to `order`, each an entry.
 
-    Each derivative is that of a loss that is linear in the one before.
+    Each derivative is that of a loss that is linear in the one before. The first is taken twice if
+    there is a second, without `create_graph` and with: PyTorch has two formulas for some operators.
     """
     torch.manual_seed(7)
     output = fun(*args, **(kwargs or {}))
-    outputs = [t for t in leaves_of(output) if t.requires_grad]
+    outputs = [t if t.requires_grad else None for t in leaves_of(output)]
     found: dict[str, Any] = {
         "value": pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output),
-        "requires_grad": [t.requires_grad for t in leaves_of(output)],
+        "requires_grad": [t is not None for t in outputs],
     }
     for number in range(1, order + 1):
-        if not outputs:
+        if not any(found["requires_grad"]) or not any(t is not None for t in outputs):
             break
-        grads = torch.autograd.grad(
-            weighted_sum(outputs), wrt, create_graph=number < order, allow_unused=True
-        )
-        found[f"derivative {number}"] = [None if g is None else g.detach() for g in grads]
-        outputs = [g for g in grads if g is not None and g.requires_grad]
+        loss = weighted_sum(outputs)
+        last = number == order
+        grads = torch.autograd.grad(loss, wrt, allow_unused=True, retain_graph=not last)
+        found[f"derivative {number}"] = grads
+        if not last:
+            grads = torch.autograd.grad(loss, wrt, allow_unused=True, create_graph=True)
+            found[f"derivative {number}, create_graph"] = [
+                None if g is None else g.detach() for g in grads
+            ]
+            outputs = [g if g is not None and g.requires_grad else None for g in grads]
     return found
 
 

@@ -12,9 +12,12 @@ from torchremat.errors import ConcretizationError, EffectError, NoMatchError, Un
 from torchremat.remat import checkpoint_policies
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.checkpoint import checkpoint as remat
+from torchremat.remat.compare import compare
+from torchremat.remat.explain import explain
 from torchremat.remat.names import checkpoint_name, name_p
 from torchremat.remat.op import remat_p
 from torchremat.remat.policies import policy
+from torchremat.remat.residuals import print_saved_residuals, saved_residuals
 from torchremat.remat.verdicts import Offloadable, Recompute, Saveable
 
 __version__ = "0.1.0"
@@ -30,10 +33,14 @@ __all__ = [
     "checkpoint",
     "checkpoint_name",
     "checkpoint_policies",
+    "compare",
     "config",
     "errors",
+    "explain",
     "name_p",
     "policy",
+    "print_saved_residuals",
     "remat",
     "remat_p",
+    "saved_residuals",
 ]

@@ -40,6 +40,10 @@ class RetraceError(TorchrematError, RuntimeError):
     """A function, traced a second time for a higher derivative, computed something else."""
 
 
+class RecomputationError(TorchrematError, RuntimeError):
+    """A value that was computed again is not what it was: see `config.verify_recomputation`."""
+
+
 class UnmatchedWarning(UserWarning):
     """A name, operator or pattern of a policy matches nothing in what was traced."""
 

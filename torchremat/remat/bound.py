@@ -25,7 +25,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class InputLabel:
-    """What the user calls a tensor: `argument x['w'][0]`, `parameter fc.weight`, `closed-over w`."""
+    """What the user calls a tensor: `argument x['w'][0]`, `parameter fc.weight`, ..."""
 
     kind: Literal["argument", "parameter", "buffer", "closed-over"]
     text: str
@@ -50,6 +50,12 @@ class BoundCall:
     def __init__(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
+        if not callable(fun):
+            raise TypeError(
+                f"the first argument must be a function of tensors or an nn.Module, but it is "
+                f"{_described(fun)}. Give the function itself, then its arguments: "
+                "saved_residuals(f, x), not saved_residuals(f(x))"
+            )
         self.fun = fun
         self._args = args
         self._kwargs = dict(kwargs)
@@ -96,9 +102,7 @@ class BoundCall:
             tensors += module.parameters()
         return any(_torch.requires_grad_at_any_level(tensor) for tensor in tensors)
 
-    def labels_of_captured(
-        self, tensors: Sequence[Tensor], paths: ModulePaths
-    ) -> list[InputLabel]:
+    def labels_of_captured(self, tensors: Sequence[Tensor], paths: ModulePaths) -> list[InputLabel]:
         """What to call tensors that the function closes over; `paths` name the modules it ran."""
         known: dict[int, InputLabel] = {}
         for name, value in self._closed_over.items():
@@ -116,6 +120,8 @@ class BoundCall:
         """The leaves of the arguments in the order in which `run` wants tensors, with names."""
         names = self._parameter_names()
         for path, leaf in _torch.tree_flatten_with_path((self._args, self._kwargs))[0]:
+            which: Any
+            first: Any
             which, first, *rest = path
             root = names[first.idx if which.idx == 0 else first.key]
             yield root + _torch.keystr(tuple(rest)), leaf
@@ -134,6 +140,12 @@ class BoundCall:
         named = {*by_kind[_KINDS[1]], *by_kind[_KINDS[3]]}
         (others,) = by_kind[_KINDS[4]] or ["kwargs"]
         return names | {k: k if k in named else f"{others}[{k!r}]" for k in self._kwargs}
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
 
 
 def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,7 +187,9 @@ def labels_of_state(paths: ModulePaths) -> dict[int, InputLabel]:
 def _labels_in(root: str, module: nn.Module) -> dict[int, InputLabel]:
     prefix = f"{root}." if root else ""
     labels = {id(b): InputLabel("buffer", prefix + n) for n, b in module.named_buffers()}
-    return labels | {id(p): InputLabel("parameter", prefix + n) for n, p in module.named_parameters()}
+    return labels | {
+        id(p): InputLabel("parameter", prefix + n) for n, p in module.named_parameters()
+    }
 
 
 def _closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

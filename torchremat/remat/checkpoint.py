@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchremat import _torch
+from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
@@ -30,6 +30,7 @@ from torchremat.remat.guards import (
 )
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram, Region
+from torchremat.remat.verify import VerifyingProgram
 from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
 
 _traces = TracesByFunction()
@@ -56,6 +57,7 @@ class Checkpointed:
         self.lenient = lenient
         self.module_prefix = module_prefix
         self._key = PolicyKey(policy)
+        self._verified_key = PolicyKey(policy, verified=True)
         self._statics_key = (statics.argnums, statics.all_names, lenient, module_prefix)
         self._own = _traces.of(fun, self._statics_key)
         self.last_program: FunctionProgram | None = None
@@ -72,13 +74,24 @@ class Checkpointed:
         bound._own = _traces.of(bound.fun, self._statics_key)
         return bound
 
+    @property
+    def _current_key(self) -> PolicyKey:
+        setting = config.verify_recomputation
+        if setting is None:
+            return self._key
+        if setting != "bitwise":
+            raise ValueError(
+                f"config.verify_recomputation is None or 'bitwise', but it is {setting!r}"
+            )
+        return self._verified_key
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; what it keeps for its derivative is what the policy says."""
         call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
         trace = self._own.recent
         if trace is not None and trace.key == call.key:
             tensors = [*call.tensors, *trace.captured.current()]
-            program = trace.programs.get(self._key)
+            program = trace.programs.get(self._current_key)
             if (
                 program is not None
                 and trace.surroundings[0] is torch.is_grad_enabled()
@@ -105,13 +118,13 @@ class Checkpointed:
         """The trace of such a call and its program, made now if there is none."""
         with self._own.lock:
             trace = self._own.find(call) or self._trace(call, args, kwargs)
-            program = trace.programs.get(self._key)
+            key = self._current_key
+            program = trace.programs.get(key)
             if program is None:
-                program = FunctionProgram(
-                    trace.region, self.policy, module_prefix=self.module_prefix
-                )
+                kind = VerifyingProgram if key.verified else FunctionProgram
+                program = kind(trace.region, self.policy, module_prefix=self.module_prefix)
                 program.choices.warn_of_unmatched()
-                trace.programs[self._key] = program
+                trace.programs[key] = program
             return trace, program
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:

@@ -1,7 +1,6 @@
 """Explanations: what becomes of each value of a forward pass under a policy, and why."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -21,6 +20,7 @@ from torchremat.remat.scopes import (
     Labels,
     Scope,
     is_remat,
+    item_index,
     join_names,
     program_of,
 )
@@ -57,8 +57,8 @@ def explain(
     >>> print(explain(f, torch.ones(8, 16), torch.ones(16, 32), policy="full"))
     held for the backward pass: 0 B in 0 tensors; computed again: 1.00 KiB in 1 tensor
     <BLANKLINE>
-    recomputed: nothing_saveable does not let it be saved, 1.00 KiB
-      1.00 KiB  mm  f32[8,32]  <doctest ...>:2 (f)
+    recomputed: ... does not let it be saved, 1.00 KiB
+      1.00 KiB  mm  f32[8,32]  ...2 (f)
     <BLANKLINE>
     inputs: an argument, 2.50 KiB
          512 B  x  f32[8,16]
@@ -146,7 +146,7 @@ class _Rows:
                 continue
             if is_item(node) and is_remat(call_of(node)):
                 indices, _ = opened.setdefault(call_of(node), ([], choice))
-                indices.append(node.args[1])  # type: ignore[arg-type]
+                indices.append(item_index(node))
             else:
                 self._add_computed(scope.value_of(node), choice)
         for call, (indices, choice) in opened.items():
@@ -211,7 +211,7 @@ def _choice_on(held: Held) -> Choice | None:
         if program is None:
             continue
         num_results = len(call_of(node).meta["val"])
-        number = node.args[1] - (num_results - len(program.residuals))  # type: ignore[operator]
+        number = item_index(node) - (num_results - len(program.residuals))
         if number >= 0:
             return _choice_of(program, program.residuals[number])
     return None

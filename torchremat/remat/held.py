@@ -45,7 +45,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class ObservedInput:
-    """A tensor that was there before the call: an argument, or one that the function closes over."""
+    """A tensor that was there before the call: an argument, or one that is closed over."""
 
     label: InputLabel
     aval: Aval
@@ -149,9 +149,9 @@ class _Observer:
             return fake
         with self.tracing.unrecorded():
             start = torch.empty(0, requires_grad=True)
-        fake = _Started.apply(fake, start)  # type: ignore[no-untyped-call]
-        self.versions[id(fake)] = fake._version
-        return fake
+        started: Tensor = _Started.apply(fake, start)  # type: ignore[no-untyped-call]
+        self.versions[id(started)] = started._version
+        return started
 
     # --- during ----------------------------------------------------------------------------------
 

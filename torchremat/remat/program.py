@@ -348,8 +348,18 @@ class FunctionProgram(Program):
         inputs = dict.fromkeys((*found.inputs, *(by_name[n.name] for n in everything.inputs)))
         return replace(found, inputs=tuple(inputs))
 
-    @cached_property
+    @property
+    def recomputed(self) -> frozenset[fx.Node]:
+        """What the backward pass computes again."""
+        return self._found.recomputed
+
+    @property
     def residuals(self) -> tuple[fx.Node, ...]:
+        """See `Program.residuals`."""
+        return self.kept
+
+    @cached_property
+    def kept(self) -> tuple[fx.Node, ...]:
         """What the policy keeps of what the backward pass needs, and inputs before they change."""
         return (*self._found.values, *(self.root_joint.inputs[i] for i in self._copied_inputs))
 

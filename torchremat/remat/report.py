@@ -19,7 +19,11 @@ WIDTH = 100
 _ORDER: tuple[Decision, ...] = (
     "saved", "offloaded", "constant", "recomputed", "input", "parameter",
 )  # fmt: skip
-_TITLES: dict[Decision, str] = {"input": "inputs", "parameter": "parameters", "constant": "constants"}
+_TITLES: dict[Decision, str] = {
+    "input": "inputs",
+    "parameter": "parameters",
+    "constant": "constants",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +120,10 @@ class Report:
         ...     return torch.tanh(torch.tanh(x))
         >>> plain = tr.explain(f, torch.ones(3))
         >>> print(plain.diff(tr.explain(f, torch.ones(3), policy="full")))
-        36 B held -> 0 B (24 B less), 2 values decided otherwise
-          12 B  -           -> input       x       f32[3]
-          12 B  saved       -> recomputed  tanh    f32[3]
-          12 B  saved       -> -           tanh_1  f32[3]
+        24 B held -> 0 B (24 B less), 3 values decided otherwise
+          12 B  saved  ->  recomputed  tanh    f32[3]
+          12 B  saved  ->  recomputed  tanh_1  f32[3]
+          12 B  -      ->  input       x       f32[3]
         """
         before, after = _by_identity(self.rows), _by_identity(other.rows)
         changes = [
@@ -190,7 +194,7 @@ class Diff:
             for (before, after), rows in by_kind.items()
             for fold in folded(rows)
         ]  # fmt: skip
-        return "\n".join([summary, *_table(cells, numeric=(0,))])
+        return "\n".join([summary, *table(cells, numeric=(0,))])
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -228,10 +232,8 @@ class Fold:
 def folded(rows: Sequence[Row]) -> list[Fold]:
     """Put the rows of identical layers together.
 
-    >>> rows = [
-    ...     Row(f"layers.{i}.fc.mm", "mm", f"layers.{i}.fc", None, (2,), torch.float32, 8, "saved", "")
-    ...     for i in range(12)
-    ... ]
+    >>> fc = [f"layers.{i}.fc" for i in range(12)]
+    >>> rows = [Row(f"{m}.mm", "mm", m, None, (2,), torch.float32, 8, "saved", "") for m in fc]
     >>> [(fold.text, fold.times) for fold in folded(rows)]
     [('layers.0-11.fc.mm', 'x12')]
     """
@@ -252,9 +254,7 @@ def _folds(rows: list[Row]) -> list[Fold]:
     for found in values.values():
         count *= len(found)
     if count == len(rows) and len({tuple(name) for name in names}) == len(rows):
-        parts = [
-            _ranges(values[i]) if i in values else part for i, part in enumerate(names[0])
-        ]
+        parts = [_ranges(values[i]) if i in values else part for i, part in enumerate(names[0])]
         return [Fold(".".join(parts), tuple(rows))]
     varied = [i for i in numbers if len(values[i]) > 1]
     if not varied:
@@ -319,11 +319,17 @@ def _section(decision: Decision, heading: str, rows: list[Row]) -> str:
         for fold in folded(rows)
     ]  # fmt: skip
     room = WIDTH - len(nbytes) - 2
-    return "\n".join(["", f"{_shortened(title, room)}, {nbytes}", *_table(cells, numeric=(0, 1))])
+    return "\n".join(["", f"{_shortened(title, room)}, {nbytes}", *table(cells, numeric=(0, 1))])
 
 
-def _table(rows: Sequence[Sequence[str]], numeric: tuple[int, ...]) -> list[str]:
-    """Lines of aligned columns, of at most `WIDTH` columns: the widest cells are shortened."""
+def table(
+    rows: Sequence[Sequence[str]], *, numeric: tuple[int, ...], indent: str = "  "
+) -> list[str]:
+    """Lines of aligned columns, of at most `WIDTH` columns: the widest cells are shortened.
+
+    >>> table([("a", "1 B"), ("bb", "20 B")], numeric=(1,))
+    ['  a    1 B', '  bb  20 B']
+    """
     if not rows:
         return []
     columns = [list(column) for column in zip(*rows, strict=True)]
@@ -338,7 +344,7 @@ def _table(rows: Sequence[Sequence[str]], numeric: tuple[int, ...]) -> list[str]
             text.rjust(width) if place in numeric else text.ljust(width)
             for text, width, place in zip(texts, widths, places, strict=True)
         ]
-        lines.append(("  " + "  ".join(texts)).rstrip())
+        lines.append((indent + "  ".join(texts)).rstrip())
     return lines
 
 

@@ -145,17 +145,19 @@ def _position(
 
 
 def log_residuals(
-    program: FunctionProgram, name: str, labels: Sequence[InputLabel | str], *, loudly: bool
+    program: FunctionProgram, name: str, labels: Callable[[], Sequence[str]], *, loudly: bool
 ) -> None:
     """Log what a differentiated checkpoint saves, at WARNING if `loudly`, else at DEBUG.
 
-    `labels` are those of the inputs of `program`.
+    `name` is that of its function, `labels` gives what to call the inputs of `program`
+    (`argument x`), and is asked only if there is a log.
     """
     level = logging.WARNING if loudly else logging.DEBUG
     if not log.isEnabledFor(level) or not program.region.wrt:
         return
+    known = labels()
     inputs = [
-        f"{_aval_of(program.root_joint.inputs[i])} from the {labels[i]}"
+        f"{_aval_of(program.root_joint.inputs[i])} from the {known[i]}"
         for i in program.saved_inputs
     ]
     scope = Scope.of_program(program, program.module_prefix)
@@ -164,9 +166,10 @@ def log_residuals(
     for node in program.residuals:
         value = scope.value_of(node)
         if value.is_input:  # one that is written to: a copy is kept
-            values.append(f"{_aval_of(node)} a copy of the {labels[scope.inputs.index(value.node)]}")
+            text = f"a copy of the {known[scope.inputs.index(value.node)]}"
         else:
-            values.append(f"{_aval_of(node)} {describe_value(value, names.of_value(value))}")
+            text = describe_value(value, names.of_value(value))
+        values.append(f"{_aval_of(node)} {text}")
     text = f"remat-decorated function {name} saving "
     parts = []
     if inputs:

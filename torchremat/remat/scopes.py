@@ -5,19 +5,17 @@ A `Scope` is such a graph where it is called. A value goes by the same name in w
 is met under, since the names are counted over all values of the function itself.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torchremat import _torch
 from torchremat.autodiff.joint import is_forward
 from torchremat.avals import Aval
 from torchremat.graph.aliases import base_of, call_of, is_item, is_view
-from torchremat.graph.codegen import is_identity
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.ops import packet_name
 from torchremat.graph.sources import Source
@@ -121,7 +119,8 @@ class Scope:
         """
         if self.paths is paths:
             return None
-        known = {self.paths.name_of(module) for module in paths.seen if paths.name_of(module) == name}
+        alike = [module for module in paths.seen if paths.name_of(module) == name]
+        known = {self.paths.name_of(module) for module in alike}
         if len(known) != 1 or None in known:
             return None
         (own,) = known
@@ -140,8 +139,8 @@ class Scope:
                 node = scope.call.args[1 + list(scope.inputs).index(node)]  # type: ignore[assignment]
                 scope = scope.outer
             elif is_item(node) and is_remat(call_of(node)):
-                scope = scope.inside(call_of(node))
-                node = scope.outputs[node.args[1]]  # type: ignore[index]
+                scope, index = scope.inside(call_of(node)), item_index(node)
+                node = scope.outputs[index]
             else:
                 return Computed(node, scope)
 
@@ -161,7 +160,7 @@ class Computed:
     @property
     def index(self) -> int:
         """Which output of the operator it is."""
-        return self.node.args[1] if is_item(self.node) else 0  # type: ignore[return-value]
+        return item_index(self.node) if is_item(self.node) else 0
 
     @property
     def key(self) -> Key:
@@ -271,6 +270,13 @@ def _values(scope: Scope) -> Iterator[Computed]:
 def is_remat(node: fx.Node) -> bool:
     """Whether `node` calls a checkpoint."""
     return node.op == "call_function" and node.target is remat_p
+
+
+def item_index(node: fx.Node) -> int:
+    """Which of several outputs `node` takes."""
+    index = node.args[1]
+    assert isinstance(index, int)
+    return index
 
 
 def program_of(call: fx.Node) -> FunctionProgram | None:

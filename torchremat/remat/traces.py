@@ -53,10 +53,11 @@ class Trace:
 class PolicyKey:
     """A policy as a key: by value if it can be hashed, else by identity. Hashed once."""
 
-    __slots__ = ("_hash", "policy")
+    __slots__ = ("_hash", "policy", "verified")
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, verified: bool = False) -> None:
         self.policy = policy
+        self.verified = verified
         try:
             self._hash = hash(policy)
         except TypeError:  # it is made of a callable that cannot be hashed
@@ -66,8 +67,10 @@ class PolicyKey:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PolicyKey) and (
-            self.policy is other.policy or self.policy == other.policy
+        return (
+            isinstance(other, PolicyKey)
+            and self.verified is other.verified
+            and (self.policy is other.policy or self.policy == other.policy)
         )
 
 

@@ -1,0 +1,197 @@
+"""Make a `TypedGraph` of what a trace has written down."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat.graph.aliases import is_item
+from torchremat.graph.eqns import attribute
+from torchremat.graph.slicing import slice_graph
+from torchremat.graph.structure import Structure
+from torchremat.graph.typed_graph import TypedGraph
+
+aten = torch.ops.aten
+_LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """An input of a graph to build: its node in the trace, its name, its tensor if a constant."""
+
+    node: fx.Node
+    name: str
+    tensor: Tensor | None = None
+
+
+def build_graph(
+    module: fx.GraphModule,
+    inputs: Sequence[Input],
+    outputs: Sequence[Any],
+    structures: tuple[Structure, Structure],
+    writes: Sequence[tuple[Input, fx.Node]] = (),
+) -> TypedGraph:
+    """The graph that computes `outputs`, nodes of `module` or numbers, from `inputs`.
+
+    Operators stay, used or not, in their order; constants that nobody uses go, and tensors that
+    the trace put into `module` become constants. Bodies of checkpoints lose the outputs that
+    nobody reads.
+    """
+    return _Builder(module).build(inputs, outputs, structures, writes)
+
+
+class _Builder:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def build(
+        self,
+        inputs: Sequence[Input],
+        outputs: Sequence[Any],
+        structures: tuple[Structure, Structure],
+        writes: Sequence[tuple[Input, fx.Node]],
+    ) -> TypedGraph:
+        results = [*outputs, *(value for _, value in writes)]
+        nodes = {value for value in results if isinstance(value, fx.Node)}
+        written = {source.node for source, _ in writes}
+        consts = [
+            i for i in inputs
+            if i.tensor is not None and (i.node.users or i.node in nodes | written)
+        ]
+        made = self._made_tensors()
+        kept = [*consts, *made, *(i for i in inputs if i.tensor is None)]
+        for i in kept:
+            copy = self.graph.placeholder(_identifier(i.name))
+            copy.meta = dict(i.node.meta)
+            self.copies[i.node] = copy
+        self._alias_made_tensors(made, nodes)
+        for node in self.module.graph.nodes:
+            self._copy(node, nodes)
+        self.graph.output(
+            tuple(self.copies[r] if isinstance(r, fx.Node) else r for r in results)
+        )
+        graph_module = fx.GraphModule(self.module, self.graph)
+        prune_bodies(graph_module)
+        positions = {i.node: n for n, i in enumerate(kept)}
+        return TypedGraph(
+            graph_module,
+            [i.tensor for i in (*consts, *made) if i.tensor is not None],
+            *structures,
+            tuple(positions[source.node] for source, _ in writes),
+        )
+
+    def _made_tensors(self) -> list[Input]:
+        """The tensors that the trace keeps in the module, one input for each."""
+        found: dict[int, Input] = {}
+        for node in self.module.graph.find_nodes(op="get_attr"):
+            value = attribute(self.module, str(node.target))
+            if isinstance(value, Tensor) and node.users:
+                found.setdefault(id(value), Input(node, "const", value))
+        return list(found.values())
+
+    def _alias_made_tensors(self, made: Sequence[Input], results: set[fx.Node]) -> None:
+        """Let each place that reads one of them, or a fresh copy of it, read the constant.
+
+        No operator of a graph writes; but whoever gets it as a result may, and gets a copy.
+        """
+        copies = {id(i.tensor): self.copies[i.node] for i in made}
+        for node in self.module.graph.find_nodes(op="get_attr"):
+            const = copies.get(id(attribute(self.module, str(node.target))))
+            if const is None:
+                continue
+            self.copies[node] = const
+            for user in node.users:
+                if user.target in _LIFTS and user not in results:
+                    self.copies[user] = const
+
+    def _copy(self, node: fx.Node, results: set[fx.Node]) -> None:
+        if node in self.copies or node.op in ("placeholder", "output"):
+            return
+        unread = not node.users and node not in results
+        if unread and (node.op == "get_attr" or is_item(node)):
+            return
+        copy = self.graph.node_copy(node, self.copies.__getitem__)
+        copy.kwargs = {k: v for k, v in copy.kwargs.items() if not _is_number_of_trace(node, k)}
+        self.copies[node] = copy
+
+
+def prune_bodies(module: fx.GraphModule) -> None:
+    """Let each operator that runs a body compute only those of its outputs that somebody reads.
+
+    Where a differentiated checkpoint keeps nothing that is read, its body is again the one that it
+    was traced with.
+    """
+    for node in list(module.graph.nodes):
+        if not hasattr(node.target, "runner_of"):
+            continue
+        reference = node.args[0]
+        assert isinstance(reference, fx.Node)
+        body = attribute(module, str(reference.target))
+        (output,) = body.graph.find_nodes(op="output")
+        results = output.args[0]
+        used = sorted({user.args[1] for user in node.users})
+        origin = body.meta.get("body")
+        if origin is not None and all(i < _num_results(origin) for i in used):
+            body, results = origin, range(_num_results(origin))
+        elif len(used) == len(results):
+            continue
+        else:
+            results = [results[i] for i in used]
+            body = _with_outputs(body, results)
+            for user in node.users:
+                user.args = (node, used.index(user.args[1]))
+            node.meta["val"] = tuple(node.meta["val"][i] for i in used)
+        node.meta["val"] = tuple(node.meta["val"][: len(results)])
+        _replace_body(module, node, reference, body)
+    module.recompile()
+
+
+def _num_results(body: fx.GraphModule) -> int:
+    (output,) = body.graph.find_nodes(op="output")
+    return len(output.args[0])
+
+
+def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModule:
+    inputs = body.graph.find_nodes(op="placeholder")
+    pruned = slice_graph(body, inputs, outputs)
+    pruned.meta = {k: v for k, v in body.meta.items() if k in ("policy", "name")}
+    program = body.meta.get("program")
+    if program is not None:
+        pruned.meta.setdefault("policy", program.policy)
+    return pruned
+
+
+def _replace_body(
+    module: fx.GraphModule, node: fx.Node, reference: fx.Node, body: fx.GraphModule
+) -> None:
+    number = 0
+    while hasattr(module, name := f"body_{number}"):
+        number += 1
+    module.add_module(name, body)
+    with module.graph.inserting_before(node):
+        new = module.graph.get_attr(name)
+    new.meta = dict(reference.meta)
+    node.args = (new, *node.args[1:])
+    if not reference.users:
+        module.graph.erase_node(reference)
+        delattr(module, str(reference.target))
+
+
+def _is_number_of_trace(node: fx.Node, key: str) -> bool:
+    """Whether the argument only pairs calls of one trace."""
+    return key == "call" and hasattr(node.target, "runner_of")
+
+
+def _identifier(label: str) -> str:
+    """A name for a placeholder from what the user calls the tensor.
+
+    >>> _identifier("x['w'][0]"), _identifier("layers.0.weight")
+    ('x_w_0', 'layers_0_weight')
+    """
+    name = re.sub(r"\W+", "_", label).strip("_") or "value"
+    return name if name[0].isalpha() else f"value_{name}"

@@ -1,0 +1,104 @@
+"""The structure of what a graph takes and gives: trees with holes where its values go."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.api_util import WrapHashably
+
+
+class _Hole:
+    """Where a value of the graph goes in a tree."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+HOLE = _Hole()
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """A tree whose leaves are holes, to be filled with values, and constants.
+
+    >>> import torch
+    >>> structure = Structure.of({"x": torch.ones(2), "scale": 3.0})
+    >>> structure.tree
+    {'x': *, 'scale': 3.0}
+    >>> structure.unflatten(["a tensor"])
+    {'x': 'a tensor', 'scale': 3.0}
+    """
+
+    tree: Any
+    """The tree, with `HOLE` and constants as leaves; static arguments are `WrapHashably`."""
+
+    @classmethod
+    def of(
+        cls, tree: Any, is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
+    ) -> "Structure":
+        """The structure of `tree`, with holes where `is_value`."""
+        return cls(_torch.tree_map(lambda leaf: HOLE if is_value(leaf) else _frozen(leaf), tree))
+
+    @property
+    def num_values(self) -> int:
+        """The number of holes."""
+        return sum(leaf is HOLE for leaf in _torch.tree_flatten(self.tree)[0])
+
+    @property
+    def spec(self) -> _torch.TreeSpec:
+        """The tree of the values alone: where a constant stands, it has an empty tuple."""
+        values = _torch.tree_map(lambda leaf: HOLE if leaf is HOLE else (), self.tree)
+        return _torch.tree_flatten(values)[1]
+
+    def paths(self) -> list[tuple[Any, ...]]:
+        """The path to each hole."""
+        leaves, _ = _torch.tree_flatten_with_path(self.tree)
+        return [path for path, leaf in leaves if leaf is HOLE]
+
+    def flatten(self, tree: Any) -> list[Any]:
+        """What `tree` has in the holes. Raises `ValueError` if the rest of it is different."""
+        leaves, spec = _torch.tree_flatten(tree)
+        expected, expected_spec = _torch.tree_flatten(self.tree)
+        if spec != expected_spec:
+            raise ValueError(f"the structure must be {self.tree}, but it is {_outline(tree)}")
+        values = []
+        for leaf, wanted in zip(leaves, expected, strict=True):
+            if wanted is HOLE:
+                values.append(leaf)
+            elif WrapHashably(_opened(leaf)) != WrapHashably(_opened(wanted)):
+                raise ValueError(
+                    f"{_opened(wanted)!r} is part of the structure, but it is {_opened(leaf)!r} here"
+                )
+        return values
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        """The tree with `values` in the holes."""
+        left = iter(values)
+        return _torch.tree_map(
+            lambda leaf: next(left) if leaf is HOLE else _opened(leaf), self.tree
+        )
+
+
+def positional(count: int) -> Structure:
+    """The structure of a call with `count` values, one an argument."""
+    return Structure(((HOLE,) * count, {}))
+
+
+def tuple_of(count: int) -> Structure:
+    """The structure of a tuple of `count` values."""
+    return Structure((HOLE,) * count)
+
+
+def _frozen(leaf: Any) -> Any:
+    return leaf.frozen() if isinstance(leaf, WrapHashably) else leaf
+
+
+def _opened(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, WrapHashably) else leaf
+
+
+def _outline(tree: Any) -> Any:
+    return _torch.tree_map(lambda leaf: HOLE if isinstance(leaf, Tensor) else leaf, tree)

@@ -1,0 +1,87 @@
+"""Checking that what is computed again is what was computed: `config.verify_recomputation`.
+
+Under `"bitwise"` a checkpoint also keeps every value that its backward pass will compute again, and
+compares. That takes the memory that the checkpoint saves, so it is for looking for a fault.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat.autodiff.joint import is_forward
+from torchremat.errors import RecomputationError
+from torchremat.graph.aliases import is_view
+from torchremat.graph.codegen import compile_graph
+from torchremat.graph.slicing import slice_graph
+from torchremat.remat.program import Compiled, FunctionProgram, Mask, accept_any_layout
+
+
+class VerifyingProgram(FunctionProgram):
+    """A program that keeps all that it computes again, and compares bit by bit.
+
+    It holds for plain autograd and first derivatives; under `torch.func` it is as the program that
+    it is made of.
+    """
+
+    @cached_property
+    def checked(self) -> tuple[fx.Node, ...]:
+        """The values that the backward pass computes again, in program order."""
+        again = self.recomputed
+        return tuple(
+            node
+            for node in self.root_joint.module.graph.nodes
+            if node in again and not is_view(node) and isinstance(node.meta.get("val"), Tensor)
+        )
+
+    @property
+    def residuals(self) -> tuple[fx.Node, ...]:
+        """What is compared, then what the policy keeps."""
+        return (*self.checked, *self.kept)
+
+    def _compile_backward(self, given: Mask, needed: Mask) -> Compiled:
+        if not all(given):
+            return super()._compile_backward(given, needed)
+        joint = self.root_joint
+        cotangents = [ct for ct in joint.cotangents if ct is not None]
+        inputs = [*(joint.inputs[i] for i in self.saved_inputs), *self.kept, *cotangents]
+        grads = [g if n else None for g, n in zip(joint.gradients, needed, strict=True)]
+        module = slice_graph(joint.module, inputs, [*grads, *self.checked], late=is_forward)
+        accept_any_layout(module.graph)
+        run = compile_graph(module, "verified backward")
+        start, count = len(self.saved_inputs), len(self.checked)
+
+        def run_and_compare(values: list[Any]) -> tuple[Any, ...]:
+            expected = values[start : start + count]
+            del values[start : start + count]
+            results = run(values)
+            self._compare(expected, results[len(grads) :])
+            return results[: len(grads)]
+
+        return Compiled(module, run_and_compare)
+
+    def _compare(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        for node, before, again in zip(self.checked, expected, found, strict=True):
+            if not _same_bits(before, again):
+                differing = int((before != again).sum())
+                module = node.meta.get("module") or "(none)"
+                raise RecomputationError(
+                    f"{node.name} ({node.target}), in module {module!r} from "
+                    f"{node.meta.get('source')}, was not the same when it was computed again: "
+                    f"{differing} of {before.numel()} elements of {tuple(before.shape)} differ. "
+                    "Its operator does not give the same value twice, or something wrote to what "
+                    "it reads. Let a policy save it (save_ops, save_modules, checkpoint_name)."
+                )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of `tensor`, in which NaNs can be compared."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -7,13 +7,15 @@
 >>> block(x, w).sum().backward()
 """
 
-from torchremat import config, errors
+from torchremat import config, errors, nn
 from torchremat.errors import ConcretizationError, EffectError, NoMatchError, UnmatchedWarning
+from torchremat.graph.typed_graph import TypedGraph, eval_graph
 from torchremat.remat import checkpoint_policies
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.checkpoint import checkpoint as remat
 from torchremat.remat.compare import compare
 from torchremat.remat.explain import explain
+from torchremat.remat.make_graph import make_graph
 from torchremat.remat.names import checkpoint_name, name_p
 from torchremat.remat.op import remat_p
 from torchremat.remat.policies import policy
@@ -29,6 +31,7 @@ __all__ = [
     "Offloadable",
     "Recompute",
     "Saveable",
+    "TypedGraph",
     "UnmatchedWarning",
     "checkpoint",
     "checkpoint_name",
@@ -36,8 +39,11 @@ __all__ = [
     "compare",
     "config",
     "errors",
+    "eval_graph",
     "explain",
+    "make_graph",
     "name_p",
+    "nn",
     "policy",
     "print_saved_residuals",
     "remat",

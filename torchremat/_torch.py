@@ -413,3 +413,5 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> TensorGuards:
     those that modes and autocast add.
     """
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

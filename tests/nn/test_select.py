@@ -44,7 +44,10 @@ PATTERNS = [
     ("layers.?", layers(*range(6))),
     ("layers.*.attn", [f"layers.{i}.attn" for i in range(6)]),
     ("**.attn", [f"layers.{i}.attn" for i in range(6)]),
-    ("layers.0.**", ["layers.0", "layers.0.attn", "layers.0.mlp", *(f"layers.0.mlp.{i}" for i in range(3))]),
+    (
+        "layers.0.**",
+        ["layers.0", "layers.0.attn", "layers.0.mlp", *(f"layers.0.mlp.{i}" for i in range(3))],
+    ),
     ("layers.**.1", ["layers.1", *(f"layers.{i}.mlp.1" for i in range(6))]),
     ("**.embed", ["embed"]),
     ("*", ["embed"]),  # layers and heads are containers, which nothing calls

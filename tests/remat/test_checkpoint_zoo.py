@@ -31,7 +31,6 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "none": lambda: "none",
     "dots": lambda: "dots",
     "random": lambda: RandomPolicy(3),
-    "random2": lambda: RandomPolicy(17),
 }
 
 
@@ -106,7 +105,7 @@ add("cumsum", lambda x: x.cumsum(0).sin().cumsum(1), (3, 4))
 add("logsumexp", lambda x: torch.logsumexp(x.sin(), 1), (3, 4))
 add("max and sort", lambda x: x.max(1).values * x.sort(1)[0].t() + x.topk(2, 0)[0].sum(), (3, 4))
 add("gelu", lambda x: F.gelu(x) * F.gelu(x.sin(), approximate="tanh"), (3, 4))
-add("silu", lambda x: F.silu(x) * x, (3, 4), two_formulas=TWO_FORMULAS)
+add("silu", lambda x: F.silu(x), (9, 11), two_formulas=TWO_FORMULAS)
 add("relu and abs", lambda x: torch.relu(x) + x.abs() + F.leaky_relu(x, 0.1), (3, 4))
 add("einsum", lambda x, w: torch.einsum("ij,jk->ki", x, w).exp(), (3, 4), (4, 5))
 add("bmm", lambda x, w: torch.tanh(x @ w) @ w.mT, (2, 3, 4), (2, 4, 5))
@@ -167,7 +166,7 @@ def in_place_through_views(dtype):
     def fun(x):
         y = x.clone()
         y[0] = y[1] * 2
-        y[:, 1].exp_()
+        y[:, 1].add_(x[:, 0]).mul_(3)
         y.t()[2].mul_(y[0, 0].clone())
         return y.sin()
 
@@ -624,16 +623,31 @@ def check(name: str, dtype: torch.dtype, policy: Any) -> None:
                 found = results(made, fun, order)
         finally:
             restore(made, state)
-        assert order == 1 or found.keys() == expected.keys()
-        for key in found:
+        assert order == 1 or found.keys() >= expected.keys()
+        for key in found.keys() - expected.keys():
+            # the gradient of a linear function is a constant: that of a checkpoint records that it
+            # came from one, and has a derivative of zero
+            assert all(g is None or not g.any() for g in found[key]), key
+        for key in found.keys() & expected.keys():
             assert_same(expected[key], found[key], key, close=animal.allows_rounding(key))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ZOO)
-def test_equal_to_plain(name, policy, dtype):
-    check(name, dtype, POLICIES[policy]())
+def test_equal_to_plain(name, policy):
+    check(name, torch.float64, POLICIES[policy]())
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_equal_to_plain_in_single_precision(name):
+    check(name, torch.float32, RandomPolicy(17))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_equal_to_plain_under_many_policies(name):
+    for seed in range(10):
+        check(name, torch.float64, RandomPolicy(seed))
 
 
 EXCUSED = [name for name, animal in ZOO.items() if animal.close or animal.two_formulas]

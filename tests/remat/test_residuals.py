@@ -21,7 +21,7 @@ def listed(f, *args, **kwargs):
     return [line.partition(" from test_residuals.py")[0] for line in lines]
 
 
-# --- the examples in JAX's documentation of jax.checkpoint -----------------------------------------
+# --- the examples in JAX's documentation of jax.checkpoint ----------------------------------------
 
 
 def layer(W, x):
@@ -122,7 +122,7 @@ class TestJaxDocumentation:
         ]
 
 
-# --- where a value comes from ----------------------------------------------------------------------
+# --- where a value comes from ---------------------------------------------------------------------
 
 
 def test_a_residual_unpacks_and_prints():
@@ -181,7 +181,7 @@ def test_a_method_and_a_partial():
     expected = ["f32[2] from the argument x", "f32[2] from the argument y"]
     assert listed(Model().f, t, torch.ones(2)) == expected
     assert listed(functools.partial(Model().f, y=torch.ones(2)), t) == [
-        "f32[2] from the closed-over tensor 0"
+        "f32[2] from the closed-over y"
     ]
 
 
@@ -230,13 +230,13 @@ class Net(nn.Module):
 def test_parameters_go_by_their_qualified_names(wrap):
     found = listed(wrap(Net().eval()), torch.ones(2, 4, requires_grad=True))
     state = [line for line in found if "parameter" in line or "buffer" in line]
-    assert [line for line in state if "bias" not in line] == [
+    assert {line for line in state if "bias" not in line} == {
         "f32[4,4] from the parameter layers.0.weight",
         "f32[4,4] from the parameter layers.1.weight",
         "f32[4] from the parameter norm.weight",
         "f32[4] from the buffer norm.running_mean",
         "f32[4] from the buffer norm.running_var",
-    ]
+    }
 
 
 def test_parameters_of_a_closed_over_module():
@@ -262,7 +262,7 @@ def test_a_view_counts_as_its_base_once():
         return (y.view(-1) * y.T.reshape(-1)).sum() + (y[0] * y[1]).sum()
 
     found = tr.saved_residuals(f, torch.ones(2, 3), torch.ones(4, 3))
-    assert [str(r.aval) for r in found] == ["f32[2,3]", "f32[4,3]", "f32[2,4]", "f32[8]"]
+    assert [str(r.aval) for r in found] == ["f32[2,3]", "f32[4,3]", "f32[2,4]", "f32[4,2]"]
     assert found[1].source == "from the argument w"
     assert [r.nbytes for r in found] == [24, 48, 32, 32]
 
@@ -285,11 +285,11 @@ def test_what_is_changed_in_place_is_told_by_the_last_change():
 
 def test_an_argument_that_is_written_to():
     def f(x):
-        x.mul_(2).sin_()
+        x.mul_(2)
         return x * x
 
     x = torch.ones(3)
-    assert listed(f, x) == ["f32[3] from the argument x", "f32[3] output of mul_"][:1]
+    assert listed(f, x) == ["f32[3] from the argument x"]
     assert torch.equal(x, torch.ones(3))
 
 
@@ -335,7 +335,7 @@ def test_a_closed_over_tensor_that_requires_a_gradient_is_enough():
     assert listed(f, torch.ones(3)) == ["f32[3] from the argument x"]
 
 
-# --- checkpoints -----------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def test_each_checkpoint_is_looked_into():
@@ -401,7 +401,7 @@ def test_a_checkpoint_that_nobody_differentiates():
     assert listed(f, torch.ones(3)) == ["f32[3] output of exp"]
 
 
-# --- nothing is disturbed --------------------------------------------------------------------------
+# --- nothing is disturbed -------------------------------------------------------------------------
 
 
 def test_nothing_runs():
@@ -451,7 +451,7 @@ def test_an_error_in_the_function_leaves_nothing_behind():
     assert listed(torch.exp, torch.ones(3)) == ["f32[3] output of exp"]
 
 
-# --- bad input -------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def test_no_function():
@@ -466,7 +466,7 @@ def test_nothing_to_differentiate(args):
     def f(*args):
         return args
 
-    with pytest.raises(TypeError, match="f has nothing to differentiate.*requires_grad_"):
+    with pytest.raises(TypeError, match=r"f has nothing to differentiate.*requires_grad_"):
         tr.saved_residuals(f, *args)
 
 
@@ -479,11 +479,11 @@ def test_a_value_that_python_asks_for():
     def f(x):
         return x if x.sum() > 0 else -x
 
-    with pytest.raises(tr.ConcretizationError, match="test_residuals.py"):
+    with pytest.raises(tr.ConcretizationError, match=r"test_residuals\.py"):
         tr.saved_residuals(f, torch.ones(3))
 
 
-# --- printing and logging --------------------------------------------------------------------------
+# --- printing and logging -------------------------------------------------------------------------
 
 
 def test_print(capsys):
@@ -512,7 +512,7 @@ class TestLog:
 
     def test_debug_by_default(self, caplog):
         caplog.set_level(logging.DEBUG, "torchremat")
-        x = torch.ones(2, 3)
+        x = torch.ones(2, 3, requires_grad=True)
         block = self.f()
         ((level, text),) = logged_by(caplog, block, x)
         assert level == "DEBUG"
@@ -549,7 +549,7 @@ class TestLog:
         assert nothing.endswith("saving nothing")
 
 
-# --- the parts -------------------------------------------------------------------------------------
+# --- the parts ------------------------------------------------------------------------------------
 
 
 def test_bound_call_of_a_builtin():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.graph.surroundings import Surroundings
 from torchremat.graph.tracing import Tracing
 
 FlatFunction = Callable[[list[Tensor]], list[Any]]
@@ -40,17 +41,19 @@ class FunctionBody(Body):
     def __init__(self, get_function: Callable[[], FlatFunction], num_args: int) -> None:
         self.get_function = get_function
         self.num_args = num_args
+        self.surroundings = Surroundings.now()
         self.captured: list[Tensor] | None = None
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """Run the function; in the first trace, note what it closes over."""
         args = list(inputs[: self.num_args])
-        if self.captured is None:
-            outputs = self.get_function()(args)
-            self.captured = list(tracing.captured)
-            return outputs
-        with tracing.bound(self.captured, inputs[self.num_args :]):
-            return self.get_function()(args)
+        with self.surroundings.restored():
+            if self.captured is None:
+                outputs = self.get_function()(args)
+                self.captured = list(tracing.captured)
+                return outputs
+            with tracing.bound(self.captured, inputs[self.num_args :]):
+                return self.get_function()(args)
 
 
 @dataclass(frozen=True, eq=False)

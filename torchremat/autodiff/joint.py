@@ -84,8 +84,8 @@ def trace_joint(
         tracing.on_function = FunctionCalls(tracing)
     with tracing.recording():
         leaves = [tracing.input(spec, name) for spec, name in zip(specs, names, strict=True)]
-        inputs = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
         with torch.set_grad_enabled(options.grad_enabled):
+            inputs = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
             outputs = body.run(tracing, inputs)
         leaves += tracing.captured_inputs
         outputs = [tracing.lift(o) if isinstance(o, Tensor) else o for o in outputs]
@@ -102,7 +102,7 @@ def trace_joint(
         drop_inside(module.graph)
         refuse_no_grad_writes(module.graph, input_nodes[: len(specs)])
     functional = functionalize(module, input_nodes)
-    if options.with_gradients:
+    if options.with_gradients or options.whole_calls:
         written = [*inputs, *tracing.captured_inputs]
         _refuse_differentiable_writes(functional.mutations, written)
     results = list(functional.outputs)

@@ -15,6 +15,7 @@ from torchremat.graph.structure import Structure
 from torchremat.graph.typed_graph import TypedGraph
 
 aten = torch.ops.aten
+_TRACES_OF_AUTOGRAD = {aten.detach.default}  # of what it saves of its own results
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
@@ -113,7 +114,7 @@ class _Builder:
         if node in self.copies or node.op in ("placeholder", "output"):
             return
         unread = not node.users and node not in results
-        if unread and (node.op == "get_attr" or is_item(node)):
+        if unread and (node.op == "get_attr" or is_item(node) or node.target in _TRACES_OF_AUTOGRAD):
             return
         copy = self.graph.node_copy(node, self.copies.__getitem__)
         copy.kwargs = {k: v for k, v in copy.kwargs.items() if not _is_number_of_trace(node, k)}
@@ -121,39 +122,51 @@ class _Builder:
 
 
 def prune_bodies(module: fx.GraphModule) -> None:
-    """Let each operator that runs a body compute only those of its outputs that somebody reads.
+    """Let each operator that runs a body compute only those of its outputs that somebody reads."""
+    for node in list(module.graph.nodes):
+        if hasattr(node.target, "runner_of"):
+            prune_body(module, node)
+    module.recompile()
+
+
+def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
+    """Take what nobody reads out of the body that `node` runs: outputs, then inputs.
 
     Where a differentiated checkpoint keeps nothing that is read, its body is again the one that it
     was traced with.
     """
-    for node in list(module.graph.nodes):
-        if not hasattr(node.target, "runner_of"):
-            continue
-        reference = node.args[0]
-        assert isinstance(reference, fx.Node)
-        body = attribute(module, str(reference.target))
-        (output,) = body.graph.find_nodes(op="output")
-        results = output.args[0]
-        used = sorted({user.args[1] for user in node.users})
-        origin = body.meta.get("body")
-        if origin is not None and all(i < _num_results(origin) for i in used):
-            body, results = origin, range(_num_results(origin))
-        elif len(used) == len(results):
-            continue
-        else:
-            results = [results[i] for i in used]
-            body = _with_outputs(body, results)
-            for user in node.users:
-                user.args = (node, used.index(user.args[1]))
-            node.meta["val"] = tuple(node.meta["val"][i] for i in used)
+    reference = node.args[0]
+    assert isinstance(reference, fx.Node)
+    body = attribute(module, str(reference.target))
+    used = sorted({user.args[1] for user in node.users})
+    results = results_of(body)
+    origin = body.meta.get("body")
+    if origin is not None and all(i < len(results_of(origin)) for i in used):
+        body, results = origin, results_of(origin)
         node.meta["val"] = tuple(node.meta["val"][: len(results)])
-        _replace_body(module, node, reference, body)
-    module.recompile()
+        reference = _replace_body(module, node, reference, body)
+    if not used or len(used) == len(results):
+        return
+    body = _with_outputs(body, [results[i] for i in used])
+    for user in node.users:
+        user.args = (node, used.index(user.args[1]))
+    node.meta["val"] = tuple(node.meta["val"][i] for i in used)
+    operands = []
+    inputs = body.graph.find_nodes(op="placeholder")
+    for placeholder, operand in zip(list(inputs), node.args[1:], strict=True):
+        if placeholder.users:
+            operands.append(operand)
+        else:
+            body.graph.erase_node(placeholder)
+    body.recompile()
+    _replace_body(module, node, reference, body)
+    node.args = (node.args[0], *operands)
 
 
-def _num_results(body: fx.GraphModule) -> int:
-    (output,) = body.graph.find_nodes(op="output")
-    return len(output.args[0])
+def results_of(module: fx.GraphModule) -> list[Any]:
+    """What the graph of `module` gives."""
+    (output,) = module.graph.find_nodes(op="output")
+    return list(output.args[0])  # type: ignore[arg-type]
 
 
 def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModule:
@@ -168,7 +181,7 @@ def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModul
 
 def _replace_body(
     module: fx.GraphModule, node: fx.Node, reference: fx.Node, body: fx.GraphModule
-) -> None:
+) -> fx.Node:
     number = 0
     while hasattr(module, name := f"body_{number}"):
         number += 1
@@ -180,6 +193,7 @@ def _replace_body(
     if not reference.users:
         module.graph.erase_node(reference)
         delattr(module, str(reference.target))
+    return new
 
 
 def _is_number_of_trace(node: fx.Node, key: str) -> bool:

@@ -129,6 +129,10 @@ class _NotedInterpreter(fx.Interpreter):
         self.tracing.notes = n.meta
         return super().run_node(n)
 
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self.tracing.constant(value) if isinstance(value, Tensor) else value
+
 
 def _pop_writes(graph: fx.Graph, inputs: Sequence[fx.Node]) -> tuple[tuple[int, fx.Node], ...]:
     """Take the final writes to inputs out of the graph, as pairs of position and new value."""

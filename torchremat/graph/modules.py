@@ -37,9 +37,11 @@ class ModulePaths:
         return self._names.get(id(module))
 
     def _name(self, module: nn.Module) -> None:
-        if id(module) in self._names:
-            return
-        root = self._roots.get(id(module), type(module).__name__)
+        if id(module) not in self._names:
+            self.add_root(module, self._roots.get(id(module), type(module).__name__))
+
+    def add_root(self, module: nn.Module, root: str) -> None:
+        """Call `module` `root`, and all that it contains accordingly, before any of it runs."""
         for name, child in module.named_modules():
             self._names.setdefault(id(child), ".".join(part for part in (root, name) if part))
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.errors import ConcretizationError, TraceError
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.surroundings import without_autocast
 from torchremat.graph.sources import current_source, source_of_error
 
 
@@ -199,6 +200,7 @@ class Tracing:
         """Operators that run in the block are written into the graph."""
         with ExitStack() as stack:
             stack.enter_context(_torch.isolated_from_surroundings())
+            stack.enter_context(without_autocast())
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
             stack.enter_context(_torch.function_calls_handled(self._call_function))
@@ -223,6 +225,17 @@ class Tracing:
             proxy = self.tracer.create_proxy("placeholder", name, (), {})
         self._last_placeholder = proxy.node
         self.placeholders[id(fake)] = proxy.node
+        _torch.track(fake, proxy, self.tracer)
+        return fake
+
+    def constant(self, value: Tensor) -> Tensor:
+        """A tensor of the outside world that becomes part of the graph, as a `get_attr`."""
+        name = self.tracer.get_fresh_qualname("_tensor_constant")
+        setattr(self.tracer.root, name, value)
+        with _torch.without_function_modes():
+            proxy = self.tracer.create_proxy("get_attr", name, (), {})
+        with self.unrecorded():
+            fake = self.fake_mode.from_tensor(value)
         _torch.track(fake, proxy, self.tracer)
         return fake
 
@@ -275,14 +288,22 @@ class Tracing:
         assert node is not None, f"an output of the trace is not tracked: {value!r}"
         return node
 
-    def _call_function(self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]) -> Any:
-        if not _torch.is_active(self._capture_mode):  # Dynamo runs, on fake tensors of its own
-            return apply(*args)
-        args = tuple(map_arguments(self.lift, args))
+    def _call_function(
+        self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]
+    ) -> Any:
         with self.grad_mode_kept():
+            if not _torch.is_active(self._capture_mode) and self._is_of_other_trace(args):
+                return apply(*args)  # Dynamo runs, on fake tensors of its own
+            args = tuple(map_arguments(self.lift, args))
             if self.on_function is not None and _torch.is_function_of_user(cls):
                 return self.on_function(cls, args, apply)
             return apply(*args)
+
+    def _is_of_other_trace(self, args: tuple[Any, ...]) -> bool:
+        found: list[Tensor] = []
+        map_arguments(lambda tensor: found.append(tensor) or tensor, args)  # type: ignore[func-returns-value]
+        inner = map(_torch.innermost_tensor, found)
+        return any(isinstance(t, _torch.FakeTensor) and self._is_foreign(t) for t in inner)
 
     def _is_foreign(self, tensor: Tensor) -> bool:
         inner = _torch.innermost_tensor(tensor)

@@ -151,18 +151,20 @@ def eval_graph(g: TypedGraph, /, *args: Any, **kwargs: Any) -> Any:
     {'y': tensor([0., 2.]), 'n': 3}
     """
     inputs = flatten_arguments(g, args, kwargs)
-    consts = _consts_beside(inputs, g.consts)
+    tensors = [*_consts_beside(inputs, g.consts), *inputs]
+    operands = list(tensors)
+    if g.writes and torch.is_grad_enabled():
+        for i in g.writes:  # autograd may keep what will be written to
+            operands[i] = tensors[i].clone()
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         # not `graph_module(...)`: it is no module of the user's, whose hooks and name would be seen
-        results = g.graph_module.forward(*consts, *inputs)
-    if g.writes:
-        tensors = [*consts, *inputs]
-        with torch.no_grad():
-            for i, value in zip(g.writes, results[len(g.outputs) :], strict=True):
-                tensors[i].copy_(value)
+        results = g.graph_module.forward(*operands)
+    with torch.no_grad():
+        for i, value in zip(g.writes, results[len(g.outputs) :], strict=True):
+            tensors[i].copy_(value)
     return g.out_structure.unflatten(results[: len(g.outputs)])
 
 

@@ -95,7 +95,8 @@ def has_forward(module: nn.Module) -> bool:
     >>> has_forward(nn.Linear(2, 2)), has_forward(nn.ModuleList())
     (True, False)
     """
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    forward = inspect.getattr_static(type(module), "forward")
+    return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _check_has_forward(root: nn.Module) -> None:

@@ -227,6 +227,13 @@ class RematForward:
 
     __slots__ = ("__weakref__", "_key", "_module", "hidden", "name", "policy", "prevent_cse")
 
+    name: str
+    policy: Policy
+    prevent_cse: Any
+    hidden: tuple[()] | tuple[Any]
+    _key: int
+    _module: weakref.ref[nn.Module]
+
     def __init__(self, module: nn.Module, name: str, policy: Policy, prevent_cse: Any) -> None:
         before = wrapped_forward(module)
         if before is not None:
@@ -245,6 +252,7 @@ class RematForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module, under `checkpoint`."""
         run = _running.get(self._key)
         if run is None:
             run = _running.setdefault(self._key, _CheckpointedForward(self, self._key))
@@ -268,9 +276,10 @@ class RematForward:
         if self.hidden:
             return self.hidden[0]  # type: ignore[no-any-return]
         module = self.__self__
-        forward = inspect.getattr_static(type(module), "forward")
-        bind = getattr(type(forward), "__get__", None)
-        return forward if bind is None else bind(forward, module, type(module))  # type: ignore[no-any-return]
+        function = inspect.getattr_static(type(module), "forward")
+        bind = getattr(type(function), "__get__", None)
+        bound: Callable[..., Any] = bind(function, module, type(module)) if bind else function
+        return bound
 
     @property
     def __func__(self) -> Any:
@@ -314,11 +323,13 @@ class _CheckpointedForward(Checkpointed):
     """The checkpoint of a module's forward, which does not keep the module alive."""
 
     def __init__(self, forward: RematForward, key: int) -> None:
-        module = forward.__self__
+        module, running = forward.__self__, _running
+
+        def forget(_: weakref.ref[nn.Module]) -> None:
+            running.pop(key, None)
+
         self._forward = weakref.ref(forward)
-        # traces hold the attributes of the module, `forward` among them, so that a reference to the
-        # traces from there would be a cycle
-        self._module = weakref.ref(module, lambda _, running=_running: running.pop(key, None))
+        self._module = weakref.ref(module, forget)
         self._function = _function_of(module, forward)
         fun = self.fun
         statics = StaticArguments(fun, (), ())
@@ -365,4 +376,8 @@ def _function_of(module: nn.Module, forward: RematForward) -> Callable[..., Any]
 
 _keys: Iterator[int] = itertools.count()
 _running: dict[int, _CheckpointedForward] = {}
-"""The checkpoint of each `RematForward` that has been called, while its module lives."""
+"""The checkpoint of each `RematForward` that has been called, while its module lives.
+
+Not in the `RematForward`: traces hold the attributes of the module, `forward` among them, and a
+reference back to the traces would be a cycle.
+"""

@@ -13,7 +13,6 @@ from torchremat.graph.modules import ModulePaths
 from torchremat.graph.sources import is_user_file
 from torchremat.remat.guards import variables_of
 
-_CONTAINERS = (list, tuple, dict)
 _KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -72,7 +71,9 @@ class BoundCall:
         owner = getattr(inner, "__self__", inner)
         if isinstance(owner, nn.Module):
             self._modules.insert(0, ("", owner))
-        self._closed_over = dict(_closed_over(inner))
+        self._closed_over: dict[str, Any] = {}
+        for name, leaf in _closed_over(fun):
+            self._closed_over.setdefault(name, leaf)
         self._modules += [(n, v) for n, v in self._closed_over.items() if isinstance(v, nn.Module)]
 
     @property
@@ -172,7 +173,8 @@ def name_of(fun: Callable[..., Any]) -> str:
     'name_of'
     """
     fun = unwrapped(fun)
-    return getattr(fun, "__qualname__", None) or type(fun).__name__
+    attribute = "__name__" if inspect.isbuiltin(fun) else "__qualname__"
+    return getattr(fun, attribute, None) or type(fun).__name__
 
 
 def labels_of_state(paths: ModulePaths) -> dict[int, InputLabel]:
@@ -195,28 +197,34 @@ def _labels_in(root: str, module: nn.Module) -> dict[int, InputLabel]:
 def _closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """The tensors and modules that `fun`, and user's functions that it calls, close over.
 
-    Those that stand in lists, tuples and dicts are found too, as `layers[0]`.
+    Those that stand in lists, tuples and dicts are found too, as `layers[0]`; what a partial holds
+    counts as closed over.
     """
     stack = [fun]
     seen: set[int] = set()
-    found: dict[str, Any] = {}
     while stack:
-        inner = unwrapped(stack.pop())
+        fun = stack.pop()
+        while isinstance(fun, functools.partial):
+            yield from _named_leaves(fun.keywords)
+            fun = fun.func
+        inner = unwrapped(fun)
         if id(inner) in seen:
             continue
         seen.add(id(inner))
         for variable in variables_of(inner):
             value = variable.get()
             name = variable.label.removeprefix("closed-over ")
-            if isinstance(value, Tensor | nn.Module):
-                found.setdefault(name, value)
-            elif isinstance(value, _CONTAINERS):
-                for path, leaf in _torch.tree_flatten_with_path(value)[0]:
-                    if isinstance(leaf, Tensor | nn.Module):
-                        found.setdefault(name + _torch.keystr(path), leaf)
+            if isinstance(value, Tensor | nn.Module | list | tuple | dict):
+                yield from _named_leaves({name: value})
             elif callable(value) and _is_of_user(unwrapped(value)):
                 stack.append(value)
-    yield from found.items()
+
+
+def _named_leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        for path, leaf in _torch.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, Tensor | nn.Module):
+                yield name + _torch.keystr(path), leaf
 
 
 def _is_of_user(fun: Any) -> bool:

@@ -18,6 +18,7 @@ from torchremat.errors import RetraceWarning
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.sources import warn_user
 from torchremat.graph.tracing import InputSpec
+from torchremat.remat.bound import BoundCall
 from torchremat.remat.calls import Call, Result, Skeleton, flatten_call
 from torchremat.remat.function import apply_program
 from torchremat.remat.guards import (
@@ -28,8 +29,10 @@ from torchremat.remat.guards import (
     modules_in,
     variables_of,
 )
+from torchremat.remat.make_graph import call_in_graph, is_kept_whole
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram, Region
+from torchremat.remat.residuals import log_residuals
 from torchremat.remat.verify import VerifyingProgram
 from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
 
@@ -95,7 +98,7 @@ class Checkpointed:
             if (
                 program is not None
                 and trace.surroundings[0] is torch.is_grad_enabled()
-                and trace.surroundings[2] is torch.get_default_dtype()
+                and trace.surroundings[1].default_dtype is torch.get_default_dtype()
                 and trace.tensor_guard.check(*tensors)
                 and trace.still_holds()
             ):
@@ -105,9 +108,14 @@ class Checkpointed:
         return self._slow_call(call, args, kwargs)
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
+        if is_kept_whole():
+            options = {"lenient": self.lenient, "module_prefix": self.module_prefix}
+            return call_in_graph(
+                self.fun, args, kwargs, self.statics, policy=self.policy, **options
+            )
         trace, program = self.prepare(call, args, kwargs)
         tensors = [*call.tensors, *trace.captured.current()]
-        if not trace.surroundings[1] and not _torch.functorch_is_active():
+        if not trace.surroundings[1].autocast and not _torch.functorch_is_active():
             trace.tensor_guard = _torch.tensor_guard(tensors)
             self._own.recent = trace
         if trace.surroundings[0]:
@@ -125,14 +133,29 @@ class Checkpointed:
                 program = kind(trace.region, self.policy, module_prefix=self.module_prefix)
                 program.choices.warn_of_unmatched()
                 trace.programs[key] = program
+                log_residuals(
+                    program,
+                    _name_of(self.fun),
+                    lambda: self._labels(trace, args, kwargs, call),
+                    loudly=config.log_checkpoint_residuals,
+                )
             return trace, program
+
+    def _labels(self, trace: Trace, args: Any, kwargs: Any, call: Call) -> list[str]:
+        """What to call the inputs of the trace of such a call."""
+        bound = BoundCall(self.fun, args, kwargs)
+        known = {id(t): str(n) for t, n in zip(bound.tensors, bound.labels, strict=True)}
+        arguments = [known.get(id(t), f"argument {i}") for i, t in enumerate(call.tensors)]
+        return [*arguments, *(label.removeprefix("the ") for label in trace.captured.labels)]
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
         self._warn_of_changing_number(call)
         skeleton = Skeleton.of_call(args, kwargs, self.statics)
         variables = self._variables()
-        roots = _roots(self.fun, variables, self.module_prefix)
-        paths = ModulePaths({id(module): name for name, module in roots})
+        roots = _roots(self.fun, variables)
+        paths = ModulePaths({})
+        for name, module in roots:
+            paths.add_root(module, name)
         results: list[Result] = []
         get_function = _weakly(self.fun)
 
@@ -153,7 +176,10 @@ class Checkpointed:
         modules = {id(m): m for _, root in roots for m in root.modules()} | {
             id(m): m for m in paths.seen
         }
-        named_modules = [(paths.name_of(m) or "", m) for m in modules.values()]
+        named_modules = [
+            (".".join(p for p in (self.module_prefix, paths.name_of(m)) if p), m)
+            for m in modules.values()
+        ]
         trace = Trace(
             key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
             specs=specs,
@@ -212,10 +238,10 @@ def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     return get
 
 
-def _roots(fun: Any, variables: Any, prefix: str) -> list[tuple[str, nn.Module]]:
+def _roots(fun: Any, variables: Any) -> list[tuple[str, nn.Module]]:
     """The modules that `fun` starts from, by name: itself or its object, then its variables."""
     owner = getattr(fun, "__self__", fun)
-    own = [(prefix, owner)] if isinstance(owner, nn.Module) else []
+    own = [("", owner)] if isinstance(owner, nn.Module) else []
     return own + list(modules_in(variables))
 
 

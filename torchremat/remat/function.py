@@ -1,7 +1,7 @@
 """How autograd and `torch.func` see a program: as one differentiable operator.
 
-Two autograd functions do the same. `_Direct` is for plain autograd: it keeps intermediate values
-and costs little. `_Functional` is for `torch.func`, where what is kept must be an output, and each
+Two autograd functions do the same. `Checkpoint` is for plain autograd: it keeps intermediate values
+and costs little. `FunctionalCheckpoint` is for `torch.func`, where what is kept must be an output, and each
 level of transformation finds its rule: backward, `vmap` and `jvp`. In both, the derivative is the
 vector-Jacobian product of the program, which is a program again.
 """
@@ -32,10 +32,10 @@ def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> 
     if _torch.innermost_transform() == _torch.TransformType.Jvp:
         return _push_forward(program, owner, inputs)
     emits = _torch.differentiates()
-    return _Functional.apply(program, owner, emits, *inputs)[: program.num_outputs]  # type: ignore[no-untyped-call,no-any-return]
+    return FunctionalCheckpoint.apply(program, owner, emits, *inputs)[: program.num_outputs]  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Direct(torch.autograd.Function):
+class Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, owner: object, *inputs: Tensor) -> tuple[Any, ...]:
         ctx.call = next(_calls)
@@ -69,10 +69,10 @@ class _Direct(torch.autograd.Function):
 
 
 _calls = itertools.count()
-_direct_apply = _torch.direct_apply(_Direct)
+_direct_apply = _torch.direct_apply(Checkpoint)
 
 
-class _Functional(torch.autograd.Function):
+class FunctionalCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(program: Program, owner: object, emits: bool, *inputs: Tensor) -> tuple[Any, ...]:
         results = run_program(program, inputs)

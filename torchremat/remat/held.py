@@ -21,10 +21,11 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.avals import Aval
 from torchremat.errors import TraceError
+from torchremat.graph.aliases import base_of
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.remat.bound import BoundCall, InputLabel
-from torchremat.remat.scopes import Computed, Scope
+from torchremat.remat.scopes import Computed, Scope, op_base_name
 
 
 @dataclass(eq=False)
@@ -122,7 +123,7 @@ class _Observer:
         live_calls = self._note_readers(output)
         module = tracing.finish(())
         scope = Scope.of_trace(module, self.paths)
-        inputs = self._observed_inputs(fakes)
+        inputs = self._observed_inputs(fakes, scope)
         held = self._held(records, scope, inputs)
         for record in records:
             del record.tensor  # autograd's graph and what it holds would keep each other alive
@@ -143,7 +144,7 @@ class _Observer:
         name = "".join(c if c.isalnum() else "_" for c in name)
         if spec.requires_grad and spec.is_leaf:
             return self.tracing.input(spec, name)
-        floating = tensor.is_floating_point() or tensor.is_complex()
+        floating = spec.dtype.is_floating_point or spec.dtype.is_complex
         fake = self.tracing.input(replace(spec, requires_grad=False, is_leaf=True), name)
         if not (spec.requires_grad or (self.differentiate_all and floating)):
             return fake
@@ -189,8 +190,9 @@ class _Observer:
         self.reader = None
         return frozenset(calls)
 
-    def _observed_inputs(self, fakes: list[Tensor]) -> dict[int, ObservedInput]:
+    def _observed_inputs(self, fakes: list[Tensor], scope: Scope) -> dict[int, ObservedInput]:
         """The inputs by the identity of the storages of their fake tensors."""
+        written = _hidden_writes(scope)
         captured = list(zip(self.tracing.captured, self.tracing.captured_inputs, strict=True))
         labels = self.call.labels_of_captured([t for t, _ in captured], self.paths)
         found: dict[int, ObservedInput] = {}
@@ -203,7 +205,8 @@ class _Observer:
                     Aval.of(fake),
                     tensor,
                     fake.requires_grad,
-                    fake._version > self.versions.get(id(fake), 0),
+                    fake._version > self.versions.get(id(fake), 0)
+                    or self.tracing.placeholder_of(fake) in written,
                 ),
             )
         return found
@@ -214,6 +217,8 @@ class _Observer:
         found: dict[int, Held] = {}
         for record in records:
             storage = record.tensor.untyped_storage()
+            if storage.nbytes() == 0:  # batch norm in eval mode saves empty statistics
+                continue
             node = self.tracing.node_of(record.tensor)
             held = found.get(id(storage))
             if held is None:
@@ -241,6 +246,17 @@ class _Started(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
         return cotangent, None
+
+
+def _hidden_writes(scope: Scope) -> set[Any]:
+    """The running statistics that batch norms write to, though their schemas do not say so."""
+    return {
+        base_of(statistic)
+        for node in scope.nodes
+        if node.op == "call_function" and op_base_name(node.target).endswith("batch_norm")
+        for statistic in node.args[3:5]
+        if isinstance(statistic, fx.Node)
+    }
 
 
 def _read_saved(node: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.graph.surroundings import without_autocast
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.remat.program import Compiled, Program
 
@@ -21,6 +22,8 @@ class RematOp(_torch.HigherOrderOperator):
 
     outside_traces: Callable[..., tuple[Any, ...]] | None = None
     """How a graph that contains the operator runs it, operator by operator: `remat/op_rules.py`."""
+    params_of: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda params: {})
+    """What equations show of the body: the policy."""
 
     def __init__(self) -> None:
         super().__init__("remat_p")  # type: ignore[no-untyped-call]
@@ -63,6 +66,9 @@ def run_graph(compiled: Compiled, inputs: list[Any], call: int | None = None) ->
     """Run the graph on `inputs`, which it empties; in a trace, write it down as one node."""
     if _torch.innermost_proxy_mode() is not None:
         return remat_p(compiled.module, *inputs, call=call)
+    if _torch.is_any_autocast_enabled():
+        with without_autocast(), _torch.below_autograd():
+            return compiled.run(inputs)
     with _torch.below_autograd():
         return compiled.run(inputs)
 

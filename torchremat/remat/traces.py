@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchremat.graph.surroundings import Surroundings
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.calls import Call, Result
 from torchremat.remat.guards import CapturedTensors, ModuleGuard, VariableGuard
@@ -23,7 +24,7 @@ class Trace:
 
     key: tuple[Any, ...]
     specs: tuple[InputSpec, ...]
-    surroundings: tuple[Any, ...]
+    surroundings: tuple[bool, Surroundings]
     region: Region
     result: Result
     captured: CapturedTensors
@@ -74,14 +75,9 @@ class PolicyKey:
         )
 
 
-def surroundings() -> tuple[Any, ...]:
-    """The state of PyTorch that changes what a function computes."""
-    autocast = tuple(
-        (device, torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    )
-    return (torch.is_grad_enabled(), autocast, torch.get_default_dtype())
+def surroundings() -> tuple[bool, Surroundings]:
+    """Whether gradients are enabled, and the state of PyTorch that changes what is computed."""
+    return torch.is_grad_enabled(), Surroundings.now()
 
 
 class Traces:

@@ -1,0 +1,51 @@
+"""The state of PyTorch that changes what a function computes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Autocast and the default dtype.
+
+    A function may be traced again in the backward pass, where they may be others; and what autograd
+    computes there is computed without autocast.
+    """
+
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    default_dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def now(cls) -> "Surroundings":
+        """What they are."""
+        autocast = tuple(
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        )
+        return cls(autocast, torch.get_default_dtype())
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A block in which they are as they were."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            with without_autocast(), ExitStack() as stack:
+                for device, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """A block without autocast: a graph has its casts written down."""
+    with ExitStack() as stack:
+        for device, dtype in Surroundings.now().autocast:
+            stack.enter_context(torch.autocast(device, dtype, enabled=False))
+        yield

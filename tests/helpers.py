@@ -205,6 +205,10 @@ def state_of_pytorch() -> dict[str, Any]:
         "saved_tensors_hooks": torch._C._autograd._top_saved_tensors_default_hooks(False),
         "dual level": torch.autograd.forward_ad._current_level,
         "jvp nesting": torch._functorch.eager_transforms.JVP_NESTING,
+        "dispatch keys": (
+            str(torch._C._dispatch_tls_local_include_set()),
+            str(torch._C._dispatch_tls_local_exclude_set()),
+        ),
         "tracer": torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER,
     }
 

@@ -126,6 +126,13 @@ class StaticArguments:
         in_range = (n for n in self.argnums if -len(positional) <= n < len(positional))
         self.all_names = self.argnames | {positional[n] for n in in_range}
 
+    def without_first(self) -> "StaticArguments":
+        """The same for calls in which the first argument is bound already, as in a method."""
+        bound = copy.copy(self)
+        bound.argnums = tuple(n - 1 if n > 0 else n for n in self.argnums if n != 0)
+        bound._by_name = frozenset(n - 1 for n in self._by_name if n > 0)
+        return bound
+
     def __bool__(self) -> bool:
         return bool(self.argnums or self.argnames)
 

@@ -110,7 +110,7 @@ def test_one_trace_of_a_cond_inside():
 def test_one_trace_of_a_scan_inside():
     from torch._higher_order_ops.scan import scan
 
-    body = Counted(lambda x: scan(lambda c, r: (c + r.sin(), c * r), x[0] * 0, x)[1])
+    body = Counted(lambda x: scan(lambda c, r: (c + r.sin(), c * r), torch.zeros(2, dtype=D), x)[1])
     fun = tr.checkpoint(body.fun)
     x = leaf(3, 2)
     gradients(fun(x).sum(), x)

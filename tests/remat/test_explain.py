@@ -1,14 +1,18 @@
 import functools
 import pickle
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchremat as tr
+import torchremat.nn
 from torchremat.remat.explain import report_of_programs
 from torchremat.remat.measure import HeldBytes
+from torchremat.remat.scopes import op_base_name
 
 policies = tr.checkpoint_policies
 
@@ -285,6 +289,65 @@ def test_closed_over_tensors_are_inputs():
     assert inputs == [("x", "input"), ("w", "input"), ("scale", "input")]
 
 
+class Operators(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[op_base_name(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def deep(x, w):
+    for _ in range(3):
+        x = torch.tanh(torch.sin(x @ w).exp() @ w.t())
+    return x.sum()
+
+
+def deep_in_parts(x, w):
+    part = tr.checkpoint(lambda x: torch.tanh(torch.sin(x @ w).exp() @ w.t()), policy="dots")
+    return part(part(part(x))).sum()
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "dots", policies.save_ops("aten.sin")])
+@pytest.mark.parametrize("f", [deep, deep_in_parts])
+def test_recomputed_rows_are_the_operators_that_run_again(f, policy):
+    x, w = (t.requires_grad_() for t in arguments())
+
+    def backward_operators(f):
+        f(x, w)
+        loss = f(x, w)
+        with Operators() as operators:
+            torch.autograd.grad(loss, [x, w])
+        return operators.counts
+
+    plain = backward_operators(deep)
+    counts = backward_operators(tr.checkpoint(f, policy=policy))
+    again = {name: counts[name] - plain[name] for name in ("mm", "sin", "exp", "tanh")}
+    report = tr.explain(f, x, w, policy=policy)
+    rows = Counter(row.op for row in report if row.decision == "recomputed")
+    if f is deep:
+        assert again == {name: rows[name] for name in again}
+    else:  # a value may be computed twice: once for what follows, once for the backward of the part
+        assert all((again[name] > 0) == (rows[name] > 0) for name in again)
+        assert all(again[name] >= rows[name] for name in again)
+
+
+def test_verified_programs_hold_more(monkeypatch):
+    x, w = (t.requires_grad_() for t in arguments())
+    monkeypatch.setattr(tr.config, "verify_recomputation", "bitwise")
+    report = tr.explain(two_layers, x, w, policy="dots")
+    f = tr.checkpoint(two_layers, policy="dots")
+    with HeldBytes(x, w) as held:
+        output = f(x, w)
+    assert report.total == held.total == 72
+    assert "config.verify_recomputation compares it" in {row.reason for row in report}
+    del output
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 
@@ -398,10 +461,15 @@ def test_names_inside_checkpoints_in_a_module():
     again = names_of(report, "recomputed")
     assert "layers.1.attn.qkv.mm" in again
     assert "layers.1.tanh" in again
-    assert {row.module for row in report if row.name == "scores"} == {
-        "layers.0.attn",
-        "layers.1.attn",
-    }
+    scores = [(row.module, row.decision) for row in report if row.name == "scores"]
+    assert scores == [("layers.0.attn", "recomputed"), ("layers.1.attn", "recomputed")]
+
+    report = tr.explain(Outers(), batch(), policy="names:scores")
+    scores = [(row.module, row.decision) for row in report if row.name == "scores"]
+    assert scores == [("layers.0.attn", "saved"), ("layers.1.attn", "saved")]
+    again = names_of(report, "recomputed")
+    assert {"layers.0.attn.qkv.mm", "layers.1.attn.qkv.mm", "layers.1.tanh"} <= set(again)
+    assert not {"layers.0.attn.bmm", "layers.1.attn.bmm"} & set(again)  # scores is computed of it
 
 
 def test_checkpoints_within_checkpoints():

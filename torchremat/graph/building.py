@@ -15,7 +15,8 @@ from torchremat.graph.structure import Structure
 from torchremat.graph.typed_graph import TypedGraph
 
 aten = torch.ops.aten
-_TRACES_OF_AUTOGRAD = {aten.detach.default}  # of what it saves of its own results
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_HANDED_ON = {aten.alias.default, aten.lift_fresh.default}
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
@@ -39,7 +40,7 @@ def build_graph(
 
     Operators stay, used or not, in their order; constants that nobody uses go, and tensors that
     the trace put into `module` become constants. Bodies of checkpoints lose the outputs that
-    nobody reads.
+    nobody reads. `view` becomes `reshape`, as inputs may lie otherwise in memory than those traced.
     """
     return _Builder(module).build(inputs, outputs, structures, writes)
 
@@ -66,8 +67,13 @@ class _Builder:
         ]
         made = self._made_tensors()
         kept = [*consts, *made, *(i for i in inputs if i.tensor is None)]
+        names: set[str] = set()
         for i in kept:
-            copy = self.graph.placeholder(_identifier(i.name))
+            name = _identifier(i.name)
+            while name in names:
+                name += "_"
+            names.add(name)
+            copy = self.graph.placeholder(name)
             copy.meta = dict(i.node.meta)
             self.copies[i.node] = copy
         self._alias_made_tensors(made, nodes)
@@ -114,10 +120,15 @@ class _Builder:
         if node in self.copies or node.op in ("placeholder", "output"):
             return
         unread = not node.users and node not in results
-        if unread and (node.op == "get_attr" or is_item(node) or node.target in _TRACES_OF_AUTOGRAD):
+        if unread and (node.op == "get_attr" or is_item(node) or _is_vestige(node)):
+            return
+        if node.target in _HANDED_ON and node not in results:
+            self.copies[node] = self.copies[node.args[0]]  # type: ignore[index]
             return
         copy = self.graph.node_copy(node, self.copies.__getitem__)
         copy.kwargs = {k: v for k, v in copy.kwargs.items() if not _is_number_of_trace(node, k)}
+        if copy.target in _VIEWS:
+            copy.target = aten.reshape.default
         self.copies[node] = copy
 
 
@@ -139,16 +150,16 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
     assert isinstance(reference, fx.Node)
     body = attribute(module, str(reference.target))
     used = sorted({user.args[1] for user in node.users})
-    results = results_of(body)
     origin = body.meta.get("body")
     if origin is not None and all(i < len(results_of(origin)) for i in used):
-        body, results = origin, results_of(origin)
-        node.meta["val"] = tuple(node.meta["val"][: len(results)])
+        body = origin
+        node.meta["val"] = tuple(node.meta["val"][: len(results_of(origin))])
         reference = _replace_body(module, node, reference, body)
-    if not used or len(used) == len(results):
+    results = results_of(body)
+    if not used or (len(used) == len(results) and "tidy" in body.meta):
         return
     body = _with_outputs(body, [results[i] for i in used])
-    for user in node.users:
+    for user in list(node.users):
         user.args = (node, used.index(user.args[1]))
     node.meta["val"] = tuple(node.meta["val"][i] for i in used)
     operands = []
@@ -172,10 +183,14 @@ def results_of(module: fx.GraphModule) -> list[Any]:
 def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModule:
     inputs = body.graph.find_nodes(op="placeholder")
     pruned = slice_graph(body, inputs, outputs)
-    pruned.meta = {k: v for k, v in body.meta.items() if k in ("policy", "name")}
-    program = body.meta.get("program")
-    if program is not None:
-        pruned.meta.setdefault("policy", program.policy)
+    policy = body.meta.get("policy") or getattr(body.meta.get("program"), "policy", None)
+    pruned.meta = {"policy": policy, "tidy": True}
+    for node in list(pruned.graph.nodes):
+        if node.target in _HANDED_ON and all(user.op != "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            pruned.graph.erase_node(node)
+        elif node.target in _VIEWS:
+            node.target = aten.reshape.default
     return pruned
 
 
@@ -194,6 +209,12 @@ def _replace_body(
         module.graph.erase_node(reference)
         delattr(module, str(reference.target))
     return new
+
+
+def _is_vestige(node: fx.Node) -> bool:
+    """Whether an operator that nobody reads is but a trace of how autograd works inside."""
+    value = node.meta.get("val")
+    return node.target is aten.detach.default or not isinstance(value, Tensor | tuple | list)
 
 
 def _is_number_of_trace(node: fx.Node, key: str) -> bool:

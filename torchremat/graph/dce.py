@@ -46,7 +46,7 @@ def dce_graph(g: TypedGraph, used_outputs: Sequence[bool]) -> tuple[TypedGraph, 
     outputs = [copies.get(v, v) for v, used in zip(g.outputs, used_outputs, strict=True) if used]
     written = [copies[value] for value in g.written]
     module.graph.output((*outputs, *written))
-    _eliminate(module)
+    eliminate_dead(module)
     used = [bool(copies[node].users) for node in g.input_nodes]
     for i in g.writes:
         if i >= len(g.consts):
@@ -98,11 +98,11 @@ def const_inputs(g: TypedGraph, copies: dict[fx.Node, fx.Node]) -> list[Input]:
     return [Input(copies[node], node.name, tensor) for node, tensor in pairs]
 
 
-def _eliminate(module: fx.GraphModule) -> None:
+def eliminate_dead(module: fx.GraphModule) -> None:
     """Take out what nobody reads, last operators first, so that readers are gone before."""
     draws_later = False
     for node in reversed(list(module.graph.nodes)):
-        if node.op not in ("call_function", "get_attr"):
+        if node.op != "call_function":
             continue
         draws = draws_random(node, module)
         if not node.users and not has_effect(node) and not (draws and draws_later):
@@ -111,6 +111,9 @@ def _eliminate(module: fx.GraphModule) -> None:
         if hasattr(node.target, "runner_of") and not (draws and draws_later):
             prune_body(module, node)
         draws_later |= draws
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        if not node.users:
+            module.graph.erase_node(node)
 
 
 def has_effect(node: fx.Node) -> bool:

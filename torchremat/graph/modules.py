@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -46,10 +46,14 @@ class ModulePaths:
             self._names.setdefault(id(child), ".".join(part for part in (root, name) if part))
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread and not self._is_generated(module):
             self._name(module)
             self.seen.add(module)
             self._stack.append(module)
+
+    def _is_generated(self, module: nn.Module) -> bool:
+        """Whether `module` is a graph that PyTorch made, for a `torch.cond` say."""
+        return isinstance(module, fx.GraphModule) and id(module) not in self._names
 
     def _exit(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if threading.get_ident() == self._thread and self._stack and self._stack[-1] is module:

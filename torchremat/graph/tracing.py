@@ -127,6 +127,10 @@ def map_arguments(mapping: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+trace_lock = threading.RLock()
+"""Held while a thread traces: PyTorch's own tracing keeps state that threads share."""
+
+
 class _InProgress(threading.local):
     def __init__(self) -> None:
         self.tracings: list[Tracing] = []
@@ -199,6 +203,7 @@ class Tracing:
     def recording(self) -> Iterator[None]:
         """Operators that run in the block are written into the graph."""
         with ExitStack() as stack:
+            stack.enter_context(trace_lock)
             stack.enter_context(_torch.isolated_from_surroundings())
             stack.enter_context(without_autocast())
             stack.enter_context(self.paths.recording())

@@ -17,7 +17,7 @@ from torchremat.autodiff.joint import TraceOptions
 from torchremat.errors import RetraceWarning
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.sources import warn_user
-from torchremat.graph.tracing import InputSpec
+from torchremat.graph.tracing import InputSpec, trace_lock
 from torchremat.remat.bound import BoundCall
 from torchremat.remat.calls import Call, Result, Skeleton, flatten_call
 from torchremat.remat.function import apply_program
@@ -74,6 +74,7 @@ class Checkpointed:
             return self
         bound = copy.copy(self)
         bound.fun = MethodType(self.fun, instance)
+        bound.statics = self.statics.without_first()
         bound._own = _traces.of(bound.fun, self._statics_key)
         return bound
 
@@ -124,7 +125,7 @@ class Checkpointed:
 
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
         """The trace of such a call and its program, made now if there is none."""
-        with self._own.lock:
+        with trace_lock:
             trace = self._own.find(call) or self._trace(call, args, kwargs)
             key = self._current_key
             program = trace.programs.get(key)
@@ -171,7 +172,9 @@ class Checkpointed:
         state = surroundings()
         options = TraceOptions(with_gradients=state[0], grad_enabled=state[0])
         names = [f"arg{i}" for i in range(len(specs))]
+        unchanged = VariableGuard(variables)
         region = Region.traced(body, specs, names, paths, options)
+        unchanged.forget_changed()
         assert body.captured is not None
         modules = {id(m): m for _, root in roots for m in root.modules()} | {
             id(m): m for m in paths.seen
@@ -188,7 +191,7 @@ class Checkpointed:
             result=results[0],
             captured=CapturedTensors(body.captured, variables, named_modules),
             modules=ModuleGuard(modules.values()),
-            variables=VariableGuard(variables),
+            variables=unchanged,
         )
         self._own.traces.insert(0, trace)
         return trace
@@ -198,7 +201,12 @@ class Checkpointed:
 
     def _warn_of_changing_number(self, call: Call) -> None:
         """Say so when a number among the arguments makes for a new trace each time."""
-        alike = [t for t in self._own.traces if _apart_from_numbers(t.key, call.key)]
+        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        alike = {
+            t.key
+            for t in self._own.traces
+            if t.specs == specs and t.key != call.key and _apart_from_numbers(t.key, call.key)
+        }
         if len(alike) >= _MANY_TRACES and not self._own.warned:
             self._own.warned = True
             warn_user(

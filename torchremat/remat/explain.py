@@ -1,11 +1,12 @@
 """Explanations: what becomes of each value of a forward pass under a policy, and why."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
 from torchremat.autodiff.bodies import FunctionBody
+from torchremat.autodiff.joint import is_forward
 from torchremat.avals import Aval
 from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.remat.bound import BoundCall, InputLabel, labels_of_state, name_of
@@ -19,6 +20,8 @@ from torchremat.remat.scopes import (
     Computed,
     Labels,
     Scope,
+    body_of,
+    is_computed,
     is_remat,
     item_index,
     join_names,
@@ -83,7 +86,7 @@ def report_of(observation: Observation) -> Report:
     for call in observation.scope.calls:
         program = program_of(call)
         if call.kwargs["call"] in observation.live_calls and program is not None:
-            found.add_replayed(observation.scope.decided_inside(call, program), program)
+            found.add_replayed(observation.scope.whole_inside(call), program)
     inputs.sort(key=lambda pair: observation.inputs.index(pair[0]))
     return Report((*(row for _, row in inputs), *found.in_order()))
 
@@ -137,56 +140,54 @@ class _Rows:
             self._add(scope.value_of(node), choice, nbytes, Aval.of(tensor))
 
     def add_replayed(self, scope: Scope, program: FunctionProgram) -> None:
-        """What the derivative of a program computes again; `scope` is of its joint graph."""
-        recomputed = program.choices.residuals(program.root_joint).recomputed
-        opened: dict[fx.Node, tuple[list[int], Choice]] = {}
-        for node in recomputed:
-            choice = program.choices.choices.get(node)
-            if choice is None:
-                continue
-            if is_item(node) and is_remat(call_of(node)):
-                indices, _ = opened.setdefault(call_of(node), ([], choice))
-                indices.append(item_index(node))
-            else:
-                self._add_computed(scope.value_of(node), choice)
-        for call, (indices, choice) in opened.items():
-            inner = scope.inside(call)
-            for value in _computed_for(inner, [inner.outputs[i] for i in indices]):
-                self._add_computed(value, choice)
-        for call in scope.calls:
-            nested = program_of(call)
-            if nested is not None and nested.region.wrt:
-                self.add_replayed(scope.decided_inside(call, nested), nested)
+        """What the derivative of a program, which runs in `scope`, computes again.
 
-    def _add_computed(self, value: Computed, choice: Choice) -> None:
+        It is what of the forward pass is in its backward graph.
+        """
+        given = (True,) * len(program.differentiable)
+        needed = tuple(spec.requires_grad for spec in program.region.specs)
+        self._add_replays(scope, program.backward(given, needed).module, program)
+
+    def _add_replays(
+        self, scope: Scope, backward: fx.GraphModule, program: FunctionProgram | None
+    ) -> None:
+        """Those in a `backward` graph, whose forward half is that of `scope`."""
+        choices = {} if program is None else program.choices.choices
+        reasons = {node.name: choice.reason for node, choice in choices.items()}
+        calls = {call.kwargs["call"]: call for call in scope.calls}
+        for node in backward.graph.nodes:
+            if is_remat(node):
+                call = calls.get(node.kwargs["call"], node)
+                inner = scope.whole_inside(call)
+                if is_forward(node):
+                    reason = next((reasons[i.name] for i in node.users if i.name in reasons), "")
+                    self._add_body(inner, body_of(node), reason)
+                else:
+                    self._add_replays(inner, body_of(node), self.labels.programs.get(inner.path))
+            elif is_computed(node) and is_forward(node):
+                reason = reasons.get(node.name, "the backward pass needs it")
+                self._add_again(Computed(node, scope), reason)
+
+    def _add_body(self, scope: Scope, body: fx.GraphModule, reason: str) -> None:
+        """All that a body computes, which the derivative around it runs again."""
+        for node in body.graph.nodes:
+            if is_remat(node):
+                self._add_body(scope.whole_inside(node), body_of(node), reason)
+            elif is_computed(node):
+                self._add_again(Computed(node, scope), reason)
+
+    def _add_again(self, value: Computed, reason: str) -> None:
         aval = value.aval
-        if aval is not None and not (value.is_constant or value.is_input):
-            self._add(value, choice, aval.nbytes, aval)
+        if aval is not None and not value.is_constant:
+            self._add(value, Choice("recomputed", reason), aval.nbytes, aval)
 
     def _add(self, value: Computed, choice: Choice, nbytes: int, aval: Aval) -> None:
         if value.key in self._rows:
             return
         label = self.labels.of_value(value)
-        row = Row(label.name, value.op, value.module, label.source, aval.shape, aval.dtype, nbytes,
+        row = Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype, nbytes,
                   choice.decision, choice.reason)  # fmt: skip
         self._rows[value.key] = (self.labels.position(value), row)
-
-
-def _computed_for(scope: Scope, wanted: Iterable[Any]) -> Iterator[Computed]:
-    """The values that are computed on the way to the outputs `wanted` of a body."""
-    stack = [node for node in wanted if isinstance(node, fx.Node)]
-    seen: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        value = scope.value_of(node)
-        if value.scope is not scope:  # of a checkpoint inside this one
-            yield from _computed_for(value.scope, [value.node])
-        elif value.node is node and node.op == "call_function":
-            yield value
-        stack.extend(node.all_input_nodes)
 
 
 # --- reasons -------------------------------------------------------------------------------------
@@ -219,7 +220,11 @@ def _choice_on(held: Held) -> Choice | None:
 
 def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:
     choice = program.choices.choices.get(residual)
-    return choice or Choice("saved", "a copy, made before the function writes to it")
+    if choice is None:
+        return Choice("saved", "a copy, made before the function writes to it")
+    if choice.decision == "recomputed":
+        return Choice("saved", "config.verify_recomputation compares it")
+    return choice
 
 
 # --- inputs --------------------------------------------------------------------------------------

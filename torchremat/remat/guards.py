@@ -8,35 +8,38 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from types import CellType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+
+from torchremat.graph.sources import is_user_file
 
 _SIMPLE = (int, float, bool, str, type(None))
 _GUARDED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
 class ModuleGuard:
-    """Whether modules are as they were: mode, plain attributes, children and forward hooks.
+    """Whether modules are as they were: mode, plain attributes, children, hooks and `forward`.
 
     One `itemgetter` and one comparison a module, both in C: 0.5 us.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._checks: list[tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...]]] = []
+        self._checks: list[tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], int]] = []
         for module in modules:
             attributes = vars(module)
             names = [*_GUARDED, *(n for n, v in attributes.items() if type(v) in _SIMPLE)]
             get = itemgetter(*names)
             recorded = [dict(v) if isinstance(v, dict) else v for v in get(attributes)]
-            self._checks.append((get, attributes, tuple(recorded)))
+            patched = id(attributes.get("forward"))
+            self._checks.append((get, attributes, tuple(recorded), patched))
 
     def holds(self) -> bool:
         """Whether nothing changed."""
         try:
-            for get, attributes, recorded in self._checks:
-                if get(attributes) != recorded:
+            for get, attributes, recorded, patched in self._checks:
+                if get(attributes) != recorded or id(attributes.get("forward")) != patched:
                     return False
         except KeyError:  # an attribute was deleted
             return False
@@ -45,30 +48,55 @@ class ModuleGuard:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable that a function reads: an entry of a dict, or a cell of its closure."""
+    """A variable that a function reads: an entry of a dict or list, or a cell of its closure."""
 
     label: str
     holder: Any
-    key: str | None
+    key: Any = None
 
     def get(self) -> Any:
-        """The value now."""
-        return self.holder.cell_contents if self.key is None else self.holder[self.key]
+        """The value now; `MISSING` if there is none any more."""
+        try:
+            return self.holder.cell_contents if self.key is None else self.holder[self.key]
+        except (ValueError, LookupError):
+            return MISSING
+
+
+class _Missing:
+    """No value."""
+
+
+MISSING = _Missing()
 
 
 class VariableGuard:
-    """Whether plain variables have the values that they had."""
+    """Whether variables have the values that they had: numbers and strings, modules, functions."""
 
     def __init__(self, variables: Iterable[Variable]) -> None:
-        self._values = [(v, v.get()) for v in variables if type(v.get()) in _SIMPLE]
+        self._values: list[tuple[Variable, Any]] = []
+        self._objects: list[tuple[Variable, int]] = []
+        for variable in variables:
+            value = variable.get()
+            if type(value) in _SIMPLE:
+                self._values.append((variable, value))
+            elif isinstance(value, (nn.Module, FunctionType)):
+                self._objects.append((variable, id(value)))
+
+    def forget_changed(self) -> None:
+        """Forget what the function itself changed, a counter say, while it was traced."""
+        self._values = [pair for pair in self._values if _is_unchanged(*pair)]
 
     def holds(self) -> bool:
         """Whether nothing changed."""
         for variable, value in self._values:
-            current = variable.get()
-            if type(current) is not type(value) or current != value:
+            if not _is_unchanged(variable, value):
                 return False
-        return True
+        return all(id(variable.get()) == identity for variable, identity in self._objects)
+
+
+def _is_unchanged(variable: Variable, value: Any) -> bool:
+    current = variable.get()
+    return type(current) is type(value) and current == value
 
 
 class CapturedTensors:
@@ -95,7 +123,7 @@ class CapturedTensors:
             for i, place in enumerate(self._places)
         ]
 
-        held_in_dicts = [p for p in self._places if p is not None and p.key is not None]
+        held_in_dicts = [p for p in self._places if p is not None and type(p.holder) is dict]
         self._entries = [(p.holder, p.key) for p in held_in_dicts]
         self._all_in_dicts = len(self._entries) == len(self.tensors)
 
@@ -109,26 +137,64 @@ class CapturedTensors:
         ]
 
 
+_MANY = 64
+_DEPTH = 3
+
+
 def variables_of(fun: Callable[..., Any]) -> list[Variable]:
-    """The variables that the code of `fun` reads from its closure and its module."""
-    fun = getattr(fun, "__func__", fun)
-    fun = inspect.unwrap(fun)
+    """The variables that `fun` reads from its closure, its module and the object it belongs to.
+
+    Looked into are functions that it calls, lists, tuples, dicts and plain objects among them, a few
+    levels deep.
+    """
+    found: list[Variable] = []
+    seen: set[int] = {id(fun)}
+    owner = getattr(fun, "__self__", None)
+    level = list(_read_by(fun))
+    if owner is not None and not isinstance(owner, nn.Module):
+        level += _entries_of(Variable("", [owner], 0))
+    for _ in range(_DEPTH):
+        found += level
+        inner = [v for v in level if id(v.get()) not in seen]
+        seen.update(id(v.get()) for v in inner)
+        level = [entry for v in inner for entry in _entries_of(v)]
+    return found + level
+
+
+def _read_by(fun: Any) -> Iterator[Variable]:
+    fun = inspect.unwrap(getattr(fun, "__func__", fun))
     code = getattr(fun, "__code__", None)
-    if code is None:
+    if not isinstance(code, CodeType):
+        return
+    for name, cell in zip(code.co_freevars, fun.__closure__ or (), strict=True):
+        yield Variable(f"closed-over {name}", cell)
+    for name in code.co_names:
+        if name in fun.__globals__:
+            yield Variable(f"closed-over {name}", fun.__globals__, name)
+
+
+def _entries_of(variable: Variable) -> list[Variable]:
+    """What a function, a container or a plain object in `variable` leads to."""
+    value, label = variable.get(), variable.label
+    if isinstance(value, FunctionType):
+        own = not is_user_file(value.__code__.co_filename)
+        return [] if own else list(_read_by(value))
+    if type(value) in (list, tuple):
+        return [Variable(f"{label}[{i}]", value, i) for i in range(min(len(value), _MANY))]
+    if type(value) is dict:
+        return [Variable(f"{label}[{k!r}]", value, k) for k in list(value)[:_MANY]]
+    attributes = getattr(value, "__dict__", None)
+    if type(attributes) is not dict or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
         return []
-    cells = zip(code.co_freevars, fun.__closure__ or (), strict=True)
-    found = [Variable(f"closed-over {n}", cell, None) for n, cell in cells if _is_set(cell)]
-    globals_ = fun.__globals__
-    found += [Variable(f"closed-over {n}", globals_, n) for n in code.co_names if n in globals_]
-    return found
+    if not _is_users(type(value)):
+        return []
+    prefix = f"{label}." if label else ""
+    return [Variable(f"{prefix}{k}", attributes, k) for k in list(attributes)[:_MANY]]
 
 
-def _is_set(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+def _is_users(kind: type) -> bool:
+    """Whether a class is neither PyTorch's nor Python's own."""
+    return kind.__module__.partition(".")[0] not in {"torch", "builtins", "torchremat"}
 
 
 def modules_in(variables: Iterable[Variable]) -> Iterator[tuple[str, nn.Module]]:

@@ -160,7 +160,7 @@ def call_in_graph(
     inputs = module.graph.find_nodes(op="placeholder")
     tensors = [value for value in g.outputs if isinstance(value, fx.Node)]
     body = slice_graph(module, inputs, [*tensors, *g.written])
-    body.meta["policy"] = policy
+    body.meta |= {"policy": policy, "tidy": True}
     operands = [*g.consts, *flatten_call(args, kwargs, statics, lenient=lenient).tensors]
     results = list(remat_p(body, *operands))
     with torch.no_grad():

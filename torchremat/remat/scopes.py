@@ -63,7 +63,7 @@ class Scope:
 
     def inside(self, call: fx.Node) -> "Scope":
         """The body that `call`, a node of this scope, runs."""
-        body = _body(call)
+        body = body_of(call)
         nodes = list(body.graph.nodes)
         (output,) = body.graph.find_nodes(op="output")
         return self._entered(
@@ -76,16 +76,10 @@ class Scope:
 
     def whole_inside(self, call: fx.Node) -> "Scope":
         """The same before anything was left out or opened: all that the function computes."""
-        program = _program(_body(call))
-        if not isinstance(program, FunctionProgram):
+        program = program_of(call)
+        if program is None:
             return self.inside(call)
-        return self._entered_joint(call, program, program.region.joint)
-
-    def decided_inside(self, call: fx.Node, program: FunctionProgram) -> "Scope":
-        """The same as the policy saw it: `program.choices` are about these nodes."""
-        return self._entered_joint(call, program, program.root_joint)
-
-    def _entered_joint(self, call: fx.Node, program: FunctionProgram, joint: Any) -> "Scope":
+        joint = program.region.joint
         nodes = list(joint.module.graph.nodes)
         return self._entered(call, nodes=nodes, inputs=joint.inputs, outputs=(), program=program)
 
@@ -210,15 +204,20 @@ class Label:
     """What a value is called: by the user (`is_given`), or by its module and operator."""
 
     name: str
+    module: str
     source: Source | None
     is_given: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The names of the values of a function, inside checkpoints too, in program order."""
+    """The names of the values of a function, inside checkpoints too, in program order.
+
+    `programs` are those of the checkpoints, by the calls that they lie in.
+    """
 
     labels: dict[Key, Label]
+    programs: dict[tuple[str, ...], FunctionProgram]
 
     @classmethod
     def of(cls, scope: Scope) -> "Labels":
@@ -226,25 +225,29 @@ class Labels:
         counted: dict[Key, Label] = {}
         given: dict[Key, Label] = {}
         repeats: dict[str, int] = {}
-        for value in _values(scope):
+        programs: dict[tuple[str, ...], FunctionProgram] = {}
+        for value in _values(scope, programs):
             if value.node.target is name_p:
                 name = str(value.node.kwargs["name"])
                 named = value.scope.value_of(value.node)
-                given.setdefault(named.key, Label(name, value.source, is_given=True))
+                module = counted[named.key].module if named.key in counted else named.module
+                given.setdefault(named.key, Label(name, module, value.source, is_given=True))
                 continue
-            base = ".".join(part for part in (value.module, _steady_name(value.op)) if part)
+            module = value.module
+            base = _base_name(module, value.op)
             for index in range(_num_outputs(value.node)):
                 number = repeats[base] = repeats.get(base, -1) + 1
                 name = f"{base}_{number}" if number else base
-                counted[value.scope.path, value.node.name, index] = Label(name, value.source)
-        return cls(counted | given)
+                label = Label(name, module, value.source)
+                counted[value.scope.path, value.node.name, index] = label
+        return cls(counted | given, programs)
 
     def of_value(self, value: Computed) -> Label:
         """The label of a value; one that is in no trace of the function itself is a copy."""
         label = self.labels.get(value.key)
         if label is None:
-            name = ".".join(part for part in (value.module, _steady_name(value.op)) if part)
-            return Label(name, value.source)
+            module = value.module
+            return Label(_base_name(module, value.op), module, value.source)
         return label
 
     @cached_property
@@ -256,13 +259,16 @@ class Labels:
         return self._order.get(value.key, len(self._order))
 
 
-def _values(scope: Scope) -> Iterator[Computed]:
-    """The calls of operators, and of `name_p`, in program order."""
+def _values(scope: Scope, programs: dict[tuple[str, ...], FunctionProgram]) -> Iterator[Computed]:
+    """The calls of operators, and of `name_p`, in program order; notes the programs on the way."""
     for node in scope.nodes:
         if node.op != "call_function" or not is_forward(node) or is_item(node):
             continue
         if is_remat(node):
-            yield from _values(scope.whole_inside(node))
+            inner = scope.whole_inside(node)
+            if isinstance(inner.program, FunctionProgram):
+                programs[inner.path] = inner.program
+            yield from _values(inner, programs)
         elif node.target is name_p or not is_view(node):
             yield Computed(node, scope)
 
@@ -281,11 +287,21 @@ def item_index(node: fx.Node) -> int:
 
 def program_of(call: fx.Node) -> FunctionProgram | None:
     """The program that the checkpoint `call` runs, if it is that of a function."""
-    program = _program(_body(call))
+    program = _program(body_of(call))
     return program if isinstance(program, FunctionProgram) else None
 
 
-def _body(call: fx.Node) -> fx.GraphModule:
+def is_computed(node: fx.Node) -> bool:
+    """Whether `node` is a value that an operator computes: no view, and no tuple of several."""
+    if node.op != "call_function" or is_remat(node) or is_view(node):
+        return False
+    if is_item(node):
+        return not is_remat(call_of(node))
+    return not isinstance(node.meta.get("val"), tuple | list)
+
+
+def body_of(call: fx.Node) -> fx.GraphModule:
+    """The graph that the checkpoint `call` runs."""
     reference, module = call.args[0], call.graph.owning_module
     assert isinstance(reference, fx.Node)
     body = getattr(module, str(reference.target))
@@ -294,7 +310,7 @@ def _body(call: fx.Node) -> fx.GraphModule:
 
 
 def _program(body: fx.GraphModule) -> Program | None:
-    return body.meta.get("program") or body.meta.get("inner")
+    return body.meta.get("program")
 
 
 def _name_of_call(call: fx.Node) -> str:
@@ -315,6 +331,10 @@ def op_base_name(op: Any) -> str:
     """
     name = packet_name(op)
     return name.removeprefix("aten.").removeprefix("higher_order.")
+
+
+def _base_name(module: str, op: str) -> str:
+    return ".".join(part for part in (module, _steady_name(op)) if part)
 
 
 def _steady_name(op: str) -> str:

@@ -1,6 +1,6 @@
 """The cache of traces: found by what a call is like, under a weak reference to the function."""
 
-import threading
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,7 +84,6 @@ class Traces:
     """The traces of one function, newest first."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         self.traces: list[Trace] = []
         self.recent: Trace | None = None
         self.warned = False
@@ -103,21 +102,21 @@ class TracesByFunction:
     """Traces under weak references to functions: dropping a function frees them."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[Any, ...], tuple[weakref.ref[Any], Traces]] = {}
+        self._entries: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Any], ...], Traces]] = {}
 
     def of(self, fun: Callable[..., Any], statics: tuple[Any, ...]) -> Traces:
         """The traces of `fun`, which may be a bound method."""
-        if isinstance(fun, MethodType):
-            owner: Any = fun.__self__
-            key: tuple[Any, ...] = (id(owner), id(fun.__func__), statics)
-        else:
-            owner, key = fun, (id(fun), statics)
+        parts = (fun.__self__, fun.__func__) if isinstance(fun, MethodType) else (fun,)
+        key = (*map(id, parts), statics)
         entry = self._entries.get(key)
-        if entry is None or entry[0]() is not owner:
+        if entry is None:
             try:
-                reference = weakref.ref(owner, lambda _: self._entries.pop(key, None))
+                forget = functools.partial(self._forget, key)
+                references = tuple(weakref.ref(part, forget) for part in parts)
             except TypeError:  # some callables cannot be referred to weakly
                 return Traces()
-            entry = (reference, Traces())
-            self._entries[key] = entry
+            entry = self._entries.setdefault(key, (references, Traces()))
         return entry[1]
+
+    def _forget(self, key: tuple[Any, ...], _: object) -> None:
+        self._entries.pop(key, None)

@@ -1,0 +1,164 @@
+"""`batch_graph`: a graph mapped over an axis, as `vmap` maps a function."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat.autodiff.bodies import BatchedBody, Body
+from torchremat.autodiff.graph_transforms import TensorsOf, check_pure, spec_of, trace_body
+from torchremat.graph.building import build_graph
+from torchremat.graph.eqns import aval_of
+from torchremat.graph.tracing import InputSpec, Tracing
+from torchremat.graph.typed_graph import TypedGraph
+
+Axes = int | None | Sequence[int | None]
+_RANDOMNESS = ("error", "different", "same")
+
+
+def batch_graph(
+    g: TypedGraph,
+    axis_size: int,
+    in_axes: Axes,
+    out_axes: Axes = None,
+    *,
+    randomness: str = "error",
+) -> tuple[TypedGraph, list[int | None]]:
+    """Map a graph over an axis of its inputs.
+
+    Args:
+        g: the graph of one example. It must write to nothing; its constants have no such axis.
+        axis_size: the size of the axis.
+        in_axes: where the axis is in each input, in the order of `in_avals`: an int (negative ones
+            count from the end of the input with the axis), or `None` for an input that all examples
+            share. One int or `None` stands for all.
+        out_axes: where it is to be in each output, in the order of `out_avals`. An output that is
+            the same for all examples is repeated for an int. `None` leaves an output as it comes:
+            with the axis first, or without it if it is the same for all.
+        randomness: what random operators do: `"error"`, draw `"different"` numbers for each
+            example, or the `"same"` ones.
+
+    Returns:
+        A graph that takes the arguments of `g`, with the axis, and gives its result, with the axis;
+        and where the axis is in each output, `None` for an output without it.
+
+    Raises:
+        ValueError: if an axis is out of range, or there is not one for each input or output, or
+            `axis_size` is not positive; `GraphError`, if `g` writes to its inputs or constants.
+        TypeError: if an axis is neither an int nor `None`.
+
+    After `jax.interpreters.batching.batch_jaxpr`.
+
+    >>> import torch, torchremat as tr
+    >>> g = tr.make_graph(torch.dot)(torch.ones(3), torch.ones(3))
+    >>> batched, out_axes = batch_graph(g, 2, (0, None))
+    >>> out_axes, tr.eval_graph(batched, torch.ones(2, 3), torch.ones(3))
+    ([0], tensor([3., 3.]))
+    """
+    check_pure(g, "batch_graph")
+    _check_size(axis_size)
+    if randomness not in _RANDOMNESS:
+        raise ValueError(f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}")
+    axes = _as_axes(in_axes, [len(a.shape) for a in g.in_avals], "in_axes", "input")
+    wanted = _as_axes(out_axes, [len(a.shape) for a in g.out_avals], "out_axes", "output")
+    in_dims = (*(None for _ in g.consts), *axes)
+    mapped = BatchedBody(TensorsOf(g), in_dims, axis_size, randomness)
+    body = _Placed(mapped, g.outputs, tuple(wanted))
+    nodes = [*g.const_nodes, *g.input_nodes]
+    specs = [
+        spec if dim is None else _with_axis(spec, dim, axis_size)
+        for spec, dim in zip(map(spec_of, nodes), in_dims, strict=True)
+    ]
+    traced = trace_body(g, body, specs, [node.name for node in nodes])
+    structures = (g.in_structure, g.out_structure)
+    return build_graph(traced.module, traced.inputs, traced.outputs, structures), body.out_axes
+
+
+@dataclass(eq=False)
+class _Placed(Body):
+    """`of`, with the axis in its outputs moved to where it is `wanted`; also numbers have one then.
+
+    After a run `out_axes` holds where it is.
+    """
+
+    of: BatchedBody
+    outputs: Sequence[Any]
+    wanted: tuple[int | None, ...]
+    out_axes: list[int | None] = ()  # type: ignore[assignment]
+
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs, tensors and numbers."""
+        results = iter(self.of.run(tracing, inputs))
+        dims = iter(self.of.out_dims)
+        placed: list[Any] = []
+        self.out_axes = []
+        for output, axis in zip(self.outputs, self.wanted, strict=True):
+            is_tensor = isinstance(output, fx.Node)
+            value = next(results) if is_tensor else output
+            dim = next(dims) if is_tensor else None
+            if axis is None:
+                placed.append(value)
+                self.out_axes.append(dim)
+            else:
+                placed.append(self._moved(value, dim, axis))
+                self.out_axes.append(axis)
+        return placed
+
+    def _moved(self, value: Any, dim: int | None, axis: int) -> Tensor:
+        if not isinstance(value, Tensor):
+            return torch.full((self.of.axis_size,), value)
+        if dim is not None:
+            return torch.movedim(value, dim, axis)
+        shape = list(value.shape)
+        shape.insert(axis, self.of.axis_size)
+        return value.unsqueeze(axis).expand(shape)
+
+
+def _check_size(axis_size: Any) -> None:
+    if isinstance(axis_size, bool) or not isinstance(axis_size, int):
+        raise TypeError(
+            f"axis_size must be an int, but it is {axis_size!r} ({type(axis_size).__name__})"
+        )
+    if axis_size < 1:
+        raise ValueError(f"axis_size must be at least 1, but it is {axis_size}")
+
+
+def _as_axes(axes: Any, ranks: Sequence[int], what: str, of_what: str) -> list[int | None]:
+    """One axis for each rank, each at least 0."""
+    if axes is None or isinstance(axes, int):
+        axes = [axes] * len(ranks)
+    if not isinstance(axes, Sequence) or isinstance(axes, str):
+        raise TypeError(
+            f"{what} must be an int, None, or a sequence of them, one for each {of_what}, but it "
+            f"is {axes!r} ({type(axes).__name__})"
+        )
+    if len(axes) != len(ranks):
+        raise ValueError(
+            f"{what} must have one entry for each {of_what}: the graph has {len(ranks)}, and {what} "
+            f"has {len(axes)} entries"
+        )
+    return [_as_axis(a, rank + 1, f"{what}[{i}]") for i, (a, rank) in enumerate(zip(axes, ranks, strict=True))]
+
+
+def _as_axis(axis: Any, rank: int, what: str) -> int | None:
+    """`axis` of a tensor of `rank` dimensions, the mapped one among them."""
+    if axis is None:
+        return None
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"{what} must be an int or None, but it is {axis!r} ({type(axis).__name__})")
+    if not -rank <= axis < rank:
+        raise ValueError(
+            f"{what} is {axis}, but with the mapped axis the tensor has {rank} dimension(s): an axis "
+            f"must be at least {-rank} and less than {rank}"
+        )
+    return axis % rank
+
+
+def _with_axis(spec: InputSpec, axis: int, size: int) -> InputSpec:
+    shape = list(spec.shape)
+    shape.insert(axis, size)
+    strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return replace(spec, shape=tuple(shape), stride=strides)

@@ -5,8 +5,10 @@ it is there and behaves as the library needs. No other file of the package impor
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -215,6 +217,21 @@ def _hidden_from_dynamo(session: _MakefxTracer) -> Iterator[None]:
     finally:
         callback_handler.remove_start_callback(hide)
         callback_handler.remove_end_callback(show)
+
+
+@cache
+def let_modes_see_views_of_zeros() -> torch.library.Library:
+    """Let `view` of an efficient zero tensor, of which forward mode makes many, reach fake tensors.
+
+    Up to 2.13, PyTorch registers the kernel of dense tensors for it (the others fall through), which
+    takes the fake tensor apart, so that `vmap` of `jvp` of `vmap` of `jvp` cannot be traced. For zeros
+    that are not fake nothing changes: falling through leads to the same kernel.
+    """
+    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901  (kept by the cache)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        library.impl("view", torch.library.fallthrough_kernel, "ZeroTensor")
+    return library
 
 
 def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:

@@ -127,6 +127,7 @@ class JvpBody(Body):
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """The tangents of the outputs, after the outputs if they are kept."""
+        _torch.let_modes_see_views_of_zeros()
         primals, tangents = inputs[: self.num_inputs], inputs[self.num_inputs :]
 
         def function(*wrt: Tensor) -> tuple[tuple[Any, ...], Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torchremat import _torch
 from torchremat.graph.aliases import is_item
 from torchremat.graph.eqns import attribute
 from torchremat.graph.slicing import slice_graph
@@ -125,11 +126,42 @@ class _Builder:
         if node.target in _HANDED_ON and node not in results:
             self.copies[node] = self.copies[node.args[0]]  # type: ignore[index]
             return
+        if node.target is aten.copy.default:
+            self.copies[node] = self._copied_value(node, node in results)
+            return
         copy = self.graph.node_copy(node, self.copies.__getitem__)
         copy.kwargs = {k: v for k, v in copy.kwargs.items() if not _is_number_of_trace(node, k)}
         if copy.target in _VIEWS:
             copy.target = aten.reshape.default
         self.copies[node] = copy
+
+    def _copied_value(self, node: fx.Node, is_result: bool) -> fx.Node:
+        """What `copy` gives, by operators that have a derivative: it has none.
+
+        Functionalisation makes `y = copy(x, value)` of `x.copy_(value)` and `x[i] = value`.
+        """
+        source = node.args[1]
+        assert isinstance(source, fx.Node)
+        like, given = node.meta["val"], source.meta["val"]
+        found = self.copies[source]
+        if (like.dtype, like.device) != (given.dtype, given.device):
+            options = {"dtype": like.dtype, "device": like.device}
+            found = self._call(aten._to_copy.default, (found,), options, node, given.shape)
+        if like.shape != given.shape:
+            found = self._call(aten.expand.default, (found, list(like.shape)), {}, node, like.shape)
+        if is_result:
+            found = self._call(aten.clone.default, (found,), {}, node, like.shape)
+        return found
+
+    def _call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, shape: Any
+    ) -> fx.Node:
+        call = self.graph.call_function(target, args, kwargs)
+        call.meta = dict(like.meta)
+        value = like.meta["val"]
+        with _torch.isolated_from_surroundings(), value.fake_mode:
+            call.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return call
 
 
 def prune_bodies(module: fx.GraphModule) -> None:

@@ -45,7 +45,7 @@ def dce_graph(g: TypedGraph, used_outputs: Sequence[bool]) -> tuple[TypedGraph, 
     module, copies = copied(g)
     outputs = [copies.get(v, v) for v, used in zip(g.outputs, used_outputs, strict=True) if used]
     written = [copies[value] for value in g.written]
-    module.graph.output((*outputs, *written))
+    set_outputs(module.graph, [*outputs, *written])
     eliminate_dead(module)
     used = [bool(copies[node].users) for node in g.input_nodes]
     for i in g.writes:
@@ -85,11 +85,18 @@ def check_mask(mask: Sequence[bool], count: int, what: str, of_what: str) -> Non
 
 
 def copied(g: TypedGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy of the operators of `g` without an output, and the copy of each node."""
+    """A copy of the operators of `g`, with no outputs yet, and the copy of each node."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(g.graph_module.graph, copies)
+    graph.output(())
     return fx.GraphModule(g.graph_module, graph), copies
+
+
+def set_outputs(graph: fx.Graph, outputs: Sequence[Any]) -> None:
+    """Let the graph give `outputs`."""
+    (output,) = graph.find_nodes(op="output")
+    output.args = (tuple(outputs),)
 
 
 def const_inputs(g: TypedGraph, copies: dict[fx.Node, fx.Node]) -> list[Input]:
@@ -128,7 +135,7 @@ def draws_random(node: fx.Node, module: fx.GraphModule) -> bool:
     if node.op != "call_function":
         return False
     bodies = [attribute(module, str(a.target)) for a in _references(node)]
-    return any(
+    return any(getattr(body, "draws_random", False) for body in bodies) or any(
         draws_random(inner, body)
         for body in bodies
         if isinstance(body, fx.GraphModule)

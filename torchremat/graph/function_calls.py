@@ -41,6 +41,7 @@ class FunctionCall(nn.Module):
         super().__init__()
         self.function = function
         self.args = args
+        self.draws_random = False
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The results for other tensors, always as a tuple."""
@@ -84,7 +85,8 @@ class FunctionCalls:
         tracing = self.tracing
         last = next(iter(reversed(tracing.graph.nodes)), None)
         result = apply(*args)
-        for node in _nodes_after(tracing.graph, last):
+        inside = list(_nodes_after(tracing.graph, last))
+        for node in inside:
             node.meta[INSIDE] = True
         outputs = result if isinstance(result, tuple) else (result,)
         tensors: list[Tensor] = []
@@ -94,6 +96,7 @@ class FunctionCalls:
                 f"{function.__qualname__} writes to a tensor that it is given (mark_dirty), which "
                 "a graph cannot hold together with its derivative. Let it return a new tensor."
             )
+        body.draws_random = any(map(_draws, inside))
         if any(isinstance(output, Tensor) for output in outputs):
             self._record(body, tensors, outputs)
         return result

@@ -48,7 +48,8 @@ def explain(
 
     Returns:
         A `Report`, with a row for each value that is kept or computed again. Its `total` is the
-        bytes that autograd really holds.
+        bytes that autograd really holds; of kernels that return a workspace (`mkldnn_rnn_layer`,
+        an LSTM on a CPU) PyTorch's fake tensors do not know how large it is.
 
     Raises:
         TypeError: if `f` is not callable, or if there is nothing to differentiate.

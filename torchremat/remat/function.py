@@ -36,6 +36,8 @@ def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> 
 
 
 class Checkpoint(torch.autograd.Function):
+    """A program under plain autograd: what a user sees as `grad_fn=<CheckpointBackward>`."""
+
     @staticmethod
     def forward(ctx: Any, program: Program, owner: object, *inputs: Tensor) -> tuple[Any, ...]:
         ctx.call = next(_calls)
@@ -73,6 +75,8 @@ _direct_apply = _torch.direct_apply(Checkpoint)
 
 
 class FunctionalCheckpoint(torch.autograd.Function):
+    """A program under `torch.func`. With `emits` the residuals are outputs, after the others."""
+
     @staticmethod
     def forward(program: Program, owner: object, emits: bool, *inputs: Tensor) -> tuple[Any, ...]:
         results = run_program(program, inputs)

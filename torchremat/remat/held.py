@@ -12,6 +12,8 @@ input or an output of the body, and is followed to the operator that computes it
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +27,7 @@ from torchremat.graph.aliases import base_of
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.remat.bound import BoundCall, InputLabel
+from torchremat.remat.program import Program
 from torchremat.remat.scopes import Computed, Scope, op_base_name
 
 
@@ -76,13 +79,13 @@ def observe(call: BoundCall) -> Observation:
     `TraceError` (a `TypeError`) if there is nothing to differentiate.
     """
     differentiate_all = not call.is_known_to_require_grad()
-    found = _Observer(call, differentiate_all).run()
+    found = _observed(call, differentiate_all)
     captured = [i for i in found.inputs if i.label.kind != "argument"]
     if differentiate_all and any(i.requires_grad for i in captured):
-        return _Observer(call, False).run()
+        return _observed(call, False)
     if not found.differentiated_inputs():
         if not differentiate_all:
-            found = _Observer(call, True).run()
+            found = _observed(call, True)
         if not found.differentiated_inputs():
             raise TraceError(
                 f"{call.name} has nothing to differentiate: no argument is a floating-point or "
@@ -90,6 +93,18 @@ def observe(call: BoundCall) -> Observation:
                 "tensor, or call requires_grad_() on the one that it closes over."
             )
     return found
+
+
+def _observed(call: BoundCall, differentiate_all: bool) -> Observation:
+    try:
+        return _Observer(call, differentiate_all).run()
+    except RuntimeError as error:
+        if _NO_HOOKS not in str(error):
+            raise
+    return _Observer(call, differentiate_all, with_hooks=False).run()
+
+
+_NO_HOOKS = "don't yet support saved tensor hooks"  # torch.func.grad and its kin
 
 
 class _Record:
@@ -103,7 +118,14 @@ class _Record:
 
 
 class _Observer:
-    def __init__(self, call: BoundCall, differentiate_all: bool) -> None:
+    """One run. Without hooks, what is held is read off the nodes of autograd's graph.
+
+    Not all show what they hold: the one of a write to a view (`CopySlices`) does not.
+    """
+
+    def __init__(
+        self, call: BoundCall, differentiate_all: bool, *, with_hooks: bool = True
+    ) -> None:
         self.call = call
         self.differentiate_all = differentiate_all
         self.paths = ModulePaths(call.roots)
@@ -111,16 +133,21 @@ class _Observer:
         self.records: list[weakref.ref[_Record]] = []
         self.versions: dict[int, int] = {}
         self.reader: Any = None
+        self.with_hooks = with_hooks
 
     def run(self) -> Observation:
         tracing = self.tracing
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with tracing.recording(), torch.enable_grad():
+        caches_casts = torch.is_autocast_cache_enabled()
+        with tracing.recording(), torch.enable_grad(), _autocast_cache(caches_casts):
             fakes = self._inputs()
-            with tracing.bound(self.call.tensors, fakes), hooks:
+            with tracing.bound(self.call.tensors, fakes), self._hooks():
                 output = self.call.run(fakes)
-        records = [r for reference in self.records if (r := reference()) is not None]
-        live_calls = self._note_readers(output)
+            records = [r for reference in self.records if (r := reference()) is not None]
+            nodes = _autograd_nodes(output)
+            for node in nodes:
+                records += self._read(node)
+        programs = [node for node in nodes if isinstance(getattr(node, "program", None), Program)]
+        live_calls = frozenset(node.call for node in programs if hasattr(node, "call"))
         module = tracing.finish(())
         scope = Scope.of_trace(module, self.paths)
         inputs = self._observed_inputs(fakes, scope)
@@ -156,6 +183,11 @@ class _Observer:
 
     # --- during ----------------------------------------------------------------------------------
 
+    def _hooks(self) -> AbstractContextManager[Any]:
+        if not self.with_hooks:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
     def _pack(self, tensor: Tensor) -> _Record:
         # a result comes with its node as grad_fn: kept so, it would be kept by what it keeps
         record = _Record(tensor if tensor.is_leaf else tensor.detach())
@@ -170,25 +202,21 @@ class _Observer:
 
     # --- after -----------------------------------------------------------------------------------
 
-    def _note_readers(self, output: Any) -> frozenset[int]:
-        """Tell each record which nodes of autograd's graph hold it; the calls of checkpoints."""
-        leaves, _ = _torch.tree_flatten(output)
-        stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
-        seen = set()
-        calls = []
-        with self.tracing.unrecorded():
-            while stack:
-                node = stack.pop()
-                if node is None or node in seen:
-                    continue
-                seen.add(node)
-                self.reader = node
-                _read_saved(node)
-                if hasattr(node, "call"):
-                    calls.append(node.call)
-                stack.extend(following for following, _ in node.next_functions)
+    def _read(self, node: Any) -> list[_Record]:
+        """Note that `node` holds what it holds; without hooks, give records of it."""
+        found = []
+        self.reader = node
+        for name in dir(node):
+            if not (name.startswith("_saved_") or name == "saved_tensors"):
+                continue
+            value = getattr(node, name)  # through `_unpack`, if there are hooks
+            if not self.with_hooks:
+                for leaf in _torch.tree_flatten(value)[0]:
+                    if isinstance(leaf, Tensor):
+                        found.append(_Record(leaf))
+                        found[-1].readers.append(node)
         self.reader = None
-        return frozenset(calls)
+        return found
 
     def _observed_inputs(self, fakes: list[Tensor], scope: Scope) -> dict[int, ObservedInput]:
         """The inputs by the identity of the storages of their fake tensors."""
@@ -259,8 +287,26 @@ def _hidden_writes(scope: Scope) -> set[Any]:
     }
 
 
-def _read_saved(node: Any) -> None:
-    """Look at every tensor that `node` saved."""
-    for name in dir(node):
-        if name.startswith("_saved_") or name == "saved_tensors":
-            getattr(node, name)
+@contextmanager
+def _autocast_cache(is_enabled: bool) -> Iterator[None]:
+    """Autocast keeps one copy of a weight that is used twice, as it does outside of traces."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(is_enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
+
+
+def _autograd_nodes(output: Any) -> list[Any]:
+    """The nodes of autograd's graph that the tensors in `output` come from."""
+    leaves, _ = _torch.tree_flatten(output)
+    stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+    seen: dict[Any, None] = {}
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            stack.extend(following for following, _ in node.next_functions)
+    return list(seen)

@@ -8,7 +8,11 @@
 """
 
 from torchremat import config, errors, nn
+from torchremat.autodiff.graph_transforms import jvp_graph
+from torchremat.autodiff.transpose_graph import transpose_graph
+from torchremat.batching.batch_graph import batch_graph
 from torchremat.errors import ConcretizationError, EffectError, NoMatchError, UnmatchedWarning
+from torchremat.graph.dce import dce_graph
 from torchremat.graph.typed_graph import TypedGraph, eval_graph
 from torchremat.remat import checkpoint_policies
 from torchremat.remat.checkpoint import checkpoint
@@ -18,6 +22,7 @@ from torchremat.remat.explain import explain
 from torchremat.remat.make_graph import make_graph
 from torchremat.remat.names import checkpoint_name, name_p
 from torchremat.remat.op import remat_p
+from torchremat.remat.partial_eval_graph import partial_eval_graph
 from torchremat.remat.policies import policy
 from torchremat.remat.residuals import print_saved_residuals, saved_residuals
 from torchremat.remat.verdicts import Offloadable, Recompute, Saveable
@@ -33,20 +38,25 @@ __all__ = [
     "Saveable",
     "TypedGraph",
     "UnmatchedWarning",
+    "batch_graph",
     "checkpoint",
     "checkpoint_name",
     "checkpoint_policies",
     "compare",
     "config",
+    "dce_graph",
     "errors",
     "eval_graph",
     "explain",
+    "jvp_graph",
     "make_graph",
     "name_p",
     "nn",
+    "partial_eval_graph",
     "policy",
     "print_saved_residuals",
     "remat",
     "remat_p",
     "saved_residuals",
+    "transpose_graph",
 ]

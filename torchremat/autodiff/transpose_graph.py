@@ -75,7 +75,9 @@ def transpose_graph(g: TypedGraph, linear: Sequence[bool] | None = None) -> Type
     mask = [True] * len(g.input_nodes) if linear is None else linear
     check_mask(mask, len(g.input_nodes), "linear", "input")
     check_inexact(g, mask, "linear")
-    transposition = _Transposition(g, [n for n, chosen in zip(g.input_nodes, mask, strict=True) if chosen])
+    transposition = _Transposition(
+        g, [n for n, chosen in zip(g.input_nodes, mask, strict=True) if chosen]
+    )
     traced = transposition.trace()
     fixed = [chosen for chosen in mask if not chosen]
     cotangents = with_holes(
@@ -98,9 +100,9 @@ class _Transposition:
         """The trace of the derivative, of which only what is linear is left."""
         g = self.g
         primals = [*g.const_nodes, *g.input_nodes]
-        specs = [
-            replace(spec_of(node), requires_grad=node in self.linear) for node in primals
-        ] + [spec_of(node) for node in self.inexact]
+        specs = [replace(spec_of(node), requires_grad=node in self.linear) for node in primals] + [
+            spec_of(node) for node in self.inexact
+        ]
         names = [node.name for node in primals] + [f"{n.name}_cotangent" for n in self.inexact]
         wrt = [i for i, node in enumerate(primals) if node in self.linear]
         body = _TransposeBody(g, len(primals), tuple(wrt))
@@ -203,7 +205,11 @@ class _TransposeBody(Body):
         return results
 
     def _note(self, node: fx.Node, value: Any) -> None:
-        tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+        tensors = [
+            v
+            for v in (value if isinstance(value, tuple | list) else [value])
+            if isinstance(v, Tensor)
+        ]
         self.recorded.append((node, any(t.requires_grad for t in tensors)))
         for function in {t.grad_fn for t in tensors if t.grad_fn is not None}:
             function.register_prehook(lambda _, node=node: self._enter(node))

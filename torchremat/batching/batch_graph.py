@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from torchremat.autodiff.bodies import BatchedBody, Body
 from torchremat.autodiff.graph_transforms import TensorsOf, check_pure, spec_of, trace_body
 from torchremat.graph.building import build_graph
-from torchremat.graph.eqns import aval_of
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.graph.typed_graph import TypedGraph
 
@@ -137,10 +136,13 @@ def _as_axes(axes: Any, ranks: Sequence[int], what: str, of_what: str) -> list[i
         )
     if len(axes) != len(ranks):
         raise ValueError(
-            f"{what} must have one entry for each {of_what}: the graph has {len(ranks)}, and {what} "
-            f"has {len(axes)} entries"
+            f"{what} must have one entry for each {of_what}: the graph has {len(ranks)}, and "
+            f"{what} has {len(axes)} entries"
         )
-    return [_as_axis(a, rank + 1, f"{what}[{i}]") for i, (a, rank) in enumerate(zip(axes, ranks, strict=True))]
+    return [
+        _as_axis(a, rank + 1, f"{what}[{i}]")
+        for i, (a, rank) in enumerate(zip(axes, ranks, strict=True))
+    ]
 
 
 def _as_axis(axis: Any, rank: int, what: str) -> int | None:
@@ -148,11 +150,13 @@ def _as_axis(axis: Any, rank: int, what: str) -> int | None:
     if axis is None:
         return None
     if isinstance(axis, bool) or not isinstance(axis, int):
-        raise TypeError(f"{what} must be an int or None, but it is {axis!r} ({type(axis).__name__})")
+        raise TypeError(
+            f"{what} must be an int or None, but it is {axis!r} ({type(axis).__name__})"
+        )
     if not -rank <= axis < rank:
         raise ValueError(
-            f"{what} is {axis}, but with the mapped axis the tensor has {rank} dimension(s): an axis "
-            f"must be at least {-rank} and less than {rank}"
+            f"{what} is {axis}, but with the mapped axis the tensor has {rank} dimension(s): an "
+            f"axis must be at least {-rank} and less than {rank}"
         )
     return axis % rank
 

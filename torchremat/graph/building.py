@@ -63,7 +63,8 @@ class _Builder:
         nodes = {value for value in results if isinstance(value, fx.Node)}
         written = {source.node for source, _ in writes}
         consts = [
-            i for i in inputs
+            i
+            for i in inputs
             if i.tensor is not None and (i.node.users or i.node in nodes | written)
         ]
         made = self._made_tensors()
@@ -80,9 +81,7 @@ class _Builder:
         self._alias_made_tensors(made, nodes)
         for node in self.module.graph.nodes:
             self._copy(node, nodes)
-        self.graph.output(
-            tuple(self.copies[r] if isinstance(r, fx.Node) else r for r in results)
-        )
+        self.graph.output(tuple(self.copies[r] if isinstance(r, fx.Node) else r for r in results))
         graph_module = fx.GraphModule(self.module, self.graph)
         prune_bodies(graph_module)
         positions = {i.node: n for n, i in enumerate(kept)}
@@ -181,7 +180,7 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
     reference = node.args[0]
     assert isinstance(reference, fx.Node)
     body = attribute(module, str(reference.target))
-    used = sorted({user.args[1] for user in node.users})
+    used = sorted({_index_of(user) for user in node.users})
     origin = body.meta.get("body")
     if origin is not None and all(i < len(results_of(origin)) for i in used):
         body = origin
@@ -192,7 +191,7 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
         return
     body = _with_outputs(body, [results[i] for i in used])
     for user in list(node.users):
-        user.args = (node, used.index(user.args[1]))
+        user.args = (node, used.index(_index_of(user)))
     node.meta["val"] = tuple(node.meta["val"][i] for i in used)
     operands = []
     inputs = body.graph.find_nodes(op="placeholder")
@@ -206,10 +205,16 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
     node.args = (node.args[0], *operands)
 
 
+def _index_of(item: fx.Node) -> int:
+    index = item.args[1]
+    assert isinstance(index, int)
+    return index
+
+
 def results_of(module: fx.GraphModule) -> list[Any]:
     """What the graph of `module` gives."""
     (output,) = module.graph.find_nodes(op="output")
-    return list(output.args[0])  # type: ignore[arg-type]
+    return list(output.args[0])
 
 
 def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModule:

@@ -54,7 +54,9 @@ def _check_signature(g: TypedGraph) -> None:
         ("outputs", g.out_structure, len(g.outputs)),
     ):
         if structure.num_values != count:
-            checker.fail(None, f"the graph has {count} {what}, its structure {structure.num_values}")
+            checker.fail(
+                None, f"the graph has {count} {what}, its structure {structure.num_values}"
+            )
     positions = range(len(g.consts) + len(g.input_nodes))
     if any(i not in positions for i in g.writes) or len(set(g.writes)) != len(g.writes):
         checker.fail(None, f"writes {g.writes} are not different constants or inputs")
@@ -106,7 +108,9 @@ class _Checker:
     def _check_order(self, nodes: list[fx.Node]) -> None:
         kinds = [node.op for node in nodes]
         if kinds.count("output") != 1 or kinds[-1] != "output":
-            self.fail(None, f"a graph has one output node, the last; this has {kinds.count('output')}")
+            self.fail(
+                None, f"a graph has one output node, the last; this has {kinds.count('output')}"
+            )
         num_inputs = kinds.count("placeholder")
         if "placeholder" in kinds[num_inputs:]:
             late = next(n for n in nodes[num_inputs:] if n.op == "placeholder")
@@ -118,7 +122,9 @@ class _Checker:
                 self.fail(node, f"two nodes are called {node.name}")
             for used in node.all_input_nodes:
                 if self.names.get(used.name) is not used:
-                    self.fail(node, f"{node.name} reads {used.name}, which does not stand before it")
+                    self.fail(
+                        node, f"{node.name} reads {used.name}, which does not stand before it"
+                    )
             self.names[node.name] = node
 
     def _check_node(self, node: fx.Node) -> None:

@@ -167,9 +167,9 @@ def _arguments(
         elif isinstance(value, tuple | list) and any(isinstance(v, fx.Node) for v in value):
             inputs += [names.var(v) for v in value if isinstance(v, fx.Node)]
             if not all(isinstance(v, fx.Node) for v in value):
-                params[name] = fx.node.map_arg(value, names.var)
+                params[name] = fx.node.map_arg(value, names.var)  # type: ignore[arg-type]
         elif default is inspect.Parameter.empty or not _same(value, default):
-            params[name] = fx.node.map_arg(value, names.var)
+            params[name] = fx.node.map_arg(value, names.var)  # type: ignore[arg-type]
     if hasattr(node.target, "params_of"):
         params |= node.target.params_of(params)
     return tuple(inputs), params

@@ -78,7 +78,9 @@ class FunctionCalls:
     tracing: "Tracing"
 
     def __call__(
-        self, function: type[torch.autograd.Function], args: tuple[Any, ...],
+        self,
+        function: type[torch.autograd.Function],
+        args: tuple[Any, ...],
         apply: Callable[..., Any],
     ) -> Any:
         """Call `apply`, and let what it returns stand for the outputs of a `function_p`."""
@@ -101,9 +103,7 @@ class FunctionCalls:
             self._record(body, tensors, outputs)
         return result
 
-    def _record(
-        self, body: FunctionCall, tensors: list[Tensor], outputs: tuple[Any, ...]
-    ) -> None:
+    def _record(self, body: FunctionCall, tensors: list[Tensor], outputs: tuple[Any, ...]) -> None:
         tracer = self.tracing.tracer
         name = tracer.get_fresh_qualname("function_")
         tracer.root.register_module(name, body)

@@ -98,9 +98,9 @@ def refuse_no_grad_writes(graph: fx.Graph, arguments: Sequence[fx.Node]) -> None
     for node in graph.nodes:
         if node.op != "call_function" or _ran_with_grad(node) or not is_mutable(node):
             continue
-        base = base_of(node.args[0])
+        base = base_of(_first_argument(node))
         if base.meta.get("unleaf"):
-            base = base.args[0]
+            base = _first_argument(base)
         may_have_gradient = _requires_grad(base) if base.op == "placeholder" else base in dependent
         if may_have_gradient and _ran_with_grad(base) and _is_inexact(base):
             raise EffectError(
@@ -125,6 +125,12 @@ def _dependent_on(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
         if any(used in found for used in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _first_argument(node: fx.Node) -> fx.Node:
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
 
 
 def _requires_grad(node: fx.Node) -> bool:

@@ -70,7 +70,7 @@ class Structure:
                 values.append(leaf)
             elif WrapHashably(_opened(leaf)) != WrapHashably(_opened(wanted)):
                 raise ValueError(
-                    f"{_opened(wanted)!r} is part of the structure, but it is {_opened(leaf)!r} here"
+                    f"{_opened(wanted)!r} is part of the structure, but here is {_opened(leaf)!r}"
                 )
         return values
 

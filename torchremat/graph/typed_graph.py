@@ -45,7 +45,7 @@ class TypedGraph:
     then the new values of what `writes` names. Its placeholders stand in the same order."""
     consts: list[Tensor]
     """What the function closed over: parameters, buffers, tensors; the very ones, so that they get
-    gradients and new values are seen. Constants that it made (`torch.tensor([1., 2.])`) come last."""
+    gradients and new values are seen. Those that it made (`torch.tensor([1., 2.])`) come last."""
     in_structure: Structure
     """How arguments and keyword arguments are put together from inputs and Python values."""
     out_structure: Structure
@@ -93,7 +93,7 @@ class TypedGraph:
 
     @property
     def out_tree(self) -> _torch.TreeSpec:
-        """The structure of the result; what is neither tensor nor number in it is an empty tuple."""
+        """The structure of the result; a Python value that is no number is an empty tuple."""
         return self.out_structure.spec
 
     @cached_property
@@ -118,7 +118,7 @@ class TypedGraph:
     @cached_property
     def _results(self) -> tuple[Any, ...]:
         (output,) = self.graph_module.graph.find_nodes(op="output")
-        return tuple(output.args[0])  # type: ignore[arg-type]
+        return tuple(output.args[0])
 
 
 def eval_graph(g: TypedGraph, /, *args: Any, **kwargs: Any) -> Any:
@@ -168,9 +168,7 @@ def eval_graph(g: TypedGraph, /, *args: Any, **kwargs: Any) -> Any:
     return g.out_structure.unflatten(results[: len(g.outputs)])
 
 
-def flatten_arguments(
-    g: TypedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor]:
+def flatten_arguments(g: TypedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The inputs of `g` among the arguments of a call, which must be like the traced one."""
     wanted_args, wanted_kwargs = g.in_structure.tree
     args = tuple(
@@ -194,7 +192,8 @@ def flatten_arguments(
         if given != aval:
             raise TypeError(
                 f"eval_graph takes {aval} on {aval.device} for the input {node.name}, but it is "
-                f"given {given!r}" + (f" on {given.device}" if isinstance(given, Aval) else "")
+                f"given {given!r}"
+                + (f" on {given.device}" if isinstance(given, Aval) else "")
                 + ". Trace the function for such arguments with make_graph."
             )
     return inputs

@@ -1,4 +1,4 @@
-"""`make_graph`: from a Python function to a `TypedGraph`; checkpoints inside it are one operator."""
+"""`make_graph`: from a Python function to a `TypedGraph`; each checkpoint in it is one operator."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -153,9 +153,7 @@ def call_in_graph(
     module_prefix: str,
 ) -> Any:
     """Call `fun` in a trace that keeps checkpoints whole: write it down as one `remat_p`."""
-    g = trace_graph(
-        fun, args, kwargs, statics, lenient=lenient, module_prefix=module_prefix
-    )
+    g = trace_graph(fun, args, kwargs, statics, lenient=lenient, module_prefix=module_prefix)
     module = g.graph_module
     inputs = module.graph.find_nodes(op="placeholder")
     tensors = [value for value in g.outputs if isinstance(value, fx.Node)]
@@ -184,4 +182,3 @@ def _opaque_statics(
             for name in sorted(kwargs)
         },
     )
-

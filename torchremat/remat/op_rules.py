@@ -29,8 +29,8 @@ _programs: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, FunctionProgram]]
 def policy_of(body: fx.GraphModule) -> Policy:
     """The policy that a checkpoint in a graph has: `body` is that of a `remat_p`."""
     program = body.meta.get("program")
-    policy: Policy = body.meta.get("policy") or getattr(program, "policy", nothing_saveable)
-    return policy
+    policy: Policy | None = body.meta.get("policy") or getattr(program, "policy", None)
+    return nothing_saveable if policy is None else policy
 
 
 def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionProgram:

@@ -1,4 +1,4 @@
-"""Open the checkpoints of a graph, of which a part is not known yet: what is known inside comes out.
+"""Open the checkpoints of a graph that is not known in part: what is known inside comes out.
 
     y = remat_p[z = sin(x); y = mul(z, u)] x u      u unknown, z saveable
 
@@ -38,7 +38,9 @@ class Opener:
     residuals_of: ResidualsOf
     _draws_unknown: bool = field(default=False)
 
-    def open(self, module: fx.GraphModule, unknown_inputs: set[fx.Node], prefix: str = "") -> set[fx.Node]:
+    def open(
+        self, module: fx.GraphModule, unknown_inputs: set[fx.Node], prefix: str = ""
+    ) -> set[fx.Node]:
         """Open the checkpoints of `module`, a copy that may be changed; its unknown nodes."""
         unknown = set(unknown_inputs)
         node = next(iter(module.graph.nodes))
@@ -75,10 +77,17 @@ class Opener:
         return node.next
 
     def _inline(
-        self, module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, env: dict[Any, Any], path: str
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        body: fx.GraphModule,
+        env: dict[Any, Any],
+        path: str,
     ) -> fx.Node:
         before = node.prev
-        _copy_before(node, [n for n in body.graph.nodes if n.op == "call_function"], env, module, body, path)
+        _copy_before(
+            node, [n for n in body.graph.nodes if n.op == "call_function"], env, module, body, path
+        )
         _replace_items(node, [env.get(r, r) for r in results_of(body)])
         module.graph.erase_node(node)
         return before.next
@@ -95,10 +104,7 @@ class Opener:
         results = results_of(body)
         staged = [r for r in results if r in unknown]
         found = self.residuals_of(body, unknown, staged, path)
-        known = [
-            n for n in body.graph.nodes
-            if n.op == "call_function" and n not in unknown
-        ]
+        known = [n for n in body.graph.nodes if n.op == "call_function" and n not in unknown]
         _copy_before(node, known, env, module, body, path)
         left = [n for n in body.graph.find_nodes(op="placeholder") if n in unknown]
         inner = slice_graph(body, [*found.inputs, *found.values, *left], staged)
@@ -106,7 +112,7 @@ class Opener:
         positions = {r: i for i, r in enumerate(staged)}
         values = node.meta["val"]
         for user in list(node.users):
-            result = results[user.args[1]]  # type: ignore[index,call-overload]
+            result = results[user.args[1]]  # type: ignore[index]
             if result in positions:
                 user.args = (node, positions[result])
             else:
@@ -148,7 +154,7 @@ def _copy_before(
 
 def _replace_items(node: fx.Node, results: Sequence[Any]) -> None:
     for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index,call-overload]
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         node.graph.erase_node(user)
 
 

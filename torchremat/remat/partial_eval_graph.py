@@ -104,7 +104,8 @@ class _Splitter:
         out_unknowns = [value in unknown for value in outputs]
         wanted = [value for value in outputs if value in unknown]
         anchors = [  # what has an effect, or draws before another that does
-            node for node in module.graph.nodes
+            node
+            for node in module.graph.nodes
             if node in unknown and node.op == "call_function" and not node.users
         ]
         found = self._residuals_of(module, unknown, [*wanted, *anchors], "", warn=True)

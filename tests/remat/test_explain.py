@@ -1,12 +1,15 @@
 import functools
 import pickle
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import torchremat as tr
 import torchremat.nn
@@ -180,6 +183,164 @@ def test_residuals_are_the_rows_that_are_held(case):
     assert sorted((str(r.aval), r.nbytes) for r in residuals) == sorted(
         (row.aval, row.nbytes) for row in rows
     )
+
+
+# --- the same for whole models under every policy -------------------------------------------------
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2)
+        self.norm1, self.norm2 = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        x = F.gelu(tr.checkpoint_name(self.norm2(self.conv2(x)), "hidden"))
+        return self.head(self.drop(F.max_pool2d(x, 2).mean((2, 3))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn, self.head = kind(6, 5, num_layers=2, dropout=0.2), nn.Linear(5, 3)
+
+    def forward(self, x):
+        hidden, _ = self.rnn(x)
+        return self.head(tr.checkpoint_name(F.gelu(hidden), "hidden"))
+
+
+class Experts(nn.Module):
+    """Each token goes to the two experts of four that its router prefers."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        gates = torch.zeros(x.shape[0], 4).scatter(1, chosen, weights)
+        outputs = torch.stack([expert(x) for expert in self.experts], dim=1)
+        return x + (tr.checkpoint_name(outputs, "hidden") * gates.unsqueeze(-1)).sum(1)
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.body = Mlp()
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.head(self.body(self.embed(tokens))), tokens)
+
+
+MODELS = {
+    "mlp": lambda: (Mlp(), (torch.randn(3, 8),), {}),
+    "convnet": lambda: (ConvNet(), (torch.randn(2, 3, 8, 8),), {}),
+    "encoder": lambda: (
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, activation="gelu"), 2
+        ),
+        (torch.randn(2, 6, 16),),
+        {},
+    ),
+    "gpt2": lambda: (gpt2(), *tokens()),
+    "lstm": lambda: (Recurrent(nn.LSTM), (torch.randn(4, 2, 6),), {}),
+    "gru": lambda: (Recurrent(nn.GRU), (torch.randn(4, 2, 6),), {}),
+    "experts": lambda: (Experts(), (torch.randn(5, 8),), {}),
+    "tied": lambda: (Tied(), (torch.tensor([1, 5, 5, 0]),), {}),
+}
+
+
+def save_what_is_added(ctx, op, *args, **kwargs):
+    return op is torch.ops.aten.add.Tensor
+
+
+DOTS, HIDDEN = policies.dots_saveable, policies.save_only_these_names("hidden")
+EVERY_POLICY = [
+    None,
+    "none",
+    "full",
+    "dots",
+    policies.dots_with_no_batch_dims_saveable,
+    HIDDEN,
+    policies.save_anything_except_these_names("hidden"),
+    policies.save_any_names_but_these("other"),
+    policies.save_from_both_policies(DOTS, HIDDEN),
+    policies.save_ops("aten.gelu", "aten.native_layer_norm"),
+    policies.recompute_ops("aten.gelu", "aten.mm"),
+    policies.save_modules("*1*", "rnn"),
+    policies.recompute_modules("*1*", "rnn"),
+    policies.from_selective(save_what_is_added),
+    DOTS | policies.save_ops("aten.gelu"),
+    DOTS & policies.recompute_modules("*1*"),
+    ~DOTS,
+]
+
+
+class Box:
+    """What autograd is given in place of a tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
+
+
+def bytes_in_autograd(run, state, args, kwargs):
+    """What `saved_tensors_hooks` sees of a real run: living storages by their address."""
+    boxes = weakref.WeakSet()
+
+    def pack(tensor):
+        box = Box(tensor)
+        boxes.add(box)
+        return box
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        outputs = run(*args, **kwargs)
+    found = {}
+    for box in boxes:
+        storage = box.tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    given = [*state, *tree_leaves((args, kwargs))]
+    for tensor in given:
+        if isinstance(tensor, torch.Tensor):
+            found.pop(tensor.untyped_storage().data_ptr(), None)
+    del outputs
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")
+def test_total_of_a_model_under_a_policy(model, policy):
+    torch.manual_seed(0)
+    module, args, kwargs = MODELS[model]()
+    state = [*module.parameters(), *module.buffers()]
+    report = tr.explain(module, *args, policy=policy, **kwargs)
+    run = module if policy is None else tr.checkpoint(module, policy=policy)
+    assert report.total == bytes_in_autograd(run, state, args, kwargs)
+    assert sum(report.by_module().values()) == report.total
+    assert {row.name for row in report if row.decision == "parameter"} <= {
+        name for name, _ in module.named_parameters()
+    }
+
+
+def test_a_workspace_that_a_trace_does_not_know():
+    module, (x,), _ = MODELS["lstm"]()
+    report = tr.explain(module, x)
+    workspaces = [row for row in report if row.dtype == torch.uint8 and row.nbytes > 4 * 2 * 5]
+    assert [row.name for row in workspaces] == ["rnn.mkldnn_rnn_layer_3", "rnn.mkldnn_rnn_layer_7"]
+    assert all(row.shape == (row.nbytes,) for row in workspaces)
+    with FakeTensorMode():
+        fake = torch.randn(4, 2, 6)
+    left_out = tr.explain(module, fake)  # nothing runs
+    assert report.total - left_out.total == sum(row.nbytes for row in workspaces)
 
 
 # --- decisions and reasons ------------------------------------------------------------------------

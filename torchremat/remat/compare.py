@@ -13,7 +13,7 @@ from torchremat import _torch
 from torchremat.remat.bound import BoundCall
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.explain import report_of
-from torchremat.remat.held import Observation, observe
+from torchremat.remat.held import Observation, is_real, observe
 from torchremat.remat.measure import LiveBytes
 from torchremat.remat.policies import PolicyLike, as_policy
 from torchremat.remat.report import Report, human_bytes, table
@@ -122,7 +122,7 @@ def compare(
     observed = {name: observe(bound) for name, bound in calls.items()}
     reports = {name: report_of(observation) for name, observation in observed.items()}
     plain = observed["plain"]
-    if not all(_is_real(i.tensor) for i in plain.inputs):
+    if not all(is_real(i.tensor) for i in plain.inputs):
         return Comparison(tuple(Compared(name, report) for name, report in reports.items()))
     steps = {name: _Step(bound, plain) for name, bound in calls.items()}
     with _restored(plain):
@@ -143,11 +143,6 @@ def _checked(policies: Any) -> list[Any]:
             f"({type(policies).__name__}); for one policy write policies=[policy]"
         )
     return [as_policy(policy) for policy in policies]
-
-
-def _is_real(tensor: Tensor) -> bool:
-    tensor = _torch.innermost_tensor(tensor)
-    return not (tensor.is_meta or isinstance(tensor, _torch.FakeTensor))
 
 
 # --- running -------------------------------------------------------------------------------------

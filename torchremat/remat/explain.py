@@ -48,8 +48,8 @@ def explain(
 
     Returns:
         A `Report`, with a row for each value that is kept or computed again. Its `total` is the
-        bytes that autograd really holds; of kernels that return a workspace (`mkldnn_rnn_layer`,
-        an LSTM on a CPU) PyTorch's fake tensors do not know how large it is.
+        bytes that autograd really holds. How large the workspace of an LSTM's kernel on a CPU is,
+        only the kernel knows: it runs once on zeros, and is left out where `args` are fake or meta.
 
     Raises:
         TypeError: if `f` is not callable, or if there is nothing to differentiate.

@@ -11,11 +11,12 @@ A checkpoint is one node of the trace, whose body is a graph again. What autogra
 input or an output of the body, and is followed to the operator that computes it.
 """
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -23,12 +24,12 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.avals import Aval
 from torchremat.errors import TraceError
-from torchremat.graph.aliases import base_of
+from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.remat.bound import BoundCall, InputLabel
 from torchremat.remat.program import Program
-from torchremat.remat.scopes import Computed, Scope, op_base_name
+from torchremat.remat.scopes import Computed, Scope, item_index, op_base_name
 
 
 @dataclass(eq=False)
@@ -245,22 +246,70 @@ class _Observer:
         found: dict[int, Held] = {}
         for record in records:
             storage = record.tensor.untyped_storage()
-            if storage.nbytes() == 0:  # batch norm in eval mode saves empty statistics
-                continue
             node = self.tracing.node_of(record.tensor)
+            nbytes = storage.nbytes() or self._workspace_nbytes(node)
+            if nbytes == 0:  # batch norm in eval mode saves empty statistics
+                continue
             held = found.get(id(storage))
             if held is None:
-                held = Held(Aval.of(record.tensor), storage.nbytes())
+                held = Held(Aval.of(record.tensor), nbytes)
                 held.input = inputs.get(id(storage))
                 if held.input is not None:
                     held.aval = held.input.aval
                 elif node is not None:
                     held.value = scope.value_of(node)
                     held.aval = held.value.aval or held.aval
+                if storage.nbytes() == 0:
+                    held.aval = replace(held.aval, shape=(nbytes,))
                 found[id(storage)] = held
             held.nodes += [] if node is None else [node]
             held.readers += record.readers
         return list(found.values())
+
+    def _workspace_nbytes(self, node: fx.Node | None) -> int:
+        """The bytes of a kernel's workspace, which is empty in a trace; 0 if `node` is none."""
+        if node is None or not is_item(node) or call_of(node).target is not _RNN_LAYER:
+            return 0
+        if item_index(node) != _RNN_WORKSPACE or not all(map(is_real, self.call.tensors)):
+            return 0
+        args: list[Any] = [
+            _Like(tuple(arg.meta["val"].shape), arg.meta["val"].dtype)
+            if isinstance(arg, fx.Node)
+            else tuple(arg)
+            if isinstance(arg, list | tuple)
+            else arg
+            for arg in call_of(node).args
+        ]
+        return _rnn_workspace_nbytes(*args)
+
+
+_RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_RNN_WORKSPACE = 3  # which output it is
+
+
+class _Like(NamedTuple):
+    """A tensor on the CPU, for the key of a cache."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@functools.cache
+def _rnn_workspace_nbytes(*args: Any) -> int:
+    """Run one layer of zeros: oneDNN alone knows, and it differs between processors.
+
+    It makes a workspace only where gradients are enabled.
+    """
+    with _torch.isolated_from_surroundings(), torch.enable_grad():
+        tensors = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, _Like) else a for a in args]
+        workspace: Tensor = _RNN_LAYER(*tensors)[_RNN_WORKSPACE]
+        return workspace.untyped_storage().nbytes()
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether `tensor` holds numbers: it is neither fake nor on the meta device."""
+    tensor = _torch.innermost_tensor(tensor)
+    return not (tensor.is_meta or isinstance(tensor, _torch.FakeTensor))
 
 
 class _Started(torch.autograd.Function):

@@ -34,6 +34,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental import proxy_tensor
@@ -126,6 +127,57 @@ def push_forward_at_current_level(
     return tuple(wrapped)
 
 
+def push_dual_numbers_forward(
+    rule: Callable[[list[torch.Tensor], list[torch.Tensor | None]], tuple[Any, Any]],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[Any, ...]:
+    """Apply the rule of an operator to the dual numbers of a `forward_ad.dual_level`."""
+    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in inputs]
+    primals = [
+        tensor if tangent is None else forward_ad.unpack_dual(tensor).primal
+        for tensor, tangent in zip(inputs, tangents, strict=True)
+    ]
+    return tuple(
+        output if tangent is None else forward_ad.make_dual(output, tangent)
+        for output, tangent in zip(*rule(primals, tangents), strict=True)
+    )
+
+
+def has_tangents(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of `tensors` is a dual number, of a `forward_ad.dual_level`."""
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def apply_to_functional(
+    function: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor]
+) -> Any:
+    """Apply an operator that writes to nothing under `torch.func.functionalize`, the innermost level."""
+    context = FunctorchFunctionalizeAPI(retrieve_current_functorch_interpreter())
+    with context.redispatch_to_next():
+        result = function(context.unwrap_tensors(tuple(inputs)))
+    return context.wrap_tensors(result)
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+def edges_that_run(edges: Sequence[tuple[Any, int]]) -> tuple[bool, ...]:
+    """For each edge of the node whose backward runs, whether anybody waits for a gradient there.
+
+    `ctx.needs_input_grad` says what requires a gradient, not what `torch.autograd.grad` was asked.
+    """
+    return tuple(node is not None and _will_run(node) for node, _ in edges)
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError as error:  # for a leaf that torch.autograd.grad was asked for
+        if "leaf node" not in str(error):
+            raise
+        return True
+
+
 # --- tracing -------------------------------------------------------------------------------------
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -162,6 +214,20 @@ def _captures_suspended() -> Iterator[None]:
             _pop_mode()
         for mode in modes:
             _push_mode(mode)
+
+
+@contextmanager
+def saved_tensors_hooks_set_aside() -> Iterator[None]:
+    """Without the `saved_tensors_hooks` of the surroundings, which expect real tensors."""
+    aside = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        aside.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(aside):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager

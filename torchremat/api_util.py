@@ -5,8 +5,12 @@ After `jax.api_util`.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
+
+from torchremat import _torch
 
 
 class WrapHashably:
@@ -143,6 +147,20 @@ class StaticArguments:
             check_argnums(self.argnums, num_args)
         positions = {n % num_args for n in self.argnums if -num_args <= n < num_args}
         return frozenset(positions | {n for n in self._by_name if n < num_args})
+
+    def refuse_tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise `TypeError` if a static argument is or holds a tensor."""
+        positions = self.positions(len(args), kwargs) if self else ()
+        static: dict[Any, Any] = {i: args[i] for i in positions}
+        static |= {name: kwargs[name] for name in self.all_names.intersection(kwargs)}
+        for where, value in static.items():
+            held = [t for t in _torch.tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
+            if held:
+                raise TypeError(
+                    f"static argument {where!r} holds a tensor of shape {tuple(held[0].shape)}, but "
+                    "a static argument is a Python value, compared on every call; a tensor is "
+                    "traced. Take the argument out of static_argnums and static_argnames."
+                )
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

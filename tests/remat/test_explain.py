@@ -691,6 +691,16 @@ def test_report_of_programs():
     assert report_of_programs([]).rows == ()
 
 
+@pytest.mark.parametrize("policy", ["full", "dots", "none", "names:hidden"])
+def test_report_of_a_step_is_what_autograd_held(policy):
+    model, x = Mlp(), torch.randn(3, 8)
+    tr.nn.wrap(model, policy)
+    with HeldBytes(model, x) as held:
+        loss = model(x).sum()
+    loss.backward()
+    assert tr.nn.report(model).total == held.total == tr.explain(model, x).total
+
+
 # --- nothing is disturbed; bad input --------------------------------------------------------------
 
 

@@ -84,6 +84,11 @@ def test_diff_pairs_values_by_module_and_name():
     assert str(diff).splitlines()[0] == "21 B held -> 24 B (3 B more), 4 values decided otherwise"
 
 
+def test_diff_takes_a_report():
+    with pytest.raises(TypeError, match=r"diff takes another Report, but it was given 3 \(int\)"):
+        example().diff(3)
+
+
 def test_diff_of_equals_is_empty():
     diff = example().diff(example())
     assert len(diff) == 0

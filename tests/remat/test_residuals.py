@@ -1,5 +1,6 @@
 import functools
 import logging
+import runpy
 
 import pytest
 import torch
@@ -122,6 +123,153 @@ class TestJaxDocumentation:
         ]
 
 
+def named_layers(W1, W2, W3, x):
+    x = tr.checkpoint_name(layer(W1, x), "a")
+    x = tr.checkpoint_name(layer(W2, x), "b")
+    return layer(W3, x)
+
+
+A, B = "f32[5] named 'a'", "f32[6] named 'b'"
+DOTS = ["f32[5] output of mv", "f32[6] output of mv", "f32[7] output of mv"]
+
+
+def sin_of_sin(x):
+    return torch.sin(torch.sin(x))
+
+
+def composed(functions):
+    def apply_all(x):
+        for function in functions:
+            x = function(x)
+        return x
+
+    return apply_all
+
+
+def recursively_checkpointed(functions):
+    """Halves, the first of each under a checkpoint: memory of the logarithm of the length."""
+    if len(functions) == 1:
+        return functions[0]
+    middle = len(functions) // 2
+    first = recursively_checkpointed(functions[:middle])
+    return composed([tr.checkpoint(first), recursively_checkpointed(functions[middle:])])
+
+
+class TestJaxExamples:
+    """Those of jax.checkpoint's docstring, of its policies, and of `saved_residuals` in its tests.
+
+    JAX keeps `cos x` for `sin x`; PyTorch keeps `x`, which is the result of what came before.
+    """
+
+    @pytest.mark.parametrize(
+        ("policy", "kept"),
+        [
+            (policies.nothing_saveable, []),
+            (policies.save_only_these_names("a"), [A]),
+            (policies.save_only_these_names("a", "b"), [A, B]),
+            (policies.save_any_names_but_these("a"), [B]),
+            (policies.save_any_names_but_these("a", "b"), []),
+            # sin computes what is named: neither it nor the name may keep the value
+            (policies.save_anything_except_these_names("a"), [*DOTS[:2], B, DOTS[2]]),
+            (policies.save_anything_except_these_names("a", "b"), DOTS),
+            (~policies.save_only_these_names("a"), [*DOTS[:2], B, DOTS[2]]),
+            (policies.everything_saveable, [DOTS[0], A, DOTS[1], B, DOTS[2]]),
+            (
+                policies.save_from_both_policies(
+                    policies.dots_saveable, policies.save_only_these_names("b")
+                ),
+                [*DOTS[:2], B, DOTS[2]],
+            ),
+            (policies.dots_saveable & policies.save_only_these_names("b"), []),
+        ],
+        ids=str,
+    )
+    def test_names(self, policy, kept):
+        f = tr.checkpoint(named_layers, policy=policy)
+        assert listed(f, *weights()) == [*ARGUMENTS, *kept]
+
+    def test_names_mean_nothing_outside_checkpoints(self):
+        kept = [DOTS[0], A, DOTS[1], B, DOTS[2]]
+        assert listed(named_layers, *weights()) == [*ARGUMENTS, *kept]
+
+    def test_sin_of_sin(self):
+        x = torch.ones(3)
+        assert listed(sin_of_sin, x) == ["f32[3] from the argument x", "f32[3] output of sin"]
+        assert listed(tr.checkpoint(sin_of_sin), x) == ["f32[3] from the argument x"]
+
+    def test_two_checkpoints_in_a_row(self):
+        inner = tr.checkpoint(sin_of_sin)
+        x = torch.ones(3)
+        # what lies between the two, where plain autograd holds three values
+        assert listed(lambda x: inner(inner(x)), x) == [
+            "f32[3] from the argument x",
+            "f32[3] output of sin",
+        ]
+
+    @pytest.mark.parametrize(
+        ("policy", "count"), [(policies.nothing_saveable, 0), (policies.everything_saveable, 7)]
+    )
+    def test_a_chain(self, policy, count):
+        f = tr.checkpoint(composed([torch.sin] * 8), policy=policy)
+        assert listed(f, torch.tensor(3.0)) == [
+            "f32[] from the argument x",
+            *["f32[] output of sin"] * count,
+        ]
+
+    def test_recursive_checkpoints(self):
+        f = recursively_checkpointed([torch.sin] * 8)
+        # the inputs of the second half, of its second half, and of the last
+        assert listed(f, torch.tensor(3.0)) == [
+            "f32[] from the argument x",
+            *["f32[] output of sin"] * 3,
+        ]
+
+    @pytest.mark.parametrize(
+        ("policy", "kept"),
+        [
+            (policies.dots_saveable, ["f32[2,3,5] output of bmm"]),
+            (policies.dots_with_no_batch_dims_saveable, []),
+        ],
+    )
+    def test_dots_with_batch_dims(self, policy, kept):
+        f = tr.checkpoint(lambda W, x: torch.sin(torch.sin(W @ x)), policy=policy)
+        assert listed(f, torch.ones(2, 3, 4), torch.ones(2, 4, 5)) == [
+            "f32[2,3,4] from the argument W",
+            "f32[2,4,5] from the argument x",
+            *kept,
+        ]
+
+    def utility(self, x, y):
+        x1, x2 = x
+        z = torch.sin(torch.tensor(3.0))
+        return z * ((x1 * x2) * y) * torch.tensor([1.0, 2.0, 3.0])
+
+    def test_saved_residuals_utility(self):
+        x, y = (torch.tensor(2.0), torch.tensor(3.0)), torch.tensor(4.0)
+        arguments = [f"f32[] from the argument {name}" for name in ("x[0]", "x[1]", "y")]
+        assert listed(self.utility, x, y=y) == [
+            "f32[3] from a constant",
+            *arguments,
+            "f32[] output of sin",
+            "f32[] output of mul",
+        ]
+        # values that depend on no argument are computed again too
+        assert listed(tr.checkpoint(self.utility), x, y=y) == arguments
+
+    def test_printed(self, capsys):
+        policy = policies.save_only_these_names("a", "b")
+        tr.print_saved_residuals(tr.checkpoint(named_layers, policy=policy), *weights())
+        line = named_layers.__code__.co_firstlineno
+        assert capsys.readouterr().out == (
+            "f32[5,4] from the argument W1\n"
+            "f32[6,5] from the argument W2\n"
+            "f32[7,6] from the argument W3\n"
+            "f32[4] from the argument x\n"
+            f"f32[5] named 'a' from test_residuals.py:{line + 1} (named_layers)\n"
+            f"f32[6] named 'b' from test_residuals.py:{line + 2} (named_layers)\n"
+        )
+
+
 # --- where a value comes from ---------------------------------------------------------------------
 
 
@@ -198,6 +346,21 @@ def test_order_is_constants_arguments_closed_over_program():
         "f32[3] output of tanh",
         "f32[3] output of exp",
     ]
+
+
+def test_literals_come_first():
+    def f(x):
+        return torch.func.grad(lambda y: (y * 2.5).sin().sum())(x) * torch.tensor([1.0, 2.0, 3.0])
+
+    found = listed(f, torch.ones(3))
+    assert found[:3] == [
+        "f64[] from a literal",
+        "f32[3] from a constant",
+        "f32[3] from the argument x",
+    ]
+    assert not any("literal" in line or "constant" in line for line in found[3:])
+    (row,) = [row for row in tr.explain(f, torch.ones(3)) if row.name == "literal"]
+    assert (row.decision, row.reason, row.nbytes) == ("constant", "a number", 8)
 
 
 def test_closed_over_tensors_in_containers_and_called_functions():
@@ -530,6 +693,44 @@ class TestLog:
         monkeypatch.setattr(tr.config, "log_checkpoint_residuals", True)
         ((level, _),) = logged_by(caplog, self.f(), torch.ones(2, 3))
         assert level == "WARNING"
+
+    def test_silent_by_default(self, caplog):
+        caplog.set_level(logging.WARNING, "torchremat")
+        assert logged_by(caplog, self.f(), torch.ones(2, 3)) == []
+
+    @pytest.mark.parametrize(
+        ("value", "asked"),
+        [(None, False), ("0", False), ("", False), ("1", True), ("TRUE", True), ("on", True)],
+    )
+    def test_the_environment_asks(self, monkeypatch, value, asked):
+        name = "TORCHREMAT_LOG_CHECKPOINT_RESIDUALS"
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        assert runpy.run_path(tr.config.__file__)["log_checkpoint_residuals"] is asked
+
+    def test_modules_and_names(self, caplog):
+        caplog.set_level(logging.DEBUG, "torchremat")
+
+        class Named(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fc = nn.Linear(3, 3, bias=False)
+
+            def forward(self, x):
+                return tr.checkpoint_name(torch.tanh(self.fc(x)), "t").sin()
+
+        x = torch.ones(2, 3, requires_grad=True)
+        block = tr.checkpoint(Named(), policy="names:t")
+        ((_, text),) = logged_by(caplog, block, x)
+        line = Named.forward.__code__.co_firstlineno + 1
+        assert text.splitlines() == [
+            "remat-decorated function Named saving inputs with shapes:",
+            "  f32[2,3] from the argument x",
+            "  f32[3,3] from the parameter fc.weight",
+            "and saving these intermediates:",
+            f"  f32[2,3] named 't' from test_residuals.py:{line} (forward)",
+        ]
 
     def test_silent_without_derivative(self, caplog):
         caplog.set_level(logging.DEBUG, "torchremat")

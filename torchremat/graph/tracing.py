@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.errors import ConcretizationError, TraceError
+from torchremat.errors import ConcretizationError, EffectError, TraceError
 from torchremat.graph.modules import ModulePaths
-from torchremat.graph.surroundings import without_autocast
 from torchremat.graph.sources import current_source, source_of_error
+from torchremat.graph.surroundings import without_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +178,7 @@ class Tracing:
         self.placeholders: dict[int, fx.Node] = {}
         self._bindings: list[Mapping[int, Tensor]] = [{}]
         self._outer_grad_mode: bool | None = None
+        self._refusal: TraceError | None = None
 
     @property
     def grad_enabled(self) -> bool:
@@ -205,13 +206,14 @@ class Tracing:
         with ExitStack() as stack:
             stack.enter_context(trace_lock)
             stack.enter_context(_torch.isolated_from_surroundings())
+            stack.enter_context(_torch.saved_tensors_hooks_set_aside())
             stack.enter_context(without_autocast())
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
             stack.enter_context(_torch.function_calls_handled(self._call_function))
             stack.enter_context(_torch.proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
-            stack.enter_context(explained_data_dependence())
+            stack.enter_context(self._explained_errors())
             _in_progress.tracings.append(self)
             stack.callback(_in_progress.tracings.pop)
             yield
@@ -318,16 +320,40 @@ class Tracing:
         known = self._bindings[0].get(id(tensor))
         if known is not None:
             return known
-        if not self.may_capture:
-            raise TraceError("cannot close over another tensor here")
+        assert self.may_capture, "a graph that is traced again closes over nothing"
         name = f"captured_{len(self.captured)}"
-        fake = self.input(InputSpec.of(tensor, any_level=True), name)
+        try:
+            spec = InputSpec.of(tensor, any_level=True)
+        except TraceError as error:
+            self._refusal = error  # operators of Python (`x @ w`) hide a `TypeError`
+            raise
+        fake = self.input(spec, name)
         self.captured.append(tensor)
         self.captured_inputs.append(fake)
         self._bindings[0] = {**self._bindings[0], id(tensor): fake}
         return fake
 
 
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        """Say what to do instead where the user's code did what a trace cannot."""
+        try:
+            with explained_data_dependence():
+                yield
+        except TypeError as error:
+            if self._refusal is None or error is self._refusal:
+                raise
+            raise self._refusal from error
+        except RuntimeError as error:
+            if not str(error).startswith(_WRITE_TO_LEAF):
+                raise
+            raise EffectError(
+                f"the function writes in place, at {source_of_error(error)}, to a tensor that has a "
+                "gradient and that it closes over or is given. Write to a copy (x.clone())."
+            ) from error
+
+
+_WRITE_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _NO_NUMPY = (".numpy() is not supported", "tolist() is not supported", "Cannot access data pointer")
 
 

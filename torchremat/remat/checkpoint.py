@@ -150,6 +150,7 @@ class Checkpointed:
         return [*arguments, *(label.removeprefix("the ") for label in trace.captured.labels)]
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
+        self.statics.refuse_tensors(args, kwargs)
         self._warn_of_changing_number(call)
         skeleton = Skeleton.of_call(args, kwargs, self.statics)
         variables = self._variables()

@@ -18,6 +18,7 @@ from torchremat.graph.sources import warn_user
 from torchremat.remat.names import name_p
 from torchremat.remat.nested import is_staged_residual
 from torchremat.remat.policies import Policy, Value
+from torchremat.remat.policy_protocol import MATCHES_NOTHING
 from torchremat.remat.verdicts import Recompute
 
 Decision = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
@@ -42,8 +43,11 @@ class Choices:
         self.policy = policy
         self.values: dict[fx.Node, Value] = {}
         self.choices: dict[fx.Node, Choice] = {}
-        names = _names_of_values(joint)
+        names = _names_among(joint.forward_nodes)
+        self._in_branches: list[Value] = []
         for node in joint.forward_nodes:
+            if node.target is torch.ops.higher_order.cond:
+                self._in_branches += _values_in_branches(node, module_prefix)
             if node.op == "call_function" and not is_view(node) and not _has_items(node):
                 value = _value(node, names.get(node, ()), module_prefix)
                 self.values[node] = value
@@ -75,8 +79,22 @@ class Choices:
 
     def warn_of_unmatched(self) -> None:
         """Warn, at the user's line, of what the policy names and no value of the function has."""
-        for message in self.policy.unmatched(list(self.values.values())):
-            warn_user(message, UnmatchedWarning)
+        values = list(self.values.values())
+        messages = self.policy.unmatched(values)
+        if not messages:
+            return
+        nowhere = self.policy.unmatched([*values, *self._in_branches])
+        subjects = {message.partition(MATCHES_NOTHING)[0]: message for message in nowhere}
+        for message in messages:
+            subject = message.partition(MATCHES_NOTHING)[0]
+            warn_user(
+                subjects.get(
+                    subject,
+                    f"{subject} matches only values inside a torch.cond, of which nothing is saved: "
+                    "its derivative computes the branch again. Use torch.where to have them saved",
+                ),
+                UnmatchedWarning,
+            )
 
 
 def why_not_replayed(node: fx.Node) -> str | None:
@@ -127,8 +145,20 @@ def _names_of(node: fx.Node) -> tuple[str, ...]:
     return _names_among(node.graph.nodes).get(node, ())
 
 
-def _names_of_values(joint: Joint) -> dict[fx.Node, tuple[str, ...]]:
-    return _names_among(joint.forward_nodes)
+def _values_in_branches(cond: fx.Node, module_prefix: str) -> list[Value]:
+    """What the two functions of a `torch.cond` compute."""
+    assert cond.graph.owning_module is not None
+    values = []
+    for branch in cond.args[1:3]:
+        assert isinstance(branch, fx.Node)
+        body = getattr(cond.graph.owning_module, str(branch.target))
+        names = _names_among(body.graph.nodes)
+        values += [
+            _value(node, names.get(node, ()), module_prefix)
+            for node in body.graph.nodes
+            if node.op == "call_function" and not is_view(node) and not _has_items(node)
+        ]
+    return values
 
 
 def _names_among(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:

@@ -177,7 +177,8 @@ class _Step:
     def peak(self) -> int:
         """The most bytes alive at one time of what a step makes; the function is traced before."""
         self.seconds()
-        args, wrt = self._arguments()
+        with torch.enable_grad():
+            args, wrt = self._arguments()
         with LiveBytes() as memory:
             self._run(args, wrt)
         return int(memory.peak)

@@ -28,9 +28,16 @@ def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> 
     if _torch.innermost_proxy_mode() is not None:
         inputs = lifted(inputs)
     if not _torch.functorch_is_active():
+        if _torch.in_dual_level() and _torch.has_tangents(inputs):
+            return _torch.push_dual_numbers_forward(_forward_rule(program, owner), inputs)
         return _direct_apply(program, owner, *inputs)  # type: ignore[no-any-return]
-    if _torch.innermost_transform() == _torch.TransformType.Jvp:
-        return _push_forward(program, owner, inputs)
+    level = _torch.innermost_transform()
+    if level == _torch.TransformType.Jvp:
+        return _torch.push_forward_at_current_level(_forward_rule(program, owner), inputs)
+    if level == _torch.TransformType.Functionalize:
+        return _torch.apply_to_functional(  # type: ignore[no-any-return]
+            lambda inner: apply_program(program, owner, inner), inputs
+        )
     emits = _torch.differentiates()
     return FunctionalCheckpoint.apply(program, owner, emits, *inputs)[: program.num_outputs]  # type: ignore[no-untyped-call,no-any-return]
 
@@ -46,17 +53,15 @@ class Checkpoint(torch.autograd.Function):
         outputs = results[:num_outputs]
         ctx.program = program
         ctx.owner = owner
-        ctx.num_residuals = 0
         ctx.set_materialize_grads(False)
         constant = program.non_differentiable
-        if _torch.in_dual_level():
-            constant = program.discrete
-            ctx.save_for_forward(*inputs)
         if constant:
             ctx.mark_non_differentiable(*(outputs[i] for i in constant))
         if any(ctx.needs_input_grad):
             residuals = results[num_outputs:]
             ctx.save_for_backward(*(inputs[i] for i in program.saved_inputs), *residuals)
+            if program.absent:
+                ctx.are_tensors = tuple(isinstance(t, Tensor) for t in inputs)
             if program.edges:
                 ctx.edges = Edges([inputs[i] for i in program.edges])
         return outputs
@@ -64,10 +69,6 @@ class Checkpoint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         return _pull_back(ctx, cotangents)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        return _tangents_of_outputs(ctx, tangents[2:])
 
 
 _calls = itertools.count()
@@ -140,7 +141,11 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
     ctx.maybe_clear_saved_tensors()
     saved += chosen
     del chosen
-    backward = program.backward(given, ctx.needs_input_grad[2:])
+    needed = _torch.edges_that_run(ctx.next_functions)
+    if program.absent:
+        edges = iter(needed)
+        needed = tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
+    backward = program.backward(given, needed)
     return (None, None, *run_graph(backward, saved, ctx.call))
 
 
@@ -211,15 +216,15 @@ def _run_jvp(
     return (*outputs, *_scattered(results, positions, program.num_outputs))
 
 
-def _push_forward(program: Program, owner: object, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The rule for `torch.func.jvp`: one program computes the outputs with their tangents."""
+def _forward_rule(program: Program, owner: object) -> Any:
+    """The rule for dual numbers: one program computes the outputs with their tangents."""
     count = program.num_outputs
 
     def rule(primals: list[Tensor], tangents: list[Tensor | None]) -> tuple[Any, Any]:
         results = _run_jvp(program, owner, primals, tangents, keep_primals=True)
         return results[:count], results[count:]
 
-    return _torch.push_forward_at_current_level(rule, inputs)
+    return rule
 
 
 # --- the place of a value in autograd's graph ----------------------------------------------------

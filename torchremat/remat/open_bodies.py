@@ -23,6 +23,7 @@ from torchremat.graph.building import results_of
 from torchremat.graph.dce import draws_random
 from torchremat.graph.eqns import attribute
 from torchremat.graph.slicing import slice_graph
+from torchremat.remat.op_rules import policy_of
 
 ResidualsOf = Callable[[fx.GraphModule, set[fx.Node], Sequence[fx.Node], str], Residuals]
 """What to keep of a graph: given its unknown nodes, the wanted ones and the module's name."""
@@ -108,7 +109,7 @@ class Opener:
         _copy_before(node, known, env, module, body, path)
         left = [n for n in body.graph.find_nodes(op="placeholder") if n in unknown]
         inner = slice_graph(body, [*found.inputs, *found.values, *left], staged)
-        inner.meta = dict(body.meta)
+        inner.meta = dict(body.meta)  # those of `copied_module`
         positions = {r: i for i, r in enumerate(staged)}
         values = node.meta["val"]
         for user in list(node.users):
@@ -129,7 +130,7 @@ def copied_module(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copy = fx.GraphModule(module, graph)
-    copy.meta = dict(module.meta)
+    copy.meta = {"policy": policy_of(module), "tidy": module.meta.get("tidy", False)}
     return copy
 
 

@@ -167,11 +167,12 @@ class _Splitter:
 
     def _known(self, unknown: set[fx.Node], outputs: Sequence[Any]) -> TypedGraph:
         graph = self.module.graph
+        draws_later = any(draws_random(node, self.module) for node in unknown)
         set_outputs(graph, outputs)
         for node in reversed(list(graph.nodes)):
             if node in unknown:
                 graph.erase_node(node)
-        eliminate_dead(self.module)
+        eliminate_dead(self.module, draws_later=draws_later)
         inputs = [*self.consts, *(Input(node, node.name) for node in self.known_inputs)]
         structures = positional(len(self.known_inputs)), tuple_of(len(outputs))
         return _with_phases(build_graph(self.module, inputs, outputs, structures))

@@ -20,7 +20,14 @@ from torchremat.graph.ops import (
     packet_name,
 )
 from torchremat.remat.names import name_p
-from torchremat.remat.policy_protocol import Policy, PolicyLike, Value, as_policy, policy
+from torchremat.remat.policy_protocol import (
+    MATCHES_NOTHING,
+    Policy,
+    PolicyLike,
+    Value,
+    as_policy,
+    policy,
+)
 from torchremat.remat.policy_spelling import register_word, spell
 from torchremat.remat.verdicts import Recompute, Saveable, Verdict
 
@@ -164,7 +171,7 @@ class _Listing(_BuiltIn):
 
     def unmatched(self, values: Sequence[Value]) -> list[str]:
         return [
-            f"{self!r}: {item!r} matches nothing in what was traced. Of {known}"
+            f"{self!r}: {item!r}{MATCHES_NOTHING}. Of {known}"
             for item, known in self._missing(values)
         ]
 

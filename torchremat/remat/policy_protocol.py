@@ -22,7 +22,7 @@ from torchremat.remat import policy_spelling
 from torchremat.remat.names import name_p
 from torchremat.remat.verdicts import Verdict, as_answer, as_verdict, both, either, opposite
 
-__all__ = ["Policy", "PolicyLike", "Value", "as_policy", "policy", "source_of"]
+__all__ = ["MATCHES_NOTHING", "Policy", "PolicyLike", "Value", "as_policy", "policy", "source_of"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class Value:
     source: Source | None = None
     outputs: tuple[Aval, ...] = ()
     index: int = 0
+
+
+MATCHES_NOTHING = " matches nothing in what was traced"
+"""What each message of `Policy.unmatched` says, after naming the policy and what it names."""
 
 
 class Policy(ABC):

@@ -565,7 +565,7 @@ def _refuse_replay(graph: fx.Graph) -> None:
             )
 
 
-_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def accept_any_layout(graph: fx.Graph) -> None:

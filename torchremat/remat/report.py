@@ -114,6 +114,8 @@ class Report:
     def diff(self, other: "Report") -> "Diff":
         """What `other` decides otherwise than this report; values go by module and name.
 
+        Raises `TypeError` if `other` is no report.
+
         >>> import torch
         >>> import torchremat as tr
         >>> def f(x):
@@ -125,6 +127,11 @@ class Report:
           12 B  saved  ->  recomputed  tanh_1  f32[3]
           12 B  -      ->  input       x       f32[3]
         """
+        if not isinstance(other, Report):
+            raise TypeError(
+                f"diff takes another Report, but it was given {other!r} ({type(other).__name__}): "
+                "explain(f, x).diff(explain(f, x, policy=policy))"
+            )
         before, after = _by_identity(self.rows), _by_identity(other.rows)
         changes = [
             Change(row, row.decision, after[key].decision if key in after else None)

@@ -187,7 +187,7 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
         node.meta["val"] = tuple(node.meta["val"][: len(results_of(origin))])
         reference = _replace_body(module, node, reference, body)
     results = results_of(body)
-    if not used or (len(used) == len(results) and "tidy" in body.meta):
+    if not used or (len(used) == len(results) and body.meta.get("tidy")):
         return
     body = _with_outputs(body, [results[i] for i in used])
     for user in list(node.users):

@@ -105,9 +105,11 @@ def const_inputs(g: TypedGraph, copies: dict[fx.Node, fx.Node]) -> list[Input]:
     return [Input(copies[node], node.name, tensor) for node, tensor in pairs]
 
 
-def eliminate_dead(module: fx.GraphModule) -> None:
-    """Take out what nobody reads, last operators first, so that readers are gone before."""
-    draws_later = False
+def eliminate_dead(module: fx.GraphModule, *, draws_later: bool = False) -> None:
+    """Take out what nobody reads, last operators first, so that readers are gone before.
+
+    With `draws_later`, random operators stay: what runs after this graph draws after them.
+    """
     for node in reversed(list(module.graph.nodes)):
         if node.op != "call_function":
             continue

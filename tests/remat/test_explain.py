@@ -315,6 +315,19 @@ def bytes_in_autograd(run, state, args, kwargs):
     return sum(found.values())
 
 
+def test_the_count_of_what_autograd_holds():
+    x, w = randn(2, 3), randn(3, 4)
+
+    def f(x):
+        y = x @ w
+        y.exp().sin()  # let go of at once
+        return (y.view(-1) * y.T.reshape(-1)).sum() + y[0].sin().sum()
+
+    # y once though three views of it are kept, the copy that reshape makes, x and w apart
+    assert bytes_in_autograd(f, [w], (x,), {}) == 2 * 32
+    assert bytes_in_autograd(f, [], (x,), {}) == 2 * 32 + 48
+
+
 @pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")

@@ -7,6 +7,7 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import RetraceError
+from torchremat.graph.aliases import is_item
 from torchremat.graph.codegen import is_identity
 
 
@@ -41,6 +42,15 @@ def match_forward(
     return pairs
 
 
+def _is_of_opened(node: fx.Node) -> bool:
+    """Whether `node` is what an opened checkpoint keeps, which only this graph has."""
+    if not is_item(node):
+        return False
+    call, index = node.args
+    assert isinstance(call, fx.Node)
+    return "num_outputs" in call.meta and index >= call.meta["num_outputs"]  # type: ignore[operator]
+
+
 def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
     """Number the inputs and forward operators so that equal ones have equal numbers."""
     found: dict[fx.Node, int] = {}
@@ -50,6 +60,9 @@ def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
     for node in joint.forward_nodes:
         if is_identity(node):
             found[node] = found[node.args[0]]  # type: ignore[index]
+            continue
+        if _is_of_opened(node):
+            found[node] = numbers.setdefault(("opened", node), len(numbers))
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "call"}  # a number of that trace
         arguments = fx.node.map_arg((node.args, kwargs), lambda n: ("node", found.get(n)))

@@ -1,6 +1,6 @@
 """What becomes of each value of a forward pass, and why."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torchremat.autodiff.partial_eval import Residuals, find_residuals
 from torchremat.avals import Aval
 from torchremat.errors import UnmatchedWarning
 from torchremat.graph.aliases import base_of, call_of, is_item, is_view
+from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.sources import warn_user
 from torchremat.remat.names import name_p
@@ -66,12 +67,12 @@ class Choices:
 
     def residuals(self, joint: Joint) -> Residuals:
         """What the backward half of `joint` needs of its forward half, by these choices."""
+        return self.residuals_for(joint, [g for g in joint.gradients if g is not None])
+
+    def residuals_for(self, joint: Joint, wanted: Sequence[fx.Node]) -> Residuals:
+        """The same for any `wanted` values of `joint`."""
         known = {*joint.inputs, *joint.forward_nodes}
-        return find_residuals(
-            [g for g in joint.gradients if g is not None],
-            known.__contains__,
-            self._may_keep,
-        )
+        return find_residuals(wanted, known.__contains__, self._may_keep)
 
     def _may_keep(self, node: fx.Node) -> bool:
         choice = self.choices.get(node)  # none for a call of which only the items are values
@@ -99,12 +100,21 @@ class Choices:
 
 def why_not_replayed(node: fx.Node) -> str | None:
     """Why the operator of `node` must not run a second time, if it must not."""
+    inside = value_inside(node)
+    if inside is not None:
+        return why_not_replayed(inside)
     call = call_of(node)
     if not isinstance(call.target, _torch.OpOverload):
+        if not hasattr(call.target, "runner_of") and any(map(_draws, inner_graphs_of(call))):
+            return "random numbers are drawn inside it, which a replay would draw anew"
         return None
     if torch.Tag.nondeterministic_seeded in call.target.tags and not _drops_nothing(call):
         return "it draws random numbers, which a replay would draw anew"
     return None
+
+
+def _draws(body: fx.GraphModule) -> bool:
+    return any(why_not_replayed(node) is not None for node in body.graph.nodes)
 
 
 def _drops_nothing(call: fx.Node) -> bool:
@@ -126,13 +136,10 @@ def value_inside(node: fx.Node) -> fx.Node | None:
         return None
     call, index = node.args
     assert isinstance(call, fx.Node)
-    bodies = [a for a in call.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-    if not bodies or isinstance(call.target, _torch.OpOverload):
+    bodies = inner_graphs_of(call)
+    if not bodies:
         return None
-    body = getattr(node.graph.owning_module, str(bodies[0].target))
-    if not isinstance(body, fx.GraphModule):
-        return None
-    (output,) = body.graph.find_nodes(op="output")
+    (output,) = bodies[0].graph.find_nodes(op="output")
     made = output.args[0][index]
     if not isinstance(made, fx.Node):
         return None
@@ -147,11 +154,8 @@ def _names_of(node: fx.Node) -> tuple[str, ...]:
 
 def _values_in_branches(cond: fx.Node, module_prefix: str) -> list[Value]:
     """What the two functions of a `torch.cond` compute."""
-    assert cond.graph.owning_module is not None
     values = []
-    for branch in cond.args[1:3]:
-        assert isinstance(branch, fx.Node)
-        body = getattr(cond.graph.owning_module, str(branch.target))
+    for body in inner_graphs_of(cond):
         names = _names_among(body.graph.nodes)
         values += [
             _value(node, names.get(node, ()), module_prefix)

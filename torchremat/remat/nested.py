@@ -12,44 +12,59 @@ runs, one that its replay in the backward pass runs, and a backward that reads s
     y, r  = remat_p(staged, x, s)
     dx    = remat_p(backward', x, r, dy, s)
 
-What neither keeps is computed once more for y and once more for dx, as in JAX.
+What neither keeps is computed once more for y and once more for dx, as in JAX. A checkpoint within
+the one inside is opened first, for the policies of both.
 """
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx
 
 from torchremat.autodiff.joint import Joint, is_forward
+from torchremat.autodiff.matching import match_forward
 from torchremat.graph.aliases import is_item
+from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.slicing import slice_graph
 
 if TYPE_CHECKING:
     from torchremat.remat.program import FunctionProgram
 
-KeptInside = Callable[["FunctionProgram", str], tuple[fx.Node, ...]]
-"""What the outer policy keeps of a checkpoint inside, which a module of that name ran."""
+@dataclass(frozen=True)
+class Opening:
+    """How to open a checkpoint inside.
+
+    Of the values of its `joint` graph, in which those within it are open already, the outer policy
+    keeps `kept`, and its own keeps `own` while it is replayed.
+    """
+
+    joint: Joint
+    kept: tuple[fx.Node, ...]
+    own: tuple[fx.Node, ...]
 
 
-def expose_inner(joint: Joint, kept_inside: KeptInside) -> Joint:
-    """`joint` with the checkpoints inside it opened, where `kept_inside` keeps something."""
-    calls = _calls(joint)
-    kept = {
-        number: values
-        for number, (forward, backwards) in calls.items()
-        if backwards and (values := kept_inside(_program(forward), forward.meta["module"] or ""))
-    }
-    if not kept:
+FindOpening = Callable[["FunctionProgram", str], Opening | None]
+"""How to open a checkpoint inside, which a module of that name ran, if it is to be opened."""
+
+
+def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
+    """`joint` with the checkpoints inside it opened, where something of them is kept."""
+    openings = {}
+    for number, (forward, backwards) in _calls(joint).items():
+        if backwards:
+            openings[number] = find_opening(_program(forward), forward.meta["module"] or "")
+    if not any(openings.values()):
         return joint
     joint = _copied(joint)
-    calls = _calls(joint)
-    for number, values in kept.items():
-        forward, backwards = calls[number]
-        items = _open_forward(forward, values)
-        for backward in backwards:
-            _extend_backward(backward, values, items)
+    for number, (forward, backwards) in _calls(joint).items():
+        opening = openings.get(number)
+        if opening is not None:
+            kept, own = _open_forward(forward, opening)
+            for backward in backwards:
+                _open_backward(backward, forward, opening, [*own, *kept])
+    joint.module.graph.eliminate_dead_code()
     joint.module.recompile()
     return joint
 
@@ -113,12 +128,7 @@ def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
 
 
 def _body(node: fx.Node) -> fx.GraphModule:
-    module = node.graph.owning_module
-    assert module is not None
-    reference = node.args[0]
-    assert isinstance(reference, fx.Node)
-    body = getattr(module, str(reference.target))
-    assert isinstance(body, fx.GraphModule)
+    (body,) = inner_graphs_of(node)
     return body
 
 
@@ -148,48 +158,71 @@ def _copied(joint: Joint) -> Joint:
     )
 
 
-def _open_forward(forward: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:
-    """Put the known call before `forward`, make that the staged one; return the kept values."""
-    program: FunctionProgram = _program(forward)
-    joint = program.region.joint
+def _open_forward(
+    forward: fx.Node, opening: Opening
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Put the known call before `forward`, make that the staged one; what either keeps."""
+    joint = opening.joint
     outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
+    values = forward.meta["val"][: len(outputs)]
     operands = forward.args[1:]
-    known = slice_graph(joint.module, joint.inputs, [*outputs, *values])
-    staged = slice_graph(joint.module, [*joint.inputs, *values], [*outputs, *program.residuals])
+    known = slice_graph(joint.module, joint.inputs, [*outputs, *opening.kept])
+    staged = slice_graph(
+        joint.module, [*joint.inputs, *opening.kept], [*outputs, *opening.own]
+    )
     graph = forward.graph
     with graph.inserting_before(forward):
         call = graph.call_function(
             cast(Any, forward.target), (_reference(graph, known, forward), *operands)
         )
-        call.meta = dict(forward.meta, twin=forward.name)
-        call.meta["val"] = (
-            *forward.meta["val"][: len(outputs)],
-            *(value.meta["val"] for value in values),
-        )
-        items = []
-        for i, value in enumerate(values):
-            item = graph.call_function(operator.getitem, (call, len(outputs) + i))
-            item.meta = dict(value.meta, phase="forward")
-            items.append(item)
-        forward.args = (_reference(graph, staged, forward), *operands, *items)
+        call.meta = dict(forward.meta, twin=forward.name, num_outputs=len(outputs))
+        call.meta["val"] = (*values, *(node.meta["val"] for node in opening.kept))
+        kept = _items(call, len(outputs), opening.kept)
+        forward.args = (_reference(graph, staged, forward), *operands, *kept)
     forward.meta.update(twin_of=forward.name, num_outputs=len(outputs))
+    forward.meta["val"] = (*values, *(node.meta["val"] for node in opening.own))
+    with graph.inserting_after(forward):
+        return kept, _items(forward, len(outputs), opening.own)
+
+
+def _items(call: fx.Node, start: int, values: Sequence[fx.Node]) -> list[fx.Node]:
+    """The outputs of `call` from `start` on, which are `values` of the graph that it runs."""
+    items = []
+    for i, value in enumerate(values):
+        item = call.graph.call_function(operator.getitem, (call, start + i))
+        item.meta = dict(value.meta, phase="forward")
+        items.append(item)
     return items
 
 
-def _extend_backward(
-    backward: fx.Node, values: Sequence[fx.Node], items: Sequence[fx.Node]
+def _open_backward(
+    backward: fx.Node, forward: fx.Node, opening: Opening, items: Sequence[fx.Node]
 ) -> None:
-    """Let `backward` read the kept values too."""
+    """Let `backward` read what the two forward calls keep, `items`, in place of what it read."""
     body = _body(backward)
     program: FunctionProgram = body.meta["program"]
-    joint, inputs, wanted = body.meta["slice"]
-    if joint is not program.region.joint:
-        return  # some outputs have no cotangent: the graph of another trace
-    extended = slice_graph(joint.module, [*inputs, *values], wanted, late=is_forward)
-    operands = _drop_unread(extended, [*backward.args[1:], *items])
+    joint, _, wanted = body.meta["slice"]
+    values = [*opening.own, *opening.kept]
+    if joint is program.root_joint:
+        gradients = dict(zip(joint.gradients, opening.joint.gradients, strict=True))
+        wanted = [gradients[node] if isinstance(node, fx.Node) else node for node in wanted]
+        joint = opening.joint
+        known = dict(zip(values, items, strict=True))
+    else:  # some outputs have no cotangent: the graph of another trace
+        pairs = match_forward(opening.joint, joint, values, strict=False)
+        known = {pairs[v]: item for v, item in zip(values, items, strict=True) if v in pairs}
+    cotangents = [ct for ct in joint.cotangents if ct is not None]
+    given = backward.args[len(backward.args) - len(cotangents) :]
+    opened = slice_graph(
+        joint.module, [*joint.inputs, *known, *cotangents], wanted, late=is_forward
+    )
+    num_inputs = len(joint.inputs)
+    operands = _drop_unread(
+        opened, [*forward.args[1 : 1 + num_inputs], *known.values(), *given]
+    )
     graph = backward.graph
     with graph.inserting_before(backward):
-        reference = _reference(graph, extended, backward)
+        reference = _reference(graph, opened, backward)
     backward.args = (reference, *operands)
 
 

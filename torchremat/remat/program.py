@@ -11,7 +11,7 @@ residuals are known; so derivatives of any order, with what was kept put to use,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,15 +24,18 @@ from torchremat.autodiff.joint import Joint, TraceOptions, is_forward, trace_joi
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.errors import EffectError
+from torchremat.graph.aliases import is_item
 from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.simplify import simplify
 from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.choices import Choices, why_not_replayed
-from torchremat.remat.nested import expose_inner, join_exposed, prune_bodies
+from torchremat.remat.nested import Opening, expose_inner, join_exposed, prune_bodies
 from torchremat.remat.policies import Policy, nothing_saveable
 
+aten = torch.ops.aten
 Mask = tuple[bool, ...]
 """Which of the differentiable outputs have a cotangent; which of the inputs need a gradient."""
 
@@ -325,7 +328,10 @@ class FunctionProgram(Program):
     def __init__(self, region: Region, policy: Policy, *, module_prefix: str = "") -> None:
         super().__init__(region, policy)
         self.module_prefix = module_prefix
-        self._root_joint = expose_inner(region.joint, self._residuals_inside)
+        self._root_joint = expose_inner(
+            region.joint,
+            lambda inner, module: _opening(inner, [(policy, _joined(module_prefix, module))]),
+        )
         self.choices = Choices(self._root_joint, policy, module_prefix)
 
     @property
@@ -336,14 +342,6 @@ class FunctionProgram(Program):
     def joint_for(self, given: Mask) -> Joint:
         """See `Program.joint_for`."""
         return self.root_joint if all(given) else super().joint_for(given)
-
-    def _residuals_inside(self, inner: "FunctionProgram", module: str) -> tuple[fx.Node, ...]:
-        """What the policy keeps of a checkpoint inside, which has one of its own."""
-        if inner.root_joint is not inner.region.joint or inner.writes:
-            return ()
-        prefix = ".".join(part for part in (self.module_prefix, module) if part)
-        choices = Choices(inner.region.joint, self.policy, prefix)
-        return choices.residuals(inner.region.joint).values
 
     @cached_property
     def _found(self) -> Residuals:
@@ -420,6 +418,35 @@ class FunctionProgram(Program):
         assert isinstance(body, BatchedBody)
         outputs = zip(body.out_dims, self.region.joint.outputs, strict=True)
         return tuple(dim for dim, output in outputs if isinstance(output, fx.Node))
+
+
+def _opening(
+    inner: FunctionProgram, policies: Sequence[tuple[Policy, str]]
+) -> Opening | None:
+    """What `policies`, each with the name of the module around, keep of a checkpoint inside."""
+    if inner.writes:
+        return None
+    everyone = [*policies, (inner.policy, inner.module_prefix)]
+    joint = expose_inner(
+        inner.region.joint,
+        lambda within, module: _opening(
+            within, [(policy, _joined(prefix, module)) for policy, prefix in everyone]
+        ),
+    )
+    wanted = _tensors([*joint.gradients, *joint.outputs])
+    kept = [
+        Choices(joint, policy, prefix).residuals_for(joint, wanted).values
+        for policy, prefix in policies
+    ]
+    if not any(kept):
+        return None
+    order = {node: i for i, node in enumerate(joint.module.graph.nodes)}
+    own = Choices(joint, inner.policy, inner.module_prefix).residuals(joint).values
+    return Opening(joint, tuple(sorted({v for k in kept for v in k}, key=order.__getitem__)), own)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
 
 
 class VjpProgram(Program):
@@ -546,8 +573,8 @@ def _compiled_backward(
     program: Program,
 ) -> Compiled:
     module = slice_graph(joint.module, inputs, outputs, late=is_forward)
-    _refuse_replay(module.graph)
     prune_bodies(module)
+    _refuse_replay(module.graph)
     accept_any_layout(module.graph)
     module.meta["slice"] = (joint, list(inputs), list(outputs))
     return Compiled.of(module, "backward", program)
@@ -555,8 +582,8 @@ def _compiled_backward(
 
 def _refuse_replay(graph: fx.Graph) -> None:
     """Raise where a derivative of higher order would run an operator that must not run again."""
-    for node in graph.nodes:
-        reason = why_not_replayed(node) if is_forward(node) else None
+    for node in _replayed(graph):
+        reason = why_not_replayed(node)
         if reason is not None:
             raise EffectError(
                 f"a second derivative needs the value of {node.target} from "
@@ -568,6 +595,28 @@ def _refuse_replay(graph: fx.Graph) -> None:
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
+def _replayed(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The operators of the forward pass that a backward graph runs again, in bodies too."""
+    for node in graph.nodes:
+        if node.op != "call_function" or is_item(node):
+            continue
+        if is_forward(node):
+            yield node
+            for body in inner_graphs_of(node):
+                yield from _all_nodes(body.graph)
+        else:
+            for body in inner_graphs_of(node):
+                yield from _replayed(body.graph)
+
+
+def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        if not is_item(node):
+            yield node
+        for body in inner_graphs_of(node):
+            yield from _all_nodes(body.graph)
+
+
 def accept_any_layout(graph: fx.Graph) -> None:
     """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
 
@@ -575,7 +624,7 @@ def accept_any_layout(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         if node.target in _VIEWS and not is_forward(node):
-            node.target = torch.ops.aten.reshape.default
+            node.target = aten.reshape.default
 
 
 def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:
@@ -584,10 +633,14 @@ def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:
     results = list(output.args[0])
     for i in range(len(results) - count, len(results)):
         with graph.inserting_before(output):
-            copy = graph.call_function(torch.ops.aten.clone.default, (results[i],))
+            copy = graph.call_function(aten.clone.default, (results[i],))
             copy.meta = dict(results[i].meta)
         results[i] = copy
     output.args = (tuple(results),)
+
+
+def _tensors(values: Sequence[Any]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
 
 
 def _is_inexact(node: fx.Node) -> bool:

@@ -581,6 +581,25 @@ def test_nothing_runs():
     assert net.norm.num_batches_tracked == 0
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, tr.checkpoint])
+def test_a_module_keeps_its_tensors(wrap):
+    class Storing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(3))
+
+        def forward(self, x):
+            self.mean, self.last = self.mean * 2, x.exp()
+            return self.last * self.mean
+
+    for module in (Storing(), nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))):
+        before = {**dict(module.named_buffers()), **vars(module)}
+        tr.saved_residuals(wrap(module), torch.ones(2, 3))
+        after = {**dict(module.named_buffers()), **vars(module)}
+        assert after.keys() == before.keys()
+        assert all(after[name] is before[name] for name in before)
+
+
 @pytest.mark.parametrize("grad_enabled", [True, False])
 def test_grad_mode_outside_does_not_matter(grad_enabled):
     with torch.set_grad_enabled(grad_enabled):

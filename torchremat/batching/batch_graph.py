@@ -11,10 +11,13 @@ from torch import Tensor, fx
 from torchremat.autodiff.bodies import BatchedBody, Body
 from torchremat.autodiff.graph_transforms import TensorsOf, check_pure, spec_of, trace_body
 from torchremat.graph.building import build_graph
+from torchremat.graph.dce import copied, set_outputs
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.graph.typed_graph import TypedGraph
 
 Axes = int | None | Sequence[int | None]
+aten = torch.ops.aten
+_EMPTIES = {aten.empty_like.default, aten.new_empty.default}
 _RANDOMNESS = ("error", "different", "same")
 
 
@@ -64,7 +67,8 @@ def batch_graph(
     axes = _as_axes(in_axes, [len(a.shape) for a in g.in_avals], "in_axes", "input")
     wanted = _as_axes(out_axes, [len(a.shape) for a in g.out_avals], "out_axes", "output")
     in_dims = (*(None for _ in g.consts), *axes)
-    mapped = BatchedBody(TensorsOf(g), in_dims, axis_size, randomness)
+    example = _with_shared_empties(g) if randomness == "same" else g
+    mapped = BatchedBody(TensorsOf(example), in_dims, axis_size, randomness)
     body = _Placed(mapped, g.outputs, tuple(wanted))
     nodes = [*g.const_nodes, *g.input_nodes]
     specs = [
@@ -74,6 +78,22 @@ def batch_graph(
     traced = trace_body(g, body, specs, [node.name for node in nodes])
     structures = (g.in_structure, g.out_structure)
     return build_graph(traced.module, traced.inputs, traced.outputs, structures), body.out_axes
+
+
+def _with_shared_empties(g: TypedGraph) -> TypedGraph:
+    """`g`, with empty tensors of given shapes in place of those like another, which varies.
+
+    A dropout draws into `empty_like(x)`: PyTorch draws the same for all only if that is unmapped.
+    """
+    module, copies = copied(g)
+    set_outputs(module.graph, [copies.get(value, value) for value in g.outputs])
+    for node in module.graph.nodes:
+        if node.target in _EMPTIES:
+            value = node.meta["val"]
+            node.target = aten.empty_strided.default
+            node.args = (list(value.shape), list(value.stride()))
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
+    return replace(g, graph_module=module)
 
 
 @dataclass(eq=False)

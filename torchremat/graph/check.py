@@ -49,6 +49,9 @@ def _check_signature(g: TypedGraph) -> None:
             checker.fail(
                 node, f"the constant {node.name} is {Aval.of(const)}, but noted as {_noted(node)}"
             )
+    positions = range(len(g.consts) + len(g.input_nodes))
+    if any(i not in positions for i in g.writes) or len(set(g.writes)) != len(g.writes):
+        checker.fail(None, f"writes {g.writes} are not different constants or inputs")
     for what, structure, count in (
         ("inputs", g.in_structure, len(g.input_nodes)),
         ("outputs", g.out_structure, len(g.outputs)),
@@ -57,9 +60,6 @@ def _check_signature(g: TypedGraph) -> None:
             checker.fail(
                 None, f"the graph has {count} {what}, its structure {structure.num_values}"
             )
-    positions = range(len(g.consts) + len(g.input_nodes))
-    if any(i not in positions for i in g.writes) or len(set(g.writes)) != len(g.writes):
-        checker.fail(None, f"writes {g.writes} are not different constants or inputs")
     for i, value in zip(g.writes, g.written, strict=True):
         target = (*g.const_nodes, *g.input_nodes)[i]
         if not isinstance(value, fx.Node) or _noted(value) != _noted(target):
@@ -72,9 +72,12 @@ def _check_signature(g: TypedGraph) -> None:
 class _Checker:
     """Checks one graph; a body is checked by a checker of its own, given its inputs."""
 
-    def __init__(self, module: fx.GraphModule, num_consts: int = 0) -> None:
+    def __init__(
+        self, module: fx.GraphModule, num_consts: int = 0, *, is_body: bool = False
+    ) -> None:
         self.module = module
         self.num_consts = num_consts
+        self.is_body = is_body
         self.values: dict[fx.Node, Any] = {}
         self.names: dict[str, fx.Node] = {}
 
@@ -129,8 +132,7 @@ class _Checker:
 
     def _check_node(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self._check_noted(node)
-            self.values[node] = InputSpec.of(node.meta["val"]).empty().detach()
+            self._check_input(node)
         elif node.op == "get_attr":
             self.values[node] = self._check_attribute(node)
         elif node.op == "call_function":
@@ -148,7 +150,7 @@ class _Checker:
         except AttributeError:
             self.fail(node, f"{node.name} reads {node.target}, which the module lacks")
         if isinstance(value, fx.GraphModule):
-            _Checker(value).run()
+            _Checker(value, is_body=True).run()
         elif not isinstance(value, nn.Module):
             self.fail(node, f"{node.name} is a {type(value).__name__}: tensors are constants")
         return value
@@ -164,8 +166,11 @@ class _Checker:
             self.fail(node, f"{node.name} gives {given}, but is noted as {noted}")
         return result
 
-    def _check_noted(self, node: fx.Node) -> None:
-        if not isinstance(node.meta.get("val"), Tensor):
+    def _check_input(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            self.values[node] = InputSpec.of(value).empty().detach()
+        elif not self.is_body or node.users:  # else a number that PyTorch hands to a `cond`
             self.fail(node, f"the input {node.name} has no aval")
 
 

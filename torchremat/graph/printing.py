@@ -51,6 +51,8 @@ class _Writer:
         return [*lines, f"  in {self._outputs(output.args[0])} }}"]
 
     def _declared(self, node: fx.Node) -> str:
+        if "val" not in node.meta and not node.users:
+            return "_"  # a number, which PyTorch hands to the body of a `cond` for a size
         var = self.names.var(node)
         return f"{var.name}:{var.aval}"
 

@@ -58,7 +58,10 @@ def test_a_difference_is_found(a, b):
 
 def test_same_bits_in_another_layout_are_the_same():
     x = torch.randn(3, 4)
-    assert_same({"x": [x, torch.tensor(float("nan"))]}, {"x": [x.t().contiguous().t(), x[0, 0] * float("nan")]})
+    assert_same(
+        {"x": [x, torch.tensor(float("nan"))]},
+        {"x": [x.t().contiguous().t(), x[0, 0] * float("nan")]},
+    )
 
 
 def test_close_allows_rounding_and_no_more():

@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
@@ -151,10 +152,11 @@ def has_tangents(tensors: Sequence[torch.Tensor]) -> bool:
 def apply_to_functional(
     function: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor]
 ) -> Any:
-    """Apply an operator that writes to nothing under `torch.func.functionalize`, the innermost level."""
-    context = FunctorchFunctionalizeAPI(retrieve_current_functorch_interpreter())
+    """Apply an operator for the innermost level, a `torch.func.functionalize`."""
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    context = FunctorchFunctionalizeAPI(interpreter)
     with context.redispatch_to_next():
-        result = function(context.unwrap_tensors(tuple(inputs)))
+        result = function(tuple(context.unwrap_tensors(tuple(inputs))))
     return context.wrap_tensors(result)
 
 
@@ -169,9 +171,26 @@ def edges_that_run(edges: Sequence[tuple[Any, int]]) -> tuple[bool, ...]:
     return tuple(node is not None and _will_run(node) for node, _ in edges)
 
 
+def run_backward(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    *,
+    create_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad`, in which function modes stay on for what Python runs in the backward.
+
+    The public function sets the innermost mode aside, so that a recomputation of
+    `torch.utils.checkpoint` would run without it.
+    """
+    return _engine_run_backward(
+        outputs, cotangents, create_graph, create_graph, inputs, True, accumulate_grad=False
+    )
+
+
 def _will_run(node: Any) -> bool:
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError as error:  # for a leaf that torch.autograd.grad was asked for
         if "leaf node" not in str(error):
             raise
@@ -289,11 +308,11 @@ def _hidden_from_dynamo(session: _MakefxTracer) -> Iterator[None]:
 def let_modes_see_views_of_zeros() -> torch.library.Library:
     """Let `view` of an efficient zero tensor, of which forward mode makes many, reach fake tensors.
 
-    Up to 2.13, PyTorch registers the kernel of dense tensors for it (the others fall through), which
-    takes the fake tensor apart, so that `vmap` of `jvp` of `vmap` of `jvp` cannot be traced. For zeros
-    that are not fake nothing changes: falling through leads to the same kernel.
+    Up to 2.13, PyTorch registers the kernel of dense tensors for it (other views fall through),
+    which takes the fake tensor apart, so that `vmap` of `jvp` of `vmap` of `jvp` cannot be traced.
+    For zeros that are not fake nothing changes: falling through leads to the same kernel.
     """
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901  (kept by the cache)
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         library.impl("view", torch.library.fallthrough_kernel, "ZeroTensor")
@@ -327,7 +346,7 @@ without_function_modes = torch._C.DisableTorchFunction
 
 _apply_lock = threading.Lock()
 FunctionHandler = Callable[[type, tuple[Any, ...], Callable[..., Any]], Any]
-"""What is done instead of `cls.apply(*args)`: given the class, the arguments and PyTorch's `apply`."""
+"""What is done instead of `cls.apply(*args)`, given the class, arguments and PyTorch's `apply`."""
 
 _apply_handlers: dict[int, list[FunctionHandler]] = {}
 
@@ -404,7 +423,7 @@ def is_below_autograd() -> bool:
 
 def dispatch_call(op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
     """Hand a call of `op` to its rule for where it stands, without what its `__call__` does."""
-    return HigherOrderOperator.__call__(op, *args, **kwargs)  # type: ignore[no-untyped-call]
+    return HigherOrderOperator.__call__(op, *args, **kwargs)
 
 
 def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> None:
@@ -496,5 +515,6 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> TensorGuards:
     those that modes and autocast add.
     """
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -157,8 +157,8 @@ class StaticArguments:
             held = [t for t in _torch.tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
             if held:
                 raise TypeError(
-                    f"static argument {where!r} holds a tensor of shape {tuple(held[0].shape)}, but "
-                    "a static argument is a Python value, compared on every call; a tensor is "
+                    f"static argument {where!r} holds a tensor of shape {tuple(held[0].shape)}, "
+                    "but a static argument is a Python value, compared on every call; a tensor is "
                     "traced. Take the argument out of static_argnums and static_argnames."
                 )
 

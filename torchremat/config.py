@@ -15,5 +15,5 @@ log_checkpoint_residuals: bool = os.environ.get(
 
 verify_recomputation: Literal["bitwise"] | None = None
 """`"bitwise"`: compare each value that a backward pass computes again with what it was, and raise
-`errors.RecomputationError` at the first that differs, with its module and source line. It keeps what
-it compares. Off, it costs nothing."""
+`errors.RecomputationError` at the first that differs, with its module and source line. It keeps
+what it compares. Off, it costs nothing."""

@@ -52,6 +52,10 @@ class RetraceWarning(UserWarning):
     """A function is traced again and again because a Python number among its arguments changes."""
 
 
+class EffectWarning(UserWarning):
+    """The traced function did something that a graph does not replay, and that may not matter."""
+
+
 class PolicyValueError(TorchrematError, ValueError):
     """A policy was asked for with a value that it cannot have, or is spelled wrongly."""
 

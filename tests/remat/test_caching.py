@@ -177,12 +177,27 @@ def test_a_fresh_inner_checkpoint_at_each_call_is_replayed_from_the_outer_trace(
         (lambda: (leaf(2), torch.float32), lambda: (leaf(2), torch.float64)),
     ],
     ids=[
-        "shape", "dtype", "requires_grad", "strides", "number", "1 and 1.0", "1 and True", "string",
-        "string and None", "list and tuple", "dict keys", "length", "dtype argument",
+        "shape",
+        "dtype",
+        "requires_grad",
+        "strides",
+        "number",
+        "1 and 1.0",
+        "1 and True",
+        "string",
+        "string and None",
+        "list and tuple",
+        "dict keys",
+        "length",
+        "dtype argument",
     ],
 )
 def test_calls_of_different_kinds(first, second):
-    body = Counted(lambda *args: [t.sin() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)])
+    body = Counted(
+        lambda *args: [
+            t.sin() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)
+        ]
+    )
     fun = tr.checkpoint(body.fun)
     for call in (first, second):
         fun(*call())
@@ -407,9 +422,7 @@ def test_a_parameter_replaced():
     for _ in range(3):
         net[0].weight = nn.Parameter(torch.randn(3, 3))
         wrt = [x, net[0].weight]
-        assert_same(
-            gradients(fun(x).sum(), wrt), gradients(net(x).sum(), wrt)
-        )
+        assert_same(gradients(fun(x).sum(), wrt), gradients(net(x).sum(), wrt))
     net.to(D)
     assert fun(x.double()).dtype == D
 
@@ -568,7 +581,7 @@ def test_what_a_dropped_function_frees():
     net = nn.Linear(5, 5).double()
 
     def body(x):
-        return net(x * w).sin()
+        return net(x * w).sin()  # noqa: F821  (deleted below)
 
     fun = tr.checkpoint(body)
     x = leaf(5)
@@ -632,7 +645,9 @@ def test_a_graph_keeps_its_function_alive():
 def test_backward_frees_what_was_saved():
     fun = tr.checkpoint(lambda x: x.sin().exp().sin(), policy="none")
     x = leaf(3)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(weakref.ref(t)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(weakref.ref(t)) or t, lambda t: t
+    ):
         kept = []
         y = fun(x)
     y.sum().backward()
@@ -770,7 +785,9 @@ def test_a_saved_tensors_hook_that_raises():
 @pytest.mark.parametrize("captured", [True, False], ids=["closed over", "argument"])
 def test_a_weight_changed_before_backward_raises(policy, captured):
     w = leaf(3)
-    fun = tr.checkpoint((lambda x: (x * w).sin()) if captured else (lambda x, w: (x * w).sin()), policy=policy)
+    fun = tr.checkpoint(
+        (lambda x: (x * w).sin()) if captured else (lambda x, w: (x * w).sin()), policy=policy
+    )
     x = leaf(3)
     y = fun(x) if captured else fun(x, w)
     with torch.no_grad():
@@ -880,14 +897,19 @@ def test_a_thread_traces_while_another_runs_plain_functions():
 
     def traced():
         try:
-            return [_gradient(tr.checkpoint(lambda x, i=i: _Failing.apply(x.sin() * i)), x) for i in range(8)]
+            return [
+                _gradient(tr.checkpoint(lambda x, i=i: _Failing.apply(x.sin() * i)), x)
+                for i in range(8)
+            ]
         finally:
             stop.append(True)
 
     _Failing.fail = False
     plain_results, traced_results = in_threads(plain, traced)
     assert all(torch.equal(g, torch.full((3,), 2, dtype=D)) for g in plain_results)
-    assert_same(traced_results, [_gradient(lambda x, i=i: _Failing.apply(x.sin() * i), x) for i in range(8)])
+    assert_same(
+        traced_results, [_gradient(lambda x, i=i: _Failing.apply(x.sin() * i), x) for i in range(8)]
+    )
 
 
 def test_a_forward_in_one_thread_and_its_backward_in_another():

@@ -110,12 +110,23 @@ add("relu and abs", lambda x: torch.relu(x) + x.abs() + F.leaky_relu(x, 0.1), (3
 add("einsum", lambda x, w: torch.einsum("ij,jk->ki", x, w).exp(), (3, 4), (4, 5))
 add("bmm", lambda x, w: torch.tanh(x @ w) @ w.mT, (2, 3, 4), (2, 4, 5))
 add("where", lambda x: torch.where(x > 0, x.exp(), x.sin()), (3, 4))
-add("loop", lambda x, h: functools.reduce(lambda a, _: torch.tanh(a @ h), range(4), x), (3, 4), (4, 4))
+add(
+    "loop",
+    lambda x, h: functools.reduce(lambda a, _: torch.tanh(a @ h), range(4), x),
+    (3, 4),
+    (4, 4),
+)
 add("glu and roll", lambda x: F.glu(x) * x.roll(1, 1)[:, :2], (3, 4))
-add("linalg", lambda w: torch.linalg.inv(w @ w.t() + 5 * torch.eye(3, dtype=w.dtype)).sum(1), (3, 4))
+add(
+    "linalg", lambda w: torch.linalg.inv(w @ w.t() + 5 * torch.eye(3, dtype=w.dtype)).sum(1), (3, 4)
+)
 add("cross entropy", lambda x: F.cross_entropy(x.tanh(), torch.tensor([0, 1, 2])), (3, 4))
 add("pad and pool", lambda x: F.avg_pool1d(F.pad(x, (1, 1)), 2).sin(), (2, 3, 4))
-add("constants", lambda x: x * torch.arange(4, dtype=x.dtype) + torch.ones(3, 1, dtype=x.dtype), (3, 4))
+add(
+    "constants",
+    lambda x: x * torch.arange(4, dtype=x.dtype) + torch.ones(3, 1, dtype=x.dtype),
+    (3, 4),
+)
 add(
     "prod",
     lambda x: x.sin().prod(1),
@@ -134,14 +145,20 @@ add("cat and chunk", lambda x, v: torch.cat([x, v.sin()], 1).chunk(2, 1)[1], (3,
 add("split", lambda x: [a.exp() * i for i, a in enumerate(x.split(1, 1))], (3, 4))
 add("stack", lambda x: torch.stack(x.sin().unbind(0), 1).flip(0), (3, 4))
 add("expanded", lambda x: x[:1].expand(5, 4) * torch.ones(5, 4, dtype=x.dtype), (3, 4))
-add("scatter", lambda x: torch.zeros_like(x).scatter(1, torch.tensor([[3, 1, 0, 2]] * 3), x.sin()), (3, 4))
+add(
+    "scatter",
+    lambda x: torch.zeros_like(x).scatter(1, torch.tensor([[3, 1, 0, 2]] * 3), x.sin()),
+    (3, 4),
+)
 add("masked fill", lambda x: x.masked_fill(x < 0, 0.5).tril() * x, (3, 3))
 add("as_strided", lambda x: x.sin().as_strided((2, 2), (4, 1)).exp(), (3, 4))
 
 
 @animal()
 def transposed_input(dtype):
-    return Case(lambda x: x.contiguous().view(-1) * x.reshape(-1), (torch.randn(4, 3, dtype=dtype).t(),))
+    return Case(
+        lambda x: x.contiguous().view(-1) * x.reshape(-1), (torch.randn(4, 3, dtype=dtype).t(),)
+    )
 
 
 @animal()
@@ -195,7 +212,12 @@ def writes_to_an_argument(dtype):
 
 # --- structure of inputs and outputs -------------------------------------------------------------
 
-add("outputs", lambda x, w: (x.sin(), (x @ w).relu(), 3, None, {"a": x.argmax(), "s": "t"}), (3, 4), (4, 2))
+add(
+    "outputs",
+    lambda x, w: (x.sin(), (x @ w).relu(), 3, None, {"a": x.argmax(), "s": "t"}),
+    (3, 4),
+    (4, 2),
+)
 add("the same twice", lambda x: (lambda y: [y, (y, y.cos())])(x.sin()), (3, 4))
 add("an input returned", lambda x: (x, x.sin()), (3, 4))
 add("only an input returned", lambda x: x, (3, 4))
@@ -231,9 +253,11 @@ def trees(dtype):
 
 @animal()
 def keyword_only(dtype):
-    return Case(lambda *, a, b: a.sin() @ b, (), {
-        "b": torch.randn(4, 2, dtype=dtype), "a": torch.randn(3, 4, dtype=dtype)
-    })
+    return Case(
+        lambda *, a, b: a.sin() @ b,
+        (),
+        {"b": torch.randn(4, 2, dtype=dtype), "a": torch.randn(3, 4, dtype=dtype)},
+    )
 
 
 @animal()
@@ -505,7 +529,11 @@ def dropout(dtype):
 @animal(order=1)
 def noise(dtype):
     def fun(x):
-        return (x + torch.randn_like(x)).sin() * torch.rand(4, dtype=x.dtype) * torch.bernoulli(x.sigmoid())
+        return (
+            (x + torch.randn_like(x)).sin()
+            * torch.rand(4, dtype=x.dtype)
+            * torch.bernoulli(x.sigmoid())
+        )
 
     return Case(fun, (torch.randn(3, 4, dtype=dtype),))
 
@@ -534,7 +562,12 @@ def frozen_part(dtype):
 
 @animal()
 def gru_cell(dtype):
-    return model(nn.GRUCell(4, 3), torch.randn(2, 4, dtype=dtype), torch.randn(2, 3, dtype=dtype), dtype=dtype)
+    return model(
+        nn.GRUCell(4, 3),
+        torch.randn(2, 4, dtype=dtype),
+        torch.randn(2, 3, dtype=dtype),
+        dtype=dtype,
+    )
 
 
 @animal(two_formulas=TWO_FORMULAS)
@@ -546,7 +579,12 @@ def parametrised(dtype):
 # --- checkpoints inside --------------------------------------------------------------------------
 
 _dots_inside = tr.checkpoint(lambda a, w: torch.tanh(a.sin() @ w), policy="dots")
-add("checkpoint inside", lambda x, w: _dots_inside(_dots_inside(x, w), w.t() @ w).exp(), (3, 4), (4, 4))
+add(
+    "checkpoint inside",
+    lambda x, w: _dots_inside(_dots_inside(x, w), w.t() @ w).exp(),
+    (3, 4),
+    (4, 4),
+)
 add(
     "checkpoint with a closure inside",
     lambda x, w: tr.checkpoint(lambda a: torch.tanh(a.sin() @ w))(x).exp(),
@@ -555,7 +593,9 @@ add(
 )
 add(
     "names",
-    lambda x, w: tr.checkpoint_name(x @ w, "a").sin() + tr.checkpoint_name({"q": x.sum()}, "b")["q"],
+    lambda x, w: (
+        tr.checkpoint_name(x @ w, "a").sin() + tr.checkpoint_name({"q": x.sum()}, "b")["q"]
+    ),
     (3, 4),
     (4, 5),
 )

@@ -16,6 +16,7 @@ from tests.helpers import assert_same, nothing_left_behind
 from torchremat.errors import (
     ConcretizationError,
     EffectError,
+    EffectWarning,
     PolicyError,
     TorchrematError,
     TraceError,
@@ -42,7 +43,9 @@ def refuse(fun, *args, error, match, **kwargs):
 
 @pytest.mark.parametrize("value", [[0], 1.0, "0", {0}, (0, 1.0), (True,), True, None])
 def test_static_argnums_of_another_type(value):
-    with pytest.raises(TypeError, match=r"static_argnums must be an int or a tuple of ints, but it is"):
+    with pytest.raises(
+        TypeError, match=r"static_argnums must be an int or a tuple of ints, but it is"
+    ):
         tr.checkpoint(torch.sin, static_argnums=value)
     with pytest.raises(TypeError, match=r"static_argnums must be an int"):
         tr.checkpoint(static_argnums=value)
@@ -51,15 +54,21 @@ def test_static_argnums_of_another_type(value):
 @pytest.mark.parametrize("value", [1, (0, 3), -2, (-3,)])
 def test_static_argnums_out_of_range(value):
     fun = tr.checkpoint(lambda x: x.sin(), static_argnums=value)
-    with nothing_left_behind(), pytest.raises(
-        ValueError, match=r"static_argnums contains -?\d, but the call has 1 positional argument"
+    with (
+        nothing_left_behind(),
+        pytest.raises(
+            ValueError,
+            match=r"static_argnums contains -?\d, but the call has 1 positional argument",
+        ),
     ):
         fun(leaf(2))
 
 
 @pytest.mark.parametrize("value", [1, ("a", 2), [None], 2.5])
 def test_static_argnames_of_another_type(value):
-    with pytest.raises(TypeError, match=r"static_argnames must be a string or an iterable of strings"):
+    with pytest.raises(
+        TypeError, match=r"static_argnames must be a string or an iterable of strings"
+    ):
         tr.checkpoint(lambda x, a: x, static_argnames=value)
 
 
@@ -327,7 +336,10 @@ def test_sparse_arguments():
 def test_a_sparse_tensor_closed_over():
     x = torch.eye(3).to_sparse()
     refuse(
-        tr.checkpoint(lambda y: x @ y), leaf(3, 3).float(), error=TraceError, match=r"layout torch.sparse"
+        tr.checkpoint(lambda y: x @ y),
+        leaf(3, 3).float(),
+        error=TraceError,
+        match=r"layout torch.sparse",
     )
 
 
@@ -371,7 +383,9 @@ def test_a_write_to_a_leaf_is_refused_as_autograd_does():
 def test_a_write_to_a_closed_over_tensor_that_is_differentiated():
     w = leaf(2) * 1
     before = w.detach().clone()
-    refuse(tr.checkpoint(lambda x: x * w.add_(1)), leaf(2), error=EffectError, match=r"writes in place")
+    refuse(
+        tr.checkpoint(lambda x: x * w.add_(1)), leaf(2), error=EffectError, match=r"writes in place"
+    )
     assert_same(w.detach(), before)
 
 
@@ -380,6 +394,62 @@ def test_a_write_of_a_differentiable_value_to_a_buffer():
     buffer = torch.zeros(2, dtype=torch.double)
     fun = tr.checkpoint(lambda x: x * buffer.add_(x.sin()))
     refuse(fun, leaf(2), error=EffectError, match=r"writes in place|buffer|input")
+
+
+def test_a_tensor_that_a_forward_pass_puts_into_a_module():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(2, dtype=torch.double))
+
+        def forward(self, x):
+            self.mean, self.last = self.mean * 2, x.sin()
+            return self.last * self.mean
+
+    net = Net()
+    fun = tr.checkpoint(net)
+    with (
+        nothing_left_behind(),
+        pytest.warns(EffectWarning, match=r"sets last, mean: .*copy_") as caught,
+    ):
+        fun(leaf(2)).sum().backward()
+    assert [w.filename for w in caught] == [__file__]
+    assert not hasattr(net, "last")
+    assert_same(net.mean, torch.ones(2, dtype=torch.double))
+    fun(leaf(2))  # said once a trace
+
+
+def test_spectral_norm_updates_its_buffers():
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        nets.append(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)).double())
+    plain, net = nets
+    fun = tr.checkpoint(net)
+    x = leaf(3, 4)
+    for _ in range(3):
+        plain(x).sum().backward()
+        fun(x).sum().backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), net.named_parameters(), strict=True):
+        assert_same(a.grad, b.grad, name)
+    assert_same(dict(plain.named_buffers()), dict(net.named_buffers()))
+
+
+def test_a_draw_into_a_tensor_that_is_not_contiguous():
+    """PyTorch fills it in an order, or with numbers, that the functional operator does not."""
+    fun = tr.checkpoint(lambda x: x * torch.empty_like(x).normal_())
+    refuse(
+        fun, leaf(4, 5).t(), error=EffectError, match=r"normal_\(\) at test_errors.py.*contiguous"
+    )
+    x = leaf(4, 5).t()
+    for f in (
+        lambda x: torch.nn.functional.dropout(x),
+        lambda x: x * torch.empty_like(x).uniform_(),
+    ):
+        torch.manual_seed(1)
+        expected = f(x)
+        torch.manual_seed(1)
+        assert_same(expected, tr.checkpoint(f)(x))
 
 
 def test_a_traced_tensor_that_escapes_in_a_list():
@@ -396,7 +466,7 @@ def test_a_random_number_asked_again_by_a_second_derivative():
         (g,) = torch.autograd.grad(fun(x).sum(), x, create_graph=True)
         torch.autograd.grad(g.sum(), x)
     except EffectError as error:
-        assert "random numbers" in str(error) and "test_errors.py" in str(error)  # noqa: PT017
+        assert "random numbers" in str(error) and "test_errors.py" in str(error)
 
 
 # --- warnings ------------------------------------------------------------------------------------

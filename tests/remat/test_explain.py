@@ -101,14 +101,14 @@ def randn(*shape):
 
 
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
     return GPT2LMHeadModel(config)
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=50,

@@ -213,12 +213,40 @@ def test_pytorch_s_checkpoint_around_and_inside(reentrant):
     assert_same(expected, torch.autograd.grad(inside(*args).sum(), args))
 
 
+def test_pytorch_s_checkpoint_inside_of_a_function_that_closes_over_parameters():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4).double()
+
+        def forward(self, x):
+            return torch_checkpoint(lambda x: self.fc(x).sin().sin(), x, use_reentrant=False)
+
+    net = Net()
+    x = X.clone().requires_grad_()
+    wrt = [x, *net.parameters()]
+    expected = torch.autograd.grad(net.fc(x).sin().sin().sum(), wrt)
+    for policy in POLICIES[:3]:
+        assert_same(expected, torch.autograd.grad(tr.checkpoint(net, policy=policy)(x).sum(), wrt))
+
+
+def test_three_levels_keep_what_the_outermost_policy_names():
+    inner = tr.checkpoint(layer)
+    middle = tr.checkpoint(lambda x, w: inner(x, w).cos())
+    fun = tr.checkpoint(lambda x, w: middle(x, w).exp(), policy="names:hidden")
+    args = leaves()
+    fun(*args)
+    assert kept(fun, args) == {bits(torch.tanh(args[0] @ args[1]))}
+    _, backward = grad_counts(lambda: fun(*args), args, "mm", "tanh")
+    assert backward == {"mm": 3 + 4, "tanh": 0}, "each level replays what is in it"
+
+
 def test_the_inner_function_is_freed_with_the_outer_one():
     import weakref
 
     inner = tr.checkpoint(lambda x: x.sin().exp())
     reference = weakref.ref(inner.fun)
-    fun = tr.checkpoint(lambda x: inner(x).cos())
+    fun = tr.checkpoint(lambda x: inner(x).cos())  # noqa: F821  (deleted below)
     x = X.clone().requires_grad_()
     torch.autograd.grad(fun(x).sum(), x)
     del inner, fun

@@ -1,5 +1,6 @@
 """Checkpoints under, over and between transformations: equal to plain PyTorch, to the bit."""
 
+import functools
 import warnings
 
 import pytest
@@ -15,7 +16,6 @@ from tests.helpers import (
     RandomPolicy,
     assert_same,
     bits,
-    differences,
     leaves_of,
     nothing_left_behind,
 )
@@ -118,7 +118,9 @@ TRANSFORMS = {
     ),
     "vjp": lambda f: lambda x: Fn.vjp(f, x)[1](torch.tensor(2.0, dtype=D)),
     "jvp": lambda f: lambda x: Fn.jvp(f, (x,), (x * 2,)),
-    "jvp(jvp)": lambda f: lambda x: Fn.jvp(lambda a: Fn.jvp(f, (a,), (x.sin(),))[1], (x,), (x * 2,)),
+    "jvp(jvp)": lambda f: (
+        lambda x: Fn.jvp(lambda a: Fn.jvp(f, (a,), (x.sin(),))[1], (x,), (x * 2,))
+    ),
     "linearize": linearized,
     "vmap": Fn.vmap,
     "vmap(in_dims=1)": lambda f: Fn.vmap(lambda x: f(x @ W[:3]), in_dims=1),
@@ -201,11 +203,15 @@ def test_transformations_of_a_function_with_several_outputs(name, policy):
 def test_a_checkpoint_of_a_transformed_function(inner, policy):
     transformed = inner(loss)
     fun = tr.checkpoint(transformed, policy=POLICIES[policy]())
-    for transform in (lambda f: f, lambda f: Fn.grad(lambda x: sum(t.sum() for t in leaves_of(f(x))))):
+    for transform in (
+        lambda f: f,
+        lambda f: Fn.grad(lambda x: sum(t.sum() for t in leaves_of(f(x)))),
+    ):
         assert_same(transform(transformed)(inputs()), transform(fun)(inputs()))
     x = inputs().requires_grad_()
     found = [
-        torch.autograd.grad(sum((t * t).sum() for t in leaves_of(f(x))), x) for f in (transformed, fun)
+        torch.autograd.grad(sum((t * t).sum() for t in leaves_of(f(x))), x)
+        for f in (transformed, fun)
     ]
     assert_same(*found)
 
@@ -263,8 +269,8 @@ def test_closed_over_tensors_of_a_level():
         x = a if transform in (Fn.grad, Fn.hessian) else torch.stack([a, a.sin()])
         expected = transform(lambda a: outer(a, lambda f: f))(x)
         assert_same(expected, transform(lambda a: outer(a, tr.checkpoint))(x))
-        with_names = lambda f: tr.checkpoint(f, policy="none")
-        assert_same(expected, transform(lambda a: outer(a, with_names))(x))
+        saving = functools.partial(tr.checkpoint, policy="none")
+        assert_same(expected, transform(lambda a: outer(a, saving))(x))
 
 
 def test_a_level_around_that_a_checkpoint_closes_over_two_of():
@@ -389,7 +395,11 @@ class TestAutograd:
         def run(f, x, w):
             out = f(x, w)["out"]
             grads = []
-            for ct in (torch.ones((), dtype=D).expand(3, 4), torch.ones(4, 3, dtype=D).t(), torch.ones(6, 8, dtype=D)[::2, ::2]):
+            for ct in (
+                torch.ones((), dtype=D).expand(3, 4),
+                torch.ones(4, 3, dtype=D).t(),
+                torch.ones(6, 8, dtype=D)[::2, ::2],
+            ):
                 grads.append(torch.autograd.grad(out, [x, w], ct, retain_graph=True))
             return grads
 
@@ -407,7 +417,9 @@ class TestAutograd:
         fun = tr.checkpoint(lambda x, w: layer(x, w).sum(1), policy=POLICIES[policy]())
         x, w = inputs().requires_grad_(), W.clone().requires_grad_()
         assert torch.autograd.gradcheck(fun, (x, w), check_forward_ad=True)
-        assert torch.autograd.gradgradcheck(fun, (x[:2, :2].detach().requires_grad_(), w[:2, :2].detach().requires_grad_()))
+        assert torch.autograd.gradgradcheck(
+            fun, (x[:2, :2].detach().requires_grad_(), w[:2, :2].detach().requires_grad_())
+        )
 
     def test_chained(self, policy):
         def run(f, x, w):
@@ -476,7 +488,9 @@ def test_what_the_hooks_give_back_is_used():
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t + 0):
             grads = torch.autograd.grad(fun(x, w).sum(), [x, w])
         assert_same(grads, torch.autograd.grad(layer(x, w).sum(), [x, w]))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: torch.zeros(3, 4, dtype=D) if t is None else t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: None, lambda t: torch.zeros(3, 4, dtype=D) if t is None else t
+        ):
             y = fun(x, w)
         with pytest.raises(Exception, match=r".*"):
             torch.autograd.grad(y.sum(), [x, w])  # nonsense comes back, of wrong shapes
@@ -488,7 +502,9 @@ def test_save_on_cpu():
         fun = tr.checkpoint(layer, policy=policy())
         with torch.autograd.graph.save_on_cpu():
             y = fun(x, w)
-        assert_same(torch.autograd.grad(y.sum(), [x, w]), torch.autograd.grad(layer(x, w).sum(), [x, w]))
+        assert_same(
+            torch.autograd.grad(y.sum(), [x, w]), torch.autograd.grad(layer(x, w).sum(), [x, w])
+        )
 
 
 def test_save_on_cpu_under_a_second_derivative():
@@ -514,12 +530,18 @@ def test_modes_see_aten_operators():
     with OpCounter() as forward:
         y = fun(x, w)
     assert {k: v for k, v in forward.counts.items() if k != "aten.detach"} == {
-        "aten.mm": 1, "aten.tanh": 1, "aten.mul": 1, "aten.sin": 1
+        "aten.mm": 1,
+        "aten.tanh": 1,
+        "aten.mul": 1,
+        "aten.sin": 1,
     }
     with OpCounter() as backward:
         torch.autograd.grad(y.sum(), [x, w])
     assert backward.only("mm", "tanh", "tanh_backward", "cos") == {
-        "mm": 3, "tanh": 1, "tanh_backward": 1, "cos": 1
+        "mm": 3,
+        "tanh": 1,
+        "tanh_backward": 1,
+        "cos": 1,
     }
 
 
@@ -637,7 +659,13 @@ def test_unused_outputs_cost_no_recomputation():
     first, second = checked(x)
     with OpCounter() as counter:
         torch.autograd.grad(first.sum(), [x], retain_graph=True)
-    assert counter.only("exp", "tanh", "mm", "cos", "sin") == {"exp": 0, "tanh": 0, "mm": 1, "cos": 1, "sin": 0}
+    assert counter.only("exp", "tanh", "mm", "cos", "sin") == {
+        "exp": 0,
+        "tanh": 0,
+        "mm": 1,
+        "cos": 1,
+        "sin": 0,
+    }
     torch.autograd.grad(second.sum(), x, retain_graph=True)
     with OpCounter() as counter:
         torch.autograd.grad(second.sum(), x)

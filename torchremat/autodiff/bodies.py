@@ -195,11 +195,10 @@ def gradients(
     if not pairs or not inputs:
         return [None] * len(inputs)
     return list(
-        torch.autograd.grad(
-            [output for output, _ in pairs],
-            list(inputs),
-            [cotangent for _, cotangent in pairs],
-            allow_unused=True,
+        _torch.run_backward(
+            tuple(output for output, _ in pairs),
+            tuple(inputs),
+            tuple(cotangent for _, cotangent in pairs),
             create_graph=create_graph,
         )
     )

@@ -74,12 +74,14 @@ def trace_joint(
     names: Sequence[str],
     paths: ModulePaths,
     options: TraceOptions,
+    *,
+    warns: bool = False,
 ) -> tuple[Joint, Tracing]:
     """Trace `body` and, if asked, its derivative with respect to inputs that require a gradient.
 
-    Inputs that `body` closes over come after those of `specs`.
+    Inputs that `body` closes over come after those of `specs`. `warns` of what a trace leaves out.
     """
-    tracing = Tracing(paths=paths)
+    tracing = Tracing(paths=paths, warns=warns)
     if options.whole_calls:
         tracing.on_function = FunctionCalls(tracing)
     with tracing.recording():

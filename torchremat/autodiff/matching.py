@@ -17,8 +17,8 @@ def match_forward(
     """Pair forward `values` of a joint graph with those of another trace of the function.
 
     Two operators are the same if they are called with the same arguments, as often before. Raises
-    `RetraceError`, if `strict`, where the second trace lacks one: the function now computes something
-    else.
+    `RetraceError`, if `strict`, where the second trace lacks one: the function now computes
+    something else.
     """
     numbers: dict[Any, int] = {}
     ours, theirs = _numbered(of, numbers), _numbered(into, numbers)
@@ -48,7 +48,7 @@ def _is_of_opened(node: fx.Node) -> bool:
         return False
     call, index = node.args
     assert isinstance(call, fx.Node)
-    return "num_outputs" in call.meta and index >= call.meta["num_outputs"]  # type: ignore[operator]
+    return "num_outputs" in call.meta and index >= call.meta["num_outputs"]
 
 
 def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:

@@ -1,0 +1,1 @@
+"""Functions and graphs mapped over an axis."""

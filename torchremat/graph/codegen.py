@@ -82,7 +82,7 @@ class _Writer:
         self._drop(n for n in node.all_input_nodes if self.last_use[n] is node)
 
     def _write_unpacking(self, node: fx.Node, items: dict[int, fx.Node]) -> None:
-        """Take an operator's outputs apart at once: together they would live as long as the last."""
+        """Take an operator's outputs apart at once, or all would live as long as the last."""
         self.unpacked.update(id(item) for item in items.values())
         names = [
             items[i].name if i in items else f"{node.name}_unused_{i}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.errors import EffectError
 from torchremat.graph.tracing import InputSpec, Tracing
 
 aten = torch.ops.aten
@@ -44,6 +45,7 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
     _expose_batch_norm_updates(graph)
     renamed: dict[fx.Node, fx.Node] = {}
     if any(is_mutable(node) for node in graph.nodes):
+        _draw_in_order_of_memory(graph)
         module, renamed = _retrace(module)
         graph = module.graph
     mutations = _pop_writes(graph, [renamed.get(n, n) for n in inputs])
@@ -96,6 +98,33 @@ def _expose_batch_norm_updates(graph: fx.Graph) -> None:
     ):
         if node.args[7]:  # in training it reads the statistics of the batch alone
             node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _draw_in_order_of_memory(graph: fx.Graph) -> None:
+    """Let random numbers that are drawn in place go where they go in plain PyTorch.
+
+    `x.bernoulli_(p)` fills a transposed x in the order of its memory, where the functional form
+    gives a contiguous tensor filled in the order of its indices: another mask. So draw into a view
+    of x that has its indices in the order of memory.
+    """
+    for node in graph.nodes:
+        if node.target not in (aten.bernoulli_.float, aten.normal_.default):
+            continue
+        drawn_into = node.args[0].meta["val"]
+        if drawn_into.is_contiguous():
+            continue
+        if node.target is aten.normal_.default:
+            raise EffectError(
+                f"normal_() at {node.meta.get('source')} fills a tensor that is not contiguous, "
+                "which PyTorch does with other numbers than a graph would draw. Fill a contiguous "
+                "one: torch.randn(shape)."
+            )
+        order = sorted(range(drawn_into.dim()), key=lambda i: -drawn_into.stride(i))
+        with graph.inserting_before(node):
+            view = graph.call_function(aten.permute.default, (node.args[0], order))
+        view.meta = dict(node.meta)
+        node.replace_all_uses_with(node.args[0])
+        node.args = (view, *node.args[1:])
 
 
 def _retrace(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:

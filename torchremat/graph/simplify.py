@@ -9,7 +9,7 @@ aten = torch.ops.aten
 def simplify(graph: fx.Graph) -> None:
     """Remove transposes of transposes: a backward pass has two for each `nn.Linear`.
 
-        u = t(w);  v = t(u)     v is w, strides and all
+    u = t(w);  v = t(u)     v is w, strides and all
     """
     for node in graph.find_nodes(op="call_function", target=aten.t.default):
         inner = node.args[0]

@@ -12,15 +12,17 @@ def slice_graph(
     outputs: Sequence[Any],
     *,
     late: Callable[[fx.Node], bool] | None = None,
+    must_run: Callable[[fx.Node], bool] | None = None,
 ) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs`, values of `module`'s graph.
 
     Outputs are nodes, or literals that are handed on. Operators keep their order, save those for
     which `late` answers true: they come just before their first use, so that a value that is
-    computed again is alive no longer than it need be. A `GraphError`-free contract: what the
-    outputs need must be reachable from the inputs and constants alone, else `UnavailableError`.
+    computed again is alive no longer than it need be. Those for which `must_run` answers true are
+    there though no output needs them. What the outputs need must be reachable from the inputs and
+    constants alone, else `UnavailableError`.
     """
-    return _Slicer(module, inputs, late).run(outputs)
+    return _Slicer(module, inputs, late).run(outputs, must_run or (lambda node: False))
 
 
 class UnavailableError(Exception):
@@ -48,9 +50,9 @@ class _Slicer:
                 copy.meta = dict(node.meta)
                 self.copies[node] = copy
 
-    def run(self, outputs: Sequence[Any]) -> fx.GraphModule:
+    def run(self, outputs: Sequence[Any], must_run: Callable[[fx.Node], bool]) -> fx.GraphModule:
         wanted = [node for node in outputs if isinstance(node, fx.Node)]
-        needed = self._needed(wanted)
+        needed = self._needed([*wanted, *filter(must_run, self.module.graph.nodes)])
         for node in self.module.graph.nodes:
             if node in needed and not self.late(node):
                 self._copy(node)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.errors import ConcretizationError, EffectError, TraceError
+from torchremat.errors import ConcretizationError, EffectError, EffectWarning, TraceError
 from torchremat.graph.modules import ModulePaths
-from torchremat.graph.sources import current_source, source_of_error
+from torchremat.graph.sources import current_source, source_of_error, warn_user
 from torchremat.graph.surroundings import without_autocast
 
 
@@ -165,6 +165,7 @@ class Tracing:
     captured: list[Tensor] = field(default_factory=list)
     captured_inputs: list[Tensor] = field(default_factory=list)
     may_capture: bool = True
+    warns: bool = False
     phase: str = "forward"
     notes: Mapping[str, Any] | None = None
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
@@ -208,6 +209,7 @@ class Tracing:
             stack.enter_context(_torch.isolated_from_surroundings())
             stack.enter_context(_torch.saved_tensors_hooks_set_aside())
             stack.enter_context(without_autocast())
+            stack.callback(self._put_tensors_back)
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
             stack.enter_context(_torch.function_calls_handled(self._call_function))
@@ -217,6 +219,17 @@ class Tracing:
             _in_progress.tracings.append(self)
             stack.callback(_in_progress.tracings.pop)
             yield
+
+    def _put_tensors_back(self) -> None:
+        written = {id(tensor) for tensor in self.captured_inputs}
+        replaced = [n for n, t in self.paths.put_tensors_back() if id(t) not in written]
+        if replaced and self.warns:
+            warn_user(
+                f"a forward pass sets {', '.join(replaced)}: a checkpoint replays a graph, which "
+                "leaves the attributes of modules as they are. Return the value, or write it into "
+                "a buffer in place (copy_)",
+                EffectWarning,
+            )
 
     def input(self, spec: InputSpec, name: str) -> Tensor:
         """Add an input to the graph and return the fake tensor that stands for it."""
@@ -295,9 +308,7 @@ class Tracing:
         assert node is not None, f"an output of the trace is not tracked: {value!r}"
         return node
 
-    def _call_function(
-        self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]
-    ) -> Any:
+    def _call_function(self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]) -> Any:
         with self.grad_mode_kept():
             if not _torch.is_active(self._capture_mode) and self._is_of_other_trace(args):
                 return apply(*args)  # Dynamo runs, on fake tensors of its own
@@ -333,7 +344,6 @@ class Tracing:
         self._bindings[0] = {**self._bindings[0], id(tensor): fake}
         return fake
 
-
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:
         """Say what to do instead where the user's code did what a trace cannot."""
@@ -348,8 +358,8 @@ class Tracing:
             if not str(error).startswith(_WRITE_TO_LEAF):
                 raise
             raise EffectError(
-                f"the function writes in place, at {source_of_error(error)}, to a tensor that has a "
-                "gradient and that it closes over or is given. Write to a copy (x.clone())."
+                f"the function writes in place, at {source_of_error(error)}, to a tensor that has "
+                "a gradient and that it closes over or is given. Write to a copy (x.clone())."
             ) from error
 
 

@@ -1,0 +1,1 @@
+"""Rematerialisation: what the forward pass keeps, and what the backward pass computes again."""

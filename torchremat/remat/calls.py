@@ -163,8 +163,8 @@ class Result:
             else:
                 raise TraceError(
                     f"{describe()} returned a value of type {type(leaf).__name__} ({leaf!r}), "
-                    "which is no tensor, number, string or None, nor a tree of them. Return tensors, and "
-                    "make other objects of them outside the checkpoint."
+                    "which is no tensor, number, string or None, nor a tree of them. Return "
+                    "tensors, and make other objects of them outside the checkpoint."
                 )
         self.is_tensor = isinstance(value, Tensor)
         in_order = self._leaves == list(range(len(self.tensors)))

@@ -33,8 +33,8 @@ from torchremat.remat.make_graph import call_in_graph, is_kept_whole
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram, Region
 from torchremat.remat.residuals import log_residuals
-from torchremat.remat.verify import VerifyingProgram
 from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
+from torchremat.remat.verify import VerifyingProgram
 
 _traces = TracesByFunction()
 
@@ -110,7 +110,10 @@ class Checkpointed:
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
         if is_kept_whole():
-            options = {"lenient": self.lenient, "module_prefix": self.module_prefix}
+            options: dict[str, Any] = {
+                "lenient": self.lenient,
+                "module_prefix": self.module_prefix,
+            }
             return call_in_graph(
                 self.fun, args, kwargs, self.statics, policy=self.policy, **options
             )

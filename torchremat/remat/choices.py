@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals, find_residuals
 from torchremat.avals import Aval
@@ -20,6 +19,7 @@ from torchremat.remat.names import name_p
 from torchremat.remat.nested import is_staged_residual
 from torchremat.remat.policies import Policy, Value
 from torchremat.remat.policy_protocol import MATCHES_NOTHING
+from torchremat.remat.replay import value_inside, why_not_replayed
 from torchremat.remat.verdicts import Recompute
 
 Decision = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
@@ -91,60 +91,16 @@ class Choices:
             warn_user(
                 subjects.get(
                     subject,
-                    f"{subject} matches only values inside a torch.cond, of which nothing is saved: "
-                    "its derivative computes the branch again. Use torch.where to have them saved",
+                    f"{subject} matches only values inside a torch.cond, of which nothing is "
+                    "saved: its derivative computes the branch again. Use torch.where to have them "
+                    "saved",
                 ),
                 UnmatchedWarning,
             )
 
 
-def why_not_replayed(node: fx.Node) -> str | None:
-    """Why the operator of `node` must not run a second time, if it must not."""
-    inside = value_inside(node)
-    if inside is not None:
-        return why_not_replayed(inside)
-    call = call_of(node)
-    if not isinstance(call.target, _torch.OpOverload):
-        if not hasattr(call.target, "runner_of") and any(map(_draws, inner_graphs_of(call))):
-            return "random numbers are drawn inside it, which a replay would draw anew"
-        return None
-    if torch.Tag.nondeterministic_seeded in call.target.tags and not _drops_nothing(call):
-        return "it draws random numbers, which a replay would draw anew"
-    return None
-
-
-def _draws(body: fx.GraphModule) -> bool:
-    return any(why_not_replayed(node) is not None for node in body.graph.nodes)
-
-
-def _drops_nothing(call: fx.Node) -> bool:
-    """Whether an operator with a dropout probability has one of 0, and so draws nothing."""
-    assert isinstance(call.target, _torch.OpOverload)
-    names = [argument.name for argument in _torch.schema_arguments(call.target)]
-    given = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
-    defaults = {a.name: a.default_value for a in _torch.schema_arguments(call.target)}
-    return any((defaults | given).get(name) == 0.0 for name in ("dropout_p", "p") if name in names)
-
-
 def _has_items(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
-
-
-def value_inside(node: fx.Node) -> fx.Node | None:
-    """For an output of an operator with a body (`remat_p`, `scan`), what the body makes it of."""
-    if not is_item(node):
-        return None
-    call, index = node.args
-    assert isinstance(call, fx.Node)
-    bodies = inner_graphs_of(call)
-    if not bodies:
-        return None
-    (output,) = bodies[0].graph.find_nodes(op="output")
-    made = output.args[0][index]
-    if not isinstance(made, fx.Node):
-        return None
-    base = base_of(made)
-    return base if base.op == "call_function" else None
 
 
 def _names_of(node: fx.Node) -> tuple[str, ...]:

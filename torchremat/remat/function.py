@@ -1,9 +1,9 @@
 """How autograd and `torch.func` see a program: as one differentiable operator.
 
 Two autograd functions do the same. `Checkpoint` is for plain autograd: it keeps intermediate values
-and costs little. `FunctionalCheckpoint` is for `torch.func`, where what is kept must be an output, and each
-level of transformation finds its rule: backward, `vmap` and `jvp`. In both, the derivative is the
-vector-Jacobian product of the program, which is a program again.
+and costs little. `FunctionalCheckpoint` is for `torch.func`, where what is kept must be an output,
+and each level of transformation finds its rule: backward, `vmap` and `jvp`. In both, the derivative
+is the vector-Jacobian product of the program, which is a program again.
 """
 
 import itertools
@@ -47,6 +47,7 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: Program, owner: object, *inputs: Tensor) -> tuple[Any, ...]:
+        """Run the program, and keep what its derivative needs."""
         ctx.call = next(_calls)
         results = run_program(program, inputs, ctx.call)
         num_outputs = program.num_outputs
@@ -68,6 +69,7 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        """Run the program's backward, or its derivative if that is differentiated again."""
         return _pull_back(ctx, cotangents)
 
 
@@ -80,11 +82,13 @@ class FunctionalCheckpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(program: Program, owner: object, emits: bool, *inputs: Tensor) -> tuple[Any, ...]:
+        """Run the program."""
         results = run_program(program, inputs)
         return results if emits else results[: program.num_outputs]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Keep the inputs and the residuals."""
         program, ctx.owner, _, *tensors = inputs
         ctx.program = program
         ctx.set_materialize_grads(False)
@@ -96,6 +100,7 @@ class FunctionalCheckpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        """Apply the program's derivative, a program again."""
         program: Program = ctx.program
         count = program.num_inputs
         given = tuple(cotangents[i] is not None for i in program.differentiable)
@@ -118,6 +123,7 @@ class FunctionalCheckpoint(torch.autograd.Function):
         emits: bool,
         *inputs: Tensor,
     ) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
+        """Apply the program mapped over the axis."""
         axis = MappedAxis(tuple(in_dims[3:]), info.batch_size, info.randomness)
         specs = tuple(InputSpec.of(t, any_level=True) for t in inputs)
         batched = program.batched(specs, axis, emits=emits)
@@ -126,6 +132,7 @@ class FunctionalCheckpoint(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        """Apply the program of tangents."""
         return _tangents_of_outputs(ctx, tangents[3:])
 
 

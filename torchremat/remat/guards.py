@@ -144,8 +144,8 @@ _DEPTH = 3
 def variables_of(fun: Callable[..., Any]) -> list[Variable]:
     """The variables that `fun` reads from its closure, its module and the object it belongs to.
 
-    Looked into are functions that it calls, lists, tuples, dicts and plain objects among them, a few
-    levels deep.
+    Looked into are functions that it calls, lists, tuples, dicts and plain objects among them, a
+    few levels deep.
     """
     found: list[Variable] = []
     seen: set[int] = {id(fun)}

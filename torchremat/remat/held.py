@@ -13,13 +13,13 @@ input or an output of the body, and is followed to the operator that computes it
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.avals import Aval
@@ -141,11 +141,7 @@ class _Observer:
         caches_casts = torch.is_autocast_cache_enabled()
         with tracing.recording(), torch.enable_grad(), _autocast_cache(caches_casts):
             fakes = self._inputs()
-            with (
-                _tensors_kept(self.call.modules),
-                tracing.bound(self.call.tensors, fakes),
-                self._hooks(),
-            ):
+            with tracing.bound(self.call.tensors, fakes), self._hooks():
                 output = self.call.run(fakes)
             records = [r for reference in self.records if (r := reference()) is not None]
             nodes = _autograd_nodes(output)
@@ -338,27 +334,6 @@ def _hidden_writes(scope: Scope) -> set[Any]:
         for statistic in node.args[3:5]
         if isinstance(statistic, fx.Node)
     }
-
-
-@contextmanager
-def _tensors_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """After the block, the tensors that `modules` hold are those of before it.
-
-    A module may put a result in place of one, as spectral norm does.
-    """
-    places = [d for m in modules for d in (m.__dict__, m._buffers, m._parameters)]
-    before = [dict(place) for place in places]
-    try:
-        yield
-    finally:
-        for place, values in zip(places, before, strict=True):
-            for name, value in list(place.items()):
-                if not isinstance(value, Tensor) or value is values.get(name):
-                    continue
-                if name in values:
-                    place[name] = values[name]
-                else:
-                    del place[name]
 
 
 @contextmanager

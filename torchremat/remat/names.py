@@ -51,7 +51,7 @@ def checkpoint_name(x: T, name: str) -> T:
     ... def f(x):
     ...     return torch.sin(tr.checkpoint_name(torch.exp(x), "hidden"))
     >>> [str(r) for r in tr.saved_residuals(f, torch.ones(3))]  # doctest: +ELLIPSIS
-    ['f32[3] from the argument x', "f32[3] named 'hidden' from ..."]
+    ["f32[3] named 'hidden' from ..."]
     """
     if not isinstance(name, str) or not name:
         raise TypeError(

@@ -28,9 +28,11 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.graph.aliases import is_item
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.slicing import slice_graph
+from torchremat.remat.replay import draws_forward
 
 if TYPE_CHECKING:
     from torchremat.remat.program import FunctionProgram
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -64,7 +66,7 @@ def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
             kept, own = _open_forward(forward, opening)
             for backward in backwards:
                 _open_backward(backward, forward, opening, [*own, *kept])
-    joint.module.graph.eliminate_dead_code()
+    _eliminate_dead(joint.module.graph, draws_forward)
     joint.module.recompile()
     return joint
 
@@ -78,7 +80,9 @@ def is_staged_residual(node: fx.Node) -> bool:
     return "twin_of" in call.meta and node.args[1] >= call.meta["num_outputs"]
 
 
-def prune_bodies(module: fx.GraphModule) -> None:
+def prune_bodies(
+    module: fx.GraphModule, *, must_run: Callable[[fx.Node], bool] | None = None
+) -> None:
     """Let each checkpoint inside compute only those of its outputs that somebody reads."""
     graph = module.graph
     for node in list(graph.nodes):
@@ -92,11 +96,20 @@ def prune_bodies(module: fx.GraphModule) -> None:
             continue
         wanted = [r if i in used else None for i, r in enumerate(results)]
         inputs = body.graph.find_nodes(op="placeholder")
-        pruned = slice_graph(body, inputs, wanted)
+        pruned = slice_graph(body, inputs, wanted, must_run=must_run)
+        prune_bodies(pruned, must_run=must_run)
         pruned.meta.update(program=body.meta.get("program"))
         with graph.inserting_before(node):
             node.args = (_reference(graph, pruned, node), *node.args[1:])
-    graph.eliminate_dead_code()
+    _eliminate_dead(graph, must_run)
+
+
+def _eliminate_dead(graph: fx.Graph, must_run: Callable[[fx.Node], bool] | None) -> None:
+    keeps = must_run or (lambda node: False)
+    graph.eliminate_dead_code(lambda node: node.op in _ENDS or keeps(node))
+
+
+_ENDS = ("placeholder", "output")
 
 
 def join_exposed(forward: fx.GraphModule) -> None:
@@ -110,7 +123,7 @@ def join_exposed(forward: fx.GraphModule) -> None:
         for item in list(node.users):
             if item.args[1] < node.meta["num_outputs"]:
                 item.args = (twin, item.args[1])
-    graph.eliminate_dead_code()
+    _eliminate_dead(graph, lambda node: draws_forward(node) and "twin_of" not in node.meta)
 
 
 def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
@@ -158,18 +171,15 @@ def _copied(joint: Joint) -> Joint:
     )
 
 
-def _open_forward(
-    forward: fx.Node, opening: Opening
-) -> tuple[list[fx.Node], list[fx.Node]]:
+def _open_forward(forward: fx.Node, opening: Opening) -> tuple[list[fx.Node], list[fx.Node]]:
     """Put the known call before `forward`, make that the staged one; what either keeps."""
     joint = opening.joint
     outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
     values = forward.meta["val"][: len(outputs)]
     operands = forward.args[1:]
-    known = slice_graph(joint.module, joint.inputs, [*outputs, *opening.kept])
-    staged = slice_graph(
-        joint.module, [*joint.inputs, *opening.kept], [*outputs, *opening.own]
-    )
+    results = [*outputs, *opening.kept]
+    known = slice_graph(joint.module, joint.inputs, results, must_run=draws_forward)
+    staged = slice_graph(joint.module, [*joint.inputs, *opening.kept], [*outputs, *opening.own])
     graph = forward.graph
     with graph.inserting_before(forward):
         call = graph.call_function(
@@ -217,9 +227,7 @@ def _open_backward(
         joint.module, [*joint.inputs, *known, *cotangents], wanted, late=is_forward
     )
     num_inputs = len(joint.inputs)
-    operands = _drop_unread(
-        opened, [*forward.args[1 : 1 + num_inputs], *known.values(), *given]
-    )
+    operands = _drop_unread(opened, [*forward.args[1 : 1 + num_inputs], *known.values(), *given])
     graph = backward.graph
     with graph.inserting_before(backward):
         reference = _reference(graph, opened, backward)

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.surroundings import without_autocast
 from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.graph.surroundings import without_autocast
 from torchremat.remat.program import Compiled, Program
 
 

@@ -31,9 +31,10 @@ from torchremat.graph.modules import ModulePaths
 from torchremat.graph.simplify import simplify
 from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
-from torchremat.remat.choices import Choices, why_not_replayed
+from torchremat.remat.choices import Choices
 from torchremat.remat.nested import Opening, expose_inner, join_exposed, prune_bodies
 from torchremat.remat.policies import Policy, nothing_saveable
+from torchremat.remat.replay import draws_forward, why_not_replayed
 
 aten = torch.ops.aten
 Mask = tuple[bool, ...]
@@ -85,7 +86,7 @@ class Region:
         options: TraceOptions,
     ) -> "Region":
         """Trace `body` now; what it closes over becomes further inputs."""
-        joint, tracing = trace_joint(body, specs, names, paths, options)
+        joint, tracing = trace_joint(body, specs, names, paths, options, warns=True)
         captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
         labels = [f"captured_{i}" for i in range(len(captured))]
         region = cls(body, (*specs, *captured), (*names, *labels), paths, options)
@@ -393,9 +394,10 @@ class FunctionProgram(Program):
         joint = self.root_joint
         outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
         writes = [value for _, value in joint.mutations]
-        module = slice_graph(joint.module, joint.inputs, [*outputs, *writes, *self.residuals])
+        results = [*outputs, *writes, *self.residuals]
+        module = slice_graph(joint.module, joint.inputs, results, must_run=draws_forward)
         join_exposed(module)
-        prune_bodies(module)
+        prune_bodies(module, must_run=draws_forward)
         copy_inputs_among_last(module.graph, len(self._copied_inputs))
         return Compiled.of(module, "forward", self)
 
@@ -420,9 +422,7 @@ class FunctionProgram(Program):
         return tuple(dim for dim, output in outputs if isinstance(output, fx.Node))
 
 
-def _opening(
-    inner: FunctionProgram, policies: Sequence[tuple[Policy, str]]
-) -> Opening | None:
+def _opening(inner: FunctionProgram, policies: Sequence[tuple[Policy, str]]) -> Opening | None:
     """What `policies`, each with the name of the module around, keep of a checkpoint inside."""
     if inner.writes:
         return None
@@ -560,7 +560,8 @@ class BatchedProgram(Program):
     def forward(self) -> Compiled:
         """The forward graph of the program below, mapped."""
         joint = self._whole.joint
-        return Compiled.of(slice_graph(joint.module, joint.inputs, joint.outputs), "batched")
+        module = slice_graph(joint.module, joint.inputs, joint.outputs, must_run=draws_forward)
+        return Compiled.of(module, "batched")
 
 
 # --- graphs --------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""What must not run a second time, and why."""
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import is_forward
+from torchremat.graph.aliases import base_of, call_of, is_item
+from torchremat.graph.inner_graphs import inner_graphs_of
+
+
+def why_not_replayed(node: fx.Node) -> str | None:
+    """Why the operator of `node` must not run a second time, if it must not."""
+    inside = value_inside(node)
+    if inside is not None:
+        return why_not_replayed(inside)
+    call = call_of(node)
+    if not isinstance(call.target, _torch.OpOverload):
+        if not hasattr(call.target, "runner_of") and any(map(_draws, inner_graphs_of(call))):
+            return "random numbers are drawn inside it, which a replay would draw anew"
+        return None
+    if torch.Tag.nondeterministic_seeded in call.target.tags and not _drops_nothing(call):
+        return "it draws random numbers, which a replay would draw anew"
+    return None
+
+
+def _draws(body: fx.GraphModule) -> bool:
+    return any(why_not_replayed(node) is not None for node in body.graph.nodes)
+
+
+def _drops_nothing(call: fx.Node) -> bool:
+    """Whether an operator with a dropout probability has one of 0, and so draws nothing."""
+    assert isinstance(call.target, _torch.OpOverload)
+    names = [argument.name for argument in _torch.schema_arguments(call.target)]
+    given = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    defaults = {a.name: a.default_value for a in _torch.schema_arguments(call.target)}
+    return any((defaults | given).get(name) == 0.0 for name in ("dropout_p", "p") if name in names)
+
+
+def draws_forward(node: fx.Node) -> bool:
+    """Whether a call in the forward pass draws random numbers, in itself or inside.
+
+    It runs though nobody reads its result, so that what is drawn after it is what plain PyTorch
+    draws.
+    """
+    return (
+        node.op == "call_function"
+        and is_forward(node)
+        and not is_item(node)
+        and _draws_at_all(node)
+    )
+
+
+def _draws_at_all(node: fx.Node) -> bool:
+    if why_not_replayed(node) is not None:
+        return True
+    return any(
+        _draws_at_all(inner)
+        for graph in inner_graphs_of(node)
+        for inner in graph.graph.nodes
+        if inner.op == "call_function" and not is_item(inner)
+    )
+
+
+def value_inside(node: fx.Node) -> fx.Node | None:
+    """For an output of an operator with a body (`remat_p`, `scan`), what the body makes it of."""
+    if not is_item(node):
+        return None
+    call, index = node.args
+    assert isinstance(call, fx.Node)
+    bodies = inner_graphs_of(call)
+    if not bodies:
+        return None
+    (output,) = bodies[0].graph.find_nodes(op="output")
+    made = output.args[0][index]
+    if not isinstance(made, fx.Node):
+        return None
+    base = base_of(made)
+    return base if base.op == "call_function" else None

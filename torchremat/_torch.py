@@ -417,7 +417,8 @@ below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 def is_below_autograd() -> bool:
     """Whether an operator that runs now is beneath autograd, which would record nothing."""
-    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradCPU)
+    key = DispatchKey.AutogradFunctionality  # what those of all devices have in common
+    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     return excluded
 
 

@@ -1,0 +1,391 @@
+"""Each private thing of PyTorch that the library uses is there and does what the library needs.
+
+A new release of PyTorch is ready for use when these pass.
+"""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+from torch.autograd import forward_ad
+
+from torchremat import _torch
+
+aten = torch.ops.aten
+CHECKS = {}
+
+
+def check(*names):
+    """The decorated function is the check of these names."""
+
+    def register(function):
+        CHECKS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+@check("tree_flatten", "tree_unflatten", "tree_map", "TreeSpec")
+def trees():
+    leaves, spec = _torch.tree_flatten({"a": (1, [2]), "b": None})
+    assert isinstance(spec, _torch.TreeSpec)
+    assert leaves == [1, 2, None]
+    assert _torch.tree_unflatten(leaves, spec) == {"a": (1, [2]), "b": None}
+    assert _torch.tree_map(str, (1, [2])) == ("1", ["2"])
+    assert spec == _torch.tree_flatten({"a": (3, [4]), "b": 5})[1]
+
+
+@check("tree_flatten_with_path", "keystr")
+def paths_in_trees():
+    pairs, _ = _torch.tree_flatten_with_path({"w": [1]})
+    assert [(_torch.keystr(path), leaf) for path, leaf in pairs] == [("['w'][0]", 1)]
+
+
+@check("functorch_is_active", "differentiates", "innermost_transform", "TransformType")
+def levels():
+    def inside(x):
+        seen.append((_torch.functorch_is_active(), _torch.differentiates()))
+        seen.append(_torch.innermost_transform())
+        return x.sum()
+
+    seen = []
+    assert not _torch.functorch_is_active()
+    assert _torch.innermost_transform() is None
+    torch.func.grad(inside)(torch.ones(2))
+    torch.vmap(inside)(torch.ones(2, 2))
+    torch.func.jvp(inside, (torch.ones(2),), (torch.ones(2),))
+    kinds = _torch.TransformType
+    assert seen == [
+        (True, True), kinds.Grad, (True, False), kinds.Vmap, (True, False), kinds.Jvp
+    ]  # fmt: skip
+
+
+@check("requires_grad_at_any_level", "innermost_tensor")
+def wrapped_tensors():
+    plain = torch.ones(2, requires_grad=True)
+
+    def inside(x):
+        assert _torch.requires_grad_at_any_level(x * plain)
+        assert not _torch.functorch_is_active() or _torch.innermost_tensor(x) is not x
+        return x.sum()
+
+    torch.func.grad(inside)(torch.ones(2))
+    torch.vmap(inside)(torch.ones(2, 2))
+    assert not _torch.requires_grad_at_any_level(torch.ones(2))
+    assert _torch.innermost_tensor(plain) is plain
+
+
+def _double(primals, tangents):
+    return [p * 2 for p in primals], [None if t is None else t * 2 for t in tangents]
+
+
+@check("push_forward_at_current_level")
+def forward_at_a_level():
+    def fun(x):
+        (y,) = _torch.push_forward_at_current_level(_double, [x])
+        return y
+
+    found = torch.func.jvp(fun, (torch.ones(2),), (torch.full((2,), 3.0),))
+    assert [t.tolist() for t in found] == [[2, 2], [6, 6]]
+
+
+@check("push_dual_numbers_forward", "has_tangents", "in_dual_level")
+def dual_numbers():
+    assert not _torch.in_dual_level()
+    with forward_ad.dual_level():
+        assert _torch.in_dual_level()
+        dual = forward_ad.make_dual(torch.ones(2), torch.full((2,), 3.0))
+        assert _torch.has_tangents([torch.ones(1), dual])
+        assert not _torch.has_tangents([torch.ones(1)])
+        with_tangent, without = _torch.push_dual_numbers_forward(_double, [dual, torch.ones(1)])
+        assert forward_ad.unpack_dual(with_tangent).tangent.tolist() == [6, 6]
+        assert forward_ad.unpack_dual(without).tangent is None
+
+
+@check("apply_to_functional")
+def functionalized():
+    def fun(x):
+        (y,) = _torch.apply_to_functional(lambda inner: (inner[0] * 2,), [x])
+        return y.add_(1)
+
+    assert torch.func.functionalize(fun)(torch.ones(2)).tolist() == [3, 3]
+
+
+class _Edges(torch.autograd.Function):
+    """Notes which of its edges run."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        return sum(inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _Edges.seen = _torch.edges_that_run(ctx.next_functions)
+        return grad, grad, grad
+
+
+@check("edges_that_run")
+def edges():
+    leaf, constant = torch.ones(2, requires_grad=True), torch.ones(2)
+    inner = torch.ones(2, requires_grad=True) * 1
+    for wrt, expected in {leaf: (True, False, False), inner: (False, False, True)}.items():
+        torch.autograd.grad(_Edges.apply(leaf, constant, inner).sum(), wrt)
+        assert _Edges.seen == expected
+    _Edges.apply(leaf, constant, inner).sum().backward()
+    assert _Edges.seen == (True, False, True)
+
+
+@check("run_backward")
+def backward():
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)
+    y = (x * x).sin()
+    found = _torch.run_backward((y,), (x, unused), (torch.ones(2),), create_graph=True)
+    assert found[1] is None
+    assert torch.equal(found[0], torch.autograd.grad(y.sum(), x)[0])
+    assert found[0].requires_grad
+
+
+@check("DATA_DEPENDENT_ERRORS", "new_fake_mode", "FakeTensor", "FakeTensorMode")
+def fake_tensors():
+    mode = _torch.new_fake_mode()
+    assert isinstance(mode, _torch.FakeTensorMode)
+    with mode:
+        x = torch.ones(2)
+        assert isinstance(x, _torch.FakeTensor)
+        assert x.fake_mode is mode
+        for ask in (torch.Tensor.item, torch.nonzero):
+            with pytest.raises(_torch.DATA_DEPENDENT_ERRORS):
+                ask(x[:1] > 0)
+
+
+@check("isolated_from_surroundings", "TorchDispatchMode")
+def isolation():
+    class Refuse(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    def inside(x):
+        with _torch.isolated_from_surroundings():
+            assert not _torch.functorch_is_active()
+            torch.ones(2).sin()
+        return x.sum()
+
+    torch.func.grad(inside)(torch.ones(2))
+    with Refuse(), _torch.isolated_from_surroundings():
+        torch.ones(2).sin()
+
+
+@check("saved_tensors_hooks_set_aside")
+def hooks_aside():
+    packed = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        with _torch.saved_tensors_hooks_set_aside():
+            x.sin()
+        assert packed == []
+        x.sin()
+    assert len(packed) == 1
+
+
+def _traced(fun, *shapes):
+    """The graph of `fun`, and the tracer that wrote it."""
+    tracer = _torch.PythonKeyTracer()
+    tracer.graph = fx.Graph(tracer_cls=_torch.PythonKeyTracer)
+    tracer.root = torch.nn.Module()
+    tracer.tensor_attrs = {}
+    mode = _torch.new_fake_mode()
+    with _torch.proxy_modes(tracer, mode):
+        inputs = []
+        for i, shape in enumerate(shapes):
+            with _torch.isolated_from_surroundings(), mode:
+                inputs.append(torch.empty(shape))
+            proxy = tracer.create_proxy("placeholder", f"x{i}", (), {})
+            _torch.track(inputs[-1], proxy, tracer)
+        output = fun(*inputs)
+        tracer.graph.output(_torch.proxy_of(output, tracer).node)
+    assert _torch.proxy_of(torch.ones(1), tracer) is None
+    return fx.GraphModule(tracer.root, tracer.graph), tracer
+
+
+@check("proxy_modes", "track", "proxy_of", "PythonKeyTracer", "innermost_proxy_mode")
+@check("ProxyTorchDispatchMode")
+def tracing():
+    def fun(x):
+        mode = _torch.innermost_proxy_mode()
+        assert isinstance(mode, _torch.ProxyTorchDispatchMode)
+        modes.append(mode)
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    modes = []
+    module, tracer = _traced(fun, (3,))
+    assert modes[0].tracer is tracer
+    targets = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
+    assert targets[:3] == ["aten.sum.default", "aten.gt.Scalar", "cond"]
+    assert _torch.innermost_proxy_mode() is None
+
+
+@check("let_modes_see_views_of_zeros")
+def views_of_zeros():
+    _torch.let_modes_see_views_of_zeros()
+    with _torch.new_fake_mode():
+        zeros = torch._efficientzerotensor((2, 3))
+        assert isinstance(zeros.view(3, 2), _torch.FakeTensor)
+    real = torch._efficientzerotensor((2, 3)).view(3, 2)
+    assert real._is_zerotensor()
+    assert real.sum() == 0
+
+
+@check("is_active", "without_function_modes", "TorchFunctionMetadataMode")
+def function_modes():
+    class Mode(_torch.TorchFunctionMetadataMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    mode = Mode(_torch.PythonKeyTracer())
+    assert not _torch.is_active(mode)
+    with mode:
+        assert _torch.is_active(mode)
+        torch.ones(1)
+        assert len(seen) == 1
+        with _torch.without_function_modes():
+            torch.ones(1)
+        assert len(seen) == 1
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@check("FunctionHandler", "function_calls_handled", "is_function_of_user", "direct_apply")
+def functions():
+    def handler(cls, args, apply):
+        calls.append(cls)
+        return apply(*args)
+
+    calls = []
+    bound = _Square.apply
+    with _torch.function_calls_handled(handler):
+        assert _Square.apply(torch.ones(1)) == bound(torch.ones(1)) == 1
+    assert calls == [_Square, _Square]
+    bound(torch.ones(1))
+    assert len(calls) == 2
+    assert _torch.is_function_of_user(_Square)
+    assert not _torch.is_function_of_user(torch.autograd.forward_ad.dual_level)
+    x = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(_torch.direct_apply(_Square)(x), x)
+
+
+@check("OpOverload", "OpOverloadPacket", "schema_arguments", "boxed_call")
+def operators():
+    assert isinstance(aten.add.Tensor, _torch.OpOverload)
+    assert isinstance(aten.add, _torch.OpOverloadPacket)
+    arguments = _torch.schema_arguments(aten.add.Tensor)
+    assert [a.name for a in arguments] == ["self", "other", "alpha"]
+    assert [a.kwarg_only for a in arguments] == [False, False, True]
+    assert arguments[2].default_value == 1
+    assert _torch.boxed_call(aten.add.Tensor)(torch.ones(1), torch.ones(1)) == 2
+
+
+@check("below_autograd", "is_below_autograd", "DispatchKey")
+def beneath_autograd():
+    x = torch.ones(2, requires_grad=True)
+    assert not _torch.is_below_autograd()
+    with _torch.below_autograd():
+        assert _torch.is_below_autograd()
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+    assert _torch.DispatchKey.AutogradFunctionality is not None
+
+
+@check("HigherOrderOperator", "register_simple_rules", "register_derivative_rules")
+@check("dispatch_call", "restore_vmap")
+def higher_order_operators():
+    class Twice(_torch.HigherOrderOperator):
+        def __init__(self):
+            super().__init__("twice_for_a_test")
+
+        def __call__(self, x):
+            return super().__call__(x)
+
+    class Apply(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return _torch.dispatch_call(twice, x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    twice = Twice()
+    _torch.register_simple_rules(twice, lambda x: x * 2)
+    _torch.register_derivative_rules(twice, Apply.apply)
+    x = torch.ones(2, requires_grad=True)
+    (grad,) = torch.autograd.grad(twice(x).sum(), x)
+    assert grad.tolist() == [2, 2]
+    assert torch.func.grad(lambda x: twice(x).sum())(torch.ones(2)).tolist() == [2, 2]
+    module, _ = _traced(twice, (2,))
+    (node,) = module.graph.find_nodes(op="call_function", target=twice)
+    assert node.args[0].op == "placeholder"
+    found, dims = _torch.restore_vmap(lambda x: x * 2, (0,), 3, "error")(torch.ones(3, 2))
+    assert (found.shape, dims) == ((3, 2), 0)
+
+
+@check("tensor_guard", "TensorGuards")
+def guards():
+    x = torch.ones(2, 3)
+    guard = _torch.tensor_guard([x])
+    assert isinstance(guard, _torch.TensorGuards)
+    assert guard.check(torch.zeros(2, 3))
+    others = [
+        torch.ones(3, 2), torch.ones(3, 2).t(), x.double(), torch.ones(2, 3, requires_grad=True),
+        torch.nn.Parameter(x, requires_grad=False),
+    ]  # fmt: skip
+    assert not any(guard.check(other) for other in others)
+
+
+@check("is_any_autocast_enabled")
+def autocast():
+    assert not _torch.is_any_autocast_enabled()
+    with torch.autocast("cpu"):
+        assert _torch.is_any_autocast_enabled()
+
+
+def public_names():
+    """What `_torch` defines or imports for others: `import x as x`."""
+    found = set()
+    for node in ast.parse(Path(inspect.getfile(_torch)).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets)
+        elif isinstance(node, ast.AnnAssign):
+            found.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(alias.name for alias in node.names if alias.asname == alias.name)
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_private_parts_of_pytorch(name):
+    CHECKS[name]()
+
+
+def test_every_check_is_of_something():
+    assert set(CHECKS) == set(public_names())

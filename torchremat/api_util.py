@@ -38,7 +38,7 @@ class WrapHashably:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, WrapHashably) and _same(self.value, other.value)
+        return isinstance(other, WrapHashably) and same_value(self.value, other.value)
 
     def __hash__(self) -> int:
         try:
@@ -50,16 +50,31 @@ class WrapHashably:
         return f"WrapHashably({self.value!r})"
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are one to a trace: equal in type and value, also within containers.
+
+    `0.0` and `-0.0` are two, and not a number is itself.
+
+    >>> same_value([1, 2.0], [1, 2.0]), same_value(0.0, -0.0), same_value(1, True)
+    (True, False, False)
+    """
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same_value, a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return bool(a == b)
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+    if isinstance(a, float):
+        return a.hex() == b.hex()
+    if isinstance(a, complex):
+        return same_value((a.real, a.imag), (b.real, b.imag))
+    equal = a == b
+    if hasattr(equal, "all"):  # of arrays
+        alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+        return bool(alike and equal.all())
+    return bool(equal)
 
 
 def as_argnums(value: Any, what: str = "static_argnums") -> tuple[int, ...]:

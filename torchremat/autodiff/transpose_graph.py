@@ -163,7 +163,8 @@ class _Transposition:
         names = ", ".join(n.name for n in self.linear)
         raise GraphError(
             f"transpose_graph takes a graph that is linear in {names}, but at {source} it is not: "
-            f"{reason}. Name the inputs in which it is linear: transpose_graph(g, [True, False])\n"
+            f"{reason}. Say of each of its {len(self.g.input_nodes)} inputs whether it is linear "
+            f"in it: transpose_graph(g, [True, False, ...])\n"
             f"{text}"
         )
 

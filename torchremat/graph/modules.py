@@ -47,14 +47,19 @@ class ModulePaths:
         """Call `module` `root`, and all that it contains accordingly, before any of it runs."""
         for name, child in module.named_modules():
             self._names.setdefault(id(child), ".".join(part for part in (root, name) if part))
+            self._note_tensors(child)
+        self.seen.add(module)
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if threading.get_ident() == self._thread and not self._is_generated(module):
             self._name(module)
             self.seen.add(module)
-            if id(module) not in self._tensors:
-                self._tensors[id(module)] = (module, [dict(d) for d in _places(module)])
+            self._note_tensors(module)
             self._stack.append(module)
+
+    def _note_tensors(self, module: nn.Module) -> None:
+        if id(module) not in self._tensors:
+            self._tensors[id(module)] = (module, [dict(d) for d in _places(module)])
 
     def _is_generated(self, module: nn.Module) -> bool:
         """Whether `module` is a graph that PyTorch made, for a `torch.cond` say."""

@@ -364,7 +364,12 @@ class Tracing:
 
 
 _WRITE_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
-_NO_NUMPY = (".numpy() is not supported", "tolist() is not supported", "Cannot access data pointer")
+_NO_NUMPY = (
+    ".numpy() is not supported",
+    "tolist() is not supported",
+    "Cannot access data pointer",
+    "passed to FakeTensor.__format__",
+)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def flatten_call(
             tensors.append(value)
             key.append(_TENSOR)
         elif type(value) in _SCALARS:
-            key.append((type(value), value))
+            key.append(_key_of_scalar(value))
         else:
             _flatten_tree(value, tensors, key, lambda i=i: f"positional argument {i}", lenient)  # type: ignore[misc]
     for name in sorted(kwargs):
@@ -59,6 +59,15 @@ def flatten_call(
         else:
             _flatten_tree(kwargs[name], tensors, key, lambda n=name: f"argument {n!r}", lenient)  # type: ignore[misc]
     return Call(tensors, tuple(key))
+
+
+def _key_of_scalar(value: Any) -> tuple[Any, ...]:
+    kind = type(value)
+    if kind is float:
+        return (float, value.hex())  # apart are 0.0 and -0.0; not a number is like itself
+    if kind is complex:
+        return (complex, value.real.hex(), value.imag.hex())
+    return (kind, value)
 
 
 def _flatten_tree(
@@ -71,7 +80,7 @@ def _flatten_tree(
             tensors.append(leaf)
             key.append(_TENSOR)
         elif type(leaf) in _SCALARS:
-            key.append((type(leaf), leaf))
+            key.append(_key_of_scalar(leaf))
         elif lenient or isinstance(leaf, _CONSTANTS):
             _refuse_hidden_tensors(leaf, where)
             key.append(WrapHashably(leaf))

@@ -94,10 +94,13 @@ class Checkpointed:
         call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
         trace = self._own.recent
         if trace is not None and trace.key == call.key:
-            tensors = [*call.tensors, *trace.captured.current()]
+            captured = trace.captured.current()
+            tensors = [*call.tensors, *(captured or ())]
             program = trace.programs.get(self._current_key)
             if (
-                program is not None
+                captured is not None
+                and program is not None
+                and (program.is_logged or not config.log_checkpoint_residuals)
                 and trace.surroundings[0] is torch.is_grad_enabled()
                 and trace.surroundings[1].default_dtype is torch.get_default_dtype()
                 and trace.tensor_guard.check(*tensors)
@@ -118,7 +121,9 @@ class Checkpointed:
                 self.fun, args, kwargs, self.statics, policy=self.policy, **options
             )
         trace, program = self.prepare(call, args, kwargs)
-        tensors = [*call.tensors, *trace.captured.current()]
+        captured = trace.captured.current()
+        assert captured is not None, "the trace has just been made, or found to fit"
+        tensors = [*call.tensors, *captured]
         if not trace.surroundings[1].autocast and not _torch.functorch_is_active():
             trace.tensor_guard = _torch.tensor_guard(tensors)
             self._own.recent = trace
@@ -137,13 +142,18 @@ class Checkpointed:
                 program = kind(trace.region, self.policy, module_prefix=self.module_prefix)
                 program.choices.warn_of_unmatched()
                 trace.programs[key] = program
-                log_residuals(
-                    program,
-                    _name_of(self.fun),
-                    lambda: self._labels(trace, args, kwargs, call),
-                    loudly=config.log_checkpoint_residuals,
-                )
+                self._log(program, trace, args, kwargs, call)
+            elif config.log_checkpoint_residuals and not program.is_logged:
+                self._log(program, trace, args, kwargs, call)
             return trace, program
+
+    def _log(
+        self, program: FunctionProgram, trace: Trace, args: Any, kwargs: Any, call: Call
+    ) -> None:
+        loudly = config.log_checkpoint_residuals
+        labels = functools.partial(self._labels, trace, args, kwargs, call)
+        log_residuals(program, _name_of(self.fun), labels, loudly=loudly)
+        program.is_logged = loudly
 
     def _labels(self, trace: Trace, args: Any, kwargs: Any, call: Call) -> list[str]:
         """What to call the inputs of the trace of such a call."""

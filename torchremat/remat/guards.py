@@ -4,6 +4,7 @@ Each is checked at every call, so that a module switched to `eval`, a layer that
 global that was set anew is traced anew. Nothing here holds the traced function itself.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchremat.api_util import same_value
 from torchremat.graph.sources import is_user_file
 
 _SIMPLE = (int, float, bool, str, type(None))
+_MANY = 64
 _GUARDED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
@@ -29,9 +32,12 @@ class ModuleGuard:
         self._checks: list[tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], int]] = []
         for module in modules:
             attributes = vars(module)
-            names = [*_GUARDED, *(n for n, v in attributes.items() if type(v) in _SIMPLE)]
+            names = [*_GUARDED, *(n for n, v in attributes.items() if _is_plain(v))]
             get = itemgetter(*names)
-            recorded = [dict(v) if isinstance(v, dict) else v for v in get(attributes)]
+            recorded = [
+                dict(v) if name in _GUARDED else copy.deepcopy(v)
+                for name, v in zip(names, get(attributes), strict=True)
+            ]
             patched = id(attributes.get("forward"))
             self._checks.append((get, attributes, tuple(recorded), patched))
 
@@ -44,6 +50,15 @@ class ModuleGuard:
         except KeyError:  # an attribute was deleted
             return False
         return True
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string or the like, or a short container of such."""
+    if isinstance(value, dict):
+        return type(value) is dict and 0 < len(value) <= _MANY and all(map(_is_plain, value.values()))
+    if type(value) in (tuple, list):
+        return len(value) <= _MANY and all(map(_is_plain, value))
+    return type(value) in _SIMPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +110,7 @@ class VariableGuard:
 
 
 def _is_unchanged(variable: Variable, value: Any) -> bool:
-    current = variable.get()
-    return type(current) is type(value) and current == value
+    return same_value(variable.get(), value)
 
 
 class CapturedTensors:
@@ -127,17 +141,19 @@ class CapturedTensors:
         self._entries = [(p.holder, p.key) for p in held_in_dicts]
         self._all_in_dicts = len(self._entries) == len(self.tensors)
 
-    def current(self) -> list[Tensor]:
-        """What the variables hold now."""
+    def current(self) -> list[Tensor] | None:
+        """What the variables hold now; `None` if there is one no more (a weight was pruned, say)."""
         if self._all_in_dicts:  # a module's parameters, say
-            return [holder[key] for holder, key in self._entries]
+            try:
+                return [holder[key] for holder, key in self._entries]
+            except KeyError:
+                return None
         return [
             tensor if place is None else place.get()
             for tensor, place in zip(self.tensors, self._places, strict=True)
         ]
 
 
-_MANY = 64
 _DEPTH = 3
 
 

@@ -53,10 +53,10 @@ FindOpening = Callable[["FunctionProgram", str], Opening | None]
 
 def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
     """`joint` with the checkpoints inside it opened, where something of them is kept."""
-    openings = {}
-    for number, (forward, backwards) in _calls(joint).items():
-        if backwards:
-            openings[number] = find_opening(_program(forward), forward.meta["module"] or "")
+    openings = {
+        number: find_opening(_program(forward), forward.meta["module"] or "")
+        for number, (forward, _) in _calls(joint).items()
+    }
     if not any(openings.values()):
         return joint
     joint = _copied(joint)
@@ -66,7 +66,8 @@ def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
             kept, own = _open_forward(forward, opening)
             for backward in backwards:
                 _open_backward(backward, forward, opening, [*own, *kept])
-    _eliminate_dead(joint.module.graph, draws_forward)
+    written = {value for _, value in joint.mutations}
+    _eliminate_dead(joint.module.graph, lambda node: node in written or draws_forward(node))
     joint.module.recompile()
     return joint
 

@@ -329,6 +329,8 @@ class FunctionProgram(Program):
     def __init__(self, region: Region, policy: Policy, *, module_prefix: str = "") -> None:
         super().__init__(region, policy)
         self.module_prefix = module_prefix
+        self.is_logged = False
+        """Whether what it saves has been logged at WARNING."""
         self._root_joint = expose_inner(
             region.joint,
             lambda inner, module: _opening(inner, [(policy, _joined(module_prefix, module))]),

@@ -44,6 +44,8 @@ class Trace:
         if not self.still_holds():
             return False
         captured = self.captured.current()
+        if captured is None:
+            return False
         recorded = self.region.specs[len(specs) :]
         return all(
             isinstance(t, Tensor) and InputSpec.of(t, any_level=True) == spec

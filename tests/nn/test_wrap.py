@@ -709,6 +709,14 @@ def test_report_names_the_wrapped_modules():
     assert all(name.startswith(("layers.0.attn", "layers.1.attn")) for name in saved)
 
 
+def test_report_names_the_parameters_of_a_wrapped_module_itself():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrap(model, select="1")
+    model(torch.ones(3, 4)).sum().backward()
+    decisions = {row.name: row.decision for row in report(model)}
+    assert decisions["1.weight"] == "parameter"
+
+
 def test_report_before_a_step():
     model = make_model(2)
     with pytest.raises(NoMatchError, match="nothing in Model is wrapped"):

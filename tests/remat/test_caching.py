@@ -4,13 +4,15 @@ import gc
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import torchremat as tr
 from tests.helpers import assert_freed, assert_same, nothing_left_behind
-from torchremat.errors import RetraceWarning
+from torchremat.errors import EffectWarning, RetraceWarning
 
 D = torch.double
 
@@ -918,3 +920,69 @@ def test_a_forward_in_one_thread_and_its_backward_in_another():
     (y,) = in_threads(lambda: fun(x).sum())
     in_threads(lambda: y.backward(create_graph=False))
     assert_same(x.grad, gradients(x.sin().exp().sum(), x)[0])
+
+
+# --- found by a reader ---------------------------------------------------------------------------
+
+
+def test_signed_zeros_and_not_a_number():
+    body = Counted(lambda x, n: torch.copysign(x, torch.full_like(x, n)))
+    fun = tr.checkpoint(body.fun)
+    x = torch.ones(2, dtype=D)
+    assert_same([fun(x, 0.0), fun(x, -0.0)], [x, -x])
+    fun(x, float("nan"))
+    assert body.new()
+    for number in (float("nan"), 0.0, -0.0):
+        fun(x, number)
+    assert not body.new()
+
+
+def test_an_array_as_static_argument():
+    fun = tr.checkpoint(lambda x, n: x * float(n.sum()), static_argnums=1)
+    x, n = torch.ones(2, dtype=D), np.array([1, 2])
+    assert_same([fun(x, n), fun(x, n.copy())], [x * 3, x * 3])
+    n[0] = 5
+    assert_same(fun(x, n), x * 7)
+
+
+def test_containers_among_the_attributes_of_a_module():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel, self.scales, self.names = (2,), [1.0], {"a": 1}
+
+        def forward(self, x):
+            return x * self.kernel[0] * self.scales[0] * self.names["a"]
+
+    net = Net()
+    fun = tr.checkpoint(net)
+    x = torch.ones(2, dtype=D)
+    found = [fun(x)]
+    net.kernel = (3,)
+    found.append(fun(x))
+    net.scales[0] = 5.0
+    found.append(fun(x))
+    net.names["a"] = 7
+    found.append(fun(x))
+    assert_same(found, [x * 2, x * 3, x * 15, x * 105])
+
+
+def test_a_weight_that_is_pruned():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double()
+    fun = tr.checkpoint(net)
+    x = leaf(3, 4)
+    fun(x)
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    with pytest.warns(EffectWarning, match=r"sets 0.weight"):
+        assert_same(fun(x), net(x))
+
+
+def test_residuals_are_logged_when_the_setting_changes(caplog, monkeypatch):
+    fun = tr.checkpoint(lambda x: x.sin().exp(), policy="dots")
+    x = leaf(3)
+    fun(x)
+    assert not caplog.records
+    monkeypatch.setattr(tr.config, "log_checkpoint_residuals", True)
+    fun(x)
+    fun(x)
+    assert len(caplog.records) == 1

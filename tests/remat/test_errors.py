@@ -452,6 +452,47 @@ def test_a_draw_into_a_tensor_that_is_not_contiguous():
         assert_same(expected, tr.checkpoint(f)(x))
 
 
+VIEWS = {
+    "of an input": lambda y: (y.view(3, 1),),
+    "a part of an input": lambda y: (y[1:],),
+    "of one another": lambda y: (lambda h: (h, h.view(3, 1)))(y * 2),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_write_to_an_output_that_shares_memory(name):
+    """Plain autograd follows such writes; here they are refused, as for any `autograd.Function`."""
+    fun = tr.checkpoint(VIEWS[name])
+    for i in range(len(fun(leaf(3) * 1))):
+        out = fun(leaf(3) * 1)[i]
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            out.mul_(2)
+    x = leaf(3)
+    y = x.clone()
+    z = y.sin()
+    if name != "of one another":
+        with torch.no_grad():
+            fun(y)[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+
+def test_outputs_that_share_no_memory_may_be_written_to():
+    def fun(x):
+        return (x * 2).t(), x.sin()
+
+    x = leaf(3, 3)
+    found = [o.mul_(3) for o in tr.checkpoint(fun)(x)]
+    expected = [o.mul_(3) for o in fun(x)]
+    assert_same(found, expected)
+    assert_same(*(torch.autograd.grad(sum(o.sum() for o in os), x) for os in (found, expected)))
+
+
+def test_formatting_a_traced_number():
+    fun = tr.checkpoint(lambda x: f"{x.sum():.2f}" and x)
+    refuse(fun, leaf(2), error=ConcretizationError, match=r"test_errors.py")
+
+
 def test_a_traced_tensor_that_escapes_in_a_list():
     kept = []
     fun = tr.checkpoint(lambda x: kept.append(x.sin()) or x.cos())

@@ -198,6 +198,38 @@ def test_random_numbers_inside_that_only_the_output_depends_on():
         assert_same(run(lambda x: plain(plain(x)).sin()), run(three))
 
 
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize("outer", ["full", "dots", "none"])
+def test_writes_beside_nested_checkpoints(outer, drop):
+    """Running statistics are written though nothing inside reads them."""
+
+    def build():
+        torch.manual_seed(2)
+        return nn.Sequential(
+            nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(drop)), nn.BatchNorm1d(4)
+        ).double()
+
+    plain, net = build(), build()
+    for block in (net[1], net[2]):
+        tr.nn.wrap(block)
+    tr.nn.wrap(net, outer)
+    for _ in range(2):
+        for model in (plain, net):
+            torch.manual_seed(3)
+            model(X).sin().sum().backward()
+    assert_same(dict(plain.named_buffers()), dict(net.named_buffers()))
+    assert_same([p.grad for p in plain.parameters()], [p.grad for p in net.parameters()])
+
+
+def test_random_numbers_in_a_checkpoint_that_is_not_differentiated():
+    plain = nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(4)).double()
+    net = tr.nn.wrap(nn.Sequential(tr.nn.wrap(nn.Dropout(0.3)), nn.BatchNorm1d(4)).double())
+    for model in (plain, net):
+        torch.manual_seed(3)
+        model(X).sin().sum().backward()
+    assert_same([p.grad for p in plain.parameters()], [p.grad for p in net.parameters()])
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_pytorch_s_checkpoint_around_and_inside(reentrant):
     fun = tr.checkpoint(layer)

@@ -49,9 +49,11 @@ class Checkpoint(torch.autograd.Function):
     def forward(ctx: Any, program: Program, owner: object, *inputs: Tensor) -> tuple[Any, ...]:
         """Run the program, and keep what its derivative needs."""
         ctx.call = next(_calls)
-        results = run_program(program, inputs, ctx.call)
+        results = run_program(program, inputs, ctx.call, notes_views=bool(program.views))
         num_outputs = program.num_outputs
         outputs = results[:num_outputs]
+        if program.views:
+            outputs = _as_views(program, outputs)
         ctx.program = program
         ctx.owner = owner
         ctx.set_materialize_grads(False)
@@ -71,6 +73,19 @@ class Checkpoint(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         """Run the program's backward, or its derivative if that is differentiated again."""
         return _pull_back(ctx, cotangents)
+
+
+def _as_views(program: Program, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Let autograd know which outputs share memory, so that it refuses to have them written to."""
+    with torch.no_grad():
+        return tuple(
+            value
+            if i not in program.views
+            else value.detach()
+            if i in program.non_differentiable
+            else value.view_as(value)
+            for i, value in enumerate(outputs)
+        )
 
 
 _calls = itertools.count()

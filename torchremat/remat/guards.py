@@ -55,7 +55,9 @@ class ModuleGuard:
 def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a string or the like, or a short container of such."""
     if isinstance(value, dict):
-        return type(value) is dict and 0 < len(value) <= _MANY and all(map(_is_plain, value.values()))
+        return (
+            type(value) is dict and 0 < len(value) <= _MANY and all(map(_is_plain, value.values()))
+        )
     if type(value) in (tuple, list):
         return len(value) <= _MANY and all(map(_is_plain, value))
     return type(value) in _SIMPLE
@@ -142,7 +144,7 @@ class CapturedTensors:
         self._all_in_dicts = len(self._entries) == len(self.tensors)
 
     def current(self) -> list[Tensor] | None:
-        """What the variables hold now; `None` if there is one no more (a weight was pruned, say)."""
+        """What the variables hold now; `None` if one is gone (a weight was pruned, say)."""
         if self._all_in_dicts:  # a module's parameters, say
             try:
                 return [holder[key] for holder, key in self._entries]

@@ -47,10 +47,13 @@ remat_p = RematOp()
 
 
 def run_program(
-    program: Program, inputs: Sequence[Any], call: int | None = None
+    program: Program, inputs: Sequence[Any], call: int | None = None, *, notes_views: bool = False
 ) -> tuple[Any, ...]:
-    """Outputs and residuals of `program`, after its writes to inputs."""
-    results = run_graph(program.forward, list(inputs), call)
+    """Outputs and residuals of `program`, after its writes to inputs.
+
+    With `notes_views` autograd knows which outputs are views, and refuses to have them written to.
+    """
+    results = run_graph(program.forward, list(inputs), call, notes_views=notes_views)
     writes = program.writes
     if not writes:
         return results
@@ -62,10 +65,15 @@ def run_program(
     return (*results[:start], *results[end:])
 
 
-def run_graph(compiled: Compiled, inputs: list[Any], call: int | None = None) -> tuple[Any, ...]:
+def run_graph(
+    compiled: Compiled, inputs: list[Any], call: int | None = None, *, notes_views: bool = False
+) -> tuple[Any, ...]:
     """Run the graph on `inputs`, which it empties; in a trace, write it down as one node."""
     if _torch.innermost_proxy_mode() is not None:
         return remat_p(compiled.module, *inputs, call=call)
+    if notes_views:
+        with without_autocast(), torch.no_grad():
+            return compiled.run(inputs)
     if _torch.is_any_autocast_enabled():
         with without_autocast(), _torch.below_autograd():
             return compiled.run(inputs)

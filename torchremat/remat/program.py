@@ -24,7 +24,7 @@ from torchremat.autodiff.joint import Joint, TraceOptions, is_forward, trace_joi
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.errors import EffectError
-from torchremat.graph.aliases import is_item
+from torchremat.graph.aliases import base_of, is_item
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.modules import ModulePaths
@@ -204,6 +204,11 @@ class Program(ABC):
     @cached_property
     def writes(self) -> tuple[int, ...]:
         """The positions of the inputs that the body writes to."""
+        return ()
+
+    @cached_property
+    def views(self) -> tuple[int, ...]:
+        """Positions of the tensor outputs in whose memory an input, or another output, lies."""
         return ()
 
     @cached_property
@@ -389,6 +394,18 @@ class FunctionProgram(Program):
     def writes(self) -> tuple[int, ...]:
         """The positions of the inputs that the body writes to."""
         return tuple(i for i, _ in self.region.joint.mutations)
+
+    @cached_property
+    def views(self) -> tuple[int, ...]:
+        """See `Program.views`."""
+        nodes = self.output_nodes
+        bases = [base_of(node) for node in nodes]
+        inputs = set(self.region.joint.inputs)
+        return tuple(
+            i
+            for i, base in enumerate(bases)
+            if nodes[i] not in inputs and (base in inputs or bases.count(base) > 1)
+        )
 
     @cached_property
     def forward(self) -> Compiled:

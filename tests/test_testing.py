@@ -41,8 +41,8 @@ def test_a_wrong_gradient_is_found(monkeypatch):
 def test_a_wrong_output_is_found(monkeypatch):
     right = function.run_program
 
-    def wrong(*args):
-        return tuple(out + 1 for out in right(*args))
+    def wrong(*args, **options):
+        return tuple(out + 1 for out in right(*args, **options))
 
     monkeypatch.setattr(function, "run_program", wrong)
     with pytest.raises(AssertionError, match=r"outputs\[0\]"):

@@ -46,6 +46,19 @@ class Joint:
         """The operators of the function itself, in program order."""
         return [node for node in self.module.graph.nodes if is_forward(node)]
 
+    def needed_forward_nodes(self) -> list[fx.Node]:
+        """Those that outputs, writes or gradients depend on."""
+        written = [value for _, value in self.mutations]
+        roots = [*self.outputs, *written, *self.gradients]
+        stack = [root for root in roots if isinstance(root, fx.Node)]
+        needed: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        return [node for node in self.forward_nodes if node in needed]
+
 
 def is_forward(node: fx.Node) -> bool:
     """Whether the function itself, and not its derivative, runs the operator `node`."""

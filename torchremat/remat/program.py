@@ -113,7 +113,7 @@ class Region:
         if first is None and self.forward_of is not None:
             first = self.forward_of.joint
         if first is not None:  # raises if the function now computes something else
-            match_forward(first, joint, first.forward_nodes)
+            match_forward(first, joint, first.needed_forward_nodes())
         return joint
 
     @cached_property

@@ -72,7 +72,7 @@ def same_value(a: Any, b: Any) -> bool:
         return same_value((a.real, a.imag), (b.real, b.imag))
     equal = a == b
     if hasattr(equal, "all"):  # of arrays
-        alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+        alike = all(getattr(a, name, 0) == getattr(b, name, 0) for name in ("shape", "dtype"))
         return bool(alike and equal.all())
     return bool(equal)
 

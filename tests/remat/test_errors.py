@@ -419,6 +419,21 @@ def test_a_tensor_that_a_forward_pass_puts_into_a_module():
     fun(leaf(2))  # said once a trace
 
 
+def test_a_second_trace_leaves_no_traced_tensor_in_a_module():
+    class Net(nn.Module):
+        def forward(self, x):
+            self.last = x.exp()
+            return x.sin(), x.cos()
+
+    net = tr.nn.wrap(Net())  # runs by its forward, which hooks on calls do not see
+    x = leaf(2)
+    with pytest.warns(EffectWarning, match=r"sets last"):
+        first, _ = net(x)
+    (g,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    g.sum().backward()
+    assert not hasattr(net, "last")
+
+
 def test_spectral_norm_updates_its_buffers():
     nets = []
     for _ in range(2):

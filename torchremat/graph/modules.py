@@ -47,7 +47,6 @@ class ModulePaths:
         """Call `module` `root`, and all that it contains accordingly, before any of it runs."""
         for name, child in module.named_modules():
             self._names.setdefault(id(child), ".".join(part for part in (root, name) if part))
-            self._note_tensors(child)
         self.seen.add(module)
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
@@ -72,6 +71,9 @@ class ModulePaths:
     @contextmanager
     def recording(self) -> Iterator["ModulePaths"]:
         """Follow the calls of modules while in the block."""
+        for root in list(self.seen):  # a wrapped module is entered by its forward, unseen by hooks
+            for module in root.modules():
+                self._note_tensors(module)
         hooks = (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._exit, always_call=True),

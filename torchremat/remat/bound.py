@@ -86,11 +86,6 @@ class BoundCall:
         """The modules that the function knows, by their identity, with its names for them."""
         return {id(module): name for name, module in reversed(self._modules)}
 
-    @property
-    def modules(self) -> set[nn.Module]:
-        """The modules that the function knows, and all in them."""
-        return {inner for _, module in self._modules for inner in module.modules()}
-
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """Call the function on other tensors."""
         left = iter(tensors)

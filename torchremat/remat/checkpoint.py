@@ -113,12 +113,14 @@ class Checkpointed:
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
         if is_kept_whole():
-            options: dict[str, Any] = {
-                "lenient": self.lenient,
-                "module_prefix": self.module_prefix,
-            }
             return call_in_graph(
-                self.fun, args, kwargs, self.statics, policy=self.policy, **options
+                self.fun,
+                args,
+                kwargs,
+                self.statics,
+                policy=self.policy,
+                lenient=self.lenient,
+                module_prefix=self.module_prefix,
             )
         trace, program = self.prepare(call, args, kwargs)
         captured = trace.captured.current()

@@ -31,7 +31,8 @@ from torchremat.remat.guards import (
 )
 from torchremat.remat.make_graph import call_in_graph, is_kept_whole
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
-from torchremat.remat.program import FunctionProgram, Region
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.region import Region
 from torchremat.remat.residuals import log_residuals
 from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
 from torchremat.remat.verify import VerifyingProgram

@@ -16,7 +16,8 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.graph.tracing import InputSpec, lifted
 from torchremat.remat.op import run_graph, run_program
-from torchremat.remat.program import MappedAxis, Program
+from torchremat.remat.program import Program
+from torchremat.remat.region import MappedAxis
 
 
 def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ from torch import fx
 from torchremat import _torch
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.surroundings import without_autocast
-from torchremat.remat.program import Compiled, Program
+from torchremat.remat.compiled import Compiled
+from torchremat.remat.program import Program
 
 
 class RematOp(_torch.HigherOrderOperator):

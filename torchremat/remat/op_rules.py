@@ -19,7 +19,8 @@ from torchremat.remat.function import apply_program
 from torchremat.remat.names import checkpoint_name, name_p
 from torchremat.remat.op import remat_p
 from torchremat.remat.policies import Policy, nothing_saveable
-from torchremat.remat.program import FunctionProgram, Region
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.region import Region
 
 _programs: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, FunctionProgram]] = (
     weakref.WeakKeyDictionary()

@@ -11,131 +11,26 @@ residuals are known; so derivatives of any order, with what was kept put to use,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
-from torchremat.autodiff.bodies import BatchedBody, Body, GraphBody, JvpBody, VjpBody
-from torchremat.autodiff.joint import Joint, TraceOptions, is_forward, trace_joint
+from torchremat.autodiff.bodies import BatchedBody, GraphBody, JvpBody, VjpBody
+from torchremat.autodiff.joint import Joint, TraceOptions
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
-from torchremat.errors import EffectError
-from torchremat.graph.aliases import base_of, is_item
-from torchremat.graph.codegen import Runner, compile_graph
-from torchremat.graph.inner_graphs import inner_graphs_of
-from torchremat.graph.modules import ModulePaths
-from torchremat.graph.simplify import simplify
+from torchremat.graph.aliases import base_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.choices import Choices
+from torchremat.remat.compiled import Compiled, compile_backward, copy_inputs_among_last
 from torchremat.remat.nested import Opening, expose_inner, join_exposed, prune_bodies
 from torchremat.remat.policies import Policy, nothing_saveable
-from torchremat.remat.replay import draws_forward, why_not_replayed
-
-aten = torch.ops.aten
-Mask = tuple[bool, ...]
-"""Which of the differentiable outputs have a cotangent; which of the inputs need a gradient."""
-
-
-@dataclass(frozen=True, eq=False)
-class Compiled:
-    """A graph and the function that runs it."""
-
-    module: fx.GraphModule
-    run: Runner
-
-    @classmethod
-    def of(cls, module: fx.GraphModule, name: str, program: "Program | None" = None) -> "Compiled":
-        """Compile `module`, which is the graph of `program`."""
-        module.meta["program"] = program
-        simplify(module.graph)
-        return cls(module, compile_graph(module, name))
-
-
-class Region:
-    """A body with its joint graphs: one for each set of outputs that has a cotangent."""
-
-    def __init__(
-        self,
-        body: Body,
-        specs: Sequence[InputSpec],
-        names: Sequence[str],
-        paths: ModulePaths,
-        options: TraceOptions,
-        forward_of: "Region | None" = None,
-    ) -> None:
-        self.body = body
-        self.forward_of = forward_of
-        self.specs = tuple(specs)
-        self.names = tuple(names)
-        self.paths = paths
-        self.options = options
-        self._variants: dict[Mask, Joint] = {}
-
-    @classmethod
-    def traced(
-        cls,
-        body: Body,
-        specs: Sequence[InputSpec],
-        names: Sequence[str],
-        paths: ModulePaths,
-        options: TraceOptions,
-    ) -> "Region":
-        """Trace `body` now; what it closes over becomes further inputs."""
-        joint, tracing = trace_joint(body, specs, names, paths, options, warns=True)
-        captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
-        labels = [f"captured_{i}" for i in range(len(captured))]
-        region = cls(body, (*specs, *captured), (*names, *labels), paths, options)
-        region.__dict__["joint"] = joint
-        return region
-
-    @cached_property
-    def joint(self) -> Joint:
-        """The joint graph in which every differentiable output has a cotangent."""
-        return self._trace(self.options)
-
-    def joint_for(self, given: Mask) -> Joint:
-        """The joint graph in which only the `given` outputs have one."""
-        if all(given):
-            return self.joint
-        if given not in self._variants:
-            wanted = tuple(i for i, g in zip(self.differentiable, given, strict=True) if g)
-            self._variants[given] = self._trace(replace(self.options, wanted_outputs=wanted))
-        return self._variants[given]
-
-    def _trace(self, options: TraceOptions) -> Joint:
-        joint, _ = trace_joint(self.body, self.specs, self.names, self.paths, options)
-        first = self.__dict__.get("joint")
-        if first is None and self.forward_of is not None:
-            first = self.forward_of.joint
-        if first is not None:  # raises if the function now computes something else
-            match_forward(first, joint, first.needed_forward_nodes())
-        return joint
-
-    @cached_property
-    def wrt(self) -> tuple[int, ...]:
-        """The positions of the inputs that are differentiated."""
-        if not self.options.with_gradients:
-            return ()
-        return tuple(i for i, spec in enumerate(self.specs) if spec.requires_grad)
-
-    @cached_property
-    def differentiable(self) -> tuple[int, ...]:
-        """The positions, among all outputs, of those that have a cotangent."""
-        return tuple(i for i, ct in enumerate(self.joint.cotangents) if ct is not None)
-
-
-@dataclass(frozen=True)
-class MappedAxis:
-    """The axis of a `vmap`: where it is in each input, its size, and what random numbers do."""
-
-    in_dims: tuple[int | None, ...]
-    size: int
-    randomness: str
+from torchremat.remat.region import MappedAxis, Mask, Region
+from torchremat.remat.replay import draws_forward
 
 
 class Program(ABC):
@@ -247,7 +142,7 @@ class Program(ABC):
             g if n else None for g, n in zip(joint.gradients, needed, strict=False)
         ]
         wanted += [None] * len(self.known)
-        return _compiled_backward(joint, saved, wanted, self)
+        return compile_backward(joint, saved, wanted, self)
 
     def joint_for(self, given: Mask) -> Joint:
         """The joint graph that derivatives with respect to the `given` outputs are taken from."""
@@ -523,7 +418,7 @@ class VjpProgram(Program):
         """The backward pass of the program below, from all of its inputs."""
         known = self.of.values_in(self._joint, self.known)
         inputs: list[fx.Node | None] = [*self._joint.inputs, *self._cotangents, *known]
-        return _compiled_backward(self._joint, inputs, self.output_nodes, self)
+        return compile_backward(self._joint, inputs, self.output_nodes, self)
 
 
 class BatchedProgram(Program):
@@ -581,82 +476,6 @@ class BatchedProgram(Program):
         joint = self._whole.joint
         module = slice_graph(joint.module, joint.inputs, joint.outputs, must_run=draws_forward)
         return Compiled.of(module, "batched")
-
-
-# --- graphs --------------------------------------------------------------------------------------
-
-
-def _compiled_backward(
-    joint: Joint,
-    inputs: Sequence[fx.Node | None],
-    outputs: Sequence[Any],
-    program: Program,
-) -> Compiled:
-    module = slice_graph(joint.module, inputs, outputs, late=is_forward)
-    prune_bodies(module)
-    _refuse_replay(module.graph)
-    accept_any_layout(module.graph)
-    module.meta["slice"] = (joint, list(inputs), list(outputs))
-    return Compiled.of(module, "backward", program)
-
-
-def _refuse_replay(graph: fx.Graph) -> None:
-    """Raise where a derivative of higher order would run an operator that must not run again."""
-    for node in _replayed(graph):
-        reason = why_not_replayed(node)
-        if reason is not None:
-            raise EffectError(
-                f"a second derivative needs the value of {node.target} from "
-                f"{node.meta.get('source')} again, which was not kept: {reason}. Draw random "
-                "numbers outside the innermost checkpoint or vmap, and pass them in."
-            )
-
-
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
-
-
-def _replayed(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The operators of the forward pass that a backward graph runs again, in bodies too."""
-    for node in graph.nodes:
-        if node.op != "call_function" or is_item(node):
-            continue
-        if is_forward(node):
-            yield node
-            for body in inner_graphs_of(node):
-                yield from _all_nodes(body.graph)
-        else:
-            for body in inner_graphs_of(node):
-                yield from _replayed(body.graph)
-
-
-def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    for node in graph.nodes:
-        if not is_item(node):
-            yield node
-        for body in inner_graphs_of(node):
-            yield from _all_nodes(body.graph)
-
-
-def accept_any_layout(graph: fx.Graph) -> None:
-    """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
-
-    `view` becomes `reshape`, which is a view where it can be.
-    """
-    for node in graph.nodes:
-        if node.target in _VIEWS and not is_forward(node):
-            node.target = aten.reshape.default
-
-
-def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:
-    """Make copies of the last `count` outputs, which are inputs that will be written to."""
-    (output,) = graph.find_nodes(op="output")
-    results = list(output.args[0])
-    for i in range(len(results) - count, len(results)):
-        with graph.inserting_before(output):
-            copy = graph.call_function(aten.clone.default, (results[i],))
-            copy.meta = dict(results[i].meta)
-        results[i] = copy
-    output.args = (tuple(results),)
 
 
 def _tensors(values: Sequence[Any]) -> list[fx.Node]:

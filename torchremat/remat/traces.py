@@ -15,7 +15,8 @@ from torchremat.graph.tracing import InputSpec
 from torchremat.remat.calls import Call, Result
 from torchremat.remat.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.policies import Policy
-from torchremat.remat.program import FunctionProgram, Region
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.region import Region
 
 
 @dataclass(eq=False)

@@ -16,7 +16,9 @@ from torchremat.errors import RecomputationError
 from torchremat.graph.aliases import is_view
 from torchremat.graph.codegen import compile_graph
 from torchremat.graph.slicing import slice_graph
-from torchremat.remat.program import Compiled, FunctionProgram, Mask, accept_any_layout
+from torchremat.remat.compiled import Compiled, accept_any_layout
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.region import Mask
 
 
 class VerifyingProgram(FunctionProgram):

@@ -1,0 +1,109 @@
+"""The graphs that a program runs, compiled to Python functions."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat.autodiff.joint import Joint, is_forward
+from torchremat.errors import EffectError
+from torchremat.graph.aliases import is_item
+from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.graph.inner_graphs import inner_graphs_of
+from torchremat.graph.simplify import simplify
+from torchremat.graph.slicing import slice_graph
+from torchremat.remat.nested import prune_bodies
+from torchremat.remat.replay import why_not_replayed
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A graph and the function that runs it."""
+
+    module: fx.GraphModule
+    run: Runner
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, name: str, program: object = None) -> "Compiled":
+        """Compile `module`, which is the graph of `program`."""
+        module.meta["program"] = program
+        simplify(module.graph)
+        return cls(module, compile_graph(module, name))
+
+
+def compile_backward(
+    joint: Joint,
+    inputs: Sequence[fx.Node | None],
+    outputs: Sequence[Any],
+    program: object,
+) -> Compiled:
+    """The graph from `inputs` to `outputs`, values of `joint`: a backward pass."""
+    module = slice_graph(joint.module, inputs, outputs, late=is_forward)
+    prune_bodies(module)
+    _refuse_replay(module.graph)
+    accept_any_layout(module.graph)
+    module.meta["slice"] = (joint, list(inputs), list(outputs))
+    return Compiled.of(module, "backward", program)
+
+
+def _refuse_replay(graph: fx.Graph) -> None:
+    """Raise where a derivative of higher order would run an operator that must not run again."""
+    for node in _replayed(graph):
+        reason = why_not_replayed(node)
+        if reason is not None:
+            raise EffectError(
+                f"a second derivative needs the value of {node.target} from "
+                f"{node.meta.get('source')} again, which was not kept: {reason}. Draw random "
+                "numbers outside the innermost checkpoint or vmap, and pass them in."
+            )
+
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def _replayed(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The operators of the forward pass that a backward graph runs again, in bodies too."""
+    for node in graph.nodes:
+        if node.op != "call_function" or is_item(node):
+            continue
+        if is_forward(node):
+            yield node
+            for body in inner_graphs_of(node):
+                yield from _all_nodes(body.graph)
+        else:
+            for body in inner_graphs_of(node):
+                yield from _replayed(body.graph)
+
+
+def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        if not is_item(node):
+            yield node
+        for body in inner_graphs_of(node):
+            yield from _all_nodes(body.graph)
+
+
+def accept_any_layout(graph: fx.Graph) -> None:
+    """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
+
+    `view` becomes `reshape`, which is a view where it can be.
+    """
+    for node in graph.nodes:
+        if node.target in _VIEWS and not is_forward(node):
+            node.target = aten.reshape.default
+
+
+def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:
+    """Make copies of the last `count` outputs, which are inputs that will be written to."""
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for i in range(len(results) - count, len(results)):
+        with graph.inserting_before(output):
+            copy = graph.call_function(aten.clone.default, (results[i],))
+            copy.meta = dict(results[i].meta)
+        results[i] = copy
+    output.args = (tuple(results),)

@@ -1,0 +1,96 @@
+"""What is differentiated: a function of flat tensors, and its joint graphs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torchremat.autodiff.bodies import Body
+from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
+from torchremat.autodiff.matching import match_forward
+from torchremat.graph.modules import ModulePaths
+from torchremat.graph.tracing import InputSpec
+
+Mask = tuple[bool, ...]
+"""Which of the differentiable outputs have a cotangent; which of the inputs need a gradient."""
+
+
+class Region:
+    """A body with its joint graphs: one for each set of outputs that has a cotangent."""
+
+    def __init__(
+        self,
+        body: Body,
+        specs: Sequence[InputSpec],
+        names: Sequence[str],
+        paths: ModulePaths,
+        options: TraceOptions,
+        forward_of: "Region | None" = None,
+    ) -> None:
+        self.body = body
+        self.forward_of = forward_of
+        self.specs = tuple(specs)
+        self.names = tuple(names)
+        self.paths = paths
+        self.options = options
+        self._variants: dict[Mask, Joint] = {}
+
+    @classmethod
+    def traced(
+        cls,
+        body: Body,
+        specs: Sequence[InputSpec],
+        names: Sequence[str],
+        paths: ModulePaths,
+        options: TraceOptions,
+    ) -> "Region":
+        """Trace `body` now; what it closes over becomes further inputs."""
+        joint, tracing = trace_joint(body, specs, names, paths, options, warns=True)
+        captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
+        labels = [f"captured_{i}" for i in range(len(captured))]
+        region = cls(body, (*specs, *captured), (*names, *labels), paths, options)
+        region.__dict__["joint"] = joint
+        return region
+
+    @cached_property
+    def joint(self) -> Joint:
+        """The joint graph in which every differentiable output has a cotangent."""
+        return self._trace(self.options)
+
+    def joint_for(self, given: Mask) -> Joint:
+        """The joint graph in which only the `given` outputs have one."""
+        if all(given):
+            return self.joint
+        if given not in self._variants:
+            wanted = tuple(i for i, g in zip(self.differentiable, given, strict=True) if g)
+            self._variants[given] = self._trace(replace(self.options, wanted_outputs=wanted))
+        return self._variants[given]
+
+    def _trace(self, options: TraceOptions) -> Joint:
+        joint, _ = trace_joint(self.body, self.specs, self.names, self.paths, options)
+        first = self.__dict__.get("joint")
+        if first is None and self.forward_of is not None:
+            first = self.forward_of.joint
+        if first is not None:  # raises if the function now computes something else
+            match_forward(first, joint, first.needed_forward_nodes())
+        return joint
+
+    @cached_property
+    def wrt(self) -> tuple[int, ...]:
+        """The positions of the inputs that are differentiated."""
+        if not self.options.with_gradients:
+            return ()
+        return tuple(i for i, spec in enumerate(self.specs) if spec.requires_grad)
+
+    @cached_property
+    def differentiable(self) -> tuple[int, ...]:
+        """The positions, among all outputs, of those that have a cotangent."""
+        return tuple(i for i, ct in enumerate(self.joint.cotangents) if ct is not None)
+
+
+@dataclass(frozen=True)
+class MappedAxis:
+    """The axis of a `vmap`: where it is in each input, its size, and what random numbers do."""
+
+    in_dims: tuple[int | None, ...]
+    size: int
+    randomness: str

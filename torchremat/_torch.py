@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import SymInt
 from torch._C import DispatchKey as DispatchKey
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._C._functorch import TransformType as TransformType
@@ -22,6 +23,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
@@ -50,13 +52,18 @@ from torch.fx.experimental.proxy_tensor import (
     disable_autocast_cache,
     disable_proxy_modes_tracing,
     get_proxy_slot,
+    set_proxy_slot,
+    thunkify,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.printers import PythonPrinter
 
 # --- trees ---------------------------------------------------------------------------------------
 
@@ -260,15 +267,30 @@ def _dual_level_as_functorch_level() -> Iterator[None]:
         eager_transforms.JVP_NESTING -= inside
 
 
-def new_fake_mode() -> FakeTensorMode:
-    """A mode for fake tensors of fixed shapes, as `make_fx(tracing_mode="fake")` makes it."""
-    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    return FakeTensorMode(allow_fallback_kernels=True, shape_env=shapes, static_shapes=True)
+def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
+    """A mode for fake tensors, as `make_fx` makes it: of fixed shapes unless `shapes` is given."""
+    if shapes is not None:
+        return _SymbolicFakeMode(allow_fallback_kernels=True, shape_env=shapes)
+    fixed = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_fallback_kernels=True, shape_env=fixed, static_shapes=True)
+
+
+class _SymbolicFakeMode(FakeTensorMode):
+    """Lets operators on fake tensors find PyTorch's rules for symbolic sizes, written in Python.
+
+    Turned on for a whole trace, as `make_fx` does, the rules would also take other operators apart
+    than eager PyTorch does, before they are written down.
+    """
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        with enable_python_dispatcher():
+            return super().dispatch(*args, **kwargs)
 
 
 @contextmanager
 def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
     """Operators on fake tensors are written down by `tracer`, also the bodies of `torch.cond`."""
+    # "fake" also where sizes are symbols: "symbolic" decomposes operators by other rules
     session = _MakefxTracer(None, "fake", False, False, False, False, True)
     session.fake_tensor_mode = fake_mode
     session.fx_tracer = tracer
@@ -319,6 +341,71 @@ def let_modes_see_views_of_zeros() -> torch.library.Library:
     return library
 
 
+# --- sizes that vary -----------------------------------------------------------------------------
+
+NAMES_IN_SIZES = dict(SYMPY_INTERP)
+"""What the expressions that `printed_size` and `guards_of` give may name, besides symbols."""
+
+
+def new_shape_env() -> ShapeEnv:
+    """What knows symbols for sizes, and notes what a trace assumes of them.
+
+    Equal sizes get symbols of their own: that a batch is as large as a sequence is long is chance.
+    """
+    return ShapeEnv(
+        allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
+    )
+
+
+def new_symbol(shapes: ShapeEnv, size: int, name: str) -> torch.SymInt:
+    """A symbol for a size above 1, which is `size` at the time of the trace."""
+    from torch._dynamo.source import ConstantSource  # noqa: PLC0415  (importing takes 1 s)
+
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(size, source, DimDynamic.DYNAMIC, constraint_dim=None)
+    return shapes.create_symintnode(symbol, hint=size, source=source)  # type: ignore[return-value]
+
+
+def shape_env_of(size: torch.SymInt) -> ShapeEnv:
+    """What knows the symbols of `size`."""
+    return size.node.shape_env  # type: ignore[no-any-return]
+
+
+def num_guards(shapes: ShapeEnv) -> int:
+    """How many things traces have assumed of the symbols so far."""
+    return len(shapes.guards)
+
+
+def guards_of(shapes: ShapeEnv, symbols: Sequence[torch.SymInt], names: Sequence[str]) -> str:
+    """What traces have assumed of `symbols`, as an expression in which they go by `names`."""
+    placeholders = [SymInt(SymNode(s.node._expr, shapes, int, s.node.hint)) for s in symbols]
+    guards = shapes.produce_guards_expression(placeholders) or "True"
+    for i, name in enumerate(names):
+        guards = guards.replace(f"L['t{i}']", name)
+    return guards
+
+
+def settled_size(size: Any) -> Any:
+    """`size`, as a number if a trace assumed that it is one."""
+    constant = size.node.maybe_as_int()
+    return size if constant is None else constant
+
+
+def hint_of(size: Any) -> int:
+    """What a size was when it was traced."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def printed_size(size: Any, *, original: bool = False) -> str:
+    """A size as an expression of Python; `original`: before traces assumed it equal to another."""
+    return PythonPrinter().doprint(size.node._expr if original else size.node.expr)  # type: ignore[no-any-return]
+
+
+def names_in_size(size: Any) -> set[str]:
+    """The names of the symbols that a size depends on."""
+    return {symbol.name for symbol in size.node.expr.free_symbols}
+
+
 def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
     """The proxy mode of the innermost trace in progress in this thread, if any."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-any-return]
@@ -328,6 +415,15 @@ def track(tensors: Any, proxies: Any, tracer: PythonKeyTracer) -> Any:
     """Make `proxies` stand for `tensors` (a tree) in the trace of `tracer`."""
     with disable_proxy_modes_tracing(), without_function_modes():
         return track_tensor_tree(tensors, proxies, constant=None, tracer=tracer)
+
+
+def track_size(size: Any, tracer: Any, target: Callable[[], Any]) -> None:
+    """Make a call of `target` stand for `size` in the trace of `tracer`, unless something does."""
+    if size in tracer.symnode_tracker:
+        return
+    proxy = tracer.create_proxy("call_function", target, (), {})
+    proxy.node.meta["val"] = size
+    set_proxy_slot(size, tracer, thunkify(tracer, lambda: proxy))
 
 
 def proxy_of(tensor: torch.Tensor, tracer: PythonKeyTracer) -> torch.fx.Proxy | None:
@@ -509,13 +605,23 @@ def in_dual_level() -> bool:
     return forward_ad._current_level >= 0
 
 
-def tensor_guard(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+def tensor_guard(
+    tensors: Sequence[torch.Tensor], dynamic_dims: Sequence[Sequence[int]]
+) -> TensorGuards:
     """A guard whose `check(*tensors)` tells in C++ (0.1 us a tensor) whether all are as now.
 
     It compares type, dtype, device, shape, strides, `requires_grad` and dispatch keys, with
-    those that modes and autocast add.
+    those that modes and autocast add. Not compared are the sizes of `dynamic_dims`, and the strides
+    of tensors that have such.
     """
-    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    if not any(dynamic_dims):
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    sizes: list[Any] = []
+    strides: list[Any] = []
+    for tensor, dims in zip(tensors, dynamic_dims, strict=True):
+        sizes.append([None if d in dims else n for d, n in enumerate(tensor.shape)])
+        strides.append([None if dims else n for n in tensor.stride()])
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -5,6 +5,8 @@ from math import prod
 
 import torch
 
+from torchremat._torch import hint_of
+
 _SHORT_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -42,8 +44,12 @@ class Aval:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Aval":
-        """The abstract value of `tensor` (a real, fake, meta or wrapped tensor)."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+        """The abstract value of `tensor` (a real, fake, meta or wrapped tensor).
+
+        A size that is a symbol counts as what it was when it was traced.
+        """
+        shape = tuple(size if type(size) is int else hint_of(size) for size in tensor.shape)
+        return cls(shape, tensor.dtype, tensor.device)
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.graph.sizes import Interpreter
 from torchremat.graph.surroundings import Surroundings
 from torchremat.graph.tracing import Tracing
 
@@ -64,7 +65,7 @@ class GraphBody(Body):
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs of the graph."""
-        return list(fx.Interpreter(self.module, garbage_collect_values=False).run(*inputs))
+        return list(Interpreter(self.module).run(*inputs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from torchremat.autodiff.bodies import Body, gradients
 from torchremat.errors import EffectError
+from torchremat.graph.dynamic_inputs import shapes_of
 from torchremat.graph.function_calls import FunctionCalls, drop_inside
 from torchremat.graph.functionalize import functionalize
 from torchremat.graph.modules import ModulePaths
@@ -94,7 +95,7 @@ def trace_joint(
 
     Inputs that `body` closes over come after those of `specs`. `warns` of what a trace leaves out.
     """
-    tracing = Tracing(paths=paths, warns=warns)
+    tracing = Tracing(paths=paths, warns=warns, shapes=shapes_of(specs))
     if options.whole_calls:
         tracing.on_function = FunctionCalls(tracing)
     with tracing.recording():
@@ -138,11 +139,19 @@ def _writable(tracing: Tracing, tensor: Tensor, spec: InputSpec) -> Tensor:
     """`tensor`, as no leaf if the real one is none: only leaves refuse to be written in place."""
     if spec.is_leaf or not tensor.requires_grad:
         return tensor
-    copy: Tensor = torch.ops.aten.clone.default(tensor)
-    node = tracing.node_of(copy)
-    assert node is not None
-    node.meta["unleaf"] = True  # functionalize takes it out again
-    return copy
+    return _NoLeaf.apply(tracing, tensor, spec)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _NoLeaf(torch.autograd.Function):
+    """A fake tensor that stands for the same input as another, of which autograd has it made."""
+
+    @staticmethod
+    def forward(ctx: Any, tracing: Tracing, leaf: Tensor, spec: InputSpec) -> Tensor:
+        return tracing.twin_of_input(leaf, spec)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Tensor, None]:
+        return None, cotangent, None
 
 
 def _add_cotangents(

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import RetraceError
-from torchremat.graph.aliases import is_item
+from torchremat.graph.aliases import changes_nothing, is_item
 from torchremat.graph.codegen import is_identity
 
 
@@ -51,6 +52,10 @@ def _is_of_opened(node: fx.Node) -> bool:
     return "num_outputs" in call.meta and index >= call.meta["num_outputs"]
 
 
+# where sizes are symbols, PyTorch writes one for the other
+_ALIKE: dict[Any, str] = {torch.ops.aten._unsafe_view.default: str(torch.ops.aten.view.default)}
+
+
 def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
     """Number the inputs and forward operators so that equal ones have equal numbers."""
     found: dict[fx.Node, int] = {}
@@ -58,7 +63,7 @@ def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
     for i, node in enumerate(joint.inputs):
         found[node] = numbers.setdefault(("input", i), len(numbers))
     for node in joint.forward_nodes:
-        if is_identity(node):
+        if is_identity(node) or changes_nothing(node):
             found[node] = found[node.args[0]]  # type: ignore[index]
             continue
         if _is_of_opened(node):
@@ -66,7 +71,7 @@ def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "call"}  # a number of that trace
         arguments = fx.node.map_arg((node.args, kwargs), lambda n: ("node", found.get(n)))
-        key = (node.op, str(node.target), repr(arguments))
+        key = (node.op, _ALIKE.get(node.target, str(node.target)), repr(arguments))
         repeats[key] = repeats.get(key, -1) + 1
         found[node] = numbers.setdefault((*key, repeats[key]), len(numbers))
     return found

@@ -33,6 +33,25 @@ def is_view(node: fx.Node) -> bool:
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
+def changes_nothing(node: fx.Node) -> bool:
+    """Whether `node` is a view of just what it is a view of, such as `x[:]`.
+
+    PyTorch writes more of them where sizes are symbols.
+    """
+    if not is_view(node) or is_item(node):
+        return False
+    value, source = node.meta.get("val"), node.args[0]
+    base = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
+        return False
+    return value.dtype == base.dtype and _layout(value) == _layout(base)
+
+
+def _layout(tensor: torch.Tensor) -> list[str]:
+    """Sizes, strides and offset, in which symbols are compared by name: nothing is assumed."""
+    return [str(n) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The value in whose memory `node` lies: itself, unless it is a view.
 

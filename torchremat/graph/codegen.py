@@ -14,9 +14,19 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.graph.sizes import Size, symbols_in
 
 Runner = Callable[[list[Any]], tuple[Any, ...]]
-"""Runs a graph: from a list of inputs, which it empties, to a tuple of outputs."""
+"""Runs a graph: from a list of inputs, which it empties, to a tuple of outputs.
+
+The values of the symbols that sizes depend on come first: see `symbols_of`.
+"""
+
+
+def symbols_of(run: Runner) -> tuple[str, ...]:
+    """The names of the symbols whose values `run` takes before its inputs."""
+    return getattr(run, "symbols", ())
+
 
 _PLAIN_LITERALS = (int, bool, str, type(None))
 
@@ -42,7 +52,7 @@ class _Writer:
         self.module = module
         self.name = name
         self.lines: list[str] = []
-        self.globals: dict[str, Any] = {}
+        self.globals: dict[str, Any] = dict(_torch.NAMES_IN_SIZES)
         self.bound: dict[int, str] = {}
         self.last_use = _last_uses(module.graph)
         self.unpacked: set[int] = set()
@@ -50,8 +60,9 @@ class _Writer:
     def compile(self) -> Runner:
         nodes = list(self.module.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
-        if inputs:
-            self.lines.append(f"{', '.join(n.name for n in inputs)}, = inputs")
+        symbols = symbols_in(self.module)
+        if inputs or symbols:
+            self.lines.append(f"{', '.join([*symbols, *(n.name for n in inputs)])}, = inputs")
             self.lines.append("inputs.clear()")
             self._drop(n for n in inputs if n not in self.last_use)
         for node in nodes:
@@ -61,6 +72,7 @@ class _Writer:
         exec(compile(source, f"<torchremat {self.name}>", "exec"), self.globals)
         run: Runner = self.globals["run"]
         run.__doc__ = source
+        run.symbols = symbols  # type: ignore[attr-defined]
         return run
 
     def _write(self, node: fx.Node) -> None:
@@ -120,11 +132,14 @@ class _Writer:
         body, *inputs = node.args
         assert isinstance(body, fx.Node)
         run = node.target.runner_of(_attribute(self.module, str(body.target)))  # type: ignore[union-attr]
-        return f"{self._bind(run)}([{', '.join(map(self._expression, inputs))}])"
+        values = [*symbols_of(run), *map(self._expression, inputs)]
+        return f"{self._bind(run)}([{', '.join(values)}])"
 
     def _expression(self, value: Any) -> str:
         if isinstance(value, fx.Node):
             return value.name
+        if isinstance(value, Size):
+            return f"({value!r})"
         if isinstance(value, _PLAIN_LITERALS):
             return repr(value)
         if isinstance(value, (list, tuple)):

@@ -14,6 +14,8 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.errors import EffectError
+from torchremat.graph.dynamic_inputs import shapes_of
+from torchremat.graph.sizes import Interpreter
 from torchremat.graph.tracing import InputSpec, Tracing
 
 aten = torch.ops.aten
@@ -40,8 +42,6 @@ class FunctionalGraph:
 def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> FunctionalGraph:
     """The functional graph of `module`; `inputs` are the placeholders that it may write to."""
     graph = module.graph
-    for node in inputs:
-        _take_out_clone(node)
     _expose_batch_norm_updates(graph)
     renamed: dict[fx.Node, fx.Node] = {}
     if any(is_mutable(node) for node in graph.nodes):
@@ -59,14 +59,6 @@ def is_mutable(node: fx.Node) -> bool:
     if not isinstance(target, _torch.OpOverload):
         return False
     return target._schema.is_mutable
-
-
-def _take_out_clone(placeholder: fx.Node) -> None:
-    """Undo the copy that the trace made so that the input is no leaf of autograd's."""
-    for user in list(placeholder.users):
-        if user.meta.get("unleaf"):
-            user.replace_all_uses_with(placeholder)
-            user.graph.erase_node(user)
 
 
 def _expose_batch_norm_updates(graph: fx.Graph) -> None:
@@ -129,9 +121,12 @@ def _draw_in_order_of_memory(graph: fx.Graph) -> None:
 
 def _retrace(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    tracing = Tracing(may_capture=False)
+    specs = [InputSpec.of(node.meta["val"]) for node in placeholders]
+    tracing = Tracing(may_capture=False, shapes=shapes_of(specs))
     with tracing.recording(), torch.no_grad():
-        fakes = [tracing.input(InputSpec.of(n.meta["val"]), n.name) for n in placeholders]
+        fakes = [
+            tracing.input(spec, node.name) for spec, node in zip(specs, placeholders, strict=True)
+        ]
         for fake, placeholder in zip(fakes, placeholders, strict=True):
             tracing.placeholder_of(fake).meta = dict(placeholder.meta)
         run = _NotedInterpreter(module, tracing).run_flat
@@ -144,11 +139,11 @@ def _retrace(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.N
     return result, renamed
 
 
-class _NotedInterpreter(fx.Interpreter):
+class _NotedInterpreter(Interpreter):
     """Runs a graph in a trace, handing the notes of each operator on to what it turns into."""
 
     def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(module)
         self.tracing = tracing
 
     def run_flat(self, *inputs: Tensor) -> tuple[Any, ...]:

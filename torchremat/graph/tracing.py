@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.errors import ConcretizationError, EffectError, EffectWarning, TraceError
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.sizes import sizes_as_literals
 from torchremat.graph.sources import current_source, source_of_error, warn_user
 from torchremat.graph.surroundings import without_autocast
 
@@ -166,6 +167,7 @@ class Tracing:
     captured_inputs: list[Tensor] = field(default_factory=list)
     may_capture: bool = True
     warns: bool = False
+    shapes: _torch.ShapeEnv | None = None
     phase: str = "forward"
     notes: Mapping[str, Any] | None = None
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
@@ -173,7 +175,7 @@ class Tracing:
 
     def __post_init__(self) -> None:
         self.tracer = _new_tracer(self)
-        self.fake_mode = _torch.new_fake_mode()
+        self.fake_mode = _torch.new_fake_mode(self.shapes)
         self._capture_mode = _Capture(self)
         self._last_placeholder: fx.Node | None = None
         self.placeholders: dict[int, fx.Node] = {}
@@ -248,6 +250,14 @@ class Tracing:
         _torch.track(fake, proxy, self.tracer)
         return fake
 
+    def twin_of_input(self, fake: Tensor, spec: InputSpec) -> Tensor:
+        """One more fake tensor that stands for the input that `fake` stands for."""
+        with self.unrecorded(), torch.no_grad():
+            twin = spec.empty().detach()
+        proxy = fx.Proxy(self.placeholder_of(fake), self.tracer)
+        _torch.track(twin, proxy, self.tracer)
+        return twin
+
     def constant(self, value: Tensor) -> Tensor:
         """A tensor of the outside world that becomes part of the graph, as a `get_attr`."""
         name = self.tracer.get_fresh_qualname("_tensor_constant")
@@ -298,6 +308,8 @@ class Tracing:
         """Close the graph with `outputs`: tensors of this trace, or literals."""
         nodes = [self._output(value) for value in outputs]
         self.graph.output(tuple(nodes))
+        if self.shapes is not None:
+            sizes_as_literals(self.graph)
         return fx.GraphModule(self.tracer.root, self.graph)
 
     def _output(self, value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.errors import TraceError
+from torchremat.graph.sizes import SYMBOLIC, Size, Sizes
 
 _SCALARS = (int, float, bool, complex, str, type(None))
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, slice)
@@ -81,6 +82,8 @@ def _flatten_tree(
             key.append(_TENSOR)
         elif type(leaf) in _SCALARS:
             key.append(_key_of_scalar(leaf))
+        elif isinstance(leaf, SYMBOLIC):  # of the trace around, which no other call is part of
+            key.append((type(leaf), str(leaf)))
         elif lenient or isinstance(leaf, _CONSTANTS):
             _refuse_hidden_tensors(leaf, where)
             key.append(WrapHashably(leaf))
@@ -169,6 +172,8 @@ class Result:
                 self._leaves.append(number)
             elif isinstance(leaf, (*_SCALARS, *_CONSTANTS)):
                 self._leaves.append(WrapHashably(leaf))
+            elif isinstance(leaf, SYMBOLIC):
+                self._leaves.append(Size(leaf))
             else:
                 raise TraceError(
                     f"{describe()} returned a value of type {type(leaf).__name__} ({leaf!r}), "
@@ -181,13 +186,18 @@ class Result:
             type(value) is tuple and in_order and all(isinstance(item, Tensor) for item in value)
         )
 
-    def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
-        """The result with `tensors` in place of those it was made of."""
+    def rebuild(self, tensors: tuple[Tensor, ...], sizes: Sizes | None = None) -> Any:
+        """The result with `tensors` in place of those it was made of, for the values of symbols."""
         if self.is_tensor:
             return tensors[0]
         if self.is_tuple:
             return tensors
-        leaves = [
-            leaf.value if isinstance(leaf, WrapHashably) else tensors[leaf] for leaf in self._leaves
-        ]
+        leaves: list[Any] = []
+        for leaf in self._leaves:
+            if isinstance(leaf, WrapHashably):
+                leaves.append(leaf.value)
+            elif isinstance(leaf, Size):
+                leaves.append(leaf.symbolic if sizes is None else leaf.at(sizes))
+            else:
+                leaves.append(tensors[leaf])
         return _torch.tree_unflatten(leaves, self._spec)

@@ -14,9 +14,9 @@ from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
-from torchremat.errors import RetraceWarning
+from torchremat.graph.dynamic_inputs import DynamicInputs, shapes_of
 from torchremat.graph.modules import ModulePaths
-from torchremat.graph.sources import warn_user
+from torchremat.graph.sizes import Sizes
 from torchremat.graph.tracing import InputSpec, trace_lock
 from torchremat.remat.bound import BoundCall
 from torchremat.remat.calls import Call, Result, Skeleton, flatten_call
@@ -34,6 +34,7 @@ from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.region import Region
 from torchremat.remat.residuals import log_residuals
+from torchremat.remat.retraces import warn_of_retraces
 from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
 from torchremat.remat.verify import VerifyingProgram
 
@@ -64,8 +65,7 @@ class Checkpointed:
         self._verified_key = PolicyKey(policy, verified=True)
         self._statics_key = (statics.argnums, statics.all_names, lenient, module_prefix)
         self._own = _traces.of(fun, self._statics_key)
-        self.last_program: FunctionProgram | None = None
-        """That of the last call that could be differentiated."""
+        self._last: tuple[FunctionProgram, Sizes | None] | None = None
 
     def __repr__(self) -> str:
         return f"checkpoint({self.fun!r}, policy={self.policy!r})"
@@ -78,6 +78,11 @@ class Checkpointed:
         bound.statics = self.statics.without_first()
         bound._own = _traces.of(bound.fun, self._statics_key)
         return bound
+
+    @property
+    def last_program(self) -> FunctionProgram | None:
+        """That of the last call that could be differentiated."""
+        return None if self._last is None else self._last[0].at(self._last[1])
 
     @property
     def _current_key(self) -> PolicyKey:
@@ -98,6 +103,7 @@ class Checkpointed:
             captured = trace.captured.current()
             tensors = [*call.tensors, *(captured or ())]
             program = trace.programs.get(self._current_key)
+            sizes = None
             if (
                 captured is not None
                 and program is not None
@@ -105,11 +111,12 @@ class Checkpointed:
                 and trace.surroundings[0] is torch.is_grad_enabled()
                 and trace.surroundings[1].default_dtype is torch.get_default_dtype()
                 and trace.tensor_guard.check(*tensors)
+                and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
                 and trace.still_holds()
             ):
                 if trace.surroundings[0]:
-                    self.last_program = program
-                return trace.result.rebuild(apply_program(program, self.fun, tensors))
+                    self._last = (program, sizes)
+                return trace.result.rebuild(apply_program(program, self.fun, tensors, sizes), sizes)
         return self._slow_call(call, args, kwargs)
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -128,16 +135,17 @@ class Checkpointed:
         assert captured is not None, "the trace has just been made, or found to fit"
         tensors = [*call.tensors, *captured]
         if not trace.surroundings[1].autocast and not _torch.functorch_is_active():
-            trace.tensor_guard = _torch.tensor_guard(tensors)
+            trace.tensor_guard = _torch.tensor_guard(tensors, trace.dynamic_dims)
             self._own.recent = trace
+        sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
         if trace.surroundings[0]:
-            self.last_program = program
-        return trace.result.rebuild(apply_program(program, self.fun, tensors))
+            self._last = (program, sizes)
+        return trace.result.rebuild(apply_program(program, self.fun, tensors, sizes), sizes)
 
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
         """The trace of such a call and its program, made now if there is none."""
         with trace_lock:
-            trace = self._own.find(call) or self._trace(call, args, kwargs)
+            trace = self._find(call) or self._trace(call, args, kwargs)
             key = self._current_key
             program = trace.programs.get(key)
             if program is None:
@@ -149,6 +157,12 @@ class Checkpointed:
             elif config.log_checkpoint_residuals and not program.is_logged:
                 self._log(program, trace, args, kwargs, call)
             return trace, program
+
+    def _find(self, call: Call) -> Trace | None:
+        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        if shapes_of(specs) is not None:  # such symbols are those of one trace, that around
+            return None
+        return self._own.find(call, specs, dynamic=_may_be_dynamic())
 
     def _log(
         self, program: FunctionProgram, trace: Trace, args: Any, kwargs: Any, call: Call
@@ -167,7 +181,31 @@ class Checkpointed:
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
         self.statics.refuse_tensors(args, kwargs)
-        self._warn_of_changing_number(call)
+        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        if shapes_of(specs) is not None:  # symbols of the trace around: no other call has them
+            return self._trace_with(call, args, kwargs, specs, None)
+        warn_of_retraces(_name_of(self.fun), self._own, call, specs)
+        trace = None
+        dynamic = None
+        if _may_be_dynamic():
+            dynamic = DynamicInputs.of(specs, self._own.varying(call, specs))
+        if dynamic is not None:
+            try:
+                trace = self._trace_with(call, args, kwargs, specs, dynamic)
+            except Exception as error:  # an operator that knows no symbols, or the user's fault
+                self._own.fix(dynamic.places, error)
+        trace = trace or self._trace_with(call, args, kwargs, specs, None)
+        self._own.add(trace)
+        return trace
+
+    def _trace_with(
+        self,
+        call: Call,
+        args: Any,
+        kwargs: Any,
+        specs: tuple[InputSpec, ...],
+        dynamic: DynamicInputs | None,
+    ) -> Trace:
         skeleton = Skeleton.of_call(args, kwargs, self.statics)
         variables = self._variables()
         roots = _roots(self.fun, variables)
@@ -181,16 +219,17 @@ class Checkpointed:
             fun = get_function()
             filled, named = skeleton.filled(tensors)
             result = Result(fun(*filled, **named), lambda: f"{_name_of(fun)}")
-            results.append(result)
+            if not results:  # a trace of a derivative runs this again
+                results.append(result)
             return list(result.tensors)
 
-        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         body = FunctionBody(lambda: flat, len(specs))
         state = surroundings()
         options = TraceOptions(with_gradients=state[0], grad_enabled=state[0])
         names = [f"arg{i}" for i in range(len(specs))]
         unchanged = VariableGuard(variables)
-        region = Region.traced(body, specs, names, paths, options)
+        traced_specs = specs if dynamic is None else dynamic.specs
+        region = Region.traced(body, traced_specs, names, paths, options, dynamic)
         unchanged.forget_changed()
         assert body.captured is not None
         modules = {id(m): m for _, root in roots for m in root.modules()} | {
@@ -200,47 +239,28 @@ class Checkpointed:
             (".".join(p for p in (self.module_prefix, paths.name_of(m)) if p), m)
             for m in modules.values()
         ]
-        trace = Trace(
+        return Trace(
             key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
             specs=specs,
             surroundings=state,
             region=region,
             result=results[0],
             captured=CapturedTensors(body.captured, variables, named_modules),
-            modules=ModuleGuard(modules.values()),
+            modules=ModuleGuard(named_modules),
             variables=unchanged,
+            dynamic=dynamic,
         )
-        self._own.traces.insert(0, trace)
-        return trace
 
     def _variables(self) -> list[Variable]:
         return variables_of(self.fun)
 
-    def _warn_of_changing_number(self, call: Call) -> None:
-        """Say so when a number among the arguments makes for a new trace each time."""
-        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
-        alike = {
-            t.key
-            for t in self._own.traces
-            if t.specs == specs and t.key != call.key and _apart_from_numbers(t.key, call.key)
-        }
-        if len(alike) >= _MANY_TRACES and not self._own.warned:
-            self._own.warned = True
-            warn_user(
-                f"{_name_of(self.fun)} has been traced {len(alike)} times for different Python "
-                "numbers among its arguments. Each new number costs a trace: pass a tensor "
-                "instead (torch.tensor(value)), if the function only computes with it.",
-                RetraceWarning,
-            )
 
-
-_MANY_TRACES = 8
-
-
-def _apart_from_numbers(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return len(a) == len(b) and all(
-        x == y or (type(x) is tuple and type(y) is tuple and x[0] is y[0] in (int, float))
-        for x, y in zip(a, b, strict=True)
+def _may_be_dynamic() -> bool:
+    """Whether a call may be served by a graph for many sizes: outside all that transforms it."""
+    return (
+        not _torch.functorch_is_active()
+        and not _torch.in_dual_level()
+        and _torch.innermost_proxy_mode() is None
     )
 
 

@@ -1,6 +1,7 @@
 """What becomes of each value of a forward pass, and why."""
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +65,13 @@ class Choices:
         if isinstance(verdict, Recompute):
             return Choice("recomputed", f"{self.policy} does not let it be saved")
         return Choice("saved", f"{self.policy}")
+
+    def renamed(self, nodes: Mapping[fx.Node, fx.Node]) -> "Choices":
+        """The same choices for a copy of the graph, in which each node became one of `nodes`."""
+        other = copy.copy(self)
+        other.values = {nodes[node]: value for node, value in self.values.items()}
+        other.choices = {nodes[node]: choice for node, choice in self.choices.items()}
+        return other
 
     def residuals(self, joint: Joint) -> Residuals:
         """What the backward half of `joint` needs of its forward half, by these choices."""

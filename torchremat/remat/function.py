@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.graph.sizes import Sizes
 from torchremat.graph.tracing import InputSpec, lifted
 from torchremat.remat.op import run_graph, run_program
 from torchremat.remat.program import Program
 from torchremat.remat.region import MappedAxis
 
 
-def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+def apply_program(
+    program: Program, owner: object, inputs: Sequence[Tensor], sizes: Sizes | None = None
+) -> tuple[Any, ...]:
     """The outputs of `program`, differentiable in every way.
 
+    `sizes` are the values of the symbols in it, of which there are none under `torch.func`.
     `owner` is kept alive with what autograd records: the traced function, which a derivative of
     higher order traces again.
     """
@@ -31,7 +35,7 @@ def apply_program(program: Program, owner: object, inputs: Sequence[Tensor]) -> 
     if not _torch.functorch_is_active():
         if _torch.in_dual_level() and _torch.has_tangents(inputs):
             return _torch.push_dual_numbers_forward(_forward_rule(program, owner), inputs)
-        return _direct_apply(program, owner, *inputs)  # type: ignore[no-any-return]
+        return _direct_apply(program, sizes, owner, *inputs)  # type: ignore[no-any-return]
     level = _torch.innermost_transform()
     if level == _torch.TransformType.Jvp:
         return _torch.push_forward_at_current_level(_forward_rule(program, owner), inputs)
@@ -47,10 +51,13 @@ class Checkpoint(torch.autograd.Function):
     """A program under plain autograd: what a user sees as `grad_fn=<CheckpointBackward>`."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, owner: object, *inputs: Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, program: Program, sizes: Sizes | None, owner: object, *inputs: Tensor
+    ) -> tuple[Any, ...]:
         """Run the program, and keep what its derivative needs."""
         ctx.call = next(_calls)
-        results = run_program(program, inputs, ctx.call, notes_views=bool(program.views))
+        ctx.sizes = sizes
+        results = run_program(program, inputs, ctx.call, sizes, notes_views=bool(program.views))
         num_outputs = program.num_outputs
         outputs = results[:num_outputs]
         if program.views:
@@ -156,7 +163,7 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
     program: Program = ctx.program
     given = tuple(cotangents[i] is not None for i in program.differentiable)
     if not any(given):
-        return (None,) * (program.num_inputs + 2)
+        return (None,) * (program.num_inputs + 3)
     saved = list(ctx.saved_tensors)
     chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
     if torch.is_grad_enabled():
@@ -168,14 +175,14 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
     if program.absent:
         edges = iter(needed)
         needed = tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
-    backward = program.backward(given, needed)
-    return (None, None, *run_graph(backward, saved, ctx.call))
+    backward = program.backward_at(ctx.sizes, given, needed)
+    return (None, None, None, *run_graph(backward, saved, ctx.call, ctx.sizes))
 
 
 def _pull_back_differentiably(
     ctx: Any, given: tuple[bool, ...], saved: list[Tensor], cotangents: list[Tensor]
 ) -> tuple[Any, ...]:
-    program: Program = ctx.program
+    program: Program = ctx.program.at(ctx.sizes)
     count = program.num_inputs
     absent = frozenset(range(count)) - frozenset(program.saved_inputs)
     vjp = program.vjp(given, _moved(absent, program, len(cotangents)))
@@ -188,7 +195,7 @@ def _pull_back_differentiably(
     residuals = saved[len(program.saved_inputs) :]
     body, known = inputs[: vjp.num_body], inputs[vjp.num_body :]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
-    return (None, None, *_scattered(found, vjp.wrt, count))
+    return (None, None, None, *_scattered(found, vjp.wrt, count))
 
 
 def _moved(absent: frozenset[int], program: Program, num_cotangents: int) -> frozenset[int]:

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.graph.codegen import Runner, compile_graph, symbols_of
+from torchremat.graph.sizes import Interpreter, Sizes
 from torchremat.graph.surroundings import without_autocast
 from torchremat.remat.compiled import Compiled
 from torchremat.remat.program import Program
@@ -48,13 +49,18 @@ remat_p = RematOp()
 
 
 def run_program(
-    program: Program, inputs: Sequence[Any], call: int | None = None, *, notes_views: bool = False
+    program: Program,
+    inputs: Sequence[Any],
+    call: int | None = None,
+    sizes: Sizes | None = None,
+    *,
+    notes_views: bool = False,
 ) -> tuple[Any, ...]:
     """Outputs and residuals of `program`, after its writes to inputs.
 
     With `notes_views` autograd knows which outputs are views, and refuses to have them written to.
     """
-    results = run_graph(program.forward, list(inputs), call, notes_views=notes_views)
+    results = run_graph(program.forward, list(inputs), call, sizes, notes_views=notes_views)
     writes = program.writes
     if not writes:
         return results
@@ -67,11 +73,21 @@ def run_program(
 
 
 def run_graph(
-    compiled: Compiled, inputs: list[Any], call: int | None = None, *, notes_views: bool = False
+    compiled: Compiled,
+    inputs: list[Any],
+    call: int | None = None,
+    sizes: Sizes | None = None,
+    *,
+    notes_views: bool = False,
 ) -> tuple[Any, ...]:
-    """Run the graph on `inputs`, which it empties; in a trace, write it down as one node."""
+    """Run the graph on `inputs`, which it empties; in a trace, write it down as one node.
+
+    `sizes` are the values of the symbols that the graph may depend on.
+    """
     if _torch.innermost_proxy_mode() is not None:
         return remat_p(compiled.module, *inputs, call=call)
+    if sizes is not None:
+        inputs[:0] = [sizes[name] for name in symbols_of(compiled.run)]
     if notes_views:
         with without_autocast(), torch.no_grad():
             return compiled.run(inputs)
@@ -83,7 +99,7 @@ def run_graph(
 
 
 def _interpret(body: fx.GraphModule, *inputs: Any, call: int | None = None) -> tuple[Any, ...]:
-    return tuple(fx.Interpreter(body, garbage_collect_values=False).run(*inputs))
+    return tuple(Interpreter(body).run(*inputs))
 
 
 _torch.register_simple_rules(remat_p, _interpret)

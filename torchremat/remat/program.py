@@ -18,11 +18,13 @@ from typing import Any
 
 from torch import fx
 
+from torchremat.autodiff.at_sizes import joint_at
 from torchremat.autodiff.bodies import BatchedBody, GraphBody, JvpBody, VjpBody
 from torchremat.autodiff.joint import Joint, TraceOptions
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.graph.aliases import base_of
+from torchremat.graph.sizes import Sizes
 from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.choices import Choices
@@ -144,6 +146,14 @@ class Program(ABC):
         wanted += [None] * len(self.known)
         return compile_backward(joint, saved, wanted, self)
 
+    def at(self, sizes: Sizes | None) -> "Program":
+        """The program with numbers for the symbols in it, of which only a function's has any."""
+        return self
+
+    def backward_at(self, sizes: Sizes | None, given: Mask, needed: Mask) -> Compiled:
+        """`backward` for such sizes."""
+        return self.backward(given, needed)
+
     def joint_for(self, given: Mask) -> Joint:
         """The joint graph that derivatives with respect to the `given` outputs are taken from."""
         return self.region.joint_for(given)
@@ -223,19 +233,60 @@ class Program(ABC):
         raise AssertionError("the program is not batched")
 
 
+_MOST_SIZES = 8
+
+
 class FunctionProgram(Program):
     """A traced function under a policy."""
 
-    def __init__(self, region: Region, policy: Policy, *, module_prefix: str = "") -> None:
+    def __init__(
+        self,
+        region: Region,
+        policy: Policy,
+        *,
+        module_prefix: str = "",
+        chosen: tuple[Joint, Choices] | None = None,
+    ) -> None:
         super().__init__(region, policy)
         self.module_prefix = module_prefix
         self.is_logged = False
         """Whether what it saves has been logged at WARNING."""
+        self._at: dict[tuple[int, ...], FunctionProgram] = {}
+        if chosen is not None:
+            self._root_joint, self.choices = chosen
+            return
         self._root_joint = expose_inner(
             region.joint,
             lambda inner, module: _opening(inner, [(policy, _joined(module_prefix, module))]),
         )
         self.choices = Choices(self._root_joint, policy, module_prefix)
+
+    def at(self, sizes: Sizes | None) -> "FunctionProgram":
+        """See `Program.at`. It keeps the same values, in the same order."""
+        if not sizes:
+            return self
+        key = tuple(sizes.values())
+        if key not in self._at:
+            region, nodes = self.region.at(sizes)
+            joint = region.joint
+            if self._root_joint is not self.region.joint:
+                joint, nodes = joint_at(self._root_joint, sizes)
+            if len(self._at) >= _MOST_SIZES:
+                self._at.clear()
+            self._at[key] = type(self)(
+                region,
+                self.policy,
+                module_prefix=self.module_prefix,
+                chosen=(joint, self.choices.renamed(nodes)),
+            )
+        return self._at[key]
+
+    def backward_at(self, sizes: Sizes | None, given: Mask, needed: Mask) -> Compiled:
+        """See `Program.backward_at`."""
+        compiled = self.backward(given, needed)
+        if sizes and not self.region.holds(sizes):  # by what the trace of a variant assumed
+            return self.at(sizes).backward(given, needed)
+        return compiled
 
     @property
     def root_joint(self) -> Joint:

@@ -1,13 +1,18 @@
 """What is differentiated: a function of flat tensors, and its joint graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torch import fx
+
+from torchremat.autodiff.at_sizes import joint_at
 from torchremat.autodiff.bodies import Body
 from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.autodiff.matching import match_forward
+from torchremat.graph.dynamic_inputs import DynamicInputs, spec_at
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.sizes import Sizes
 from torchremat.graph.tracing import InputSpec
 
 Mask = tuple[bool, ...]
@@ -25,6 +30,7 @@ class Region:
         paths: ModulePaths,
         options: TraceOptions,
         forward_of: "Region | None" = None,
+        dynamic: DynamicInputs | None = None,
     ) -> None:
         self.body = body
         self.forward_of = forward_of
@@ -32,6 +38,7 @@ class Region:
         self.names = tuple(names)
         self.paths = paths
         self.options = options
+        self.dynamic = dynamic
         self._variants: dict[Mask, Joint] = {}
 
     @classmethod
@@ -42,12 +49,13 @@ class Region:
         names: Sequence[str],
         paths: ModulePaths,
         options: TraceOptions,
+        dynamic: DynamicInputs | None = None,
     ) -> "Region":
         """Trace `body` now; what it closes over becomes further inputs."""
         joint, tracing = trace_joint(body, specs, names, paths, options, warns=True)
         captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
         labels = [f"captured_{i}" for i in range(len(captured))]
-        region = cls(body, (*specs, *captured), (*names, *labels), paths, options)
+        region = cls(body, (*specs, *captured), (*names, *labels), paths, options, dynamic=dynamic)
         region.__dict__["joint"] = joint
         return region
 
@@ -73,6 +81,18 @@ class Region:
         if first is not None:  # raises if the function now computes something else
             match_forward(first, joint, first.needed_forward_nodes())
         return joint
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether all that traces have assumed of the symbols so far is true of `sizes`."""
+        return self.dynamic is None or self.dynamic.holds(sizes)
+
+    def at(self, sizes: Sizes) -> tuple["Region", Mapping[fx.Node, fx.Node]]:
+        """The region with numbers for symbols, and what each node of the joint graph became."""
+        joint, nodes = joint_at(self.joint, sizes)
+        specs = tuple(spec_at(spec, sizes) for spec in self.specs)
+        region = Region(self.body, specs, self.names, self.paths, self.options)
+        region.__dict__["joint"] = joint
+        return region, nodes
 
     @cached_property
     def wrt(self) -> tuple[int, ...]:

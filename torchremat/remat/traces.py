@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchremat.graph.dynamic_inputs import DynamicInputs, is_alike
 from torchremat.graph.surroundings import Surroundings
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.calls import Call, Result
@@ -31,18 +32,35 @@ class Trace:
     captured: CapturedTensors
     modules: ModuleGuard
     variables: VariableGuard
+    dynamic: DynamicInputs | None = None
     tensor_guard: Any = None
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
+
+    @property
+    def dynamic_dims(self) -> Sequence[Sequence[int]]:
+        """Of each input of the graph, the dimensions whose size may be any."""
+        dims: list[list[int]] = [[] for _ in self.region.specs]
+        for i, dim in () if self.dynamic is None else self.dynamic.places:
+            dims[i].append(dim)
+        return dims
 
     def still_holds(self) -> bool:
         """Whether what the trace took for granted, besides the arguments, is as it was."""
         return self.modules.holds() and self.variables.holds()
 
-    def fits(self, key: tuple[Any, ...], specs: tuple[InputSpec, ...], state: Any) -> bool:
+    def what_changed(self) -> str | None:
+        """What the trace took for granted and is not as it was."""
+        return self.modules.what_changed() or self.variables.what_changed()
+
+    def fits(self, call: Call, specs: tuple[InputSpec, ...], state: Any) -> bool:
         """Whether the trace is of such a call."""
-        if self.key != key or self.specs != specs or self.surroundings != state:
+        if self.key != call.key or self.surroundings != state:
             return False
-        if not self.still_holds():
+        if self.dynamic is None:
+            alike = self.specs == specs
+        else:
+            alike = self.dynamic.allows(specs) and self.dynamic.sizes(call.tensors) is not None
+        if not alike or not self.still_holds():
             return False
         captured = self.captured.current()
         if captured is None:
@@ -83,6 +101,9 @@ def surroundings() -> tuple[bool, Surroundings]:
     return torch.is_grad_enabled(), Surroundings.now()
 
 
+_MOST_TRACES = 128
+
+
 class Traces:
     """The traces of one function, newest first."""
 
@@ -90,15 +111,48 @@ class Traces:
         self.traces: list[Trace] = []
         self.recent: Trace | None = None
         self.warned = False
+        self.fixed: dict[tuple[int, int], str] = {}
+        """Inputs and dimensions whose size cannot be a symbol, with what was said of it."""
 
-    def find(self, call: Call) -> Trace | None:
-        """The trace of such a call in the present surroundings."""
-        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+    def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
+        """Make no more graphs for many sizes of the dimensions `places`: it ended in `error`."""
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        self.fixed |= dict.fromkeys(places, reason)
+
+    def add(self, trace: Trace) -> None:
+        """Keep a new trace; of very many the oldest goes."""
+        self.traces.insert(0, trace)
+        del self.traces[_MOST_TRACES:]
+
+    def find(self, call: Call, specs: tuple[InputSpec, ...], *, dynamic: bool) -> Trace | None:
+        """The trace of such a call in the present surroundings; of any size if `dynamic`."""
         state = surroundings()
         for trace in self.traces:
-            if trace.fits(call.key, specs, state):
+            if (dynamic or trace.dynamic is None) and trace.fits(call, specs, state):
                 return trace
         return None
+
+    def varying(self, call: Call, specs: tuple[InputSpec, ...]) -> tuple[frozenset[int], ...]:
+        """The dimensions of each input in which calls like this one differed from it."""
+        state = surroundings()
+        dims: list[set[int]] = [set() for _ in specs]
+        fixed = set(self.fixed)
+        for trace in self.traces:
+            if trace.key != call.key or trace.surroundings != state or not trace.still_holds():
+                continue
+            known = trace.specs
+            if len(known) != len(specs) or not all(map(is_alike, known, specs)):
+                continue
+            for i, (ours, theirs) in enumerate(zip(specs, known, strict=True)):
+                pairs = enumerate(zip(ours.shape, theirs.shape, strict=True))
+                dims[i].update(dim for dim, (a, b) in pairs if a != b)
+            if trace.dynamic is not None:
+                fixed |= trace.dynamic.fixed
+                for i, dim in trace.dynamic.places:
+                    dims[i].add(dim)
+        return tuple(
+            frozenset(dim for dim in found if (i, dim) not in fixed) for i, found in enumerate(dims)
+        )
 
 
 class TracesByFunction:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torchremat.autodiff.joint import is_forward
 from torchremat.errors import RecomputationError
 from torchremat.graph.aliases import is_view
-from torchremat.graph.codegen import compile_graph
+from torchremat.graph.codegen import compile_graph, symbols_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.remat.compiled import Compiled, accept_any_layout
 from torchremat.remat.program import FunctionProgram
@@ -53,7 +53,8 @@ class VerifyingProgram(FunctionProgram):
         module = slice_graph(joint.module, inputs, [*grads, *self.checked], late=is_forward)
         accept_any_layout(module.graph)
         run = compile_graph(module, "verified backward")
-        start, count = len(self.saved_inputs), len(self.checked)
+        symbols = symbols_of(run)
+        start, count = len(symbols) + len(self.saved_inputs), len(self.checked)
 
         def run_and_compare(values: list[Any]) -> tuple[Any, ...]:
             expected = values[start : start + count]
@@ -62,6 +63,7 @@ class VerifyingProgram(FunctionProgram):
             self._compare(expected, results[len(grads) :])
             return results[: len(grads)]
 
+        run_and_compare.symbols = symbols  # type: ignore[attr-defined]
         return Compiled(module, run_and_compare)
 
     def _compare(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:

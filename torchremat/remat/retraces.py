@@ -1,0 +1,94 @@
+"""Why a function is traced again and again: said once, with the cure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchremat.errors import RetraceWarning
+from torchremat.graph.dynamic_inputs import is_alike
+from torchremat.graph.sources import warn_user
+from torchremat.graph.tracing import InputSpec
+from torchremat.remat.calls import Call
+from torchremat.remat.traces import Trace, Traces, surroundings
+
+_MANY_TRACES = 8
+
+
+def warn_of_retraces(name: str, known: Traces, call: Call, specs: Sequence[InputSpec]) -> None:
+    """Warn when `call` of the function `name` makes for one more of many similar traces."""
+    if known.warned or len(known.traces) < _MANY_TRACES:
+        return
+    state = surroundings()
+    similar = [trace for trace in known.traces if trace.surroundings == state]
+    for count, reason in (
+        _for_numbers(similar, call, specs),
+        _for_state(similar, call, specs),
+        _for_sizes(similar, call, specs, known),
+    ):
+        if count >= _MANY_TRACES:
+            known.warned = True
+            warn_user(f"{name} has been traced {count} times for {reason}", RetraceWarning)
+            return
+
+
+def _for_numbers(
+    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]
+) -> tuple[int, str]:
+    keys = {
+        t.key
+        for t in traces
+        if t.specs == specs and t.key != call.key and _apart_from_numbers(t.key, call.key)
+    }
+    return len(keys), (
+        "different Python numbers among its arguments. Each new number costs a trace: pass a "
+        "tensor instead (torch.tensor(value)), if the function only computes with it."
+    )
+
+
+def _apart_from_numbers(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(
+        x == y or (type(x) is tuple and type(y) is tuple and x[0] is y[0] in (int, float))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _for_state(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) -> tuple[int, str]:
+    changed = [
+        what
+        for t in traces
+        if t.key == call.key and t.specs == specs and (what := t.what_changed()) is not None
+    ]
+    last = changed[0] if changed else ""
+    return len(changed), (
+        f"calls that differ in nothing but what it reads besides its arguments: {last} changes. "
+        "Each new value costs a trace: pass it as a tensor, or keep it out of the function."
+    )
+
+
+def _for_sizes(
+    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec], known: Traces
+) -> tuple[int, str]:
+    differing = [
+        t
+        for t in traces
+        if t.key == call.key
+        and len(t.specs) == len(specs)
+        and all(map(is_alike, t.specs, specs))
+        and t.specs != specs
+    ]
+    fixed = sorted({place for t in differing if t.dynamic for place in t.dynamic.fixed})
+    where = ", ".join(f"dimension {dim} of tensor {i}" for i, dim in fixed)
+    if known.fixed:
+        return len(differing), (
+            "different sizes, since no graph for many sizes could be made "
+            f"({next(iter(known.fixed.values()))}). Pad, or use few sizes."
+        )
+    if not fixed:
+        return len(differing), (
+            "different sizes. One graph serves many sizes only outside torch.func, forward-mode "
+            "derivatives and other traces: pad, or use few sizes."
+        )
+    return len(differing), (
+        f"different sizes ({where}, counted among the arguments), since it needs their values as "
+        "Python numbers: range(x.shape[0]), int(x.shape[0]), math.sqrt(x.shape[0]). Compute with "
+        "tensors or with the sizes themselves (x.shape[0] ** 0.5), or pad."
+    )

@@ -6,6 +6,7 @@ it is there and behaves as the library needs. No other file of the package impor
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -270,21 +271,27 @@ def _dual_level_as_functorch_level() -> Iterator[None]:
 def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
     """A mode for fake tensors, as `make_fx` makes it: of fixed shapes unless `shapes` is given."""
     if shapes is not None:
-        return _SymbolicFakeMode(allow_fallback_kernels=True, shape_env=shapes)
+        return _fake_mode_of_symbols(shapes)
     fixed = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(allow_fallback_kernels=True, shape_env=fixed, static_shapes=True)
 
 
-class _SymbolicFakeMode(FakeTensorMode):
-    """Lets operators on fake tensors find PyTorch's rules for symbolic sizes, written in Python.
+def _fake_mode_of_symbols(shapes: ShapeEnv) -> FakeTensorMode:
+    """A mode in which operators find PyTorch's rules for symbolic sizes, written in Python.
 
     Turned on for a whole trace, as `make_fx` does, the rules would also take other operators apart
-    than eager PyTorch does, before they are written down.
+    than eager PyTorch does, before they are written down. (No subclass: the rules of higher-order
+    operators are found by the very class of the mode.)
     """
+    mode = FakeTensorMode(allow_fallback_kernels=True, shape_env=shapes)
+    reference = weakref.ref(mode)
 
-    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         with enable_python_dispatcher():
-            return super().dispatch(*args, **kwargs)
+            return FakeTensorMode.dispatch(reference(), *args, **kwargs)  # type: ignore[arg-type]
+
+    mode.dispatch = dispatch  # type: ignore[method-assign]
+    return mode
 
 
 @contextmanager

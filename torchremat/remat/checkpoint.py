@@ -134,7 +134,11 @@ class Checkpointed:
         captured = trace.captured.current()
         assert captured is not None, "the trace has just been made, or found to fit"
         tensors = [*call.tensors, *captured]
-        if not trace.surroundings[1].autocast and not _torch.functorch_is_active():
+        if (
+            not trace.surroundings[1].autocast
+            and not _torch.functorch_is_active()
+            and not any(isinstance(t, _torch.FakeTensor) for t in tensors)
+        ):
             trace.tensor_guard = _torch.tensor_guard(tensors, trace.dynamic_dims)
             self._own.recent = trace
         sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import torchremat as tr
-from tests.helpers import assert_freed, assert_same, nothing_left_behind
+from tests.helpers import assert_freed, assert_same, derivatives, nothing_left_behind
 from torchremat.errors import EffectWarning, RetraceWarning
 
 D = torch.double
@@ -986,3 +986,30 @@ def test_residuals_are_logged_when_the_setting_changes(caplog, monkeypatch):
     fun(x)
     fun(x)
     assert len(caplog.records) == 1
+
+
+def test_a_function_that_took_the_place_of_one_that_is_gone():
+    holder = {}
+
+    @tr.checkpoint
+    def fun(x):
+        return holder["act"](x)
+
+    def call(k):
+        holder["act"] = lambda x: x * k  # its address is that of the one before
+        result = fun(torch.ones(2))[0].item()
+        del holder["act"]
+        return result
+
+    assert [call(k) for k in range(1, 6)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["T", "mT", "H", "mH", "data", "real"])
+def test_what_is_asked_first_of_a_closed_over_tensor(name):
+    w = torch.randn(3, 3, dtype=torch.double, requires_grad=True)
+    x = torch.randn(2, 3, dtype=torch.double, requires_grad=True)
+
+    def fun(x):
+        return x @ getattr(w, name)
+
+    assert_same(derivatives(tr.checkpoint(fun), [x], [x, w]), derivatives(fun, [x], [x, w]))

@@ -11,6 +11,8 @@ from torchremat.errors import RetraceError
 from torchremat.graph.aliases import changes_nothing, is_item
 from torchremat.graph.codegen import is_identity
 
+aten = torch.ops.aten
+
 
 def match_forward(
     of: Joint, into: Joint, values: Sequence[fx.Node], *, strict: bool = True
@@ -53,7 +55,7 @@ def _is_of_opened(node: fx.Node) -> bool:
 
 
 # where sizes are symbols, PyTorch writes one for the other
-_ALIKE: dict[Any, str] = {torch.ops.aten._unsafe_view.default: str(torch.ops.aten.view.default)}
+_ALIKE: dict[Any, str] = {aten._unsafe_view.default: str(aten.view.default)}
 
 
 def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
@@ -71,7 +73,10 @@ def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "call"}  # a number of that trace
         arguments = fx.node.map_arg((node.args, kwargs), lambda n: ("node", found.get(n)))
-        key = (node.op, _ALIKE.get(node.target, str(node.target)), repr(arguments))
+        target = _ALIKE.get(node.target, str(node.target))
+        if node.op == "get_attr":  # bodies and constants are numbered as each trace goes along
+            target = target.rstrip("0123456789")
+        key = (node.op, target, repr(arguments))
         repeats[key] = repeats.get(key, -1) + 1
         found[node] = numbers.setdefault((*key, repeats[key]), len(numbers))
     return found

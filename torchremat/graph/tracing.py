@@ -110,11 +110,24 @@ class _Capture(_torch.TorchFunctionMetadataMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # x.shape needs no input, x.T does
-            value = func(*args)
-            if not isinstance(value, Tensor):
-                return value
-        return func(*map_arguments(self._lift, args), **map_arguments(self._lift, kwargs or {}))
+        if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
+            return func(*args)  # x.shape needs no input, x.T does
+        outside: dict[int, Tensor] = {}
+
+        def lift(tensor: Tensor) -> Tensor:
+            inside = self._lift(tensor)
+            outside[id(inside)] = tensor
+            return inside
+
+        value = func(*map_arguments(lift, args), **map_arguments(lift, kwargs or {}))
+        # What returns its argument (`to` the dtype that it has) returns that of the caller, so that
+        # `module.to(dtype)` sees a parameter that stays, and not another to put in its place.
+        return outside.get(id(value), value)
+
+
+_TENSOR_GETTERS = frozenset(
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
+)
 
 
 def map_arguments(mapping: Callable[[Tensor], Tensor], value: Any) -> Any:

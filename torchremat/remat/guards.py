@@ -6,6 +6,7 @@ global that was set anew is traced anew. Nothing here holds the traced function 
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -29,7 +30,9 @@ class ModuleGuard:
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._checks: list[tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], int]] = []
+        self._checks: list[
+            tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], Reference]
+        ] = []
         self._names: list[tuple[str, list[str]]] = []
         for prefix, module in modules:
             attributes = vars(module)
@@ -39,7 +42,7 @@ class ModuleGuard:
                 dict(v) if name in _GUARDED else copy.deepcopy(v)
                 for name, v in zip(names, get(attributes), strict=True)
             ]
-            patched = id(attributes.get("forward"))
+            patched = _reference_to(attributes.get("forward"))
             self._checks.append((get, attributes, tuple(recorded), patched))
             self._names.append((prefix, names))
 
@@ -47,7 +50,10 @@ class ModuleGuard:
         """Whether nothing changed."""
         try:
             for get, attributes, recorded, patched in self._checks:
-                if get(attributes) != recorded or id(attributes.get("forward")) != patched:
+                forward = attributes.get("forward")
+                if get(attributes) != recorded or (
+                    forward is not patched and not _is_same(patched, forward)  # most have none
+                ):
                     return False
         except KeyError:  # an attribute was deleted
             return False
@@ -59,7 +65,7 @@ class ModuleGuard:
             self._names, self._checks, strict=True
         ):
             of = f" of the module {prefix}" if prefix else ""
-            if id(attributes.get("forward")) != patched:
+            if not _is_same(patched, attributes.get("forward")):
                 return f"the forward{of}"
             for name, value in zip(names, recorded, strict=True):
                 if attributes.get(name, MISSING) != value:
@@ -72,6 +78,26 @@ _IN_WORDS = {
     "_forward_hooks": "a forward hook",
     "_forward_pre_hooks": "a forward pre-hook",
 }
+
+
+Reference = Callable[[], Any] | None
+"""An object held weakly, or none: its `id` would not do, which another has once it is gone."""
+
+
+def _reference_to(value: Any) -> Reference:
+    if value is None:
+        return None
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _is_same(reference: Reference, value: Any) -> bool:
+    """Whether `value` is the object that is referred to."""
+    if reference is None or value is None:
+        return reference is value
+    return reference() is value
 
 
 def _is_plain(value: Any) -> bool:
@@ -113,13 +139,13 @@ class VariableGuard:
 
     def __init__(self, variables: Iterable[Variable]) -> None:
         self._values: list[tuple[Variable, Any]] = []
-        self._objects: list[tuple[Variable, int]] = []
+        self._objects: list[tuple[Variable, Reference]] = []
         for variable in variables:
             value = variable.get()
             if type(value) in _SIMPLE:
                 self._values.append((variable, value))
             elif isinstance(value, (nn.Module, FunctionType)):
-                self._objects.append((variable, id(value)))
+                self._objects.append((variable, _reference_to(value)))
 
     def forget_changed(self) -> None:
         """Forget what the function itself changed, a counter say, while it was traced."""
@@ -134,8 +160,8 @@ class VariableGuard:
         for variable, value in self._values:
             if not _is_unchanged(variable, value):
                 return f"the {variable.label}"
-        for variable, identity in self._objects:
-            if id(variable.get()) != identity:
+        for variable, same in self._objects:
+            if not _is_same(same, variable.get()):
                 return f"the {variable.label}"
         return None
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 
-from torchremat import _torch
+from torchremat.graph.module_state import Change, ModuleState
 
 
 class ModulePaths:
@@ -28,7 +28,8 @@ class ModulePaths:
         self._stack: list[nn.Module] = []
         self._thread = threading.get_ident()
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._tensors: dict[int, tuple[nn.Module, list[dict[str, Any]]]] = {}
+        self._state = ModuleState()
+        self.changes: list[Change] = []
 
     @property
     def current(self) -> str:
@@ -53,12 +54,8 @@ class ModulePaths:
         if threading.get_ident() == self._thread and not self._is_generated(module):
             self._name(module)
             self.seen.add(module)
-            self._note_tensors(module)
+            self._state.note(module)
             self._stack.append(module)
-
-    def _note_tensors(self, module: nn.Module) -> None:
-        if id(module) not in self._tensors:
-            self._tensors[id(module)] = (module, [dict(d) for d in _places(module)])
 
     def _is_generated(self, module: nn.Module) -> bool:
         """Whether `module` is a graph that PyTorch made, for a `torch.cond` say."""
@@ -70,10 +67,13 @@ class ModulePaths:
 
     @contextmanager
     def recording(self) -> Iterator["ModulePaths"]:
-        """Follow the calls of modules while in the block."""
+        """Follow the calls of modules while in the block, and undo what it does to their attributes.
+
+        What that was is in `changes` afterwards.
+        """
         for root in list(self.seen):  # a wrapped module is entered by its forward, unseen by hooks
             for module in root.modules():
-                self._note_tensors(module)
+                self._state.note(module)
         hooks = (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._exit, always_call=True),
@@ -84,34 +84,7 @@ class ModulePaths:
             for hook in hooks:
                 hook.remove()
             self._stack.clear()
-
-    def put_tensors_back(self) -> list[tuple[str, Tensor]]:
-        """Give the modules that ran the tensors that they had; what they had instead, by name.
-
-        A module may put a result in place of one, as spectral norm does. That result is a value of
-        the trace, of no use to anyone else.
-        """
-        replaced = []
-        for module, before in self._tensors.values():
-            for place, values in zip(_places(module), before, strict=True):
-                for name, value in list(place.items()):
-                    if not _is_of_trace(value) or _is_of_trace(values.get(name)):
-                        continue  # `torch.func.functional_call` puts back what it changed itself
-                    replaced.append((".".join(filter(None, (self.name_of(module), name))), value))
-                    if name in values:
-                        place[name] = values[name]
-                    else:
-                        del place[name]
-        self._tensors.clear()
-        return replaced
-
-
-def _is_of_trace(value: Any) -> bool:
-    return isinstance(value, Tensor) and isinstance(
-        _torch.innermost_tensor(value), _torch.FakeTensor
-    )
-
-
-def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module has its tensors."""
-    return (module.__dict__, module._buffers, module._parameters)
+            self.changes = list(self._state.changes())
+            self._state.clear()
+            for change in self.changes:
+                change.undo()

@@ -224,7 +224,7 @@ class Tracing:
             stack.enter_context(_torch.isolated_from_surroundings())
             stack.enter_context(_torch.saved_tensors_hooks_set_aside())
             stack.enter_context(without_autocast())
-            stack.callback(self._put_tensors_back)
+            stack.callback(self._say_what_was_undone)
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
             stack.enter_context(_torch.function_calls_handled(self._call_function))
@@ -235,9 +235,13 @@ class Tracing:
             stack.callback(_in_progress.tracings.pop)
             yield
 
-    def _put_tensors_back(self) -> None:
+    def _say_what_was_undone(self) -> None:
         written = {id(tensor) for tensor in self.captured_inputs}
-        replaced = [n for n, t in self.paths.put_tensors_back() if id(t) not in written]
+        replaced = [
+            ".".join(filter(None, (self.paths.name_of(change.module), change.name)))
+            for change in self.paths.changes
+            if change.is_tensor and id(change.after) not in written
+        ]
         if replaced and self.warns:
             warn_user(
                 f"a forward pass sets {', '.join(replaced)}: a checkpoint replays a graph, which "

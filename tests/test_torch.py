@@ -350,7 +350,7 @@ def higher_order_operators():
 @check("tensor_guard", "TensorGuards")
 def guards():
     x = torch.ones(2, 3)
-    guard = _torch.tensor_guard([x])
+    guard = _torch.tensor_guard([x], [()])
     assert isinstance(guard, _torch.TensorGuards)
     assert guard.check(torch.zeros(2, 3))
     others = [
@@ -358,6 +358,77 @@ def guards():
         torch.nn.Parameter(x, requires_grad=False),
     ]  # fmt: skip
     assert not any(guard.check(other) for other in others)
+    guard = _torch.tensor_guard([x], [(0,)])
+    assert guard.check(torch.ones(5, 3))
+    assert not guard.check(torch.ones(2, 4))
+
+
+@check(
+    "NAMES_IN_SIZES", "ShapeEnv", "guards_of", "hint_of", "names_in_size", "new_shape_env",
+    "new_symbol", "num_guards", "printed_size", "settled_size", "shape_env_of",
+)  # fmt: skip
+def sizes():
+    shapes = _torch.new_shape_env()
+    a, b = (_torch.new_symbol(shapes, 6, name) for name in "ab")
+    assert isinstance(shapes, _torch.ShapeEnv)
+    assert _torch.shape_env_of(a) is shapes
+    half = a // 2 + b
+    assert len(_torch.names_in_size(half)) == 2
+    assert _torch.hint_of(half) == 9
+    before = _torch.num_guards(shapes)
+    assert a == b
+    assert _torch.num_guards(shapes) > before
+    (name,) = _torch.names_in_size(half)  # b is a now
+    assert eval(_torch.printed_size(half), dict(_torch.NAMES_IN_SIZES), {name: 10}) == 15
+    guards = _torch.guards_of(shapes, [a, b], ["x", "y"])
+    assert eval(guards, dict(_torch.NAMES_IN_SIZES), {"x": 7, "y": 7})
+    assert not eval(guards, dict(_torch.NAMES_IN_SIZES), {"x": 7, "y": 8})
+    assert _torch.settled_size(a) is a
+    assert a * 2 == 12
+    assert _torch.settled_size(a) == 6
+
+
+@check("track_size")
+def sizes_in_traces():
+    shapes = _torch.new_shape_env()
+    size = _torch.new_symbol(shapes, 6, "a")
+    tracer = _torch.PythonKeyTracer()
+    tracer.graph = fx.Graph()
+    tracer.root = torch.nn.Module()
+    for _ in range(2):
+        _torch.track_size(size, tracer, sizes_in_traces)
+    (node,) = tracer.graph.nodes
+    assert node.target is sizes_in_traces
+
+
+@check("SWITCHES")
+def switches():
+    before = [ask() for ask in _torch.SWITCHES]
+    with torch.inference_mode():
+        assert [ask() for ask in _torch.SWITCHES] != before
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert [ask() for ask in _torch.SWITCHES] != before
+    assert [ask() for ask in _torch.SWITCHES] == before
+
+
+@check("GLOBAL_MODULE_HOOKS")
+def hooks_of_all_modules():
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert any(_torch.GLOBAL_MODULE_HOOKS)
+    hook.remove()
+
+
+@check("is_traceable_wrapper_subclass")
+def subclasses():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert _torch.is_traceable_wrapper_subclass(nested)
+    assert not _torch.is_traceable_wrapper_subclass(torch.ones(2))
+
+
+@check("PLAIN_TORCH_FUNCTIONS")
+def functions_of_subclasses():
+    assert vars(torch.Tensor)["__torch_function__"] in _torch.PLAIN_TORCH_FUNCTIONS
+    assert torch.nn.Parameter.__torch_function__ in _torch.PLAIN_TORCH_FUNCTIONS
 
 
 @check("is_any_autocast_enabled")

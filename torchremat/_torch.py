@@ -64,6 +64,9 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 from torch.utils._sympy.printers import PythonPrinter
 
 # --- trees ---------------------------------------------------------------------------------------
@@ -632,3 +635,29 @@ def tensor_guard(
 
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+SWITCHES = (
+    torch.is_inference_mode_enabled,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+"""Functions that tell the state of PyTorch on which its Python code branches."""
+
+PLAIN_TORCH_FUNCTIONS = (
+    vars(torch.Tensor).get("__torch_function__"),
+    vars(torch._C.TensorBase).get("__torch_function__"),
+    torch._C._disabled_torch_function_impl,
+)
+"""The `__torch_function__` of tensors, and of subclasses without functions of their own."""
+
+GLOBAL_MODULE_HOOKS = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+)
+"""Hooks that run on every module, by handle."""

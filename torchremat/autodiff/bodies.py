@@ -50,11 +50,11 @@ class FunctionBody(Body):
         args = list(inputs[: self.num_args])
         with self.surroundings.restored():
             if self.captured is None:
-                outputs = self.get_function()(args)
+                outputs = [tracing.lift(value) for value in self.get_function()(args)]
                 self.captured = list(tracing.captured)
                 return outputs
             with tracing.bound(self.captured, inputs[self.num_args :]):
-                return self.get_function()(args)
+                return [tracing.lift(value) for value in self.get_function()(args)]
 
 
 @dataclass(frozen=True, eq=False)

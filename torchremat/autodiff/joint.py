@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torchremat import _torch
 from torchremat.autodiff.bodies import Body, gradients
 from torchremat.errors import EffectError
 from torchremat.graph.dynamic_inputs import shapes_of
@@ -102,8 +103,11 @@ def trace_joint(
         leaves = [tracing.input(spec, name) for spec, name in zip(specs, names, strict=True)]
         with torch.set_grad_enabled(options.grad_enabled):
             inputs = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
+            layouts = [(tuple(t.shape), t.stride()) for t in inputs]
             outputs = body.run(tracing, inputs)
         leaves += tracing.captured_inputs
+        layouts += [(tuple(s.shape), s.stride) for s in tracing.captured_specs]
+        _refuse_changed_layout([*inputs, *tracing.captured_inputs], layouts)
         outputs = [tracing.lift(o) if isinstance(o, Tensor) else o for o in outputs]
         grads: list[Tensor | None] = [None] * len(leaves)
         cotangents: list[Tensor | None] = [None] * len(outputs)
@@ -133,6 +137,17 @@ def trace_joint(
         ),
         tracing,
     )
+
+
+def _refuse_changed_layout(tensors: Sequence[Tensor], before: Sequence[Any]) -> None:
+    with _torch.without_function_modes():
+        for tensor, layout in zip(tensors, before, strict=True):
+            if (tuple(tensor.shape), tensor.stride()) != layout:
+                raise EffectError(
+                    "the function changes the layout of a tensor that it is given or closes over, "
+                    f"of shape {layout[0]}, in place (t_, resize_): a graph cannot. Make a "
+                    "new tensor."
+                )
 
 
 def _writable(tracing: Tracing, tensor: Tensor, spec: InputSpec) -> Tensor:

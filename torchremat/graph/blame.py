@@ -1,11 +1,19 @@
 """Which line of the user's does something that can only be seen afterwards."""
 
+import os
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from torchremat.graph.sources import Source, is_user_file
+
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_users(file: str) -> bool:
+    """Whether `file` is neither torch's, nor this package's, nor Python's own."""
+    return is_user_file(file) and (not file.startswith(_STDLIB) or "site-packages" in file)
 
 
 def line_that_makes(changed: Callable[[], bool], run: Callable[[], Any]) -> Source | None:
@@ -28,7 +36,7 @@ def line_that_makes(changed: Callable[[], bool], run: Callable[[], Any]) -> Sour
         if found is None and changed():
             found = last
         code = frame.f_code
-        if found is not None or not is_user_file(code.co_filename):
+        if found is not None or not _is_users(code.co_filename):
             return None
         if event != "return":
             last = Source(code.co_filename, frame.f_lineno, code.co_name)

@@ -50,6 +50,12 @@ class Change:
         """Whether a tensor of the trace took the place of the value."""
         return isinstance(self.after, Tensor) and is_of_trace(self.after)
 
+    def is_made(self) -> bool:
+        """Whether the attribute is, at present, another than before."""
+        items = {} if self.items_before is None else {self.name: self.items_before}
+        values = {} if self.before is MISSING else {self.name: self.before}
+        return _change(self.module, self.name, self.place, values, items) is not None
+
     def undo(self) -> None:
         """Give the module the value before."""
         self._set(self.before, self.items_before)
@@ -79,7 +85,11 @@ class ModuleState:
         if id(module) in self._noted:
             return
         places = [dict(place) for place in _places(module)]
-        items = {name: _copied(v) for name, v in places[0].items() if _is_container(v)}
+        items = {
+            name: _copied(value)
+            for name, value in places[0].items()
+            if _is_container(value) and name not in ("_buffers", "_parameters")
+        }
         self._noted[id(module)] = (module, places, items)
 
     def changes(self) -> Iterator[Change]:
@@ -105,7 +115,7 @@ def _change(
 ) -> Change | None:
     before, after = values.get(name, MISSING), place.get(name, MISSING)
     if before is after:
-        if name not in items or not _is_container(after) or _same_items(items[name], after):
+        if name not in items or not _is_container(after) or same_items(items[name], after):
             return None
         return Change(module, name, place, before, after, items[name], _copied(after))
     if is_of_trace(before):
@@ -137,7 +147,8 @@ def _copied(value: Any) -> Any:
     return value.copy()
 
 
-def _same_items(before: Any, after: Any) -> bool:
+def same_items(before: Any, after: Any) -> bool:
+    """Whether two containers hold the same, by identity or as plain values."""
     if type(before) is not type(after) or len(before) != len(after):
         return False
     if isinstance(before, set):

@@ -67,7 +67,7 @@ class ModulePaths:
 
     @contextmanager
     def recording(self) -> Iterator["ModulePaths"]:
-        """Follow the calls of modules while in the block, and undo what it does to their attributes.
+        """Follow the calls of modules in the block, and undo what it does to their attributes.
 
         What that was is in `changes` afterwards.
         """

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from torchremat import _torch
+
 
 @dataclass(frozen=True, eq=False)
 class RandomSource:
@@ -17,6 +19,7 @@ class RandomSource:
     label: str
     get: Callable[[], bytes]
     set: Callable[[bytes], None]
+    draw: Callable[[], object]
 
 
 class RandomState:
@@ -25,11 +28,11 @@ class RandomState:
     def __init__(self, sources: Iterable[RandomSource]) -> None:
         self._states = [(source, source.get()) for source in sources]
 
-    def changed(self) -> str | None:
-        """The first source whose state is another, in words."""
+    def changed(self) -> RandomSource | None:
+        """The first source whose state is another."""
         for source, state in self._states:
             if source.get() != state:
-                return source.label
+                return source
         return None
 
     def restore(self) -> None:
@@ -39,11 +42,11 @@ class RandomState:
 
 
 def global_sources() -> Iterator[RandomSource]:
-    """Those of the whole process: Python's, NumPy's, PyTorch's default generators."""
-    yield _pickled("Python's random module", random.getstate, random.setstate)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in sys.modules:
-        yield _pickled("numpy.random", numpy.random.get_state, numpy.random.set_state)
+    """Those of the whole process: Python's, NumPy's, PyTorch's default generator."""
+    yield _pickled("Python's random module", random.getstate, random.setstate, random.random)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield _pickled("numpy.random", numpy.get_state, numpy.set_state, numpy.random)
     yield _generator("PyTorch's default generator", torch.default_generator)
 
 
@@ -52,24 +55,44 @@ def source_of(value: Any, label: str) -> RandomSource | None:
     if isinstance(value, torch.Generator):
         return _generator(label, value)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return _pickled(label, value.getstate, value.setstate)
+        return _pickled(label, value.getstate, value.setstate, value.random)
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return None
     if isinstance(value, numpy.RandomState):
-        return _pickled(label, value.get_state, value.set_state)
+        return _pickled(label, value.get_state, value.set_state, value.random_sample)
     if isinstance(value, numpy.Generator):
         bits = value.bit_generator
-        return _pickled(label, lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+        def set_(state: Any) -> None:
+            bits.state = state
+
+        return _pickled(label, lambda: bits.state, set_, value.random)
     return None
 
 
-def _pickled(label: str, get: Callable[[], Any], set_: Callable[[Any], None]) -> RandomSource:
-    return RandomSource(label, lambda: pickle.dumps(get()), lambda state: set_(pickle.loads(state)))
+def _pickled(
+    label: str,
+    get: Callable[[], Any],
+    set_: Callable[[Any], None],
+    draw: Callable[[], object],
+) -> RandomSource:
+    return RandomSource(
+        label, lambda: pickle.dumps(get()), lambda state: set_(pickle.loads(state)), draw
+    )
 
 
 def _generator(label: str, generator: torch.Generator) -> RandomSource:
-    def set_(state: bytes) -> None:
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    def get() -> bytes:
+        with _torch.isolated_from_surroundings():  # it may be asked in the middle of a trace
+            return generator.get_state().numpy().tobytes()
 
-    return RandomSource(label, lambda: generator.get_state().numpy().tobytes(), set_)
+    def set_(state: bytes) -> None:
+        with _torch.isolated_from_surroundings():
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def draw() -> None:
+        with _torch.isolated_from_surroundings():
+            torch.rand((), generator=generator, device=generator.device)
+
+    return RandomSource(label, get, set_, draw)

@@ -3,13 +3,32 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from torchremat import _torch
+from torchremat.graph.modules import ModulePaths
+
+
+def switches() -> tuple[Any, ...]:
+    """Inference mode, deterministic algorithms, the kernels allowed for attention; global hooks.
+
+    The hooks of all modules are told apart by their handles; those of a trace do not count.
+    """
+    hooks = [
+        handle
+        for place in _torch.GLOBAL_MODULE_HOOKS
+        if place
+        for handle, hook in place.items()
+        if not isinstance(getattr(hook, "__self__", None), ModulePaths)
+    ]
+    return (*(ask() for ask in _torch.SWITCHES), *hooks)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Autocast and the default dtype.
+    """Autocast, the default dtype, and switches that operators and modules ask in Python.
 
     A function may be traced again in the backward pass, where they may be others; and what autograd
     computes there is computed without autocast.
@@ -17,6 +36,7 @@ class Surroundings:
 
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     default_dtype: torch.dtype = torch.float32
+    switches: tuple[Any, ...] = ()
 
     @classmethod
     def now(cls) -> "Surroundings":
@@ -26,7 +46,7 @@ class Surroundings:
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         )
-        return cls(autocast, torch.get_default_dtype())
+        return cls(autocast, torch.get_default_dtype(), switches())
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -38,11 +38,7 @@ class InputSpec:
     @classmethod
     def of(cls, tensor: Tensor, *, any_level: bool = False) -> "InputSpec":
         """The spec of `tensor`; `any_level` asks the levels of `torch.func` too."""
-        if tensor.layout != torch.strided:
-            raise TraceError(
-                f"cannot trace a tensor of layout {tensor.layout}: shape {tuple(tensor.shape)}; "
-                "only strided (dense) tensors are inputs of a graph. Convert it with .to_dense()."
-            )
+        _refuse_kind(tensor)
         with _torch.without_function_modes():
             requires_grad = (
                 _torch.requires_grad_at_any_level(tensor) if any_level else tensor.requires_grad
@@ -61,6 +57,32 @@ class InputSpec:
         return torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device=self.device
         ).requires_grad_(self.requires_grad)
+
+
+def _refuse_kind(tensor: Tensor) -> None:
+    """Raise for a tensor that a plain one cannot stand for in a trace."""
+    if tensor.is_nested:
+        raise TraceError(
+            f"cannot trace a nested tensor (layout {tensor.layout}): its ragged size has no place "
+            "in a graph. Pass x.values() and x.offsets(), or x.to_padded_tensor(0.0)."
+        )
+    if tensor.layout != torch.strided:
+        raise TraceError(
+            f"cannot trace a tensor of layout {tensor.layout}: shape {tuple(tensor.shape)}; "
+            "only strided (dense) tensors are inputs of a graph. Convert it with .to_dense()."
+        )
+    if tensor.is_quantized:
+        raise TraceError(
+            f"cannot trace a quantized tensor ({tensor.dtype}): shape {tuple(tensor.shape)}. "
+            "Convert it with .dequantize()."
+        )
+    kinds = (vars(kind).get("__torch_function__") for kind in type(tensor).__mro__)
+    if next(filter(None, kinds)) not in _torch.PLAIN_TORCH_FUNCTIONS:
+        raise TraceError(
+            f"cannot trace a {type(tensor).__name__}: it redefines functions of PyTorch "
+            "(__torch_function__), which a graph of operators would not call. Pass a plain tensor: "
+            "x.as_subclass(torch.Tensor)."
+        )
 
 
 NOTES = ("phase", "module", "source", "grad_enabled")
@@ -110,6 +132,11 @@ class _Capture(_torch.TorchFunctionMetadataMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func == _SET_DATA:
+            raise EffectError(
+                f"the function gives a tensor other memory at {current_source()} (x.data = ...): "
+                "a graph cannot. Write into the tensor: x.copy_(...)."
+            )
         if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
             return func(*args)  # x.shape needs no input, x.T does
         outside: dict[int, Tensor] = {}
@@ -125,6 +152,7 @@ class _Capture(_torch.TorchFunctionMetadataMode):
         return outside.get(id(value), value)
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _TENSOR_GETTERS = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
 )
@@ -178,6 +206,7 @@ class Tracing:
     paths: ModulePaths = field(default_factory=lambda: ModulePaths({}))
     captured: list[Tensor] = field(default_factory=list)
     captured_inputs: list[Tensor] = field(default_factory=list)
+    captured_specs: list[InputSpec] = field(default_factory=list)
     may_capture: bool = True
     warns: bool = False
     shapes: _torch.ShapeEnv | None = None
@@ -230,6 +259,7 @@ class Tracing:
             stack.enter_context(_torch.function_calls_handled(self._call_function))
             stack.enter_context(_torch.proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values
             stack.enter_context(self._explained_errors())
             _in_progress.tracings.append(self)
             stack.callback(_in_progress.tracings.pop)
@@ -289,7 +319,8 @@ class Tracing:
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Fake tensors are made in the block, and nothing is written down."""
-        with _torch.isolated_from_surroundings(), self.fake_mode:
+        # a tensor that is first met in inference mode may be used outside it too
+        with _torch.isolated_from_surroundings(), torch.inference_mode(False), self.fake_mode:
             yield
 
     @contextmanager
@@ -354,6 +385,10 @@ class Tracing:
 
     def _is_foreign(self, tensor: Tensor) -> bool:
         inner = _torch.innermost_tensor(tensor)
+        if _torch.is_traceable_wrapper_subclass(inner):  # of this trace if what it is made of is
+            names, _ = inner.__tensor_flatten__()
+            parts = (getattr(inner, name) for name in names)
+            return any(isinstance(part, Tensor) and self._is_foreign(part) for part in parts)
         return not isinstance(inner, _torch.FakeTensor) or inner.fake_mode is not self.fake_mode
 
     def _capture(self, tensor: Tensor) -> Tensor:
@@ -370,6 +405,7 @@ class Tracing:
         fake = self.input(spec, name)
         self.captured.append(tensor)
         self.captured_inputs.append(fake)
+        self.captured_specs.append(spec)
         self._bindings[0] = {**self._bindings[0], id(tensor): fake}
         return fake
 
@@ -379,6 +415,15 @@ class Tracing:
         try:
             with explained_data_dependence():
                 yield
+        except AttributeError as error:
+            if not isinstance(error.obj, _torch.FakeTensor):
+                raise
+            raise TraceError(
+                f"a traced tensor has no attribute {error.name!r}, asked for at "
+                f"{source_of_error(error)}: while a function is traced, a plain tensor stands for "
+                "one of a subclass (a DTensor, say). Use operators of PyTorch alone, or do what "
+                "needs the subclass outside the checkpoint."
+            ) from error
         except TypeError as error:
             if self._refusal is None or error is self._refusal:
                 raise

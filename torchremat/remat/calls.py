@@ -166,6 +166,12 @@ class Result:
         numbers: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, Tensor):
+                if _torch.is_traceable_wrapper_subclass(leaf):
+                    raise TraceError(
+                        f"{describe()} made and returned a {type(leaf).__name__}, which a graph of "
+                        "plain tensors cannot. Return what it is made of (x.to_local(), "
+                        "x.values()), and put it together outside the checkpoint."
+                    )
                 number = numbers.setdefault(id(leaf), len(self.tensors))
                 if number == len(self.tensors):
                     self.tensors.append(leaf)

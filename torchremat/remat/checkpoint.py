@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -12,15 +11,16 @@ from torch import Tensor, nn
 
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
-from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.graph.dynamic_inputs import DynamicInputs, shapes_of
-from torchremat.graph.modules import ModulePaths
 from torchremat.graph.sizes import Sizes
+from torchremat.graph.surroundings import switches
 from torchremat.graph.tracing import InputSpec, trace_lock
 from torchremat.remat.bound import BoundCall
-from torchremat.remat.calls import Call, Result, Skeleton, flatten_call
+from torchremat.remat.calls import Call, Skeleton, flatten_call
+from torchremat.remat.effects import traced_without_effects
 from torchremat.remat.function import apply_program
+from torchremat.remat.function_trace import FunctionTrace, trace_function, traced_name
 from torchremat.remat.guards import (
     CapturedTensors,
     ModuleGuard,
@@ -28,11 +28,11 @@ from torchremat.remat.guards import (
     VariableGuard,
     modules_in,
     variables_of,
+    variables_of_modules,
 )
 from torchremat.remat.make_graph import call_in_graph, is_kept_whole
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram
-from torchremat.remat.region import Region
 from torchremat.remat.residuals import log_residuals
 from torchremat.remat.retraces import warn_of_retraces
 from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
@@ -110,13 +110,14 @@ class Checkpointed:
                 and (program.is_logged or not config.log_checkpoint_residuals)
                 and trace.surroundings[0] is torch.is_grad_enabled()
                 and trace.surroundings[1].default_dtype is torch.get_default_dtype()
+                and trace.surroundings[1].switches == switches()
                 and trace.tensor_guard.check(*tensors)
                 and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
                 and trace.still_holds()
             ):
-                if trace.surroundings[0]:
+                if trace.records:
                     self._last = (program, sizes)
-                return trace.result.rebuild(apply_program(program, self.fun, tensors, sizes), sizes)
+                return trace.result.rebuild(_apply(trace, program, self.fun, tensors, sizes), sizes)
         return self._slow_call(call, args, kwargs)
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -142,9 +143,9 @@ class Checkpointed:
             trace.tensor_guard = _torch.tensor_guard(tensors, trace.dynamic_dims)
             self._own.recent = trace
         sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
-        if trace.surroundings[0]:
+        if trace.records:
             self._last = (program, sizes)
-        return trace.result.rebuild(apply_program(program, self.fun, tensors, sizes), sizes)
+        return trace.result.rebuild(_apply(trace, program, self.fun, tensors, sizes), sizes)
 
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
         """The trace of such a call and its program, made now if there is none."""
@@ -173,7 +174,7 @@ class Checkpointed:
     ) -> None:
         loudly = config.log_checkpoint_residuals
         labels = functools.partial(self._labels, trace, args, kwargs, call)
-        log_residuals(program, _name_of(self.fun), labels, loudly=loudly)
+        log_residuals(program, traced_name(self.fun), labels, loudly=loudly)
         program.is_logged = loudly
 
     def _labels(self, trace: Trace, args: Any, kwargs: Any, call: Call) -> list[str]:
@@ -188,7 +189,7 @@ class Checkpointed:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if shapes_of(specs) is not None:  # symbols of the trace around: no other call has them
             return self._trace_with(call, args, kwargs, specs, None)
-        warn_of_retraces(_name_of(self.fun), self._own, call, specs)
+        warn_of_retraces(traced_name(self.fun), self._own, call, specs)
         trace = None
         dynamic = None
         if _may_be_dynamic():
@@ -213,43 +214,36 @@ class Checkpointed:
         skeleton = Skeleton.of_call(args, kwargs, self.statics)
         variables = self._variables()
         roots = _roots(self.fun, variables)
-        paths = ModulePaths({})
-        for name, module in roots:
-            paths.add_root(module, name)
-        results: list[Result] = []
-        get_function = _weakly(self.fun)
-
-        def flat(tensors: list[Tensor]) -> list[Any]:
-            fun = get_function()
-            filled, named = skeleton.filled(tensors)
-            result = Result(fun(*filled, **named), lambda: f"{_name_of(fun)}")
-            if not results:  # a trace of a derivative runs this again
-                results.append(result)
-            return list(result.tensors)
-
-        body = FunctionBody(lambda: flat, len(specs))
+        inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
         state = surroundings()
-        options = TraceOptions(with_gradients=state[0], grad_enabled=state[0])
-        names = [f"arg{i}" for i in range(len(specs))]
-        unchanged = VariableGuard(variables)
-        traced_specs = specs if dynamic is None else dynamic.specs
-        region = Region.traced(body, traced_specs, names, paths, options, dynamic)
+        unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
+
+        def traced(*, with_gradients: bool) -> FunctionTrace:
+            options = TraceOptions(with_gradients, grad_enabled=state[0])
+            return traced_without_effects(
+                traced_name(self.fun),
+                lambda: trace_function(self.fun, skeleton, specs, dynamic, roots, options),
+                variables,
+                inside,
+            )
+
+        made = traced(with_gradients=state[0])
+        if not state[0] and any(t.requires_grad for t in made.result.tensors):
+            made = traced(with_gradients=True)  # it enables gradients itself
         unchanged.forget_changed()
-        assert body.captured is not None
-        modules = {id(m): m for _, root in roots for m in root.modules()} | {
-            id(m): m for m in paths.seen
-        }
+        modules = dict.fromkeys([*inside, *made.paths.seen])
         named_modules = [
-            (".".join(p for p in (self.module_prefix, paths.name_of(m)) if p), m)
-            for m in modules.values()
+            (".".join(p for p in (self.module_prefix, made.paths.name_of(m)) if p), m)
+            for m in modules
         ]
         return Trace(
             key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
             specs=specs,
             surroundings=state,
-            region=region,
-            result=results[0],
-            captured=CapturedTensors(body.captured, variables, named_modules),
+            records=made.region.options.with_gradients,
+            region=made.region,
+            result=made.result,
+            captured=CapturedTensors(made.captured, variables, named_modules),
             modules=ModuleGuard(named_modules),
             variables=unchanged,
             dynamic=dynamic,
@@ -259,6 +253,15 @@ class Checkpointed:
         return variables_of(self.fun)
 
 
+def _apply(
+    trace: Trace, program: FunctionProgram, owner: Any, tensors: list[Tensor], sizes: Any
+) -> tuple[Any, ...]:
+    if trace.records is trace.surroundings[0]:
+        return apply_program(program, owner, tensors, sizes)
+    with torch.enable_grad():  # as the function itself does inside a `no_grad`
+        return apply_program(program, owner, tensors, sizes)
+
+
 def _may_be_dynamic() -> bool:
     """Whether a call may be served by a graph for many sizes: outside all that transforms it."""
     return (
@@ -266,25 +269,6 @@ def _may_be_dynamic() -> bool:
         and not _torch.in_dual_level()
         and _torch.innermost_proxy_mode() is None
     )
-
-
-def _name_of(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__qualname__", None) or type(fun).__name__
-
-
-def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """A way to get at `fun` that does not keep it alive."""
-    try:
-        reference = weakref.WeakMethod(fun) if isinstance(fun, MethodType) else weakref.ref(fun)
-    except TypeError:
-        return lambda: fun
-
-    def get() -> Callable[..., Any]:
-        found = reference()
-        assert found is not None, "the function of a checkpoint is gone"
-        return found
-
-    return get
 
 
 def _roots(fun: Any, variables: Any) -> list[tuple[str, nn.Module]]:

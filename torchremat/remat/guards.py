@@ -20,7 +20,13 @@ from torchremat.graph.sources import is_user_file
 
 _SIMPLE = (int, float, bool, str, type(None))
 _MANY = 64
-_GUARDED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
+_GUARDED = (
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 class ModuleGuard:
@@ -220,18 +226,43 @@ def variables_of(fun: Callable[..., Any]) -> list[Variable]:
     Looked into are functions that it calls, lists, tuples, dicts and plain objects among them, a
     few levels deep.
     """
-    found: list[Variable] = []
     seen: set[int] = {id(fun)}
     owner = getattr(fun, "__self__", None)
     level = list(_read_by(fun))
     if owner is not None and not isinstance(owner, nn.Module):
         level += _entries_of(Variable("", [owner], 0))
+    return _followed(level, seen)
+
+
+def _followed(level: list[Variable], seen: set[int]) -> list[Variable]:
+    found: list[Variable] = []
     for _ in range(_DEPTH):
         found += level
         inner = [v for v in level if id(v.get()) not in seen]
         seen.update(id(v.get()) for v in inner)
         level = [entry for v in inner for entry in _entries_of(v)]
     return found + level
+
+
+def variables_of_modules(modules: Iterable[nn.Module]) -> list[Variable]:
+    """The variables that the methods of `modules` read: globals, class attributes, configurations.
+
+    Of classes and configurations those entries count that some method names. A module's own plain
+    attributes are left to `ModuleGuard`.
+    """
+    modules = list(modules)
+    classes = {c: None for m in modules for c in type(m).__mro__ if _is_users(c)}
+    methods = [f for c in classes for f in vars(c).values() if isinstance(f, FunctionType)]
+    names = {name for f in methods for name in f.__code__.co_names}
+    level = [v for f in methods for v in _read_by(f)]
+    level += [
+        Variable(f"{c.__name__}.{n}", vars(c), n) for c in classes for n in names & {*vars(c)}
+    ]
+    found = _followed(level, {id(m) for m in modules})
+    held = [Variable(n, vars(m), n) for m in modules for n in names & {*vars(m)}]
+    for variable in {id(v.get()): v for v in held}.values():
+        found += [v for v in _entries_of(variable) if v.key in names]
+    return list({(id(v.holder), v.key): v for v in found}.values())
 
 
 def _read_by(fun: Any) -> Iterator[Variable]:

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.errors import EffectError
+from torchremat.graph.aliases import overlapping_pair
 from torchremat.graph.codegen import Runner, compile_graph, symbols_of
 from torchremat.graph.sizes import Interpreter, Sizes
 from torchremat.graph.surroundings import without_autocast
@@ -60,8 +62,10 @@ def run_program(
 
     With `notes_views` autograd knows which outputs are views, and refuses to have them written to.
     """
-    results = run_graph(program.forward, list(inputs), call, sizes, notes_views=notes_views)
     writes = program.writes
+    if writes:
+        _refuse_shared_memory(inputs, writes)
+    results = run_graph(program.forward, list(inputs), call, sizes, notes_views=notes_views)
     if not writes:
         return results
     start = program.num_outputs
@@ -70,6 +74,22 @@ def run_program(
         for i, value in zip(writes, results[start:end], strict=True):
             inputs[i].copy_(value)
     return (*results[:start], *results[end:])
+
+
+def _refuse_shared_memory(inputs: Sequence[Any], writes: Sequence[int]) -> None:
+    """Raise if an input that is written to shares memory with another, which the trace took apart.
+
+    Parts of one tensor that do not overlap, a cache of keys and one of values say, may be written.
+    """
+    pair = overlapping_pair(inputs, writes)
+    if pair is not None:
+        i, j = pair
+        raise EffectError(
+            f"the function writes in place to its input {i}, of shape {tuple(inputs[i].shape)}, "
+            f"which shares memory with its input {j}, of shape {tuple(inputs[j].shape)} (what it "
+            "closes over comes after its arguments): a graph does not see the write through the "
+            "other. Pass a copy (clone()) of one of them."
+        )
 
 
 def run_graph(

@@ -27,6 +27,8 @@ class Trace:
     key: tuple[Any, ...]
     specs: tuple[InputSpec, ...]
     surroundings: tuple[bool, Surroundings]
+    records: bool
+    """Whether autograd records the call: in grad mode, or where the function enables it."""
     region: Region
     result: Result
     captured: CapturedTensors

@@ -49,12 +49,8 @@ class Animal:
     order: int
     close: str | None = None
     """Why derivatives are equal only to rounding, if they are."""
-    two_formulas: str | None = None
-    """The same for the first derivative under `create_graph`, and those of higher order."""
 
     def allows_rounding(self, key: str) -> bool:
-        if self.two_formulas and key.startswith("derivative"):
-            return key != "derivative 1"
         return self.close is not None and key.startswith("derivative")
 
 
@@ -85,12 +81,6 @@ def add(name: str, fun: Callable[..., Any], *shapes: Any, order: int = 2, **excu
     ZOO[name] = Animal(case(fun, *shapes), order, **excuses)
 
 
-TWO_FORMULAS = (
-    "PyTorch takes another formula for the first derivative under create_graph, made of operators "
-    "that can be differentiated; a checkpoint takes the one it has"
-)
-
-
 # --- pointwise, products, reductions -------------------------------------------------------------
 
 add("mm", lambda x, w: torch.tanh(x @ w), (3, 4), (4, 5))
@@ -98,14 +88,14 @@ add("pointwise", lambda x: x.sigmoid() * x.sin().exp() + x.cos() / (1 + x * x), 
 add("softmax", lambda x: torch.softmax(x, -1).log(), (3, 4))
 add("log_softmax", lambda x: F.log_softmax(x.sin(), 0).exp(), (3, 4))
 add("layer norm", lambda x, w, b: F.layer_norm(x, (4,), w, b).sin(), (3, 4), (4,), (4,))
-add("group norm", lambda x: F.group_norm(x, 2).tanh(), (2, 4, 3), two_formulas=TWO_FORMULAS)
+add("group norm", lambda x: F.group_norm(x, 2).tanh(), (2, 4, 3))
 add("reductions", lambda x: x.sum(0) * x.mean() + x.amax(0) - x.norm(), (3, 4))
 add("std and var", lambda x: x.std(0) / x.var(1, keepdim=True).sqrt(), (3, 4))
 add("cumsum", lambda x: x.cumsum(0).sin().cumsum(1), (3, 4))
 add("logsumexp", lambda x: torch.logsumexp(x.sin(), 1), (3, 4))
 add("max and sort", lambda x: x.max(1).values * x.sort(1)[0].t() + x.topk(2, 0)[0].sum(), (3, 4))
 add("gelu", lambda x: F.gelu(x) * F.gelu(x.sin(), approximate="tanh"), (3, 4))
-add("silu", lambda x: F.silu(x), (9, 11), two_formulas=TWO_FORMULAS)
+add("silu", lambda x: F.silu(x), (9, 11))
 add("relu and abs", lambda x: torch.relu(x) + x.abs() + F.leaky_relu(x, 0.1), (3, 4))
 add("einsum", lambda x, w: torch.einsum("ij,jk->ki", x, w).exp(), (3, 4), (4, 5))
 add("bmm", lambda x, w: torch.tanh(x @ w) @ w.mT, (2, 3, 4), (2, 4, 5))
@@ -570,7 +560,7 @@ def gru_cell(dtype):
     )
 
 
-@animal(two_formulas=TWO_FORMULAS)
+@animal()
 def parametrised(dtype):
     net = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
     return model(net, torch.randn(2, 4, dtype=dtype), dtype=dtype)
@@ -690,7 +680,7 @@ def test_equal_to_plain_under_many_policies(name):
         check(name, torch.float64, RandomPolicy(seed))
 
 
-EXCUSED = [name for name, animal in ZOO.items() if animal.close or animal.two_formulas]
+EXCUSED = [name for name, animal in ZOO.items() if animal.close]
 
 
 @pytest.mark.parametrize("name", EXCUSED)

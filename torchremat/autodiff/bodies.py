@@ -65,7 +65,29 @@ class GraphBody(Body):
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs of the graph."""
-        return list(Interpreter(self.module).run(*inputs))
+        return list(_GraphInterpreter(self.module, tracing).run(*inputs))
+
+
+class _GraphInterpreter(Interpreter):
+    """Runs a graph in a trace, whose constants stay constants: they are no further inputs."""
+
+    def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
+        super().__init__(module)
+        self.tracing = tracing
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The value of a constant, as one of the graph that is written."""
+        value = super().get_attr(target, args, kwargs)
+        return self.tracing.constant(value) if isinstance(value, Tensor) else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator; `index_fill` in a form that PyTorch maps over an axis correctly."""
+        if target is torch.ops.aten.index_fill.int_Tensor:
+            # vmap gives the fill value of the last example to all if only that value is mapped
+            x, dim, index, value = args
+            shape = [*x.shape[:dim], *index.shape[:1], *x.shape[dim + 1 :]]
+            target, args = torch.ops.aten.index_copy.default, (x, dim, index, value.expand(shape))
+        return super().call_function(target, args, kwargs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,14 +73,16 @@ def is_forward(node: fx.Node) -> bool:
 class TraceOptions:
     """How to trace: which outputs have a cotangent (`None`: all that can), and grad mode.
 
-    With `whole_calls`, a checkpoint or a user's `autograd.Function` is one operator, whose
-    derivative is its own.
+    With `create_graph` the derivative is by the formulas of one that is differentiated again:
+    PyTorch has two for some operators. With `whole_calls`, a checkpoint or a user's
+    `autograd.Function` is one operator, whose derivative is its own.
     """
 
     with_gradients: bool
     wanted_outputs: tuple[int, ...] | None = None
     grad_enabled: bool = True
     whole_calls: bool = False
+    create_graph: bool = False
 
 
 def trace_joint(
@@ -114,7 +116,7 @@ def trace_joint(
         tracing.phase = "backward"
         if options.with_gradients:
             cotangents = _add_cotangents(tracing, outputs, options.wanted_outputs)
-            grads = _differentiate(leaves, outputs, cotangents)
+            grads = _differentiate(leaves, outputs, cotangents, options.create_graph)
         module = tracing.finish([*outputs, *grads])
     input_nodes = [tracing.placeholder_of(t) for t in leaves]
     cotangent_nodes = [None if t is None else tracing.placeholder_of(t) for t in cotangents]
@@ -185,7 +187,10 @@ def _add_cotangents(
 
 
 def _differentiate(
-    leaves: Sequence[Tensor], outputs: Sequence[Any], cotangents: Sequence[Tensor | None]
+    leaves: Sequence[Tensor],
+    outputs: Sequence[Any],
+    cotangents: Sequence[Tensor | None],
+    create_graph: bool,
 ) -> list[Tensor | None]:
     wrt = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
     chosen = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
@@ -193,7 +198,7 @@ def _differentiate(
         [outputs[i] for i in chosen],
         [leaves[i] for i in wrt],
         [cotangents[i] for i in chosen],  # type: ignore[misc]
-        create_graph=False,
+        create_graph=create_graph,
     )
     grads: list[Tensor | None] = [None] * len(leaves)
     for i, grad in zip(wrt, found, strict=True):

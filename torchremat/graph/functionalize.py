@@ -153,6 +153,21 @@ class _NotedInterpreter(Interpreter):
         self.tracing.notes = n.meta
         return super().run_node(n)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not aten.binary_cross_entropy_with_logits.default:
+            return super().call_function(target, args, kwargs)
+        # any level of torch.func computes it by another formula, which rounds otherwise
+        positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+
+        def run(tensors: Sequence[Tensor]) -> tuple[Tensor]:
+            full = list(args)
+            for i, tensor in zip(positions, tensors, strict=True):
+                full[i] = tensor
+            return (target(*full, **kwargs),)
+
+        (loss,) = _torch.apply_to_functional(run, [args[i] for i in positions])
+        return loss
+
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return self.tracing.constant(value) if isinstance(value, Tensor) else value

@@ -80,6 +80,28 @@ _DOTS = frozenset(
 _DOTS_WITHOUT_BATCH_DIMS = frozenset(f"aten.{name}" for name in MATMULS_WITHOUT_BATCH_DIMS)
 _DOTS_BY_RANK = frozenset({"aten.matmul", "aten.linalg_matmul"})
 
+# Autograd keeps more of these than the first derivative of an output reads: `svdvals` needs U and
+# V, and its second derivative S; `solve` needs the factors, and with `create_graph` the matrix.
+_FACTORISATIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_lu",
+        "linalg_lu_factor_ex", "linalg_cholesky_ex", "linalg_ldl_factor_ex", "_linalg_det",
+        "_linalg_slogdet", "_linalg_solve_ex", "linalg_inv_ex", "linalg_lstsq",
+    )
+)  # fmt: skip
+
+
+def is_factorisation(op: object) -> bool:
+    """Whether the second derivative of `op` may read values that the first does not.
+
+    >>> import torch
+    >>> is_factorisation(torch.ops.aten._linalg_svd.default)
+    True
+    """
+    return packet_name(op) in _FACTORISATIONS
+
+
 # what finds an op finds these too: `nn.Linear` is an mm, and with a bias an addmm
 _FOUND_WITH = {"aten.mm": frozenset({"aten.addmm"})}
 

@@ -442,6 +442,7 @@ _NO_NUMPY = (
     ".numpy() is not supported",
     "tolist() is not supported",
     "Cannot access data pointer",
+    "its data is not allocated yet",
     "passed to FakeTensor.__format__",
 )
 

@@ -24,6 +24,8 @@ from torchremat.autodiff.joint import Joint, TraceOptions
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.graph.aliases import base_of
+from torchremat.graph.inner_graphs import inner_graphs_of
+from torchremat.graph.ops import is_factorisation
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
@@ -300,10 +302,16 @@ class FunctionProgram(Program):
     @cached_property
     def _found(self) -> Residuals:
         found = self.choices.residuals(self.root_joint)
-        if self.root_joint is self.region.joint:
+        joint = self.region.joint
+        if self.root_joint is not joint:
+            # a second derivative cannot use what is kept from inside: it starts from the inputs
+            wanted = [g for g in joint.gradients if g is not None]
+        else:
+            # nor does the first derivative of a factorisation read all that its second does
+            wanted = [n for n in joint.needed_forward_nodes() if is_factorisation(n.target)]
+        if not wanted:
             return found
-        # a second derivative cannot use what is kept from inside: it starts from the inputs
-        everything = Choices(self.region.joint, nothing_saveable).residuals(self.region.joint)
+        everything = Choices(joint, nothing_saveable).residuals_for(joint, wanted)
         by_name = {node.name: node for node in self.root_joint.inputs}
         inputs = dict.fromkeys((*found.inputs, *(by_name[n.name] for n in everything.inputs)))
         return replace(found, inputs=tuple(inputs))
@@ -426,6 +434,10 @@ class VjpProgram(Program):
         self.num_body = len(region.specs)
         self.wrt = of.gradients(given)
         self._joint = of.joint_for(given)
+        if not any(inner_graphs_of(node) for node in region.joint.module.graph.nodes):
+            # the formulas that plain autograd uses with create_graph; a checkpoint inside has them
+            # where it is applied itself
+            self._joint = region.joint_for(given, create_graph=True)
         self._cotangents = tuple(ct for ct in self._joint.cotangents if ct is not None)
         chosen = tuple(i for i, g in zip(region.differentiable, given, strict=True) if g)
         specs = (InputSpec.of(ct.meta["val"]) for ct in self._cotangents)

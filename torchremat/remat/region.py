@@ -39,7 +39,7 @@ class Region:
         self.paths = paths
         self.options = options
         self.dynamic = dynamic
-        self._variants: dict[Mask, Joint] = {}
+        self._variants: dict[tuple[Mask, bool], Joint] = {}
 
     @classmethod
     def traced(
@@ -64,14 +64,19 @@ class Region:
         """The joint graph in which every differentiable output has a cotangent."""
         return self._trace(self.options)
 
-    def joint_for(self, given: Mask) -> Joint:
-        """The joint graph in which only the `given` outputs have one."""
-        if all(given):
+    def joint_for(self, given: Mask, *, create_graph: bool = False) -> Joint:
+        """The joint graph in which only the `given` outputs have one.
+
+        With `create_graph` it has the formulas of a derivative that is differentiated again.
+        """
+        if all(given) and not create_graph:
             return self.joint
-        if given not in self._variants:
+        key = (given, create_graph)
+        if key not in self._variants:
             wanted = tuple(i for i, g in zip(self.differentiable, given, strict=True) if g)
-            self._variants[given] = self._trace(replace(self.options, wanted_outputs=wanted))
-        return self._variants[given]
+            options = replace(self.options, wanted_outputs=wanted, create_graph=create_graph)
+            self._variants[key] = self._trace(options)
+        return self._variants[key]
 
     def _trace(self, options: TraceOptions) -> Joint:
         joint, _ = trace_joint(self.body, self.specs, self.names, self.paths, options)

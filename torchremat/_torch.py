@@ -421,6 +421,11 @@ def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-any-return]
 
 
+def is_faking() -> bool:
+    """Whether operators run on fake tensors, in a trace or outside any."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def track(tensors: Any, proxies: Any, tracer: PythonKeyTracer) -> Any:
     """Make `proxies` stand for `tensors` (a tree) in the trace of `tracer`."""
     with disable_proxy_modes_tracing(), without_function_modes():

@@ -63,7 +63,7 @@ def _size_from_elsewhere() -> None:
 def sizes_as_literals(graph: fx.Graph) -> None:
     """Put the sizes that `graph` computes in the places where it reads them."""
     computing = [n for n in graph.nodes if isinstance(n.meta.get("val"), SYMBOLIC)]
-    values = {node: _literal(node.meta["val"]) for node in computing}
+    values = {node: literal_size(node.meta["val"]) for node in computing}
 
     def literal(node: fx.Node) -> Any:
         return values.get(node, node)
@@ -76,7 +76,10 @@ def sizes_as_literals(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _literal(size: Any) -> Any:
+def literal_size(size: Any) -> Any:
+    """What stands in a graph for a size: a number where it is one, else a `Size`."""
+    if not isinstance(size, SYMBOLIC):
+        return size
     settled = _torch.settled_size(size)
     return Size(settled) if isinstance(settled, SYMBOLIC) else settled
 

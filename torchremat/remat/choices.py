@@ -46,6 +46,8 @@ class Choices:
         self.values: dict[fx.Node, Value] = {}
         self.choices: dict[fx.Node, Choice] = {}
         names = _names_among(joint.forward_nodes)
+        self.forced: set[fx.Node] = set()
+        """Values that are saved against the policy: their operators must not run again."""
         self._in_branches: list[Value] = []
         for node in joint.forward_nodes:
             if node.target is torch.ops.higher_order.cond:
@@ -58,18 +60,19 @@ class Choices:
     def _choose(self, node: fx.Node, value: Value) -> Choice:
         if is_staged_residual(node):
             return Choice("recomputed", "a checkpoint inside keeps it while it is replayed")
+        if not isinstance(self.policy.decide(value), Recompute):
+            return Choice("saved", f"{self.policy}")
         forced = why_not_replayed(node)
         if forced is not None:
+            self.forced.add(node)
             return Choice("saved", forced)
-        verdict = self.policy.decide(value)
-        if isinstance(verdict, Recompute):
-            return Choice("recomputed", f"{self.policy} does not let it be saved")
-        return Choice("saved", f"{self.policy}")
+        return Choice("recomputed", f"{self.policy} does not let it be saved")
 
     def renamed(self, nodes: Mapping[fx.Node, fx.Node]) -> "Choices":
         """The same choices for a copy of the graph, in which each node became one of `nodes`."""
         other = copy.copy(self)
         other.values = {nodes[node]: value for node, value in self.values.items()}
+        other.forced = {nodes[node] for node in self.forced}
         other.choices = {nodes[node]: choice for node, choice in self.choices.items()}
         return other
 

@@ -1,7 +1,8 @@
 """The graphs that a program runs, compiled to Python functions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.simplify import simplify
 from torchremat.graph.slicing import slice_graph
+from torchremat.remat.draws import draw_from_states
 from torchremat.remat.nested import prune_bodies
 from torchremat.remat.replay import why_not_replayed
 
@@ -40,12 +42,19 @@ def compile_backward(
     inputs: Sequence[fx.Node | None],
     outputs: Sequence[Any],
     program: object,
+    draws: Mapping[int, fx.Node] = MappingProxyType({}),
 ) -> Compiled:
-    """The graph from `inputs` to `outputs`, values of `joint`: a backward pass."""
+    """The graph from `inputs` to `outputs`, values of `joint`: a backward pass.
+
+    `draws` are those of its inputs, by position, for which it is given a generator's state.
+    """
     module = slice_graph(joint.module, inputs, outputs, late=is_forward)
     prune_bodies(module)
     _refuse_replay(module.graph)
     accept_any_layout(module.graph)
+    if draws:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        draw_from_states(module.graph, list(draws.values()), [placeholders[i] for i in draws])
     module.meta["slice"] = (joint, list(inputs), list(outputs))
     return Compiled.of(module, "backward", program)
 

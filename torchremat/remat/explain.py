@@ -12,6 +12,7 @@ from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.remat.bound import BoundCall, InputLabel, labels_of_state, name_of
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.choices import Choice, Decision
+from torchremat.remat.draws import state_aval
 from torchremat.remat.held import Held, Observation, ObservedInput, observe
 from torchremat.remat.policies import PolicyLike
 from torchremat.remat.program import FunctionProgram
@@ -134,11 +135,15 @@ class _Rows:
 
     def add_kept(self, scope: Scope, program: FunctionProgram) -> None:
         """What a program hands on to its derivative."""
-        for node in program.residuals:
+        for i, node in enumerate(program.residuals):
             tensor = node.meta["val"]
             choice = _choice_of(program, node)
             nbytes = tensor.untyped_storage().nbytes()
-            self._add(scope.value_of(node), choice, nbytes, Aval.of(tensor))
+            aval = Aval.of(tensor)
+            if i in program.drawn_again:
+                aval = state_aval(node)
+                nbytes = aval.nbytes
+            self._add(scope.value_of(node), choice, nbytes, aval)
 
     def add_replayed(self, scope: Scope, program: FunctionProgram) -> None:
         """What the derivative of a program, which runs in `scope`, computes again.
@@ -223,6 +228,8 @@ def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:
     choice = program.choices.choices.get(residual)
     if choice is None:
         return Choice("saved", "a copy, made before the function writes to it")
+    if residual in {program.residuals[i] for i in program.drawn_again}:
+        return Choice("saved", "the state of the generator, from which it is drawn again")
     if choice.decision == "recomputed":
         return Choice("saved", "config.verify_recomputation compares it")
     return choice

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.tracing import InputSpec, lifted
+from torchremat.remat.draws import draw_now
 from torchremat.remat.op import run_graph, run_program
 from torchremat.remat.program import Program
 from torchremat.remat.region import MappedAxis
@@ -57,7 +58,15 @@ class Checkpoint(torch.autograd.Function):
         """Run the program, and keep what its derivative needs."""
         ctx.call = next(_calls)
         ctx.sizes = sizes
-        results = run_program(program, inputs, ctx.call, sizes, notes_views=bool(program.views))
+        ctx.with_states = bool(program.drawn_again) and not _torch.is_faking()
+        results = run_program(
+            program,
+            inputs,
+            ctx.call,
+            sizes,
+            notes_views=bool(program.views),
+            with_states=ctx.with_states,
+        )
         num_outputs = program.num_outputs
         outputs = results[:num_outputs]
         if program.views:
@@ -175,7 +184,7 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
     if program.absent:
         edges = iter(needed)
         needed = tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
-    backward = program.backward_at(ctx.sizes, given, needed)
+    backward = program.backward_at(ctx.sizes, given, needed, with_states=ctx.with_states)
     return (None, None, None, *run_graph(backward, saved, ctx.call, ctx.sizes))
 
 
@@ -193,6 +202,9 @@ def _pull_back_differentiably(
         for i, tensor in zip(program.edges, ctx.edges.tensors(), strict=True):
             inputs[i] = tensor
     residuals = saved[len(program.saved_inputs) :]
+    if ctx.with_states:
+        for i in program.drawn_again:
+            residuals[i] = draw_now(program.residuals[i], residuals[i])
     body, known = inputs[: vjp.num_body], inputs[vjp.num_body :]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
     return (None, None, None, *_scattered(found, vjp.wrt, count))

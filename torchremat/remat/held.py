@@ -28,8 +28,9 @@ from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.remat.bound import BoundCall, InputLabel
+from torchremat.remat.draws import state_aval
 from torchremat.remat.program import Program
-from torchremat.remat.scopes import Computed, Scope, item_index, op_base_name
+from torchremat.remat.scopes import Computed, Scope, is_remat, item_index, op_base_name, program_of
 
 
 @dataclass(eq=False)
@@ -261,6 +262,8 @@ class _Observer:
                     held.aval = held.value.aval or held.aval
                 if storage.nbytes() == 0:
                     held.aval = replace(held.aval, shape=(nbytes,))
+                if node is not None and (state := _state_of(node)) is not None:
+                    held.aval, held.nbytes = state, state.nbytes
                 found[id(storage)] = held
             held.nodes += [] if node is None else [node]
             held.readers += record.readers
@@ -281,6 +284,17 @@ class _Observer:
             for arg in call_of(node).args
         ]
         return _rnn_workspace_nbytes(*args)
+
+
+def _state_of(node: fx.Node) -> Aval | None:
+    """What a checkpoint keeps, outside traces, in place of a random value: a generator's state."""
+    if not is_item(node) or not is_remat(call_of(node)):
+        return None
+    program = program_of(call_of(node))
+    if program is None:
+        return None
+    number = item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
+    return state_aval(program.residuals[number]) if number in program.drawn_again else None
 
 
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default

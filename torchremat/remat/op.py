@@ -57,15 +57,18 @@ def run_program(
     sizes: Sizes | None = None,
     *,
     notes_views: bool = False,
+    with_states: bool = False,
 ) -> tuple[Any, ...]:
     """Outputs and residuals of `program`, after its writes to inputs.
 
+    `with_states`: states of generators in place of random residuals that are drawn again.
     With `notes_views` autograd knows which outputs are views, and refuses to have them written to.
     """
     writes = program.writes
     if writes:
         _refuse_shared_memory(inputs, writes)
-    results = run_graph(program.forward, list(inputs), call, sizes, notes_views=notes_views)
+    forward = program.forward_with_states if with_states else program.forward
+    results = run_graph(forward, list(inputs), call, sizes, notes_views=notes_views)
     if not writes:
         return results
     start = program.num_outputs

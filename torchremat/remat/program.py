@@ -31,6 +31,7 @@ from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.choices import Choices
 from torchremat.remat.compiled import Compiled, compile_backward, copy_inputs_among_last
+from torchremat.remat.draws import put_out_states, state_nbytes
 from torchremat.remat.nested import Opening, expose_inner, join_exposed, prune_bodies
 from torchremat.remat.policies import Policy, nothing_saveable
 from torchremat.remat.region import MappedAxis, Mask, Region
@@ -46,7 +47,7 @@ class Program(ABC):
         self.region = region
         self.policy = policy
         self.absent = absent
-        self._backwards: dict[tuple[Mask, Mask], Compiled] = {}
+        self._backwards: dict[tuple[Mask, Mask, bool], Compiled] = {}
         self._vjps: dict[tuple[Mask, frozenset[int]], VjpProgram] = {}
         self._batched: dict[Any, Program] = {}
         self._jvps: dict[Any, FunctionProgram] = {}
@@ -110,6 +111,16 @@ class Program(ABC):
         """Positions of the tensor outputs in whose memory an input, or another output, lies."""
         return ()
 
+    @property
+    def drawn_again(self) -> tuple[int, ...]:
+        """Positions of residuals that are random: outside traces the generator's state is kept."""
+        return ()
+
+    @property
+    def forward_with_states(self) -> Compiled:
+        """`forward`, with states of generators in place of the residuals that are drawn again."""
+        return self.forward
+
     @cached_property
     @abstractmethod
     def forward(self) -> Compiled:
@@ -128,14 +139,17 @@ class Program(ABC):
         joint = self.region.joint_for(given)
         return tuple(i for i, g in enumerate(joint.gradients) if g is not None)
 
-    def backward(self, given: Mask, needed: Mask) -> Compiled:
-        """From saved inputs, residuals and `given` cotangents to gradients of `needed` inputs."""
-        key = (given, needed)
+    def backward(self, given: Mask, needed: Mask, *, with_states: bool = False) -> Compiled:
+        """From saved inputs, residuals and `given` cotangents to gradients of `needed` inputs.
+
+        `with_states`: some residuals are states, as `forward_with_states` gives them.
+        """
+        key = (given, needed, with_states)
         if key not in self._backwards:
-            self._backwards[key] = self._compile_backward(given, needed)
+            self._backwards[key] = self._compile_backward(given, needed, with_states)
         return self._backwards[key]
 
-    def _compile_backward(self, given: Mask, needed: Mask) -> Compiled:
+    def _compile_backward(self, given: Mask, needed: Mask, with_states: bool) -> Compiled:
         joint = self.joint_for(given)
         known = self.values_in(joint, (*self.known, *self.residuals))
         inputs: list[fx.Node | None] = [*joint.inputs, *known[: len(self.known)]]
@@ -146,15 +160,20 @@ class Program(ABC):
             g if n else None for g, n in zip(joint.gradients, needed, strict=False)
         ]
         wanted += [None] * len(self.known)
-        return compile_backward(joint, saved, wanted, self)
+        draws = {}
+        if with_states:
+            draws = {len(self.saved_inputs) + i: self.residuals[i] for i in self.drawn_again}
+        return compile_backward(joint, saved, wanted, self, draws)
 
     def at(self, sizes: Sizes | None) -> "Program":
         """The program with numbers for the symbols in it, of which only a function's has any."""
         return self
 
-    def backward_at(self, sizes: Sizes | None, given: Mask, needed: Mask) -> Compiled:
+    def backward_at(
+        self, sizes: Sizes | None, given: Mask, needed: Mask, *, with_states: bool
+    ) -> Compiled:
         """`backward` for such sizes."""
-        return self.backward(given, needed)
+        return self.backward(given, needed, with_states=with_states)
 
     def joint_for(self, given: Mask) -> Joint:
         """The joint graph that derivatives with respect to the `given` outputs are taken from."""
@@ -283,12 +302,24 @@ class FunctionProgram(Program):
             )
         return self._at[key]
 
-    def backward_at(self, sizes: Sizes | None, given: Mask, needed: Mask) -> Compiled:
+    def backward_at(
+        self, sizes: Sizes | None, given: Mask, needed: Mask, *, with_states: bool
+    ) -> Compiled:
         """See `Program.backward_at`."""
-        compiled = self.backward(given, needed)
+        compiled = self.backward(given, needed, with_states=with_states)
         if sizes and not self.region.holds(sizes):  # by what the trace of a variant assumed
-            return self.at(sizes).backward(given, needed)
+            return self.at(sizes).backward(given, needed, with_states=with_states)
         return compiled
+
+    @cached_property
+    def drawn_again(self) -> tuple[int, ...]:
+        """See `Program.drawn_again`: those that the policy would not save, where it takes less."""
+        forced = self.choices.forced
+        return tuple(
+            i
+            for i, node in enumerate(self.residuals)
+            if node in forced and state_nbytes(node) is not None
+        )
 
     @property
     def root_joint(self) -> Joint:
@@ -364,6 +395,14 @@ class FunctionProgram(Program):
     @cached_property
     def forward(self) -> Compiled:
         """See `Program.forward`. Inputs that are written to are copied before, where needed."""
+        return self._compile_forward(())
+
+    @cached_property
+    def forward_with_states(self) -> Compiled:
+        """See `Program.forward_with_states`."""
+        return self._compile_forward(self.drawn_again)
+
+    def _compile_forward(self, drawn_again: Sequence[int]) -> Compiled:
         joint = self.root_joint
         outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
         writes = [value for _, value in joint.mutations]
@@ -372,6 +411,7 @@ class FunctionProgram(Program):
         join_exposed(module)
         prune_bodies(module, must_run=draws_forward)
         copy_inputs_among_last(module.graph, len(self._copied_inputs))
+        put_out_states(module.graph, [len(outputs) + len(writes) + i for i in drawn_again])
         return Compiled.of(module, "forward", self)
 
     def _batch(self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool) -> Program:

@@ -43,9 +43,14 @@ class VerifyingProgram(FunctionProgram):
         """What is compared, then what the policy keeps."""
         return (*self.checked, *self.kept)
 
-    def _compile_backward(self, given: Mask, needed: Mask) -> Compiled:
+    @property
+    def drawn_again(self) -> tuple[int, ...]:
+        """Nothing: random numbers are kept as they are."""
+        return ()
+
+    def _compile_backward(self, given: Mask, needed: Mask, with_states: bool) -> Compiled:
         if not all(given):
-            return super()._compile_backward(given, needed)
+            return super()._compile_backward(given, needed, with_states)
         joint = self.root_joint
         cotangents = [ct for ct in joint.cotangents if ct is not None]
         inputs = [*(joint.inputs[i] for i in self.saved_inputs), *self.kept, *cotangents]

@@ -421,6 +421,10 @@ def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-any-return]
 
 
+untraced = disable_proxy_modes_tracing
+"""A context in which operators on fake tensors are written into no graph."""
+
+
 def is_faking() -> bool:
     """Whether operators run on fake tensors, in a trace or outside any."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchremat as tr
-from tests.helpers import assert_same, nothing_left_behind
-from torchremat.errors import ConcretizationError
+from tests.helpers import assert_same
 
 POLICIES = [None, "dots", "none"]
 WAYS: dict[str, Callable[..., Any]] = {
@@ -471,7 +470,6 @@ def test_hooks_of_a_wrapped_module_itself_run_once_a_step(name):
     assert counts == [3, 3]
 
 
-@xfail("hooks on modules inside run while the checkpoint is traced only, and nothing says so")
 @pytest.mark.parametrize("name", SIDE_EFFECTS)
 def test_hooks_on_modules_inside_run_once_a_step_or_it_is_said(name, recwarn):
     log: list[int] = []
@@ -483,12 +481,40 @@ def test_hooks_on_modules_inside_run_once_a_step_or_it_is_said(name, recwarn):
     assert len(log) == 3 or any("hook" in str(w.message) for w in recwarn)
 
 
-def test_a_backward_hook_that_reads_a_value_is_refused():
+@pytest.mark.parametrize("way", ["whole", "inside", "nested", "checkpoint"])
+def test_backward_hooks_get_the_gradients_of_each_step(way):
+    def run(way):
+        log: list[float] = []
+        torch.manual_seed(0)
+        part = nn.Sequential(nn.BatchNorm1d(4), nn.GELU(), nn.Dropout(0.3))
+        net = nn.Sequential(nn.Linear(3, 4), part, nn.Linear(4, 2))
+        part.register_full_backward_hook(
+            lambda m, grads, outs: (log.append(outs[0].sum().item()), (grads[0] * 2,))[1]
+        )
+        part[1].register_full_backward_pre_hook(lambda m, outs: log.append(outs[0].max().item()))
+        net[2].register_full_backward_hook(lambda m, grads, outs: log.append(grads[0].min().item()))
+        if way in ("inside", "nested"):
+            tr.nn.wrap(part)
+        if way in ("whole", "nested"):
+            tr.nn.wrap(net)
+        fun = tr.checkpoint(net) if way == "checkpoint" else net
+        found = []
+        for number in range(3):
+            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number)).requires_grad_()
+            net.zero_grad()
+            torch.manual_seed(number)
+            fun(x).square().sum().backward()
+            found.append([x.grad, *(p.grad for p in net.parameters())])
+        return log, found
+
+    assert_same(run("plain"), run(way))
+
+
+def test_a_backward_hook_that_gives_too_many_gradients():
     net = mlp()
-    net[1].register_full_backward_hook(lambda mod, grads, outs: print(float(outs[0].sum())))
-    match = r"value of a traced tensor is needed at test_surroundings.py"
-    with nothing_left_behind(), pytest.raises(ConcretizationError, match=match):
-        tr.checkpoint(net)(torch.ones(4, 3, requires_grad=True))
+    net[1].register_full_backward_hook(lambda m, grads, outs: (grads[0], grads[0]))
+    with pytest.raises(RuntimeError, match=r"returned 2 gradients and was given 1"):
+        tr.checkpoint(net)(torch.ones(4, 3, requires_grad=True)).sum().backward()
 
 
 # --- what the code of a module reads -------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.graph.ops import draws_by_shape
 from torchremat.graph.sizes import Interpreter
 from torchremat.graph.surroundings import Surroundings
 from torchremat.graph.tracing import Tracing
@@ -87,7 +88,16 @@ class _GraphInterpreter(Interpreter):
             x, dim, index, value = args
             shape = [*x.shape[:dim], *index.shape[:1], *x.shape[dim + 1 :]]
             target, args = torch.ops.aten.index_copy.default, (x, dim, index, value.expand(shape))
+        if draws_by_shape(target):
+            # the numbers of one example, which vmap draws for all or for each
+            args = _torch.tree_map(_empty_like_example, args)
         return super().call_function(target, args, kwargs)
+
+
+def _empty_like_example(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_contiguous():
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 @dataclass(frozen=True, eq=False)

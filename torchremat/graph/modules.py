@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from torchremat.graph.backward_hooks import hooks_written_down
 from torchremat.graph.module_state import Change, ModuleState
 
 
@@ -71,15 +72,17 @@ class ModulePaths:
 
         What that was is in `changes` afterwards.
         """
-        for root in list(self.seen):  # a wrapped module is entered by its forward, unseen by hooks
-            for module in root.modules():
-                self._state.note(module)
+        # a wrapped module is entered by its forward, unseen by hooks
+        known = list(dict.fromkeys(module for root in self.seen for module in root.modules()))
+        for module in known:
+            self._state.note(module)
         hooks = (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._exit, always_call=True),
         )
         try:
-            yield self
+            with hooks_written_down(known):
+                yield self
         finally:
             for hook in hooks:
                 hook.remove()

@@ -102,6 +102,29 @@ def is_factorisation(op: object) -> bool:
     return packet_name(op) in _FACTORISATIONS
 
 
+# They read nothing of their tensor arguments but shape, layout and dtype.
+_DRAWS_BY_SHAPE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "bernoulli", "uniform", "normal_functional", "exponential", "geometric", "log_normal",
+        "cauchy", "random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like",
+        "randint_like",
+    )
+)  # fmt: skip
+
+
+def draws_by_shape(op: object) -> bool:
+    """Whether `op` draws random numbers, and reads nothing of its tensor arguments but the shape.
+
+    >>> import torch
+    >>> draws_by_shape(torch.ops.aten.bernoulli.p), draws_by_shape(torch.ops.aten.bernoulli.default)
+    (True, False)
+    """
+    if op is torch.ops.aten.bernoulli.default:  # its argument has the probabilities
+        return False
+    return packet_name(op) in _DRAWS_BY_SHAPE
+
+
 # what finds an op finds these too: `nn.Linear` is an mm, and with a bias an addmm
 _FOUND_WITH = {"aten.mm": frozenset({"aten.addmm"})}
 

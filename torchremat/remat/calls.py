@@ -14,7 +14,9 @@ from torchremat.errors import TraceError
 from torchremat.graph.sizes import SYMBOLIC, Size, Sizes
 
 _SCALARS = (int, float, bool, complex, str, type(None))
-_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, slice)
+_CONSTANTS = (
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, enum.Enum, slice
+)  # fmt: skip
 _TENSOR = "tensor"
 
 

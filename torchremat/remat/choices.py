@@ -20,8 +20,8 @@ from torchremat.remat.names import name_p
 from torchremat.remat.nested import is_staged_residual
 from torchremat.remat.policies import Policy, Value
 from torchremat.remat.policy_protocol import MATCHES_NOTHING
-from torchremat.remat.replay import value_inside, why_not_replayed
-from torchremat.remat.verdicts import Recompute
+from torchremat.remat.replay import value_inside, why_kept, why_not_replayed
+from torchremat.remat.verdicts import Recompute, insists
 
 Decision = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
 
@@ -60,9 +60,12 @@ class Choices:
     def _choose(self, node: fx.Node, value: Value) -> Choice:
         if is_staged_residual(node):
             return Choice("recomputed", "a checkpoint inside keeps it while it is replayed")
-        if not isinstance(self.policy.decide(value), Recompute):
+        verdict = self.policy.decide(value)
+        if not isinstance(verdict, Recompute):
             return Choice("saved", f"{self.policy}")
         forced = why_not_replayed(node)
+        if forced is None and not insists(verdict):
+            forced = why_kept(node)
         if forced is not None:
             self.forced.add(node)
             return Choice("saved", forced)

@@ -17,15 +17,11 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.avals import Aval
 from torchremat.graph.aliases import call_of, is_item
+from torchremat.graph.ops import draws_by_shape, packet_name
 from torchremat.graph.sizes import literal_size
 
 aten = torch.ops.aten
 
-# They read nothing of their tensor arguments but shape, layout and dtype.
-_DRAWS_BY_SHAPE = frozenset({
-    "bernoulli", "uniform", "normal_functional", "exponential", "geometric", "log_normal", "cauchy",
-    "random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like",
-})  # fmt: skip
 _STATE_NBYTES = {"cpu": 5056, "cuda": 16}
 
 
@@ -37,10 +33,10 @@ def state_nbytes(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if is_item(node) or not isinstance(node.target, _torch.OpOverload):
         return None
-    if not isinstance(value, Tensor) or _name(node.target) not in _DRAWS_BY_SHAPE:
+    if not isinstance(value, Tensor) or not draws_by_shape(node.target):
         return None
-    if node.target is aten.bernoulli.default or with_generator(node.target) is None:
-        return None  # its probabilities are a tensor
+    if with_generator(node.target) is None:
+        return None
     nbytes = _STATE_NBYTES.get(value.device.type)
     numel = 1
     for size in value.shape:
@@ -55,16 +51,11 @@ def state_aval(node: fx.Node) -> Aval:
     return Aval((nbytes,), torch.uint8)
 
 
-def _name(op: _torch.OpOverload) -> str:
-    namespace, _, name = str(op.name()).partition("::")
-    return name.partition(".")[0] if namespace == "aten" else ""
-
-
 def with_generator(op: _torch.OpOverload) -> _torch.OpOverload | None:
     """The form of a random operator that is told which generator to draw from."""
     if any(argument.name == "generator" for argument in _torch.schema_arguments(op)):
         return op
-    packet = getattr(aten, _name(op))
+    packet = getattr(aten, packet_name(op).removeprefix("aten."))
     names = [argument.name for argument in _torch.schema_arguments(op)]
     for overload in packet.overloads():
         other: _torch.OpOverload = getattr(packet, overload)

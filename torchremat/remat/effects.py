@@ -4,6 +4,7 @@ A graph replays operators. A random number that Python or NumPy draws would be t
 counter that a module's `forward` keeps would stand still.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -42,9 +43,11 @@ def traced_without_effects(
     An attribute that the first trace sets and the second leaves alone is a cache, and stays.
     """
     sources = [*global_sources(), *_sources_among(variables, modules)]
-    containers = _Containers([*variables, *_variables_of_hooks(modules)])
+    containers = _Containers(variables)
+    of_hooks = _Containers(_variables_of_hooks(modules))
     states = RandomState(sources)
     made = trace()
+    of_hooks.warn_of_changes(name)
     containers.take_out_traced_tensors(name)
     drawn = states.changed()
     if drawn is not None and (line := _line_that_draws(drawn, trace)) is not None:
@@ -89,6 +92,10 @@ def _described(change: Change, made: Traced) -> str:
 
 def _line_that_draws(source: RandomSource, trace: Callable[[], Any]) -> Source | None:
     """The user's line that draws; none if it was another thread, which draws when it likes."""
+    before = RandomState([source])
+    time.sleep(0.02)
+    if before.changed() is not None:
+        return None
     lines = []
     for _ in range(2):
         source.draw()  # else setting the seed that it has would change nothing
@@ -136,20 +143,40 @@ class _Containers:
 
     def take_out_traced_tensors(self, name: str) -> None:
         """Give containers back what they held, where a tensor of the trace was put in; warn."""
-        for label, value, before in self._held.values():
-            if same_items(before, value):
-                continue
-            items = value.values() if isinstance(value, dict) else value
-            if not any(map(_holds_traced_tensor, items)):
-                continue
-            value.clear()
-            (value.update if isinstance(value, dict) else value.extend)(before)
+        for label, value, before in self._changed():
+            if _put_back(value, before):
+                warn_user(
+                    f"{name} puts a tensor into the {label}: a checkpoint replays a graph, which "
+                    "does not. Return the tensor, or put it there outside the checkpoint",
+                    EffectWarning,
+                )
+
+    def warn_of_changes(self, name: str) -> None:
+        """Warn of a forward hook that notes something: it does so when it is traced, and no more.
+
+        Tensors of the trace are taken out again.
+        """
+        for label, value, before in self._changed():
+            _put_back(value, before)
             warn_user(
-                f"{name}, or a hook on a module in it, puts a tensor into the {label}: a "
-                "checkpoint replays a graph, which does not. Return the tensor, or put it there "
-                "outside the checkpoint",
+                f"a forward hook on a module inside {name} changes the {label}: forward hooks "
+                "inside a checkpoint run when it is traced, and not at each call. Put the hook on "
+                "the checkpointed module itself, or return the value",
                 EffectWarning,
             )
+
+    def _changed(self) -> Iterator[tuple[str, Any, Any]]:
+        return (held for held in self._held.values() if not same_items(held[2], held[1]))
+
+
+def _put_back(value: Any, before: Any) -> bool:
+    """Give a container the items `before`, if it holds a tensor of a trace."""
+    items = value.values() if isinstance(value, dict) else value
+    if not any(map(_holds_traced_tensor, items)):
+        return False
+    value.clear()
+    (value.update if isinstance(value, dict) else value.extend)(before)
+    return True
 
 
 _MOST_ITEMS = 4096

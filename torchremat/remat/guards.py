@@ -13,7 +13,7 @@ from operator import itemgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from torchremat.api_util import same_value
 from torchremat.graph.sources import is_user_file
@@ -45,7 +45,7 @@ class ModuleGuard:
             names = [*_GUARDED, *(n for n, v in attributes.items() if _is_plain(v))]
             get = itemgetter(*names)
             recorded = [
-                dict(v) if name in _GUARDED else copy.deepcopy(v)
+                dict(v) if name in _GUARDED else v if type(v) is Generator else copy.deepcopy(v)
                 for name, v in zip(names, get(attributes), strict=True)
             ]
             patched = _reference_to(attributes.get("forward"))
@@ -114,7 +114,7 @@ def _is_plain(value: Any) -> bool:
         )
     if type(value) in (tuple, list):
         return len(value) <= _MANY and all(map(_is_plain, value))
-    return type(value) in _SIMPLE
+    return type(value) in _SIMPLE or type(value) is Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class VariableGuard:
             value = variable.get()
             if type(value) in _SIMPLE:
                 self._values.append((variable, value))
-            elif isinstance(value, (nn.Module, FunctionType)):
+            elif isinstance(value, (nn.Module, FunctionType, Generator)):
                 self._objects.append((variable, _reference_to(value)))
 
     def forget_changed(self) -> None:

@@ -176,6 +176,7 @@ def _open_forward(forward: fx.Node, opening: Opening) -> tuple[list[fx.Node], li
     """Put the known call before `forward`, make that the staged one; what either keeps."""
     joint = opening.joint
     outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
+    outputs += [value for _, value in joint.mutations]
     values = forward.meta["val"][: len(outputs)]
     operands = forward.args[1:]
     results = [*outputs, *opening.kept]

@@ -29,7 +29,7 @@ from torchremat.remat.policy_protocol import (
     policy,
 )
 from torchremat.remat.policy_spelling import register_word, spell
-from torchremat.remat.verdicts import Recompute, Saveable, Verdict
+from torchremat.remat.verdicts import UNSAID, Recompute, Saveable, Verdict
 
 __all__ = [
     "Policy",
@@ -163,7 +163,9 @@ class _Listing(_BuiltIn):
         return self._lists(value)
 
     def decide(self, value: Value) -> Verdict:
-        return Saveable() if self._saves(value) else Recompute()
+        if self._saves(value):
+            return Saveable()
+        return Recompute() if self._lists(value) else UNSAID
 
     def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool:
         names = (params["name"],) if op is name_p else ()

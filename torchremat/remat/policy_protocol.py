@@ -78,11 +78,14 @@ class Policy(ABC):
 
         Raises `PolicyError` (a `TypeError`) if the policy answers with what is no verdict.
         """
-        verdict = as_verdict(self(value.op, *value.avals, **value.params), self, value.op)
+        verdict = self._verdict(value.op, *value.avals, **value.params)
         named = value.outputs[value.index : value.index + 1]
         for name in value.names:
-            verdict = either(verdict, as_verdict(self(name_p, *named, name=name), self, name_p))
+            verdict = either(verdict, self._verdict(name_p, *named, name=name))
         return verdict
+
+    def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
+        return as_verdict(self(op, *avals, **params), self, op)
 
     def unmatched(self, values: Sequence[Value]) -> list[str]:
         """For each thing that the policy names and none of `values` has, a message that says so."""
@@ -201,7 +204,10 @@ class FunctionPolicy(Policy):
     function: Callable[..., bool | Verdict | type]
 
     def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
-        return as_answer(as_verdict(self.function(op, *avals, **params), self, op))
+        return as_answer(self._verdict(op, *avals, **params))
+
+    def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
+        return as_verdict(self.function(op, *avals, **params), self, op)
 
     @property
     def source(self) -> Source | None:

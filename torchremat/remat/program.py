@@ -437,8 +437,6 @@ class FunctionProgram(Program):
 
 def _opening(inner: FunctionProgram, policies: Sequence[tuple[Policy, str]]) -> Opening | None:
     """What `policies`, each with the name of the module around, keep of a checkpoint inside."""
-    if inner.writes:
-        return None
     everyone = [*policies, (inner.policy, inner.module_prefix)]
     joint = expose_inner(
         inner.region.joint,

@@ -7,6 +7,7 @@ from torchremat import _torch
 from torchremat.autodiff.joint import is_forward
 from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.graph.inner_graphs import inner_graphs_of
+from torchremat.graph.ops import packet_name
 
 
 def why_not_replayed(node: fx.Node) -> str | None:
@@ -21,6 +22,48 @@ def why_not_replayed(node: fx.Node) -> str | None:
         return None
     if torch.Tag.nondeterministic_seeded in call.target.tags and not _drops_nothing(call):
         return "it draws random numbers, which a replay would draw anew"
+    return None
+
+
+# They choose among values: were one of these computed again only a little otherwise, another choice
+# would go with what the forward pass chose. (Adding in another order is enough, or a compiler.)
+_SELECTING = frozenset({
+    "aten.topk", "aten.sort", "aten.argsort", "aten.msort", "aten.argmax", "aten.argmin",
+    "aten.kthvalue", "aten.mode", "aten.nonzero", "aten.nonzero_static", "aten.bincount",
+    "aten.histc", "aten.searchsorted", "aten.bucketize", "aten._unique2", "aten.unique_dim",
+    "aten.unique_consecutive",
+})  # fmt: skip
+_SELECTING_BY_DIM = frozenset(
+    {"aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.nanmedian.dim"}
+)
+
+# On a GPU they add with atomics, in an order that varies:
+# https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+_ADDING_IN_ANY_ORDER = frozenset({
+    "aten.index_add", "aten.scatter_add", "aten.scatter_reduce", "aten.scatter", "aten.put",
+    "aten.index_reduce", "aten.index_put", "aten._index_put_impl", "aten.cumsum", "aten.bincount",
+    "aten.histc", "aten.embedding_bag", "aten._embedding_bag", "aten._ctc_loss",
+    "aten.segment_reduce", "aten.grid_sampler_2d_backward", "aten.nll_loss2d_forward",
+})  # fmt: skip
+
+
+def why_kept(node: fx.Node) -> str | None:
+    """Why the value of `node` is better kept, unless a policy insists that it is not."""
+    inside = value_inside(node)
+    if inside is not None:
+        return why_kept(inside)
+    call = call_of(node)
+    name = packet_name(call.target)
+    if name in _SELECTING or str(call.target) in _SELECTING_BY_DIM:
+        return "it selects among values, and a replay might select others"
+    value = node.meta.get("val")
+    if (
+        name in _ADDING_IN_ANY_ORDER
+        and isinstance(value, torch.Tensor)
+        and value.device.type != "cpu"
+        and not torch.are_deterministic_algorithms_enabled()
+    ):
+        return "it adds with atomics, in an order that varies"
     return None
 
 

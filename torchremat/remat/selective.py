@@ -19,6 +19,7 @@ from torchremat.graph.ops import join_arguments, op_name
 from torchremat.graph.sources import Source
 from torchremat.remat.policy_protocol import Policy, Value, source_of
 from torchremat.remat.verdicts import (
+    UNSAID,
     Offloadable,
     Recompute,
     Saveable,
@@ -85,6 +86,8 @@ class Selective(Policy):
             ctx.op_output = outputs[0] if len(outputs) == 1 else outputs
             args, kwargs = tree_map(_on_meta, join_arguments(value.op, value.avals, value.params))
             answer = self.policy_fn(ctx, value.op, *args, **kwargs)
+        if answer is CheckpointPolicy.PREFER_RECOMPUTE:  # what one answers to all the rest
+            return UNSAID
         if isinstance(answer, CheckpointPolicy):
             return _VERDICTS[answer.name.partition("_")[2]]
         return as_verdict(answer, self, value.op)

@@ -57,6 +57,9 @@ class Offloadable:
 
 Verdict: TypeAlias = Saveable | Recompute | Offloadable
 
+UNSAID = Recompute()
+"""The verdict, equal to any `Recompute`, on what a policy leaves out: it does not insist."""
+
 _RANKS: dict[type, int] = {Recompute: 0, Offloadable: 1, Saveable: 2}
 
 
@@ -71,7 +74,7 @@ def as_verdict(answer: object, policy: object, op: object = None) -> Verdict:
     (Saveable(), Recompute())
     """
     if isinstance(answer, bool):
-        return Saveable() if answer else Recompute()
+        return Saveable() if answer else UNSAID
     if isinstance(answer, Saveable | Recompute | Offloadable):
         return answer
     if answer is Saveable or answer is Recompute:
@@ -98,6 +101,8 @@ def either(left: Verdict, right: Verdict) -> Verdict:
     >>> either(Recompute(), Offloadable("device", "pinned_host"))
     Offloadable(src='device', dst='pinned_host')
     """
+    if left is UNSAID:
+        return right
     return right if _RANKS[type(right)] > _RANKS[type(left)] else left
 
 
@@ -107,6 +112,8 @@ def both(left: Verdict, right: Verdict) -> Verdict:
     >>> both(Saveable(), Offloadable("device", "pinned_host"))
     Offloadable(src='device', dst='pinned_host')
     """
+    if left is UNSAID:
+        return right if isinstance(right, Recompute) else left
     return right if _RANKS[type(right)] < _RANKS[type(left)] else left
 
 
@@ -116,7 +123,16 @@ def opposite(verdict: Verdict) -> Verdict:
     >>> opposite(Offloadable("device", "pinned_host"))
     Recompute()
     """
-    return Saveable() if isinstance(verdict, Recompute) else Recompute()
+    return Saveable() if isinstance(verdict, Recompute) else UNSAID
+
+
+def insists(verdict: Verdict) -> bool:
+    """Whether the policy means this very value to be computed again, and not just all the others.
+
+    >>> insists(Recompute()), insists(as_verdict(False, "my_policy"))
+    (True, False)
+    """
+    return isinstance(verdict, Recompute) and verdict is not UNSAID
 
 
 def _check_place(end: str, place: object) -> None:

@@ -1,0 +1,190 @@
+"""What a function does besides computing is noticed when it is traced, and said with the line."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchremat as tr
+from tests.helpers import assert_same, nothing_left_behind
+from torchremat.errors import EffectError, EffectWarning
+
+rng = np.random.default_rng(0)
+own = random.Random(0)
+generator = torch.Generator()
+
+
+def python(x):
+    return x * random.random()
+
+
+def python_gauss(x):
+    return x * own.gauss(0, 1)
+
+
+def python_shuffle(x):
+    order = [0, 1, 2]
+    random.shuffle(order)
+    return x[order]
+
+
+def numpy_global(x):
+    return x * float(np.random.rand())
+
+
+def numpy_generator(x):
+    return x.cos() if rng.random() < 0.5 else x.sin()
+
+
+def seeds(x):
+    torch.manual_seed(3)
+    return x * torch.rand(3)
+
+
+def seeds_a_generator(x):
+    generator.manual_seed(4)
+    return x * torch.rand(3, generator=generator)
+
+
+DRAWING = [
+    python, python_gauss, python_shuffle, numpy_global, numpy_generator, seeds, seeds_a_generator
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fun", DRAWING)
+def test_random_numbers_that_no_operator_draws(fun):
+    x = torch.ones(3, requires_grad=True)
+    states = random.getstate(), own.getstate(), rng.bit_generator.state, torch.get_rng_state()
+    line = rf"at test_effects.py:\d+ \({fun.__name__}\)"
+    with nothing_left_behind(), pytest.raises(EffectError, match=line):
+        tr.checkpoint(fun)(x)
+    after = random.getstate(), own.getstate(), rng.bit_generator.state, torch.get_rng_state()
+    assert states[:3] == after[:3]
+    assert_same(states[3], after[3])
+
+
+def test_drawing_deep_inside_a_module():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + np.random.normal()
+
+    net = tr.nn.wrap(nn.Sequential(nn.Linear(3, 3), Noisy()))
+    with pytest.raises(
+        EffectError, match=r"numpy.random, or seeds it, at test_effects.py:\d+ \(for"
+    ):
+        net(torch.ones(2, 3))
+
+
+def test_another_thread_that_draws_is_not_blamed():
+    done = threading.Event()
+
+    def draw():
+        while not done.is_set():
+            random.random()
+            torch.rand(1)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(3):
+            tr.checkpoint(lambda x: x.sin().cos())(torch.ones(3))
+    finally:
+        done.set()
+        thread.join()
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.count = 0
+        self.seen = []
+        self.table = {}
+
+
+class Counts(Module):
+    def forward(self, x):
+        self.count += 1
+        return self.lin(x)
+
+
+class Appends(Module):
+    def forward(self, x):
+        self.seen.append(x.shape)
+        return self.lin(x)
+
+
+class Keeps(Module):
+    def forward(self, x):
+        y = self.lin(x)
+        self.seen.append(y)
+        return y
+
+
+@pytest.mark.parametrize("way", ["wrap", "checkpoint", "inside"])
+@pytest.mark.parametrize(("kind", "name"), [(Counts, "count"), (Appends, "seen"), (Keeps, "seen")])
+def test_a_forward_that_changes_an_attribute(kind, name, way):
+    module = kind()
+    net = module if way == "wrap" else nn.Sequential(module)
+    fun = tr.checkpoint(net) if way == "checkpoint" else tr.nn.wrap(net)
+    line = rf"attribute '{name}' of the module .* at test_effects.py:\d+ \(forward\)"
+    with nothing_left_behind(), pytest.raises(EffectError, match=line):
+        fun(torch.ones(2, 3))
+    assert (module.count, module.seen) == (0, [])
+
+
+def test_what_a_forward_makes_once_stays():
+    class Lazy(Module):
+        def forward(self, x):
+            if "scale" not in self.table:
+                self.table["scale"] = 2.0
+                self.is_ready = True
+            return self.lin(x) * self.table["scale"]
+
+    net, plain = Lazy(), Lazy()
+    plain.load_state_dict(net.state_dict())
+    tr.nn.wrap(net)
+    for _ in range(2):
+        x = torch.ones(2, 3)
+        assert_same(net(x), plain(x))
+    assert (net.table, net.is_ready) == (plain.table, True)
+
+
+def test_counters_outside_modules_are_the_users_business():
+    calls = []
+
+    @tr.checkpoint
+    def fun(x):
+        calls.append(1)
+        return x.sin()
+
+    for _ in range(3):
+        fun(torch.ones(2))
+    assert calls == [1]
+
+
+def test_traced_tensors_in_lists_are_taken_out():
+    losses = [0.5]
+
+    def fun(x):
+        losses.append(x.sum())
+        return x.sin()
+
+    fun = tr.checkpoint(fun)
+    with pytest.warns(EffectWarning, match="puts a tensor into the closed-over losses"):
+        fun(torch.ones(2, requires_grad=True))
+    assert losses == [0.5]
+
+
+def test_forward_hooks_that_note_something():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    seen, kept = [], {}
+    net[0].register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    net[1].register_forward_hook(lambda m, args, out: kept.update(out=out))
+    with pytest.warns(EffectWarning, match="forward hook .* changes the closed-over") as caught:
+        tr.checkpoint(net)(torch.ones(2, 3))
+    assert len(caught) == 2
+    assert (len(seen), kept) == (1, {})

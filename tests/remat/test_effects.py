@@ -179,12 +179,12 @@ def test_traced_tensors_in_lists_are_taken_out():
     assert losses == [0.5]
 
 
-def test_forward_hooks_that_note_something():
+def test_forward_hooks_that_note_something(caplog):
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     seen, kept = [], {}
     net[0].register_forward_hook(lambda m, args, out: seen.append(out.shape))
     net[1].register_forward_hook(lambda m, args, out: kept.update(out=out))
-    with pytest.warns(EffectWarning, match="forward hook .* changes the closed-over") as caught:
+    with pytest.warns(EffectWarning, match="forward hook .* changes the closed-over kept"):
         tr.checkpoint(net)(torch.ones(2, 3))
-    assert len(caught) == 2
+    assert "changes the closed-over seen" in caplog.text
     assert (len(seen), kept) == (1, {})

@@ -4,6 +4,7 @@ A graph replays operators. A random number that Python or NumPy draws would be t
 counter that a module's `forward` keeps would stand still.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -31,6 +32,8 @@ class Traced(Protocol):
     def paths(self) -> ModulePaths:
         """The modules that ran, with what became of their attributes."""
 
+
+_logger = logging.getLogger("torchremat")
 
 T = TypeVar("T", bound=Traced)
 
@@ -152,18 +155,20 @@ class _Containers:
                 )
 
     def warn_of_changes(self, name: str) -> None:
-        """Warn of a forward hook that notes something: it does so when it is traced, and no more.
+        """Say that a forward hook notes something: it does so when it is traced, and no more.
 
-        Tensors of the trace are taken out again.
+        Tensors of the trace are taken out again, with a warning.
         """
         for label, value, before in self._changed():
-            _put_back(value, before)
-            warn_user(
+            message = (
                 f"a forward hook on a module inside {name} changes the {label}: forward hooks "
                 "inside a checkpoint run when it is traced, and not at each call. Put the hook on "
-                "the checkpointed module itself, or return the value",
-                EffectWarning,
+                "the checkpointed module itself, or return the value"
             )
+            if _put_back(value, before):
+                warn_user(message, EffectWarning)
+            else:
+                _logger.warning("%s", message)
 
     def _changed(self) -> Iterator[tuple[str, Any, Any]]:
         return (held for held in self._held.values() if not same_items(held[2], held[1]))

@@ -76,7 +76,10 @@ def run_program(
     with torch.no_grad():
         for i, value in zip(writes, results[start:end], strict=True):
             inputs[i].copy_(value)
-    return (*results[:start], *results[end:])
+    outputs = list(results[:start])
+    for position, i in program.written_outputs:
+        outputs[position] = inputs[i]
+    return (*outputs, *results[end:])
 
 
 def _refuse_shared_memory(inputs: Sequence[Any], writes: Sequence[int]) -> None:

@@ -107,6 +107,11 @@ class Program(ABC):
         return ()
 
     @cached_property
+    def written_outputs(self) -> tuple[tuple[int, int], ...]:
+        """Positions of tensor outputs that are inputs after a write, with those of the inputs."""
+        return ()
+
+    @cached_property
     def views(self) -> tuple[int, ...]:
         """Positions of the tensor outputs in whose memory an input, or another output, lies."""
         return ()
@@ -379,6 +384,16 @@ class FunctionProgram(Program):
     def writes(self) -> tuple[int, ...]:
         """The positions of the inputs that the body writes to."""
         return tuple(i for i, _ in self.region.joint.mutations)
+
+    @cached_property
+    def written_outputs(self) -> tuple[tuple[int, int], ...]:
+        """See `Program.written_outputs`."""
+        outputs = [o for o in self.region.joint.outputs if isinstance(o, fx.Node)]
+        return tuple(
+            (outputs.index(value), i)
+            for i, value in self.region.joint.mutations
+            if value in outputs
+        )
 
     @cached_property
     def views(self) -> tuple[int, ...]:

@@ -401,6 +401,20 @@ def sizes_in_traces():
     assert node.target is sizes_in_traces
 
 
+@check("is_faking", "untraced")
+def on_fake_tensors():
+    assert not _torch.is_faking()
+    with _torch.new_fake_mode():
+        assert _torch.is_faking()
+    tracer = _torch.PythonKeyTracer()
+    tracer.graph = fx.Graph()
+    tracer.root = torch.nn.Module()
+    with _torch.proxy_modes(tracer, _torch.new_fake_mode()):
+        assert _torch.innermost_proxy_mode() is not None
+        with _torch.untraced():
+            assert _torch.innermost_proxy_mode() is None
+
+
 @check("SWITCHES")
 def switches():
     before = [ask() for ask in _torch.SWITCHES]

@@ -248,14 +248,21 @@ def _captures_suspended() -> Iterator[None]:
 
 @contextmanager
 def saved_tensors_hooks_set_aside() -> Iterator[None]:
-    """Without the `saved_tensors_hooks` of the surroundings, which expect real tensors."""
+    """Without the `saved_tensors_hooks` of the surroundings, which expect real tensors.
+
+    Hooks may be set in the block, also inside of `torch.func.grad`, which does not support them.
+    """
     aside = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         aside.append(hooks)
         torch._C._autograd._pop_saved_tensors_default_hooks()
+    disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
     try:
         yield
     finally:
+        if disabled is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(disabled)
         for pack, unpack in reversed(aside):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 

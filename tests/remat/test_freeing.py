@@ -336,7 +336,6 @@ def test_a_dropped_function_frees_its_graphs(function, use):
     assert graphs_alive() == before
 
 
-@pytest.mark.xfail(strict=True, reason="a trace keeps the tensors that it was made with")
 def test_traces_that_no_longer_hold_are_no_leak_of_tensors():
     """A weight that was replaced is freed, though a trace was made of it."""
     model = wrap(Net().double())

@@ -135,7 +135,6 @@ def test_many_programs_of_all_kinds_of_steps(program, saved):
 # --- what they found -----------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="dead code in a body is looked for without asking of draws")
 def test_draws_that_nobody_reads_in_checkpoints_inside():
     """They run, so that what is drawn after them is what plain PyTorch draws."""
     inner = tr.checkpoint(lambda x: x * torch.rand_like(x))

@@ -38,13 +38,15 @@ class FunctionBody(Body):
     """A Python function, with the tensors that it closes over as further inputs.
 
     What it closes over is found by the first trace, in which `inputs` are the arguments alone.
+    `captured` gives it: whoever knows where the tensors come from sets it to give those that are
+    there now, which the function will read when it is traced again.
     """
 
     def __init__(self, get_function: Callable[[], FlatFunction], num_args: int) -> None:
         self.get_function = get_function
         self.num_args = num_args
         self.surroundings = Surroundings.now()
-        self.captured: list[Tensor] | None = None
+        self.captured: Callable[[], Sequence[Tensor]] | None = None
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """Run the function; in the first trace, note what it closes over."""
@@ -52,9 +54,10 @@ class FunctionBody(Body):
         with self.surroundings.restored():
             if self.captured is None:
                 outputs = [tracing.lift(value) for value in self.get_function()(args)]
-                self.captured = list(tracing.captured)
+                found = list(tracing.captured)
+                self.captured = lambda: found
                 return outputs
-            with tracing.bound(self.captured, inputs[self.num_args :]):
+            with tracing.bound(self.captured(), inputs[self.num_args :]):
                 return [tracing.lift(value) for value in self.get_function()(args)]
 
 

@@ -8,8 +8,9 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import RetraceError
-from torchremat.graph.aliases import changes_nothing, is_item
+from torchremat.graph.aliases import changes_nothing, is_item, is_view
 from torchremat.graph.codegen import is_identity
+from torchremat.graph.eqns import attribute
 
 aten = torch.ops.aten
 
@@ -58,6 +59,24 @@ def _is_of_opened(node: fx.Node) -> bool:
 _ALIKE: dict[Any, str] = {aten._unsafe_view.default: str(aten.view.default)}
 
 
+def _what(node: fx.Node) -> Any:
+    """What `node` calls or holds. The names of constants and bodies are numbers of their trace."""
+    if node.op != "get_attr":
+        return _ALIKE.get(node.target, str(node.target))
+    module = node.graph.owning_module
+    assert module is not None
+    held = attribute(module, str(node.target))
+    if isinstance(held, fx.GraphModule):
+        return ("body", *(str(n.target) for n in held.graph.nodes if _computes(n)))
+    if isinstance(held, torch.Tensor):
+        return ("constant", str(held.dtype), tuple(held.shape), repr(held.tolist()))
+    return str(node.target)
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_view(node)
+
+
 def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
     """Number the inputs and forward operators so that equal ones have equal numbers."""
     found: dict[fx.Node, int] = {}
@@ -73,10 +92,7 @@ def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "call"}  # a number of that trace
         arguments = fx.node.map_arg((node.args, kwargs), lambda n: ("node", found.get(n)))
-        target = _ALIKE.get(node.target, str(node.target))
-        if node.op == "get_attr":  # bodies and constants are numbered as each trace goes along
-            target = target.rstrip("0123456789")
-        key = (node.op, target, repr(arguments))
+        key = (node.op, _what(node), repr(arguments))
         repeats[key] = repeats.get(key, -1) + 1
         found[node] = numbers.setdefault((*key, repeats[key]), len(numbers))
     return found

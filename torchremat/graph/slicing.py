@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import fx
 
+from torchremat.graph.inner_graphs import inner_graphs_of
+
 
 def slice_graph(
     module: fx.GraphModule,
@@ -71,7 +73,7 @@ class _Slicer:
             if node.op == "placeholder":
                 raise UnavailableError(node)
             needed.add(node)
-            stack.extend(n for n in node.all_input_nodes if n not in self.copies)
+            stack.extend(n for n in _read_by(node) if n not in self.copies)
         return needed
 
     def _copy(self, node: fx.Node) -> None:
@@ -82,9 +84,21 @@ class _Slicer:
             if top in self.copies:
                 stack.pop()
                 continue
-            missing = [n for n in top.all_input_nodes if n not in self.copies]
+            missing = [n for n in _read_by(top) if n not in self.copies]
             if missing:
                 stack.extend(reversed(missing))
                 continue
-            self.copies[top] = self.graph.node_copy(top, lambda n: self.copies[n])
+            self.copies[top] = self.graph.node_copy(top, self.copies.get)
             stack.pop()
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """What `node` reads; what is only handed to a body that does not read it is not missed."""
+    if not hasattr(node.target, "runner_of"):
+        return node.all_input_nodes
+    reference, *operands = node.args
+    assert isinstance(reference, fx.Node)
+    (body,) = inner_graphs_of(node)
+    inputs = body.graph.find_nodes(op="placeholder")
+    read = [o for o, i in zip(operands, inputs, strict=True) if i.users]
+    return [reference, *(o for o in read if isinstance(o, fx.Node))]

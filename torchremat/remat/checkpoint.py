@@ -236,6 +236,8 @@ class Checkpointed:
             (".".join(p for p in (self.module_prefix, made.paths.name_of(m)) if p), m)
             for m in modules
         ]
+        captured = CapturedTensors(made.captured, variables, named_modules)
+        made.body.captured = captured.at_hand
         return Trace(
             key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
             specs=specs,
@@ -243,7 +245,7 @@ class Checkpointed:
             records=made.region.options.with_gradients,
             region=made.region,
             result=made.result,
-            captured=CapturedTensors(made.captured, variables, named_modules),
+            captured=captured,
             modules=ModuleGuard(named_modules),
             variables=unchanged,
             dynamic=dynamic,

@@ -258,7 +258,7 @@ def _program_inputs(name: str, program: FunctionProgram) -> list[Row]:
     region = program.region
     state = labels_of_state(region.paths)
     body = region.body
-    captured = (body.captured or []) if isinstance(body, FunctionBody) else []
+    captured = body.captured() if isinstance(body, FunctionBody) and body.captured else []
     num_args = len(region.specs) - len(captured)
     rows = []
     for i in program.saved_inputs:

@@ -286,7 +286,8 @@ class Edges:
         inner = [t for t in tensors if not t.is_leaf]
         self._node: Any = None
         if inner:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in):
+            hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in)
+            with torch.enable_grad(), _torch.saved_tensors_hooks_set_aside(), hooks:
                 self._node = _Leading.apply(*inner).grad_fn  # type: ignore[no-untyped-call]
 
     def tensors(self) -> list[Tensor]:
@@ -307,7 +308,9 @@ class _Leading(torch.autograd.Function):
 
 
 def _forget(tensor: Tensor) -> InputSpec:
-    return InputSpec.of(tensor.detach())
+    # not of tensor.detach(): autograd hands over a tensor of its own, which a trace would take for
+    # one that the traced function closes over
+    return InputSpec.of(tensor)
 
 
 def _stand_in(spec: InputSpec) -> Tensor:

@@ -23,6 +23,7 @@ class FunctionTrace:
 
     region: Region
     result: Result
+    body: FunctionBody
     captured: Sequence[Tensor]
     paths: ModulePaths
 
@@ -58,7 +59,7 @@ def trace_function(
     traced_specs = specs if dynamic is None else dynamic.specs
     region = Region.traced(body, traced_specs, names, paths, options, dynamic)
     assert body.captured is not None
-    return FunctionTrace(region, results[0], body.captured, paths)
+    return FunctionTrace(region, results[0], body, body.captured(), paths)
 
 
 def traced_name(fun: Callable[..., Any]) -> str:

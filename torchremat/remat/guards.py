@@ -16,10 +16,12 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from torchremat.api_util import same_value
+from torchremat.errors import RetraceError
 from torchremat.graph.sources import is_user_file
 
 _SIMPLE = (int, float, bool, str, type(None))
 _MANY = 64
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _GUARDED = (
     "_modules",
     "_forward_hooks",
@@ -185,16 +187,29 @@ class CapturedTensors:
         variables: Sequence[Variable],
         modules: Sequence[tuple[str, nn.Module]],
     ) -> None:
-        places = {id(v.get()): v for v in variables}
+        places: dict[int, list[Variable]] = {}
+        for variable in variables:
+            places.setdefault(id(variable.get()), []).append(variable)
         for prefix, module in modules:
             for kind in ("_parameters", "_buffers"):
                 held = vars(module)[kind]
                 for name, tensor in held.items():
                     if tensor is not None:
                         label = ".".join(p for p in (prefix, name) if p)
-                        places[id(tensor)] = Variable(f"{kind[1:-1]} {label}", held, name)
-        self.tensors = list(tensors)
-        self._places = [places.get(id(t)) for t in tensors]
+                        variable = Variable(f"{kind[1:-1]} {label}", held, name)
+                        places.setdefault(id(tensor), []).append(variable)
+            attributes = vars(module)
+            for name in [n for n in attributes if n not in _OF_EVERY_MODULE]:
+                label = ".".join(p for p in (prefix, name) if p)
+                own = Variable(f"attribute {label}", attributes, name)
+                for variable in (own, *_entries_of(own)):
+                    if isinstance(variable.get(), Tensor):
+                        places.setdefault(id(variable.get()), []).append(variable)
+        found = [places.get(id(t), []) for t in tensors]
+        self._places = [variables[-1] if variables else None for variables in found]
+        # a tensor that can be found anew is not kept: it is garbage once another has its place
+        self._tensors: list[Any] = [None if v else t for t, v in zip(tensors, found, strict=True)]
+        self._shared = [variables for variables in found if len(variables) > 1]
         self.labels = [
             f"the closed-over tensor {i}" if place is None else f"the {place.label}"
             for i, place in enumerate(self._places)
@@ -202,10 +217,17 @@ class CapturedTensors:
 
         held_in_dicts = [p for p in self._places if p is not None and type(p.holder) is dict]
         self._entries = [(p.holder, p.key) for p in held_in_dicts]
-        self._all_in_dicts = len(self._entries) == len(self.tensors)
+        self._all_in_dicts = len(self._entries) == len(self._tensors)
 
     def current(self) -> list[Tensor] | None:
-        """What the variables hold now; `None` if one is gone (a weight was pruned, say)."""
+        """What the variables hold now.
+
+        `None` if one is gone (a weight was pruned, say), or two that held one tensor do not.
+        """
+        for first, *others in self._shared:
+            tensor = first.get()
+            if any(variable.get() is not tensor for variable in others):
+                return None
         if self._all_in_dicts:  # a module's parameters, say
             try:
                 return [holder[key] for holder, key in self._entries]
@@ -213,8 +235,19 @@ class CapturedTensors:
                 return None
         return [
             tensor if place is None else place.get()
-            for tensor, place in zip(self.tensors, self._places, strict=True)
+            for tensor, place in zip(self._tensors, self._places, strict=True)
         ]
+
+    def at_hand(self) -> list[Any]:
+        """What the function reads if it is traced again now."""
+        found = self.current()
+        if found is None:
+            raise RetraceError(
+                "a tensor that the function closes over is gone, or no longer the one that it has "
+                "under another name, since it ran. A derivative of higher order traces the "
+                "function again: keep what it reads until the derivatives are taken."
+            )
+        return found
 
 
 _DEPTH = 3

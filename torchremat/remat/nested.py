@@ -107,7 +107,10 @@ def prune_bodies(
 
 def _eliminate_dead(graph: fx.Graph, must_run: Callable[[fx.Node], bool] | None) -> None:
     keeps = must_run or (lambda node: False)
-    graph.eliminate_dead_code(lambda node: node.op in _ENDS or keeps(node))
+    # not graph.eliminate_dead_code, which goes into bodies and asks nobody there
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in _ENDS and not keeps(node):
+            graph.erase_node(node)
 
 
 _ENDS = ("placeholder", "output")

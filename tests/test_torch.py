@@ -415,6 +415,13 @@ def on_fake_tensors():
             assert _torch.innermost_proxy_mode() is None
 
 
+@check("offset_of")
+def offsets():
+    x = torch.ones(5)[2:]
+    assert _torch.offset_of(x) == 2
+    assert torch.vmap(lambda row: row + _torch.offset_of(row))(torch.ones(4, 2)[1:])[0, 0] == 1
+
+
 @check("SWITCHES")
 def switches():
     before = [ask() for ask in _torch.SWITCHES]

@@ -112,6 +112,13 @@ def innermost_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def offset_of(tensor: torch.Tensor) -> int:
+    """Where `tensor` begins in its storage; 0 for one that a level of `torch.func` wraps."""
+    if is_functorch_wrapped_tensor(tensor):
+        return 0
+    return tensor.storage_offset()  # type: ignore[return-value]
+
+
 def push_forward_at_current_level(
     rule: Callable[[list[torch.Tensor], list[torch.Tensor | None]], tuple[Any, Any]],
     inputs: Sequence[torch.Tensor],

@@ -49,7 +49,7 @@ class UnmatchedWarning(UserWarning):
 
 
 class RetraceWarning(UserWarning):
-    """A function is traced again and again because a Python number among its arguments changes."""
+    """A function is traced again and again, for something that changes from call to call."""
 
 
 class EffectWarning(UserWarning):

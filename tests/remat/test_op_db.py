@@ -87,11 +87,6 @@ LIMITS: Table = [
 
 FAULTS: Table = [
     (
-        "the place in its storage of an input is not part of what a trace knows of it",
-        "first",
-        "as_strided.partial_views",
-    ),
-    (
         "in evaluation mode its statistics are empty, and PyTorch's rule for the derivative of a "
         "batch does not take them when they have been kept",
         "vmap(grad)",

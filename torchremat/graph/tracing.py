@@ -34,6 +34,8 @@ class InputSpec:
     device: torch.device
     requires_grad: bool
     is_leaf: bool
+    storage_offset: int = field(default=0, compare=False)
+    """Where in its storage it begins, which only `as_strided` asks."""
 
     @classmethod
     def of(cls, tensor: Tensor, *, any_level: bool = False) -> "InputSpec":
@@ -50,13 +52,17 @@ class InputSpec:
                 tensor.device,
                 requires_grad,
                 tensor.is_leaf,
+                _torch.offset_of(tensor),
             )
 
     def empty(self) -> Tensor:
         """A new tensor like this; fake inside a trace."""
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=self.device
-        ).requires_grad_(self.requires_grad)
+        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if isinstance(self.storage_offset, int) and self.storage_offset > 0:
+            length = self.storage_offset + empty.untyped_storage().nbytes() // self.dtype.itemsize
+            whole = torch.empty(length, dtype=self.dtype, device=self.device)
+            empty = whole.as_strided(self.shape, self.stride, self.storage_offset).detach()
+        return empty.requires_grad_(self.requires_grad)
 
 
 def _refuse_kind(tensor: Tensor) -> None:

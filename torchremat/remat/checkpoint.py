@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.graph.aliases import base_of
 from torchremat.graph.dynamic_inputs import DynamicInputs, shapes_of
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.surroundings import switches
@@ -33,6 +34,7 @@ from torchremat.remat.guards import (
 from torchremat.remat.make_graph import call_in_graph, is_kept_whole
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram
+from torchremat.remat.region import Region
 from torchremat.remat.residuals import log_residuals
 from torchremat.remat.retraces import warn_of_retraces
 from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
@@ -113,6 +115,7 @@ class Checkpointed:
                 and trace.surroundings[1].switches == switches()
                 and trace.tensor_guard.check(*tensors)
                 and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
+                and trace.has_offsets_of(tensors)
                 and trace.still_holds()
             ):
                 if trace.records:
@@ -249,6 +252,7 @@ class Checkpointed:
             modules=ModuleGuard(named_modules),
             variables=unchanged,
             dynamic=dynamic,
+            offsets=_offsets(made.region, [*call.tensors, *made.captured]),
         )
 
     def _variables(self) -> list[Variable]:
@@ -262,6 +266,16 @@ def _apply(
         return apply_program(program, owner, tensors, sizes)
     with torch.enable_grad():  # as the function itself does inside a `no_grad`
         return apply_program(program, owner, tensors, sizes)
+
+
+def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """The storage offsets of the inputs, if the function asks for a place in their storage."""
+    asked = region.joint.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.as_strided.default
+    )
+    if not any(base_of(n.args[0]) in region.joint.inputs and len(n.args) > 3 for n in asked):
+        return None
+    return tuple(InputSpec.of(t).storage_offset for t in tensors)
 
 
 def _may_be_dynamic() -> bool:
@@ -292,16 +306,18 @@ def checkpoint(
     """Make `fun` keep for its derivative only what `policy` lets be saved, and recompute the rest.
 
     The result has the inputs and outputs of `fun`, and works under `backward`, to any order, and
-    under all of `torch.func`. `fun` is traced once for each kind of call (shapes, dtypes, layouts,
-    what requires a gradient, Python values, train/eval, autocast, grad mode), never in a call like
-    an earlier one; what is replayed is a graph, not Python. Dropping `fun` frees its traces.
+    under all of `torch.func`. `fun` is traced once for each kind of call (dtypes, layouts, what
+    requires a gradient, Python values, train/eval, autocast, grad mode), never in a call like an
+    earlier one; after a second size in a dimension one trace serves all. What is replayed is a
+    graph, not Python. Dropping `fun` frees its traces.
 
     Args:
         fun: a function of trees of tensors, numbers, strings and `None`; or an `nn.Module`. Tensors
             that it closes over get gradients too. Without it, a decorator is returned.
         policy: what may be saved: a policy of `checkpoint_policies`, its spelling (`"dots"`), or a
             callable `policy(op, *avals, **params)`. `None` saves nothing but inputs, and what must
-            not be replayed.
+            not be replayed: the states that random numbers are drawn from, or the numbers, and what
+            selects (`topk`, `sort`) unless the policy insists.
         prevent_cse: whether a compiler that sees forward pass and recomputation in one program is
             kept from merging them: a bool, or a tuple or tree of bools over the arguments. Run
             operator by operator there is nothing to merge, and it has no effect.
@@ -317,7 +333,12 @@ def checkpoint(
         TypeError: for a `fun`, `policy`, `prevent_cse` or `static_argnums` of another type.
         ConcretizationError: (a `TypeError`, at the first call) if Python needs the value of a
             traced tensor.
-        EffectError: (a `RuntimeError`, at the first call) for what a graph cannot replay.
+        EffectError: (a `RuntimeError`, at the first call) for what a graph cannot replay: random
+            numbers of Python or NumPy, an attribute that a module's `forward` changes, ...
+
+    Warns:
+        RetraceWarning: if it is traced again and again for something that changes.
+        EffectWarning: if it leaves a traced tensor in a list, a dict or a module.
 
     After `jax.checkpoint`.
 

@@ -35,6 +35,8 @@ class Trace:
     modules: ModuleGuard
     variables: VariableGuard
     dynamic: DynamicInputs | None = None
+    offsets: tuple[int, ...] | None = None
+    """Where in their storages the inputs began, if the graph depends on it."""
     tensor_guard: Any = None
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
 
@@ -45,6 +47,14 @@ class Trace:
         for i, dim in () if self.dynamic is None else self.dynamic.places:
             dims[i].append(dim)
         return dims
+
+    def has_offsets_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `tensors` begin in their storages where the trace needs them to."""
+        if self.offsets is None:
+            return True
+        return self.offsets == tuple(InputSpec.of(t).storage_offset for t in tensors)
+            InputSpec.of(t).storage_offset for t in tensors
+        )
 
     def still_holds(self) -> bool:
         """Whether what the trace took for granted, besides the arguments, is as it was."""
@@ -66,6 +76,8 @@ class Trace:
             return False
         captured = self.captured.current()
         if captured is None:
+            return False
+        if not self.has_offsets_of([*call.tensors, *captured]):
             return False
         recorded = self.region.specs[len(specs) :]
         return all(

@@ -53,8 +53,6 @@ class Trace:
         if self.offsets is None:
             return True
         return self.offsets == tuple(InputSpec.of(t).storage_offset for t in tensors)
-            InputSpec.of(t).storage_offset for t in tensors
-        )
 
     def still_holds(self) -> bool:
         """Whether what the trace took for granted, besides the arguments, is as it was."""

@@ -1015,3 +1015,33 @@ def test_what_is_asked_first_of_a_closed_over_tensor(name):
     wrt = [x, w]
     found = derivatives(tr.checkpoint(fun), [x], wrt, order=1)
     assert_same(found, derivatives(fun, [x], wrt, order=1))
+
+
+def test_an_attribute_that_changes_at_each_step_is_warned_of():
+    class Annealed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = 1.0
+
+        def forward(self, x):
+            return torch.softmax(x / self.temperature, -1)
+
+    net = nn.Sequential(Annealed())
+    fun, x = tr.checkpoint(net), torch.randn(2, 3)
+    for step in range(8):
+        net[0].temperature = 1.0 + step
+        assert_same(fun(x), net(x))
+    net[0].temperature = 0.5
+    with pytest.warns(RetraceWarning, match=r"the attribute temperature of the module 0 changes"):
+        assert_same(fun(x), net(x))
+
+
+def test_of_very_many_traces_the_oldest_go():
+    @tr.checkpoint
+    def fun(x, *, mode):
+        return x.sin() if mode else x.cos()
+
+    x = torch.ones(2)
+    for mode in map(str, range(140)):
+        fun(x, mode=mode)
+    assert len(fun._own.traces) == 128

@@ -1045,3 +1045,69 @@ def test_of_very_many_traces_the_oldest_go():
     for mode in map(str, range(140)):
         fun(x, mode=mode)
     assert len(fun._own.traces) == 128
+
+
+# what a function, or the forward of a module, reads; each is set to another value between calls
+
+
+class Settings:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+act, factors, table, weights, settings, dtype = (
+    torch.relu, [2.0, 3.0], {"s": 2.0}, [torch.ones(3)], Settings(2.0), torch.float32
+)  # fmt: skip
+READ = {
+    "act": (lambda x: act(x), torch.sigmoid),
+    "factors": (lambda x: sum(x * f for f in factors), [5.0]),
+    "table": (lambda x: x * table["s"], {"s": 3.0}),
+    "weights": (lambda x: sum(x * w for w in weights), [7 * torch.ones(3)]),
+    "settings": (lambda x: x * settings.scale, Settings(3.0)),
+    "dtype": (lambda x: x.to(dtype), torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_function_reads_may_be_another(name, monkeypatch):
+    body, value = READ[name]
+    fun, x = tr.checkpoint(body), torch.randn(3)
+    assert_same(fun(x), body(x))
+    monkeypatch.setitem(globals(), name, value)
+    assert_same(fun(x), body(x))
+
+
+def test_what_a_function_reads_may_grow():
+    scales = [2.0]
+
+    def body(x):
+        return sum(x * s for s in scales)
+
+    fun, x = tr.checkpoint(body), torch.randn(3)
+    for _ in range(3):
+        assert_same(fun(x), body(x))
+        scales.append(5.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (torch.relu, torch.sigmoid),
+        (nn.functional.relu, nn.functional.silu),
+        (Settings(2.0), Settings(3.0)),
+        ({1}, {1, 2}),
+    ],
+)
+def test_what_a_module_reads_may_be_another(before, after):
+    class Net(nn.Module):
+        def forward(self, x):
+            if isinstance(self.held, Settings):
+                return x * self.held.scale
+            return x * len(self.held) if isinstance(self.held, set) else self.held(x)
+
+    net = Net()
+    net.held = before
+    fun, x = tr.checkpoint(nn.Sequential(net)), torch.randn(3)
+    assert_same(fun(x), net(x))
+    net.held = after
+    assert_same(fun(x), net(x))

@@ -300,3 +300,28 @@ def test_verification_at_each_size(monkeypatch):
         x = sample(2, length, 8)
         wrt = [x, weight]
         assert_same(derivatives(ours, [x], wrt, order=1), derivatives(attention, [x], wrt, order=1))
+
+
+def test_the_layout_of_an_input_whose_sizes_do_not_vary():
+    def fun(x, w):
+        return x @ (w if w.is_contiguous() else w.t().sin())
+
+    ours = tr.checkpoint(fun)
+    square = sample(4, 4, seed=2).detach()
+    for length in (3, 5, 7):
+        for w in (square, square.t()):
+            x = sample(length, 4)
+            found = derivatives(ours, [x, w], [x], order=1)
+            assert_same(found, derivatives(fun, [x, w], [x], order=1))
+
+
+def test_kept_is_what_was_kept_at_the_size_of_the_trace():
+    """At a small size numbers would take less than the state that they are drawn from."""
+
+    def fun(x):
+        return (F.dropout(x, 0.5) * x).sin()
+
+    ours = tr.checkpoint(fun)
+    for length in (64, 128, 2):
+        x = sample(length, 200)
+        assert_same(derivatives(ours, [x], [x]), derivatives(fun, [x], [x]), close=True)

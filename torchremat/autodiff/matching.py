@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import RetraceError
 from torchremat.graph.aliases import changes_nothing, is_item, is_view
@@ -69,7 +70,8 @@ def _what(node: fx.Node) -> Any:
     if isinstance(held, fx.GraphModule):
         return ("body", *(str(n.target) for n in held.graph.nodes if _computes(n)))
     if isinstance(held, torch.Tensor):
-        return ("constant", str(held.dtype), tuple(held.shape), repr(held.tolist()))
+        with _torch.isolated_from_surroundings():  # a trace may be in progress
+            return ("constant", str(held.dtype), tuple(held.shape), repr(held.tolist()))
     return str(node.target)
 
 

@@ -60,8 +60,10 @@ class DynamicInputs:
     def allows(self, specs: Sequence[InputSpec]) -> bool:
         """Whether inputs of `specs` are like those of the trace, apart from sizes that vary."""
         varying = set(self.places)
+        with_symbols = {i for i, _ in self.places}  # `sizes` compares the strides of these
         return len(specs) == len(self.specs) and all(
             is_alike(theirs, ours)
+            and (i in with_symbols or theirs.stride == ours.stride)
             and all(
                 (i, dim) in varying or size == ours.shape[dim]
                 for dim, size in enumerate(theirs.shape)

@@ -139,6 +139,8 @@ class _Capture(_torch.TorchFunctionMetadataMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func == _SET_DATA:
+            if args[0] is args[1]:  # as `module.to` does with what stays as it is
+                return None
             raise EffectError(
                 f"the function gives a tensor other memory at {current_source()} (x.data = ...): "
                 "a graph cannot. Write into the tensor: x.copy_(...)."

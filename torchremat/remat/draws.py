@@ -46,9 +46,7 @@ def state_nbytes(node: fx.Node) -> int | None:
 
 def state_aval(node: fx.Node) -> Aval:
     """The aval of the state that the random value `node` can be drawn from again."""
-    nbytes = state_nbytes(node)
-    assert nbytes is not None
-    return Aval((nbytes,), torch.uint8)
+    return Aval((_STATE_NBYTES[node.meta["val"].device.type],), torch.uint8)
 
 
 def with_generator(op: _torch.OpOverload) -> _torch.OpOverload | None:

@@ -114,7 +114,7 @@ def _is_plain(value: Any) -> bool:
         return (
             type(value) is dict and 0 < len(value) <= _MANY and all(map(_is_plain, value.values()))
         )
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list, set, frozenset):
         return len(value) <= _MANY and all(map(_is_plain, value))
     return type(value) in _SIMPLE or type(value) is Generator
 
@@ -148,16 +148,23 @@ class VariableGuard:
     def __init__(self, variables: Iterable[Variable]) -> None:
         self._values: list[tuple[Variable, Any]] = []
         self._objects: list[tuple[Variable, Reference]] = []
+        self._entries: list[tuple[Variable, Any]] = []
         for variable in variables:
             value = variable.get()
-            if type(value) in _SIMPLE:
-                self._values.append((variable, value))
-            elif isinstance(value, (nn.Module, FunctionType, Generator)):
+            if _is_plain(value) and type(value) is not Generator:
+                self._values.append((variable, copy.deepcopy(value)))
+            elif not isinstance(value, (Tensor, ModuleType)):
                 self._objects.append((variable, _reference_to(value)))
+                if type(value) in (list, dict):
+                    self._entries.append(
+                        (variable, list(value) if type(value) is dict else len(value))
+                    )
 
     def forget_changed(self) -> None:
         """Forget what the function itself changed, a counter say, while it was traced."""
         self._values = [pair for pair in self._values if _is_unchanged(*pair)]
+        self._objects = [pair for pair in self._objects if _is_same(pair[1], pair[0].get())]
+        self._entries = [pair for pair in self._entries if _has_entries(*pair)]
 
     def holds(self) -> bool:
         """Whether nothing changed."""
@@ -171,7 +178,18 @@ class VariableGuard:
         for variable, same in self._objects:
             if not _is_same(same, variable.get()):
                 return f"the {variable.label}"
+        for variable, entries in self._entries:
+            if not _has_entries(variable, entries):
+                return f"the {variable.label}"
         return None
+
+
+def _has_entries(variable: Variable, entries: Any) -> bool:
+    """Whether a list is as long as it was, a dict has the keys that it had."""
+    value = variable.get()
+    if type(value) is dict:
+        return bool(list(value) == entries)
+    return type(value) is list and len(value) == entries
 
 
 def _is_unchanged(variable: Variable, value: Any) -> bool:
@@ -292,9 +310,12 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Variable]:
         Variable(f"{c.__name__}.{n}", vars(c), n) for c in classes for n in names & {*vars(c)}
     ]
     found = _followed(level, {id(m) for m in modules})
-    held = [Variable(n, vars(m), n) for m in modules for n in names & {*vars(m)}]
-    for variable in {id(v.get()): v for v in held}.values():
-        found += [v for v in _entries_of(variable) if v.key in names]
+    held = [Variable(n, vars(m), n) for m in modules for n in {*vars(m)} - _OF_EVERY_MODULE]
+    found += [v for v in held if not _is_plain(v.get())]
+    for _ in range(_DEPTH):
+        distinct = {id(v.get()): v for v in held}.values()
+        held = [e for v in distinct for e in _entries_of(v) if e.key in names]
+        found += held
     return list({(id(v.holder), v.key): v for v in found}.values())
 
 

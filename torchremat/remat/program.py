@@ -299,12 +299,14 @@ class FunctionProgram(Program):
                 joint, nodes = joint_at(self._root_joint, sizes)
             if len(self._at) >= _MOST_SIZES:
                 self._at.clear()
-            self._at[key] = type(self)(
+            program = self._at[key] = type(self)(
                 region,
                 self.policy,
                 module_prefix=self.module_prefix,
                 chosen=(joint, self.choices.renamed(nodes)),
             )
+            # which it is was settled when the forward pass ran, whatever takes less at these sizes
+            program.__dict__["drawn_again"] = self.drawn_again
         return self._at[key]
 
     def backward_at(

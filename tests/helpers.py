@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -168,6 +169,32 @@ class Choosing:
     def __call__(self, op: Any, *avals: Any, **params: Any) -> bool:
         self.asked += 1
         return self.choices[(self.asked - 1) % len(self.choices)]
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+def in_threads(*works: Callable[[], Any]) -> list[Any]:
+    """Run the functions at the same time; return what they return, or raise what one raises."""
+    results: list[Any] = [None] * len(works)
+    barrier = threading.Barrier(len(works))
+
+    def run(i: int) -> None:
+        try:
+            barrier.wait()
+            results[i] = works[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 # --- what is left behind -------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import threading
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchremat as tr
-from tests.helpers import assert_same, nothing_left_behind
+from tests.helpers import assert_same, in_threads, nothing_left_behind
 from torchremat.nn import wrap
 
 WIDTH = 6
@@ -471,28 +470,6 @@ def test_a_copy_trains_on_by_itself(kind, has_run):
 
 
 # --- threads -------------------------------------------------------------------------------------
-
-
-def in_threads(*works):
-    """Run the functions at the same time, and return what they return."""
-    results, barrier = [None] * len(works), threading.Barrier(len(works))
-
-    def run(i):
-        try:
-            barrier.wait()
-            results[i] = works[i]()
-        except BaseException as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def train(model):

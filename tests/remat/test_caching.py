@@ -1,7 +1,6 @@
 """One trace for each kind of call: when a function is traced anew, when not, and what is freed."""
 
 import gc
-import threading
 import weakref
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import torchremat as tr
-from tests.helpers import assert_freed, assert_same, derivatives, nothing_left_behind
+from tests.helpers import assert_freed, assert_same, derivatives, in_threads, nothing_left_behind
 from torchremat.errors import EffectWarning, RetraceWarning
 
 D = torch.double
@@ -834,28 +833,6 @@ def test_an_output_written_to_in_place_by_the_caller():
 
 
 # --- threads -------------------------------------------------------------------------------------
-
-
-def in_threads(*works):
-    """Run the functions at the same time; return what they return, or raise what one raises."""
-    results, barrier = [None] * len(works), threading.Barrier(len(works))
-
-    def run(i):
-        try:
-            barrier.wait()
-            results[i] = works[i]()
-        except BaseException as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def _gradient(fun, x):

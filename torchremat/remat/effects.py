@@ -96,7 +96,7 @@ def _described(change: Change, made: Traced) -> str:
 def _line_that_draws(source: RandomSource, trace: Callable[[], Any]) -> Source | None:
     """The user's line that draws; none if it was another thread, which draws when it likes."""
     before = RandomState([source])
-    time.sleep(0.02)
+    time.sleep(0.02)  # long enough for a thread that draws in a loop to get its turn
     if before.changed() is not None:
         return None
     lines = []

@@ -93,6 +93,7 @@ def test_random_numbers(program, saved):
 
 
 @few
+@example((247514, 24), [True, False, True])  # a checkpoint inside keeps other values each time
 @given(programs, choices)
 def test_writes_and_buffers(program, saved):
     check_steps(program, saved, order=2, without=RANDOM, more=WRITES | BUFFERS)

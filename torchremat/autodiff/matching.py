@@ -9,7 +9,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import RetraceError
-from torchremat.graph.aliases import changes_nothing, is_item, is_view
+from torchremat.graph.aliases import changes_nothing, is_item
 from torchremat.graph.codegen import is_identity
 from torchremat.graph.eqns import attribute
 
@@ -68,15 +68,11 @@ def _what(node: fx.Node) -> Any:
     assert module is not None
     held = attribute(module, str(node.target))
     if isinstance(held, fx.GraphModule):
-        return ("body", *(str(n.target) for n in held.graph.nodes if _computes(n)))
+        return ("body", str(node.meta.get("source")))  # the graph itself may keep other values
     if isinstance(held, torch.Tensor):
         with _torch.isolated_from_surroundings():  # a trace may be in progress
             return ("constant", str(held.dtype), tuple(held.shape), repr(held.tolist()))
     return str(node.target)
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.op == "call_function" and not is_view(node)
 
 
 def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:

@@ -77,8 +77,9 @@ def run_program(
         for i, value in zip(writes, results[start:end], strict=True):
             inputs[i].copy_(value)
     outputs = list(results[:start])
-    for position, i in program.written_outputs:
-        outputs[position] = inputs[i]
+    with torch.no_grad():
+        for output in program.written_outputs:
+            outputs[output.position] = output.of(inputs[output.written], sizes)
     return (*outputs, *results[end:])
 
 

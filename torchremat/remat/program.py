@@ -36,6 +36,7 @@ from torchremat.remat.nested import Opening, expose_inner, join_exposed, prune_b
 from torchremat.remat.policies import Policy, nothing_saveable
 from torchremat.remat.region import MappedAxis, Mask, Region
 from torchremat.remat.replay import draws_forward
+from torchremat.remat.written import WrittenOutput, written_outputs
 
 
 class Program(ABC):
@@ -106,9 +107,9 @@ class Program(ABC):
         """The positions of the inputs that the body writes to."""
         return ()
 
-    @cached_property
-    def written_outputs(self) -> tuple[tuple[int, int], ...]:
-        """Positions of tensor outputs that are inputs after a write, with those of the inputs."""
+    @property
+    def written_outputs(self) -> tuple[WrittenOutput, ...]:
+        """The outputs that lie in the memory of an input that is written to."""
         return ()
 
     @cached_property
@@ -388,14 +389,9 @@ class FunctionProgram(Program):
         return tuple(i for i, _ in self.region.joint.mutations)
 
     @cached_property
-    def written_outputs(self) -> tuple[tuple[int, int], ...]:
+    def written_outputs(self) -> tuple[WrittenOutput, ...]:
         """See `Program.written_outputs`."""
-        outputs = [o for o in self.region.joint.outputs if isinstance(o, fx.Node)]
-        return tuple(
-            (outputs.index(value), i)
-            for i, value in self.region.joint.mutations
-            if value in outputs
-        )
+        return written_outputs(self.output_nodes, self.region.joint.mutations)
 
     @cached_property
     def views(self) -> tuple[int, ...]:

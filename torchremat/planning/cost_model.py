@@ -1,0 +1,217 @@
+"""What the nodes of a graph cost on a device: operations, bytes, seconds.
+
+A roofline: an operator takes as long as its operations or its bytes, whichever take longer, and
+no less than its launch. What is measured of an operator, if that is wanted, comes before it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Union
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.graph.aliases import is_item, is_view
+from torchremat.graph.inner_graphs import inner_graphs_of
+from torchremat.graph.ops import op_name
+from torchremat.planning.calls import Call
+from torchremat.planning.devices import Rates, rates_of, this_device
+from torchremat.planning.fusion import is_read_in_place, is_written
+from torchremat.planning.measuring import kept_rates
+from torchremat.planning.profiling import NodeTimer
+from torchremat.planning.work import Work, has_formula, work_of
+
+Device = Union[str, torch.device, Rates, "CostModel", None]
+"""What `CostModel.of` takes."""
+
+ATTENTION_FRACTION = 0.65
+"""Of the rate of large products, what kernels of attention reach: they compute exponentials too."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds, operations and bytes of the nodes of a graph, which have fake tensors in their meta.
+
+    Views, items of tuples and identities cost nothing. A node with a graph inside (a checkpoint,
+    `scan`) costs what its body costs, `cond` what its more expensive branch does. Symbolic sizes
+    have the values that they had when the graph was traced. Models hash, compare by what they say,
+    and pickle.
+
+    Attributes:
+        rates: what the device does in a second.
+        fuses: whether a compiler makes one kernel of pointwise work and what consumes it.
+        tf32_matmuls: whether matrix products of float32 use TF32, where there is such.
+        tf32_convolutions: likewise, of convolutions.
+        timer: measures operators; what it cannot measure is estimated.
+
+    >>> from torchremat import make_graph
+    >>> x, w = torch.ones(64, 256), torch.ones(256, 512)
+    >>> graph = make_graph(lambda x, w: (x @ w).t())(x, w).graph_module.graph
+    >>> _, _, mm, transpose, _ = graph.nodes
+    >>> h100 = CostModel.of("h100")
+    >>> h100.flops(mm) == 2 * 64 * 512 * 256, h100.bytes_moved(mm)
+    (True, 720896)
+    >>> h100.seconds(mm) > h100.seconds(transpose) == 0
+    True
+    """
+
+    rates: Rates
+    fuses: bool = False
+    tf32_matmuls: bool = False
+    tf32_convolutions: bool = False
+    timer: NodeTimer | None = None
+
+    @classmethod
+    def of(cls, device: Device = None) -> "CostModel":
+        """The roofline of a device, as `rates_of` knows it; of `Rates`; or a model as it is.
+
+        TF32 is used if PyTorch is told, now, to use it.
+
+        >>> CostModel.of("NVIDIA H100 PCIe")
+        CostModel('NVIDIA H100 PCIe')
+        """
+        if isinstance(device, CostModel):
+            return device
+        if not isinstance(device, str | torch.device | Rates | None):
+            raise TypeError(
+                f"{device!r} ({type(device).__name__}) is no device: a cost model is made of a "
+                "name ('h100'), a torch.device, Rates, or another CostModel"
+            )
+        convolution = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+        return cls(
+            device if isinstance(device, Rates) else rates_of(device),
+            tf32_matmuls=torch.backends.cuda.matmul.fp32_precision == "tf32",
+            tf32_convolutions=convolution.fp32_precision == "tf32",
+        )
+
+    @classmethod
+    def profiled(cls, device: "str | torch.device | None" = None) -> "CostModel":
+        """Times each operator on `device`, on random tensors of the shapes in the graph.
+
+        The times are kept on disk, see `measure`. What cannot run so (it raises, or takes a quarter
+        of the free memory or more) is estimated by the rates that `measure` finds.
+
+        >>> CostModel.profiled("cpu")  # doctest: +SKIP
+        CostModel('AMD EPYC, threads 2, measured', profiled on cpu)
+        """
+        here = this_device(device)
+        return replace(measure(here), timer=NodeTimer(here))
+
+    def fused(self) -> "CostModel":
+        """The model for a plan that a compiler runs.
+
+        A pointwise operator all of whose consumers are pointwise or reductions runs in their
+        kernel: it costs what it reads from outside, and writes and launches nothing.
+        """
+        return replace(self, fuses=True)
+
+    def flops(self, node: fx.Node) -> int:
+        """The floating-point operations of `node`, as PyTorch's `FlopCounterMode` counts them."""
+        return round(self._total(node, lambda n: work_of(Call.of(n)).matmul_flops))
+
+    def bytes_moved(self, node: fx.Node) -> int:
+        """The bytes that `node` reads and writes; with `fuses`, from and to other kernels."""
+        return round(self._total(node, lambda n: self._bytes(n, work_of(Call.of(n)))))
+
+    def seconds(self, node: fx.Node) -> float:
+        """The time that `node` takes."""
+        return self._total(node, self._seconds)
+
+    def transfer_seconds(self, nbytes: int) -> float | None:
+        """The time to copy so many bytes between device and host; `None` without a link.
+
+        >>> CostModel.of("cpu").transfer_seconds(1 << 20) is None
+        True
+        """
+        link = self.rates.host_bytes_per_second
+        return None if link is None else nbytes / (link * self.rates.memory_fraction)
+
+    def __repr__(self) -> str:
+        said = [repr(self.rates.name)]
+        said += ["fuses=True"] if self.fuses else []
+        said += [f"profiled on {self.timer.device}"] if self.timer else []
+        return f"CostModel({', '.join(said)})"
+
+    def _total(self, node: fx.Node, cost: Callable[[fx.Node], float]) -> float:
+        """The cost of `node`: its own, or that of the graphs inside it."""
+        if node.op != "call_function" or is_item(node) or is_view(node):
+            return 0
+        bodies = [] if has_formula(node.target) else inner_graphs_of(node)
+        if not bodies:
+            return cost(node)
+        totals = [sum(self._total(n, cost) for n in body.graph.nodes) for body in bodies]
+        if op_name(node.target) == "higher_order.cond":
+            return max(totals)
+        return _num_rounds(node) * sum(totals)
+
+    def _seconds(self, node: fx.Node) -> float:
+        call = Call.of(node)
+        work = work_of(call)
+        if not work.writes and not any(work.reads):
+            return 0.0 if not call.outputs() else self.rates.launch_seconds
+        is_alone = not self.fuses or is_written(node)
+        if self.timer is not None and is_alone:
+            measured = self.timer.seconds(call)
+            if measured is not None:
+                return measured
+        seconds = max(
+            self._matmul_seconds(work) + work.pointwise_flops / self.rates.pointwise,
+            self._bytes(node, work) / self.rates.memory_rate(),
+        )
+        if not is_alone:
+            return seconds
+        launch = self.rates.launch_seconds
+        return max(launch, seconds) if self.rates.runs_ahead else launch + seconds
+
+    def _matmul_seconds(self, work: Work) -> float:
+        tf32 = self.tf32_convolutions if work.kind == "conv" else self.tf32_matmuls
+        flops = work.matmul_flops * (4 if work.matmul_dtype.is_complex else 1)
+        rate = self.rates.matmul_rate(work.matmul_dtype, tf32=tf32)
+        return flops / (rate * (ATTENTION_FRACTION if work.kind == "attention" else 1.0))
+
+    def _bytes(self, node: fx.Node, work: Work) -> int:
+        if not self.fuses:
+            return sum(work.reads) + work.writes
+        inputs = zip(node.all_input_nodes, work.reads, strict=True)
+        reads = sum(nbytes for source, nbytes in inputs if not is_read_in_place(source))
+        return reads + (work.writes if is_written(node) else 0)
+
+
+def _num_rounds(node: fx.Node) -> int:
+    """How many times the body of `node` runs: as often as `scan` and `map` have slices."""
+    if op_name(node.target) not in ("higher_order.scan", "higher_order.map_impl"):
+        return 1
+    index = 2 if op_name(node.target) == "higher_order.scan" else 1
+    sliced = node.args[index]
+    assert isinstance(sliced, tuple | list)
+    shapes = [n.meta["val"].shape for n in sliced if isinstance(n, fx.Node)]
+    return _torch.hint_of(shapes[0][0]) if shapes else 1
+
+
+def measure(device: "str | torch.device | None" = None, *, again: bool = False) -> CostModel:
+    """Measure what a device of this machine does in a second: the roofline that is really there.
+
+    It takes a few seconds, once: rates are kept as JSON in the folder that the environment
+    variable `TORCHREMAT_CACHE_DIR` names, else in `~/.cache/torchremat`, by device, number of
+    threads and version of PyTorch. A file that cannot be read, or written, is said on the logger
+    `torchremat`, and no more.
+
+    Args:
+        device: `"cpu"`, `"cuda"`, ...; `None` means this machine's accelerator, else the CPU.
+        again: measure though there are rates.
+
+    Raises:
+        ValueError: for `meta`, where nothing runs, and for what is no device.
+        RuntimeError: for a device that this machine does not have.
+
+    >>> measure("meta")
+    Traceback (most recent call last):
+    ValueError: nothing runs on the device 'meta', ...
+    """
+    if device is not None and str(device).startswith("meta"):
+        raise ValueError(
+            "nothing runs on the device 'meta', so that nothing can be measured there: measure "
+            "'cpu' or 'cuda', or take the figures of a data sheet: CostModel.of('h100')"
+        )
+    return CostModel.of(kept_rates(this_device(device), again=again))

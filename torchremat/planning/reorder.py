@@ -1,0 +1,82 @@
+"""The order of the backward pass: what only makes gradients of inputs comes as early as it can.
+
+    autograd    dx = mm(dy, w.T);  dw = mm(dy.T, x)      dy, dx, x and dw are alive together
+    here        dw = mm(dy.T, x);  dx = mm(dy, w.T)      dy, dx, dw: x is let go before
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchremat.planning.ordering import Decisions, replay_of
+from torchremat.planning.problem import Part, Problem, costs_unchecked
+
+
+def reordered(problem: Problem) -> Problem:
+    """`problem` with the order of the backward pass in which operators need the least memory."""
+    early = with_backward(problem, _gradients_early(problem))
+    return min(problem, early, key=floor_of)
+
+
+def with_backward(problem: Problem, order: Sequence[int]) -> Problem:
+    """`problem` with its operators of the backward pass in another order; numbers stay."""
+    return replace(problem, backward_order=tuple(order))
+
+
+def floor_of(problem: Problem) -> int:
+    """The least peak that the order allows: what operators of the backward pass need at once.
+
+    That is what one of them reads and writes, and what of its likes is alive beside it; whatever
+    else the forward pass makes could be computed again.
+    """
+    replay = replay_of(problem, Decisions(problem.needed))
+    live = list(costs_unchecked(problem, replay.schedule).live)
+    num_forward = len(replay.schedule.forward)
+    order = replay.schedule.backward
+    wanted: set[int] = set()
+    floor = 0
+    for place in range(len(order) - 1, -1, -1):
+        op = problem.operators[order[place]]
+        wanted.difference_update(op.writes)
+        idle = (wanted & problem.known) - set(op.reads) - problem.outputs
+        floor = max(floor, live[num_forward + place] - sum(problem.nbytes[v] for v in idle))
+        wanted.update(op.reads)
+    return floor
+
+
+def _gradients_early(problem: Problem) -> list[int]:
+    """The backward pass, with what leads to nothing but gradients right after what it reads."""
+    operators = problem.operators
+    readers: dict[int, list[int]] = {}
+    for o in problem.backward:
+        for v in operators[o].reads:
+            readers.setdefault(v, []).append(o)
+    final = problem.backward[-1]  # it reads the gradients
+    ends: set[int] = set()
+    for o in reversed(problem.backward[:-1]):
+        after = {r for v in operators[o].writes for r in readers.get(v, ())}
+        if problem.gradients.issuperset(operators[o].writes) and after <= {final}:
+            ends.add(o)
+        elif after and after <= ends and len(after) == 1:
+            ends.add(o)
+    order: list[int] = []
+    done: set[int] = set()
+    there = set(problem.known)
+    waiting = [o for o in problem.backward if o in ends]
+    by_input: dict[int, list[int]] = {}
+    for o in waiting:
+        for v in operators[o].reads:
+            by_input.setdefault(v, []).append(o)
+
+    def run(o: int) -> None:
+        order.append(o)
+        done.add(o)
+        there.update(operators[o].writes)
+        for v in operators[o].writes:
+            for r in by_input.get(v, ()):
+                if r not in done and all(u in there for u in operators[r].reads):
+                    run(r)
+
+    for o in problem.backward:
+        if o not in done:
+            run(o)
+    return order

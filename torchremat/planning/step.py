@@ -1,0 +1,167 @@
+"""A joint graph as a problem in numbers, and schedules of numbers as operators of the graph."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint
+from torchremat.graph.aliases import base_of, call_of, is_item, is_view
+from torchremat.graph.slicing import nodes_read_by
+from torchremat.planning.problem import Operator, Part, Problem
+from torchremat.remat.draws import state_nbytes
+from torchremat.remat.replay import draws_forward, why_kept, why_not_replayed
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The forward and the backward pass of a joint graph.
+
+    Attributes:
+        joint: the graph.
+        problem: the same in numbers.
+        calls: the node of each operator; `None` for the one at the end, which reads gradients.
+        values: the node of each value; `None` for an output of an operator that nobody takes.
+    """
+
+    joint: Joint
+    problem: Problem
+    calls: tuple[fx.Node | None, ...]
+    values: tuple[fx.Node | None, ...]
+
+    @classmethod
+    def of(cls, joint: Joint, seconds: Callable[[fx.Node], float]) -> "Step":
+        """The step of `joint`, with `seconds` for the time of each operator."""
+        return _Builder(joint, seconds).build()
+
+    def nodes(self, operators: Iterable[int]) -> list[fx.Node]:
+        """The nodes of `operators`."""
+        return [node for o in operators if (node := self.calls[o]) is not None]
+
+
+class _Builder:
+    def __init__(self, joint: Joint, seconds: Callable[[fx.Node], float]) -> None:
+        self.joint = joint
+        self.seconds = seconds
+        self.operators: list[Operator] = []
+        self.calls: list[fx.Node | None] = []
+        self.nbytes: list[int] = []
+        self.values: list[fx.Node | None] = []
+        self.numbers: dict[tuple[fx.Node, int], int] = {}
+        """The value that each output of each call is."""
+
+    def build(self) -> Step:
+        joint = self.joint
+        parts = _parts(joint)
+        calls = [n for n in joint.module.graph.nodes if n in parts]
+        for node in sorted(calls, key=lambda n: parts[n] is not Part.FORWARD):
+            self._add(node, parts[node])
+        gradients = list(self._values_of(g for g in joint.gradients if isinstance(g, fx.Node)))
+        self.operators.append(Operator(tuple(gradients), (), 0.0, Part.BACKWARD))
+        self.calls.append(None)
+        late = {v for op in self.operators if op.part is Part.BACKWARD for v in op.writes}
+        problem = Problem(
+            tuple(self.operators),
+            tuple(self.nbytes),
+            outputs=frozenset(self._values_of(o for o in joint.outputs if isinstance(o, fx.Node))),
+            gradients=frozenset(gradients) & late,
+            written=frozenset(self._values_of(value for _, value in joint.mutations)),
+            backward_constant=sum(_nbytes(ct) for ct in joint.cotangents if ct is not None),
+        )
+        return Step(joint, problem, tuple(self.calls), tuple(self.values))
+
+    def _add(self, call: fx.Node, part: Part) -> None:
+        reads = tuple(self._values_of(nodes_read_by(call)))
+        redrawn = state_nbytes(call) is not None
+        once = (why_not_replayed(call) is not None and not redrawn) or why_kept_at_all(call)
+        writes = []
+        for index, value in enumerate(_outputs_of(call)):
+            if isinstance(value, torch.Tensor):
+                self.numbers[call, index] = len(self.nbytes)
+                writes.append(len(self.nbytes))
+                self.nbytes.append(_storage_nbytes(value))
+                self.values.append(_taken(call, index))
+        self.operators.append(
+            Operator(
+                reads,
+                tuple(writes),
+                self.seconds(call),
+                part,
+                repeatable=not once,
+                draws=redrawn and why_not_replayed(call) is not None,
+            )
+        )
+        self.calls.append(call)
+
+    def _values_of(self, nodes: Iterable[fx.Node]) -> Iterator[int]:
+        """The values in whose memory `nodes` lie, each once; inputs and constants are none."""
+        seen = set()
+        for node in nodes:
+            base = base_of(node)
+            index = base.args[1] if is_item(base) else 0
+            number = self.numbers.get((call_of(base), index))  # type: ignore[arg-type]
+            if number is not None and number not in seen:
+                seen.add(number)
+                yield number
+
+
+def why_kept_at_all(call: fx.Node) -> bool:
+    """Whether the operator selects, or adds in an order that varies."""
+    return why_kept(call) is not None
+
+
+def _parts(joint: Joint) -> dict[fx.Node, Part]:
+    """When each operator runs, of those that run at all; views are none."""
+    forward = _ancestors([*_nodes(joint.outputs), *(value for _, value in joint.mutations)])
+    graph = joint.module.graph
+    forward |= _ancestors(node for node in graph.nodes if draws_forward(node))
+    backward = _ancestors(_nodes(joint.gradients))
+    late = {ct for ct in joint.cotangents if ct is not None}
+    parts = {}
+    for node in graph.nodes:
+        if any(n in late for n in nodes_read_by(node)):
+            late.add(node)
+        if node.op != "call_function" or is_item(node) or is_view(node):
+            continue
+        if node in forward:
+            parts[node] = Part.FORWARD
+        elif node in backward:
+            parts[node] = Part.BACKWARD if node in late else Part.KNOWN
+    return parts
+
+
+def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    stack = list(roots)
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(nodes_read_by(node))
+    return found
+
+
+def _nodes(values: Sequence[object]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _outputs_of(call: fx.Node) -> Sequence[object]:
+    value = call.meta.get("val")
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _taken(call: fx.Node, index: int) -> fx.Node | None:
+    """The node that is the output `index` of `call`, if one is."""
+    if not isinstance(call.meta.get("val"), tuple | list):
+        return call
+    return next((u for u in call.users if is_item(u) and u.args[1] == index), None)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return _storage_nbytes(node.meta["val"])
+
+
+def _storage_nbytes(value: torch.Tensor) -> int:
+    return _torch.hint_of(value.untyped_storage().nbytes())

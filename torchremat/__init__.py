@@ -7,14 +7,21 @@
 >>> block(x, w).sum().backward()
 """
 
-from torchremat import config, errors, nn
+from torchremat import checkpoint_policies, config, errors, nn, planning
 from torchremat.autodiff.graph_transforms import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.batching.batch_graph import batch_graph
-from torchremat.errors import ConcretizationError, EffectError, NoMatchError, UnmatchedWarning
+from torchremat.errors import (
+    BudgetError,
+    ConcretizationError,
+    EffectError,
+    NoMatchError,
+    UnmatchedWarning,
+)
 from torchremat.graph.dce import dce_graph
 from torchremat.graph.typed_graph import TypedGraph, eval_graph
-from torchremat.remat import checkpoint_policies
+from torchremat.planning.estimate import estimate
+from torchremat.planning.plans import plan
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.checkpoint import checkpoint as remat
 from torchremat.remat.compare import compare
@@ -30,6 +37,7 @@ from torchremat.remat.verdicts import Offloadable, Recompute, Saveable
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "ConcretizationError",
     "EffectError",
     "NoMatchError",
@@ -46,6 +54,7 @@ __all__ = [
     "config",
     "dce_graph",
     "errors",
+    "estimate",
     "eval_graph",
     "explain",
     "jvp_graph",
@@ -53,6 +62,8 @@ __all__ = [
     "name_p",
     "nn",
     "partial_eval_graph",
+    "plan",
+    "planning",
     "policy",
     "print_saved_residuals",
     "remat",

@@ -60,6 +60,29 @@ class PolicyValueError(TorchrematError, ValueError):
     """A policy was asked for with a value that it cannot have, or is spelled wrongly."""
 
 
+class BudgetError(TorchrematError, RuntimeError):
+    """No plan keeps within the budget; `least_bytes` is the least that can be met."""
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.least_bytes)
+
+
+class BudgetTypeError(TorchrematError, TypeError):
+    """A budget is neither a number nor text."""
+
+
+class BudgetSpellingError(TorchrematError, ValueError):
+    """A budget is misspelt, not positive, or a fraction above 1."""
+
+
+class PlanError(TorchrematError, ValueError):
+    """A plan cannot be read, or is of another graph or another version."""
+
+
 class UnknownOpError(TorchrematError, ValueError):
     """A name that should be an operator's is none that PyTorch knows."""
 

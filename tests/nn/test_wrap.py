@@ -17,7 +17,7 @@ from torch import nn
 from torchremat.errors import NoMatchError, NotAvailableError, UnmatchedWarning
 from torchremat.nn import report, unwrap, wrap
 from torchremat.nn.wrap import RematForward, wrapped_forward
-from torchremat.remat.checkpoint_policies import (
+from torchremat.checkpoint_policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
     everything_saveable,

@@ -6,7 +6,7 @@ import torch
 
 from torchremat.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError, UnknownOpError
-from torchremat.remat import checkpoint_policies as cp
+from torchremat import checkpoint_policies as cp
 from torchremat.remat.names import name_p
 from torchremat.remat.policies import Policy, Value, as_policy
 from torchremat.remat.verdicts import Offloadable, Recompute, Saveable

@@ -1,7 +1,9 @@
 import pytest
+import torch
 
-from torchremat.errors import NotAvailableError, PolicyError, PolicyValueError, UnknownOpError
-from torchremat.remat import checkpoint_policies as cp
+import torchremat as tr
+from torchremat import checkpoint_policies as cp
+from torchremat.errors import PolicyError, PolicyValueError, UnknownOpError
 from torchremat.remat.policies import as_policy, policy
 from torchremat.remat.policy_spelling import known_spellings
 
@@ -57,7 +59,9 @@ def test_what_has_no_spelling_is_printed_as_code(unspelled):
     assert str(unspelled) == repr(unspelled)
 
 
-def test_each_spelling_that_errors_show_is_read():
+def test_each_spelling_that_errors_show_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tr.plan(torch.sin, torch.ones(2, requires_grad=True), budget=1.0).save("file.json")
     assert {str(policy(text)) for text in known_spellings()} == set(known_spellings())
 
 
@@ -74,7 +78,7 @@ def test_each_spelling_that_errors_show_is_read():
         ("names:", r"the list of 'names' has an empty item: write 'names:a,b'"),
         ("ops:aten.mm,,aten.bmm", r"has an empty item"),
         ("dots:aten.mm", r"'dots' takes no list: write 'dots' alone"),
-        ("xyzzy", r"there are: 'dots', 'dots_with_no_batch_dims_saveable', 'full' and \d+ more"),
+        ("xyzzy", r"there are: 'budget', 'dots', 'dots_with_no_batch_dims_saveable' and \d+ more"),
     ],
 )
 def test_what_is_not_in_the_language(text, match):
@@ -83,11 +87,9 @@ def test_what_is_not_in_the_language(text, match):
     assert isinstance(info.value, ValueError)
 
 
-@pytest.mark.parametrize("text", ["budget:8GiB", "plan:file.json", "dots|budget:0.5"])
-def test_what_is_yet_to_come(text):
-    with pytest.raises(NotAvailableError, match=r"not available in this version. Those that are"):
-        policy(text)
-    assert issubclass(NotAvailableError, NotImplementedError)
+def test_a_budget_stands_alone():
+    with pytest.raises(PolicyError, match=r"decides on all values of a graph at once"):
+        policy("dots|budget:0.5")
 
 
 def test_unknown_ops_in_a_spelling():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 from torchremat.avals import Aval
 from torchremat.errors import PolicyError
 from torchremat.graph.ops import split_arguments
-from torchremat.remat.checkpoint_policies import from_selective
+from torchremat.checkpoint_policies import from_selective
 from torchremat.remat.policies import Value
 from torchremat.remat.verdicts import Offloadable, Recompute, Saveable
 

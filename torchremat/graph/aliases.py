@@ -17,6 +17,8 @@ _UNDECLARED_VIEWS = {
     aten._unsafe_view.default,
     aten.lift_fresh.default,
     aten._reshape_alias.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
 }
 
 

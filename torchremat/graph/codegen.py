@@ -54,7 +54,7 @@ class _Writer:
         self.lines: list[str] = []
         self.globals: dict[str, Any] = dict(_torch.NAMES_IN_SIZES)
         self.bound: dict[int, str] = {}
-        self.last_use = _last_uses(module.graph)
+        self.last_use = last_uses(module.graph)
         self.unpacked: set[int] = set()
 
     def compile(self) -> Runner:
@@ -84,23 +84,30 @@ class _Writer:
             return
         if id(node) in self.unpacked:
             return
-        items = _all_items(node)
-        if items:
-            self._write_unpacking(node, items)
+        finished = [n for n in node.all_input_nodes if self.last_use[n] is node]
+        if hasattr(node.target, "runner_of"):
+            call = self._prepare_body(node)
+            self._drop(finished)
+            finished = []
         else:
-            self.lines.append(f"{node.name} = {self._call(node)}")
+            call = self._call(node)
+        items = all_items(node)
+        if items:
+            self._write_unpacking(node, items, call)
+        else:
+            self.lines.append(f"{node.name} = {call}")
             if node not in self.last_use:
                 self._drop([node])
-        self._drop(n for n in node.all_input_nodes if self.last_use[n] is node)
+        self._drop(finished)
 
-    def _write_unpacking(self, node: fx.Node, items: dict[int, fx.Node]) -> None:
+    def _write_unpacking(self, node: fx.Node, items: dict[int, fx.Node], call: str) -> None:
         """Take an operator's outputs apart at once, or all would live as long as the last."""
         self.unpacked.update(id(item) for item in items.values())
         names = [
             items[i].name if i in items else f"{node.name}_unused_{i}"
             for i in range(len(node.meta["val"]))
         ]
-        self.lines.append(f"{', '.join(names)}, = {self._call(node)}")
+        self.lines.append(f"{', '.join(names)}, = {call}")
         unread = [n for i, n in enumerate(names) if i not in items or items[i] not in self.last_use]
         if unread:
             self.lines.append(f"del {', '.join(unread)}")
@@ -120,20 +127,22 @@ class _Writer:
             value = self._expression(node.args[0])
             is_output = any(user.op == "output" for user in node.users)
             return f"{self._bind(_alias)}({value})" if is_output else value
-        if hasattr(node.target, "runner_of"):
-            return self._call_body(node)
         function = _function(node.target)
         arguments = [self._expression(a) for a in node.args]
         arguments += [f"{k}={self._expression(a)}" for k, a in node.kwargs.items()]
         return f"{self._bind(function)}({', '.join(arguments)})"
 
-    def _call_body(self, node: fx.Node) -> str:
-        """A call of an operator that only runs its body: run the body, compiled too."""
+    def _prepare_body(self, node: fx.Node) -> str:
+        """Prepare the call of an operator that only runs its body: run the body, compiled too.
+
+        The body empties the list that it is given: what is read for the last time is freed there.
+        """
         body, *inputs = node.args
         assert isinstance(body, fx.Node)
         run = node.target.runner_of(_attribute(self.module, str(body.target)))  # type: ignore[union-attr]
         values = [*symbols_of(run), *map(self._expression, inputs)]
-        return f"{self._bind(run)}([{', '.join(values)}])"
+        self.lines.append(f"inputs = [{', '.join(values)}]")
+        return f"{self._bind(run)}(inputs)"
 
     def _expression(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -165,7 +174,7 @@ _alias = _torch.boxed_call(torch.ops.aten.alias.default)
 _IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
-def _all_items(node: fx.Node) -> dict[int, fx.Node]:
+def all_items(node: fx.Node) -> dict[int, fx.Node]:
     """The items by position, if all that is done with the outputs of `node` is to take them."""
     items: dict[int, fx.Node] = {}
     if not isinstance(node.meta.get("val"), tuple | list):
@@ -178,9 +187,22 @@ def _all_items(node: fx.Node) -> dict[int, fx.Node]:
 
 
 def _function(target: Any) -> Callable[..., Any]:
-    if isinstance(target, _torch.OpOverload):
-        return _torch.boxed_call(target)
-    return target  # type: ignore[no-any-return]
+    if not isinstance(target, _torch.OpOverload):
+        return target  # type: ignore[no-any-return]
+    function = _torch.boxed_call(target)
+    return _with_grad_mode(function) if target in _ASK_GRAD_MODE else function
+
+
+# kernels that give what their derivative needs only in grad mode, which is off where graphs run
+_ASK_GRAD_MODE = {torch.ops.aten.mkldnn_rnn_layer.default}
+
+
+def _with_grad_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad(), _torch.below_autograd():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _attribute(module: torch.nn.Module, name: str) -> Any:
@@ -189,7 +211,8 @@ def _attribute(module: torch.nn.Module, name: str) -> Any:
     return module
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The node that reads each node last; none for one that nobody reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:

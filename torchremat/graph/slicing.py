@@ -18,6 +18,7 @@ def slice_graph(
 ) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs`, values of `module`'s graph.
 
+    Nodes, placeholders too, have the names of those that they are copied from.
     Outputs are nodes, or literals that are handed on. Operators keep their order, save those for
     which `late` answers true: they come just before their first use, so that a value that is
     computed again is alive no longer than it need be. Those for which `must_run` answers true are
@@ -47,7 +48,7 @@ class _Slicer:
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         for i, node in enumerate(inputs):
-            copy = self.graph.placeholder(f"input_{i}")
+            copy = self.graph.placeholder(f"unused_{i}" if node is None else node.name)
             if node is not None:  # else the input is not used
                 copy.meta = dict(node.meta)
                 self.copies[node] = copy
@@ -73,7 +74,7 @@ class _Slicer:
             if node.op == "placeholder":
                 raise UnavailableError(node)
             needed.add(node)
-            stack.extend(n for n in _read_by(node) if n not in self.copies)
+            stack.extend(n for n in nodes_read_by(node) if n not in self.copies)
         return needed
 
     def _copy(self, node: fx.Node) -> None:
@@ -84,7 +85,7 @@ class _Slicer:
             if top in self.copies:
                 stack.pop()
                 continue
-            missing = [n for n in _read_by(top) if n not in self.copies]
+            missing = [n for n in nodes_read_by(top) if n not in self.copies]
             if missing:
                 stack.extend(reversed(missing))
                 continue
@@ -92,7 +93,7 @@ class _Slicer:
             stack.pop()
 
 
-def _read_by(node: fx.Node) -> list[fx.Node]:
+def nodes_read_by(node: fx.Node) -> list[fx.Node]:
     """What `node` reads; what is only handed to a body that does not read it is not missed."""
     if not hasattr(node.target, "runner_of"):
         return node.all_input_nodes

@@ -1,1 +1,32 @@
-"""Plans: what is saved, recomputed or offloaded so that a step fits in so many bytes."""
+"""Plans: what is saved, recomputed or offloaded so that a step fits in so many bytes.
+
+>>> import torch
+>>> f = lambda x, w: torch.tanh(torch.tanh(x @ w) @ w).sum()
+>>> x, w = torch.ones(256, 64), torch.ones(64, 64, requires_grad=True)
+>>> found = plan(f, x, w, budget="200KB")
+>>> found.peak_bytes <= 200_000
+True
+"""
+
+from torchremat.planning import cost_model
+from torchremat.planning.cost_model import CostModel
+from torchremat.planning.estimate import Estimate, estimate
+from torchremat.planning.plan import Figures, Plan
+from torchremat.planning.plans import Pareto, ParetoPoint, pareto, plan
+from torchremat.planning.simulate import simulate
+from torchremat.planning.timeline import Timeline
+
+__all__ = [
+    "CostModel",
+    "Estimate",
+    "Figures",
+    "Pareto",
+    "ParetoPoint",
+    "Plan",
+    "Timeline",
+    "cost_model",
+    "estimate",
+    "pareto",
+    "plan",
+    "simulate",
+]

@@ -204,7 +204,9 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
     for o in order:
         counts[o] += 1
     added = sum(
-        (count - 1) * op.seconds for count, op in zip(counts, problem.operators, strict=True) if count
+        (count - 1) * op.seconds
+        for count, op in zip(counts, problem.operators, strict=True)
+        if count
     )
     return Costs(tuple(live), added)
 

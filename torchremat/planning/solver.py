@@ -30,14 +30,17 @@ class Options:
     """How long and how hard to search.
 
     Attributes:
-        seconds: the time to take at most; the best found by then is the answer.
+        seconds: the time to take at most, by the size of the problem if not given; the best found
+            by then is the answer.
         gap: how near to the optimum of the integer program is near enough.
         progress: called with a fraction of the work that is done.
+        solver: `"milp"` (integer programs), `"local"` (without them), or `"auto"`.
     """
 
-    seconds: float = 60.0
+    seconds: float | None = None
     gap: float = 0.002
     progress: Callable[[float], None] | None = None
+    solver: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Solution:
         lower_bound_seconds: no schedule that fits, with the operators of both passes in their
             order, adds less.
         least_peak: the least peak that was found.
+        lowest: the schedule that has it.
     """
 
     schedule: Schedule | None
@@ -58,6 +62,7 @@ class Solution:
     peak: int
     lower_bound_seconds: float
     least_peak: int
+    lowest: Schedule
 
 
 def solve(problem: Problem, budget: int, options: Options | None = None) -> Solution:
@@ -75,7 +80,8 @@ class _Search:
         self.budget = budget
         self.options = options
         self.start = time.monotonic()
-        self.deadline = self.start + options.seconds
+        self.seconds = options.seconds or min(60.0, 2.0 + len(problem.operators) / 100)
+        self.deadline = self.start + self.seconds
         self.local = LocalSearch(problem, budget, self.deadline)
         self.bound = 0.0
         self.best: Trial | None = None
@@ -106,13 +112,13 @@ class _Search:
         rows = Moments(self.problem, least.replay, least.costs)
         rows.row(program, len(least.replay.schedule.forward) - 1, self.budget, once=True)
         trials = [least]
-        share = self.start + _PROGRAM_SHARE * self.options.seconds
+        share = self.start + _PROGRAM_SHARE * self.seconds
         for _ in range(_MOST_ROUNDS):
             left = share - time.monotonic()
             if left <= 0:
                 break
             answer = program.solve(
-                integral=True, seconds=min(left, _SOLVE_SHARE * self.options.seconds),
+                integral=True, seconds=min(left, _SOLVE_SHARE * self.seconds),
                 gap=self.options.gap,
             )
             if answer.saved is None:
@@ -144,11 +150,12 @@ class _Search:
     def _solution(self) -> Solution:
         assert self.lowest is not None
         least_peak = self.lowest.costs.peak
+        lowest = self.lowest.replay.schedule
         if self.best is None:
-            return Solution(None, float("inf"), least_peak, self.bound, least_peak)
+            return Solution(None, float("inf"), least_peak, self.bound, least_peak, lowest)
         schedule = self.best.replay.schedule
         costs = costs_of(self.problem, schedule)
-        return Solution(schedule, costs.added_seconds, costs.peak, self.bound, least_peak)
+        return Solution(schedule, costs.added_seconds, costs.peak, self.bound, least_peak, lowest)
 
 
 _PROGRAM_SHARE = 0.4

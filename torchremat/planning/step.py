@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from torchremat import _torch
-from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.graph_schedule import GraphSchedule
+from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.graph.aliases import base_of, call_of, is_item, is_view
 from torchremat.graph.slicing import nodes_read_by
-from torchremat.planning.problem import Operator, Part, Problem
+from torchremat.planning.ordering import Decisions
+from torchremat.planning.problem import Operator, Part, Problem, Schedule
+from torchremat.planning.storages import nbytes_of
 from torchremat.remat.draws import state_nbytes
 from torchremat.remat.replay import draws_forward, why_kept, why_not_replayed
 
@@ -36,9 +38,35 @@ class Step:
         """The step of `joint`, with `seconds` for the time of each operator."""
         return _Builder(joint, seconds).build()
 
-    def nodes(self, operators: Iterable[int]) -> list[fx.Node]:
-        """The nodes of `operators`."""
-        return [node for o in operators if (node := self.calls[o]) is not None]
+    @property
+    def plain(self) -> Decisions:
+        """What is kept without rematerialisation: all of the forward pass that is read later."""
+        late = {v for op in self.problem.operators if op.part is Part.BACKWARD for v in op.reads}
+        late |= {
+            v
+            for op, call in zip(self.problem.operators, self.calls, strict=True)
+            if call is not None and not is_forward(call)
+            for v in op.reads
+        }
+        return Decisions(
+            frozenset(
+                v
+                for v, node in enumerate(self.values)
+                if v in late and node is not None and is_forward(call_of(node))
+            )
+        )
+
+    def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
+        """`schedule` as nodes of the graph."""
+        saved = (self.values[v] for v in schedule.saved)
+        return GraphSchedule(
+            frozenset(node for node in saved if node is not None),
+            self._nodes(schedule.forward),
+            self._nodes(schedule.backward),
+        )
+
+    def _nodes(self, operators: Iterable[int]) -> tuple[fx.Node, ...]:
+        return tuple(node for o in operators if (node := self.calls[o]) is not None)
 
 
 class _Builder:
@@ -49,6 +77,8 @@ class _Builder:
         self.calls: list[fx.Node | None] = []
         self.nbytes: list[int] = []
         self.values: list[fx.Node | None] = []
+        self.states: list[int] = []
+        """The bytes of the states of generators that random numbers can be drawn from again."""
         self.numbers: dict[tuple[fx.Node, int], int] = {}
         """The value that each output of each call is."""
 
@@ -68,20 +98,26 @@ class _Builder:
             outputs=frozenset(self._values_of(o for o in joint.outputs if isinstance(o, fx.Node))),
             gradients=frozenset(gradients) & late,
             written=frozenset(self._values_of(value for _, value in joint.mutations)),
-            backward_constant=sum(_nbytes(ct) for ct in joint.cotangents if ct is not None),
+            constant=sum(self.states),
+            backward_constant=sum(
+                nbytes_of(ct, ct.meta["val"]) for ct in joint.cotangents if ct is not None
+            ),
         )
         return Step(joint, problem, tuple(self.calls), tuple(self.values))
 
     def _add(self, call: fx.Node, part: Part) -> None:
         reads = tuple(self._values_of(nodes_read_by(call)))
-        redrawn = state_nbytes(call) is not None
-        once = (why_not_replayed(call) is not None and not redrawn) or why_kept_at_all(call)
+        draws = any(why_not_replayed(value) is not None for value in _values_of_call(call))
+        state = state_nbytes(call) if draws else None
+        if state is not None:
+            self.states.append(state)
+        once = (draws and state is None) or why_kept(call) is not None
         writes = []
         for index, value in enumerate(_outputs_of(call)):
             if isinstance(value, torch.Tensor):
                 self.numbers[call, index] = len(self.nbytes)
                 writes.append(len(self.nbytes))
-                self.nbytes.append(_storage_nbytes(value))
+                self.nbytes.append(nbytes_of(call, value, index))
                 self.values.append(_taken(call, index))
         self.operators.append(
             Operator(
@@ -90,7 +126,7 @@ class _Builder:
                 self.seconds(call),
                 part,
                 repeatable=not once,
-                draws=redrawn and why_not_replayed(call) is not None,
+                draws=state is not None,
             )
         )
         self.calls.append(call)
@@ -107,9 +143,8 @@ class _Builder:
                 yield number
 
 
-def why_kept_at_all(call: fx.Node) -> bool:
-    """Whether the operator selects, or adds in an order that varies."""
-    return why_kept(call) is not None
+def _values_of_call(call: fx.Node) -> list[fx.Node]:
+    return [user for user in call.users if is_item(user)] or [call]
 
 
 def _parts(joint: Joint) -> dict[fx.Node, Part]:
@@ -157,11 +192,3 @@ def _taken(call: fx.Node, index: int) -> fx.Node | None:
     if not isinstance(call.meta.get("val"), tuple | list):
         return call
     return next((u for u in call.users if is_item(u) and u.args[1] == index), None)
-
-
-def _nbytes(node: fx.Node) -> int:
-    return _storage_nbytes(node.meta["val"])
-
-
-def _storage_nbytes(value: torch.Tensor) -> int:
-    return _torch.hint_of(value.untyped_storage().nbytes())

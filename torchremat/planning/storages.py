@@ -29,7 +29,7 @@ def nbytes_of(node: fx.Node, value: Tensor, index: int = 0, *, inside: int | Non
     if node.target in _KEEP_STORAGE:
         return _nbytes_with_storage(node, value, inside)
     if node.target is _BATCH_NORM and value.device.type == "cpu":
-        return math.prod(value.shape) * _dtype_of_batch_norm(node, value, index).itemsize
+        return _numel(value) * _dtype_of_batch_norm(node, value, index).itemsize
     return stored_nbytes(value)
 
 
@@ -54,8 +54,12 @@ _KEEP_STORAGE = {
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
 
 
+def _numel(value: Tensor) -> int:
+    return math.prod(map(_torch.hint_of, value.shape))
+
+
 def _dense(value: Tensor) -> int:
-    return math.prod(map(_torch.hint_of, value.shape)) * value.dtype.itemsize
+    return _numel(value) * value.dtype.itemsize
 
 
 def _spanned(value: Tensor) -> int:
@@ -76,9 +80,8 @@ def _nbytes_with_storage(node: fx.Node, value: Tensor, inside: int | None) -> in
 
 def _dtype_of_batch_norm(node: fx.Node, value: Tensor, index: int) -> torch.dtype:
     """What the kernel gives: statistics as precise as the parameters, which fakes forget."""
-    x, *parameters = (a.meta["val"] if isinstance(a, fx.Node) else None for a in node.args[:5])
+    dtypes = [a.meta["val"].dtype if isinstance(a, fx.Node) else None for a in node.args[:5]]
     if index == 0:
         return value.dtype
-    if index > 2:
-        return parameters[index - 1].dtype  # type: ignore[union-attr]
-    return next((p.dtype for p in parameters if p is not None), x.dtype)  # type: ignore[union-attr]
+    given = dtypes[index:] if index > 2 else [*dtypes[1:], dtypes[0]]
+    return next((dtype for dtype in given if dtype is not None), value.dtype)

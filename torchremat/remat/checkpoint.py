@@ -153,7 +153,7 @@ class Checkpointed:
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
         """The trace of such a call and its program, made now if there is none."""
         with trace_lock:
-            trace = self._find(call) or self._trace(call, args, kwargs)
+            trace = self.trace(call, args, kwargs)
             key = self._current_key
             program = trace.programs.get(key)
             if program is None:
@@ -166,11 +166,20 @@ class Checkpointed:
                 self._log(program, trace, args, kwargs, call)
             return trace, program
 
+    def trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
+        """The trace of such a call, made now if there is none."""
+        with trace_lock:
+            return self._find(call) or self._trace(call, args, kwargs)
+
     def _find(self, call: Call) -> Trace | None:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if shapes_of(specs) is not None:  # such symbols are those of one trace, that around
             return None
-        return self._own.find(call, specs, dynamic=_may_be_dynamic())
+        return self._own.find(call, specs, dynamic=self._may_be_dynamic())
+
+    def _may_be_dynamic(self) -> bool:
+        """Whether a graph for many sizes serves: what a plan keeps fits one size."""
+        return not self.policy.is_whole and _may_be_dynamic()
 
     def _log(
         self, program: FunctionProgram, trace: Trace, args: Any, kwargs: Any, call: Call
@@ -195,7 +204,7 @@ class Checkpointed:
         warn_of_retraces(traced_name(self.fun), self._own, call, specs)
         trace = None
         dynamic = None
-        if _may_be_dynamic():
+        if self._may_be_dynamic():
             dynamic = DynamicInputs.of(specs, self._own.varying(call, specs))
         if dynamic is not None:
             try:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals, find_residuals
 from torchremat.avals import Aval
@@ -45,6 +46,7 @@ class Choices:
         self.policy = policy
         self.values: dict[fx.Node, Value] = {}
         self.choices: dict[fx.Node, Choice] = {}
+        self.schedule = policy.schedule(joint) if policy.is_whole else None
         names = _names_among(joint.forward_nodes)
         self.forced: set[fx.Node] = set()
         """Values that are saved against the policy: their operators must not run again."""
@@ -58,6 +60,8 @@ class Choices:
                 self.choices[node] = self._choose(node, value)
 
     def _choose(self, node: fx.Node, value: Value) -> Choice:
+        if self.schedule is not None:
+            return self._planned(node, self.schedule)
         if is_staged_residual(node):
             return Choice("recomputed", "a checkpoint inside keeps it while it is replayed")
         verdict = self.policy.decide(value)
@@ -70,6 +74,15 @@ class Choices:
             self.forced.add(node)
             return Choice("saved", forced)
         return Choice("recomputed", f"{self.policy} does not let it be saved")
+
+    def _planned(self, node: fx.Node, schedule: GraphSchedule) -> Choice:
+        if node in schedule.saved:
+            return Choice("saved", f"{self.policy} keeps it: {_why_planned(node)}")
+        forced = why_not_replayed(node)
+        if forced is not None:  # it is drawn again, from the state of the generator
+            self.forced.add(node)
+            return Choice("saved", forced)
+        return Choice("recomputed", f"{self.policy} computes it again")
 
     def renamed(self, nodes: Mapping[fx.Node, fx.Node]) -> "Choices":
         """The same choices for a copy of the graph, in which each node became one of `nodes`."""
@@ -86,9 +99,13 @@ class Choices:
     def residuals_for(self, joint: Joint, wanted: Sequence[fx.Node]) -> Residuals:
         """The same for any `wanted` values of `joint`."""
         known = {*joint.inputs, *joint.forward_nodes}
+        if self.schedule is not None:
+            known |= self.schedule.saved
         return find_residuals(wanted, known.__contains__, self._may_keep)
 
     def _may_keep(self, node: fx.Node) -> bool:
+        if self.schedule is not None and node in self.schedule.saved:
+            return True
         choice = self.choices.get(node)  # none for a call of which only the items are values
         return choice is not None and choice.decision == "saved"
 
@@ -111,6 +128,11 @@ class Choices:
                 ),
                 UnmatchedWarning,
             )
+
+
+def _why_planned(node: fx.Node) -> str:
+    """Why a plan keeps the value."""
+    return why_not_replayed(node) or why_kept(node) or "to compute it again would take longer"
 
 
 def _has_items(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchremat.autodiff.graph_schedule import GraphSchedule, scheduled_graph
 from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.errors import EffectError
 from torchremat.graph.aliases import is_item
@@ -43,12 +44,20 @@ def compile_backward(
     outputs: Sequence[Any],
     program: object,
     draws: Mapping[int, fx.Node] = MappingProxyType({}),
+    schedule: GraphSchedule | None = None,
 ) -> Compiled:
     """The graph from `inputs` to `outputs`, values of `joint`: a backward pass.
 
     `draws` are those of its inputs, by position, for which it is given a generator's state.
+    Operators run as `schedule` says, else in the order of the joint graph, those of the forward
+    pass just before they are needed.
     """
-    module = slice_graph(joint.module, inputs, outputs, late=is_forward)
+    if schedule is None:
+        module = slice_graph(joint.module, inputs, outputs, late=is_forward)
+    else:
+        drawn = set(draws.values())
+        order = [call for call in schedule.backward if call not in drawn]
+        module = scheduled_graph(joint.module, inputs, outputs, order)
     prune_bodies(module)
     _refuse_replay(module.graph)
     accept_any_layout(module.graph)

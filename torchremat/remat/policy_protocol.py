@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from torchremat.autodiff.graph_schedule import GraphSchedule
+from torchremat.autodiff.joint import Joint
 from torchremat.avals import Aval
 from torchremat.errors import PolicyError
 from torchremat.graph.sources import Source
@@ -62,7 +64,7 @@ class Policy(ABC):
     takes, by `|`, `&` and `~`, value by value; `torchremat.remat.verdicts` says how. `str(policy)`
     is its spelling for configuration files where it has one.
 
-    >>> from torchremat.remat.checkpoint_policies import dots_saveable, save_only_these_names
+    >>> from torchremat.checkpoint_policies import dots_saveable, save_only_these_names
     >>> dots_saveable | save_only_these_names("attn")
     dots_saveable | save_only_these_names('attn')
     >>> str(dots_saveable | save_only_these_names("attn"))
@@ -86,6 +88,15 @@ class Policy(ABC):
 
     def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
         return as_verdict(self(op, *avals, **params), self, op)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the policy decides on all values of a graph at once, through `schedule`."""
+        return False
+
+    def schedule(self, joint: Joint) -> GraphSchedule:
+        """What a policy that decides on all values at once keeps of `joint`, and what runs when."""
+        raise AssertionError(f"{self!r} decides on one value at a time")
 
     def unmatched(self, values: Sequence[Value]) -> list[str]:
         """For each thing that the policy names and none of `values` has, a message that says so."""
@@ -126,6 +137,10 @@ class _Combination(Policy):
     """Policies joined by an operator. Joining is associative: `(p | q) | r == p | (q | r)`."""
 
     policies: tuple[Policy, ...]
+
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            _refuse_whole(policy)
 
     def unmatched(self, values: Sequence[Value]) -> list[str]:
         messages = [message for policy in self.policies for message in policy.unmatched(values)]
@@ -172,6 +187,9 @@ class Opposite(Policy):
 
     policy: Policy
 
+    def __post_init__(self) -> None:
+        _refuse_whole(self.policy)
+
     def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
         answer = self.policy(op, *avals, **params)
         return as_answer(opposite(as_verdict(answer, self.policy, op)))
@@ -184,6 +202,14 @@ class Opposite(Policy):
 
     def __repr__(self) -> str:
         return f"~{_operand(self.policy)}"
+
+
+def _refuse_whole(policy: Policy) -> None:
+    if policy.is_whole:
+        raise PolicyError(
+            f"{policy!r} decides on all values of a graph at once, and does not combine with other "
+            "policies by |, & or ~. Give it alone"
+        )
 
 
 def _parts(kind: type[_Combination], policy: Policy) -> tuple[Policy, ...]:
@@ -227,8 +253,7 @@ def policy(spelling: str) -> Policy:
     names (`"recompute_ops:aten.mm"`); joined with `|`, what one of them lets be saved may be saved.
 
     Raises `PolicyError` (a `TypeError`) if `spelling` is no string, `PolicyValueError` (a
-    `ValueError`) with the nearest spellings if it is unknown, and `NotAvailableError` (a
-    `NotImplementedError`) for `"budget:..."` and `"plan:..."`.
+    `ValueError`) with the nearest spellings if it is unknown.
 
     >>> policy("dots | names:attn")
     dots_saveable | save_only_these_names('attn')

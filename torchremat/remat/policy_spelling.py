@@ -11,16 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchremat.errors import NotAvailableError, PolicyError, PolicyValueError, nearest_names
+from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 
 if TYPE_CHECKING:
     from torchremat.remat.policy_protocol import Policy
-
-_AWAITED = {
-    "budget": "memory budgets (memory_budget)",
-    "plan": "replaying plans (from_plan)",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Word:
@@ -58,9 +52,8 @@ def spell(word: str, items: Sequence[str]) -> str | None:
 def parse_spelling(text: str) -> "list[Policy]":
     """The policies that the terms of `text` stand for.
 
-    Raises `PolicyError` (a `TypeError`) if `text` is no string, `PolicyValueError` (a `ValueError`)
-    if it is not in the language, and `NotAvailableError` (a `NotImplementedError`) for a word of
-    the contract that is yet to come.
+    Raises `PolicyError` (a `TypeError`) if `text` is no string, and `PolicyValueError` (a
+    `ValueError`) if it is not in the language.
     """
     if not isinstance(text, str):
         raise PolicyError(
@@ -88,11 +81,6 @@ def _parse_term(term: str, text: str) -> "Policy":
 
 
 def _unknown_word(word: str, text: str) -> Exception:
-    if word in _AWAITED:
-        return NotAvailableError(
-            f"policy({text!r}): {_AWAITED[word]} are not available in this version. Those that "
-            f"are: {', '.join(known_spellings())}"
-        )
     what = f"{word!r} is no policy, {nearest_names(word, _words)}" if word else "a term is empty"
     return _invalid(text, what)
 

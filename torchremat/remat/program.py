@@ -20,7 +20,8 @@ from torch import fx
 
 from torchremat.autodiff.at_sizes import joint_at
 from torchremat.autodiff.bodies import BatchedBody, GraphBody, JvpBody, VjpBody
-from torchremat.autodiff.joint import Joint, TraceOptions
+from torchremat.autodiff.graph_schedule import GraphSchedule, scheduled_graph
+from torchremat.autodiff.joint import Joint, TraceOptions, is_forward
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.graph.aliases import base_of
@@ -118,6 +119,11 @@ class Program(ABC):
         return ()
 
     @property
+    def schedule(self) -> GraphSchedule | None:
+        """What runs when, if a policy that decides on all values at once has said so."""
+        return None
+
+    @property
     def drawn_again(self) -> tuple[int, ...]:
         """Positions of residuals that are random: outside traces the generator's state is kept."""
         return ()
@@ -169,7 +175,15 @@ class Program(ABC):
         draws = {}
         if with_states:
             draws = {len(self.saved_inputs) + i: self.residuals[i] for i in self.drawn_again}
-        return compile_backward(joint, saved, wanted, self, draws)
+        schedule = self.schedule if joint is self.root_joint else None
+        compiled = compile_backward(joint, saved, wanted, self, draws, schedule)
+        num_inputs, num_residuals = len(self.saved_inputs), len(self.residuals)
+        compiled.module.meta["roles"] = (
+            *["input"] * num_inputs,
+            *["residual"] * num_residuals,
+            *["cotangent"] * (len(saved) - num_inputs - num_residuals),
+        )
+        return compiled
 
     def at(self, sizes: Sizes | None) -> "Program":
         """The program with numbers for the symbols in it, of which only a function's has any."""
@@ -188,11 +202,13 @@ class Program(ABC):
     def values_in(self, joint: Joint, values: Sequence[fx.Node]) -> list[fx.Node | None]:
         """The nodes of `joint` for `values` of the root joint graph.
 
-        There is none for a value inside a checkpoint within this one.
+        There is none for a value inside a checkpoint within this one, nor for one that only the
+        backward pass has.
         """
         if joint is self.root_joint or not values:
             return list(values)
-        pairs = match_forward(self.root_joint, joint, values, strict=not self.root_joint.opened)
+        forward = [node for node in values if node.op == "placeholder" or is_forward(node)]
+        pairs = match_forward(self.root_joint, joint, forward, strict=not self.root_joint.opened)
         return [pairs.get(node) for node in values]
 
     def vjp(self, given: Mask, absent: frozenset[int]) -> "VjpProgram":
@@ -282,10 +298,12 @@ class FunctionProgram(Program):
         if chosen is not None:
             self._root_joint, self.choices = chosen
             return
-        self._root_joint = expose_inner(
-            region.joint,
-            lambda inner, module: _opening(inner, [(policy, _joined(module_prefix, module))]),
-        )
+        self._root_joint = region.joint
+        if not policy.is_whole:
+            self._root_joint = expose_inner(
+                region.joint,
+                lambda inner, module: _opening(inner, [(policy, _joined(module_prefix, module))]),
+            )
         self.choices = Choices(self._root_joint, policy, module_prefix)
 
     def at(self, sizes: Sizes | None) -> "FunctionProgram":
@@ -330,6 +348,11 @@ class FunctionProgram(Program):
         )
 
     @property
+    def schedule(self) -> GraphSchedule | None:
+        """See `Program.schedule`."""
+        return self.choices.schedule
+
+    @property
     def root_joint(self) -> Joint:
         """The joint graph of the function itself, checkpoints inside it opened for the policy."""
         return self._root_joint
@@ -342,8 +365,9 @@ class FunctionProgram(Program):
     def _found(self) -> Residuals:
         found = self.choices.residuals(self.root_joint)
         joint = self.region.joint
-        if self.root_joint is not joint:
-            # a second derivative cannot use what is kept from inside: it starts from the inputs
+        if self.root_joint is not joint or not all(map(is_forward, found.values)):
+            # a second derivative cannot use what is kept from inside, nor what only the first
+            # computes: it starts from the inputs
             wanted = [g for g in joint.gradients if g is not None]
         else:
             # nor does the first derivative of a factorisation read all that its second does
@@ -420,11 +444,23 @@ class FunctionProgram(Program):
         outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
         writes = [value for _, value in joint.mutations]
         results = [*outputs, *writes, *self.residuals]
-        module = slice_graph(joint.module, joint.inputs, results, must_run=draws_forward)
+        if self.schedule is None:
+            module = slice_graph(joint.module, joint.inputs, results, must_run=draws_forward)
+        else:
+            order = self.schedule.forward
+            module = scheduled_graph(
+                joint.module, joint.inputs, results, order, must_run=draws_forward
+            )
         join_exposed(module)
         prune_bodies(module, must_run=draws_forward)
         copy_inputs_among_last(module.graph, len(self._copied_inputs))
         put_out_states(module.graph, [len(outputs) + len(writes) + i for i in drawn_again])
+        elsewhere = {output.position for output in self.written_outputs}
+        module.meta["roles"] = (
+            *("write" if i in elsewhere else "output" for i, _ in enumerate(outputs)),
+            *["write"] * len(writes),
+            *["residual"] * len(self.residuals),
+        )
         return Compiled.of(module, "forward", self)
 
     def _batch(self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool) -> Program:

@@ -2,11 +2,12 @@
 
 JAX's, with its names (`jax.checkpoint_policies`), and others that PyTorch's users want.
 
->>> from torchremat.remat import checkpoint_policies as cp
+>>> from torchremat import checkpoint_policies as cp
 >>> cp.dots_saveable | cp.save_only_these_names("attn")
 dots_saveable | save_only_these_names('attn')
 """
 
+from torchremat.planning.policy import from_plan, memory_budget
 from torchremat.remat.policies import (
     checkpoint_dots,
     checkpoint_dots_with_no_batch_dims,
@@ -31,7 +32,9 @@ __all__ = [
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
+    "from_plan",
     "from_selective",
+    "memory_budget",
     "nothing_saveable",
     "recompute_modules",
     "recompute_ops",

@@ -1,0 +1,362 @@
+"""The peers of `bench_planning.py`, each as a schedule of one and the same joint graph.
+
+    torch.compile     the partitioner of PyTorch, given our joint graph: what it saves, and the
+                      operators of its backward graph in their order
+    eager             torch.utils.checkpoint and selective checkpointing of blocks: all of a block
+                      is computed again, up to the last value that is wanted, before the first of
+                      its backward operators
+
+Names of nodes say which operator is which.
+"""
+
+import fnmatch
+import logging
+import operator
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._functorch import config, partitioners
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchremat.graph.aliases import base_of, call_of, is_item, is_view
+from torchremat.planning.problem import Part, Schedule, plain_schedule
+from torchremat.planning.step import Step
+
+aten = torch.ops.aten
+BUDGETS = (1.0, 0.9, 0.75, 0.5, 0.35, 0.25, 0.1, 0.0)
+SOLVERS = ("dp", "dp_knapsack_sliding_hirschberg", "greedy", "ilp", "dynamic_memory_budget_dp")
+_JOINT_NAME = "name_in_joint"
+
+MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution}
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a peer would do.
+
+    Attributes:
+        name: of the peer, with its setting.
+        schedule: what it saves, and its order of operators.
+        seconds: the time that it took to plan; `None` where others' work was used again.
+    """
+
+    name: str
+    schedule: Schedule
+    seconds: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The peer without its setting."""
+        return self.name.partition(" ")[0]
+
+
+def peers_of(step: Step, blocks: tuple[str, ...], *, quick: bool = False) -> Iterator[Peer]:
+    """Every peer on the graph of `step`, whose checkpointed submodules are `blocks`."""
+    yield from compiled_peers(step, quick=quick)
+    yield from eager_peers(step, blocks)
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+def compiled_peers(step: Step, *, quick: bool = False) -> Iterator[Peer]:
+    """PyTorch's partitioner, by default, aggressive, and under each of its budgets and solvers."""
+    yield Peer("default_partition", plain_schedule(step.problem))
+    module, num_outputs = partitioner_input(step)
+    partition = _Partition(step, module, num_outputs)
+    yield partition.run("budget 1.0", activation_memory_budget=1.0)
+    yield partition.run("aggressive", activation_memory_budget=1.0, aggressive_recomputation=True)
+    yield partition.run("budget 0.0", activation_memory_budget=0.0)
+    for solver in ("dp",) if quick else SOLVERS:
+        reason = _why_not(solver)
+        if reason:
+            print(f"  the solver {solver} of torch is left out: {reason}")
+            continue
+        for budget in BUDGETS[1:-1]:
+            yield partition.run(
+                f"{solver} {budget}",
+                activation_memory_budget=budget,
+                activation_memory_budget_solver=solver,
+            )
+
+
+def _why_not(solver: str) -> str:
+    """Why a solver of torch's does not run here, found by a knapsack of two things."""
+    # "ilp" needs scipy only; the knee of "dynamic_memory_budget_dp" is no budget that is met
+    if solver == "dynamic_memory_budget_dp":
+        return "it takes the knee of its own curve, whatever the budget"
+    try:
+        with config.patch(activation_memory_budget_solver=solver):
+            partitioners._optimize_runtime_with_given_memory(
+                fx.Graph(), [0.5, 0.5], [1.0, 2.0], 0.5, None, []
+            )
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def partitioner_input(step: Step) -> tuple[fx.GraphModule, int]:
+    """The joint graph as `torch._functorch.partitioners` want it, and its number of outputs."""
+    joint = step.joint
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs = [(f"primals_{i}", n) for i, n in enumerate(joint.inputs, 1)]
+    inputs += [(f"tangents_{i}", n) for i, n in enumerate(joint.cotangents, 1) if n is not None]
+    for name, node in inputs:
+        copies[node] = graph.placeholder(name)
+        copies[node].meta = {**node.meta, _JOINT_NAME: node.name}
+    for node in joint.module.graph.nodes:
+        if node.op in ("call_function", "get_attr"):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {**node.meta, _JOINT_NAME: node.name}
+    written = [value for _, value in joint.mutations]
+    results = [*joint.outputs, *written, *joint.gradients]
+    graph.output(tuple(copies[r] if isinstance(r, fx.Node) else r for r in results))
+    return fx.GraphModule(joint.module, graph), len(joint.outputs) + len(written)
+
+
+class _Partition:
+    """Runs of the partitioner on one graph; minimum cuts and flops that they share are kept."""
+
+    def __init__(self, step: Step, module: fx.GraphModule, num_outputs: int) -> None:
+        self.step = step
+        self.module = module
+        self.num_outputs = num_outputs
+        self.calls = {
+            call.name: o for o, call in enumerate(step.calls) if call is not None
+        }
+        self.nodes = {node.name: node for node in step.joint.module.graph.nodes}
+        self._cuts: dict[object, object] = {}
+        self._flops: dict[fx.Node, float] = {}
+
+    def run(self, name: str, **settings: object) -> Peer:
+        """What the partitioner does under `settings`."""
+        forward, backward, seconds = self.graphs(**settings)
+        step = self.step
+        saved = {
+            v
+            for node in backward.graph.find_nodes(op="placeholder")
+            for v in values_of(step, [self.nodes[node.meta[_JOINT_NAME]]])
+        }
+        first = self._operators(forward)
+        made = {v for o in first for v in step.problem.operators[o].writes}
+        last = len(step.problem.operators) - 1
+        schedule = Schedule(
+            tuple(sorted(saved & made)), first, (*self._operators(backward), last)
+        )
+        return Peer(name, schedule, seconds)
+
+    def graphs(self, **settings: object) -> tuple[fx.GraphModule, fx.GraphModule, float | None]:
+        """Its two graphs, and the time that it took unless parts were known."""
+        known = len(self._cuts)
+        cut, flops = partitioners.solve_min_cut, partitioners.estimate_runtime
+        partitioners.solve_min_cut = self._cut
+        partitioners.estimate_runtime = self._flops_of
+        logging.getLogger(partitioners.__name__).setLevel(logging.ERROR)
+        started = time.perf_counter()
+        try:
+            with (
+                config.patch(
+                    cse=False, activation_memory_budget_runtime_estimator="flops", **settings
+                ),
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore")
+                forward, backward = partitioners.min_cut_rematerialization_partition(
+                    self.module, (), num_fwd_outputs=self.num_outputs
+                )
+        finally:
+            partitioners.solve_min_cut, partitioners.estimate_runtime = cut, flops
+        seconds = time.perf_counter() - started
+        return forward, backward, None if known else seconds
+
+    def _cut(self, graph, info, options, dont_ban=None):
+        key = (repr(options), frozenset(n.name for n in dont_ban or ()))
+        if key not in self._cuts:
+            self._cuts[key] = _SOLVE_MIN_CUT(graph, info, options, dont_ban)
+        saved, banned = self._cuts[key]
+        return list(saved), banned
+
+    def _flops_of(self, node: fx.Node) -> float:
+        if node not in self._flops:
+            self._flops[node] = _flops_of(node)
+        return self._flops[node]
+
+    def _operators(self, module: fx.GraphModule) -> tuple[int, ...]:
+        names = (node.meta.get(_JOINT_NAME) for node in module.graph.nodes if _calls(node))
+        return tuple(self.calls[name] for name in names if name in self.calls)
+
+
+_SOLVE_MIN_CUT = partitioners.solve_min_cut
+
+
+def _flops_of(node: fx.Node) -> float:
+    """What torch's estimator "flops" says; the values of our graphs may be of several fake modes."""
+
+    def materialised(value: object) -> object:
+        tensor = value.meta["val"] if isinstance(value, fx.Node) else None
+        if not isinstance(tensor, torch.Tensor):
+            return value
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+
+    args, kwargs = tree_map(materialised, (node.args, node.kwargs))
+    with FlopCounterMode(display=False) as mode:
+        node.target(*args, **kwargs)
+    return max(mode.get_total_flops(), 1)
+
+
+def _calls(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def values_of(step: Step, nodes: Iterable[fx.Node]) -> Iterator[int]:
+    """The values in whose memory `nodes` lie; inputs and constants are none."""
+    numbers = _numbers(step)
+    for node in nodes:
+        base = base_of(node)
+        index = base.args[1] if is_item(base) else 0
+        number = numbers.get((call_of(base), index))
+        if number is not None:
+            yield number
+
+
+_NUMBERS: dict[int, tuple[Step, dict]] = {}
+
+
+def _numbers(step: Step) -> dict:
+    """The value that each output of each call is."""
+    if id(step) not in _NUMBERS:
+        found = {}
+        for o, call in enumerate(step.calls):
+            if call is not None:
+                outputs = call.meta["val"]
+                outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+                tensors = [i for i, t in enumerate(outputs) if isinstance(t, torch.Tensor)]
+                writes = step.problem.operators[o].writes
+                found.update({(call, i): v for i, v in zip(tensors, writes, strict=True)})
+        _NUMBERS.clear()
+        _NUMBERS[id(step)] = step, found
+    return _NUMBERS[id(step)][1]
+
+
+# --- eager ---------------------------------------------------------------------------------------
+
+Keeps = Callable[[fx.Node, int], bool]
+"""Whether the result of an operator in a block is kept; given how many matmuls came before."""
+
+
+def eager_peers(step: Step, blocks: tuple[str, ...]) -> Iterator[Peer]:
+    """`torch.utils.checkpoint` per block, and the selective ones."""
+    policies: dict[str, Keeps] = {
+        "checkpoint": lambda node, count: False,
+        "selective matmuls": lambda node, count: _packet(node) in MATMULS | ATTENTION,
+        "selective every-second": lambda node, count: (
+            _packet(node) in ATTENTION or (_packet(node) in MATMULS and count % 2 == 1)
+        ),
+    }
+    for name, keeps in policies.items():
+        started = time.perf_counter()
+        schedule = eager_schedule(step, blocks, keeps)
+        yield Peer(name, schedule, time.perf_counter() - started)
+
+
+def eager_schedule(step: Step, blocks: tuple[str, ...], keeps: Keeps) -> Schedule:
+    """What a checkpoint of each of `blocks` does, in eager mode, with what `keeps` says kept."""
+    problem = step.problem
+    block_of = {o: _block_of(step.calls[o], blocks) for o in problem.forward}
+    plain = plain_schedule(problem)
+    kept = _kept_in_blocks(step, block_of, keeps)
+    entering, leaving = _across(step, block_of)
+    interior = {
+        v
+        for o, block in block_of.items()
+        if block is not None
+        for v in problem.operators[o].writes
+    }
+    saved = {v for v in plain.saved if v not in interior or v in leaving} | entering | kept
+    late = [o for o, op in enumerate(problem.operators) if op.part is not Part.FORWARD]
+    there = saved | problem.outputs
+    order: list[int] = []
+    for o in late:
+        for v in problem.operators[o].reads:
+            if v not in there and problem.producers[v] in block_of:
+                block = block_of[problem.producers[v]]
+                again = _again(step, block_of, block, kept, set(plain.saved))
+                order += again
+                there = there | {u for a in again for u in problem.operators[a].writes}
+        order.append(o)
+        there.update(problem.operators[o].writes)
+    return Schedule(tuple(sorted(saved)), problem.forward, tuple(order))
+
+
+def _again(step, block_of, block, kept, wanted) -> list[int]:
+    """The operators of a block, up to the last whose value is wanted, but for what is kept."""
+    problem = step.problem
+    mine = [o for o in problem.forward if block_of[o] == block]
+    ends = [
+        i for i, o in enumerate(mine) if (set(problem.operators[o].writes) & wanted) - kept
+    ]
+    prefix = mine[: max(ends, default=-1) + 1]
+    return [o for o in prefix if not set(problem.operators[o].writes) <= kept]
+
+
+def _block_of(node: fx.Node | None, blocks: tuple[str, ...]) -> str | None:
+    """The checkpointed submodule that runs `node`."""
+    path = node.meta.get("module", "").split(".") if node is not None else []
+    for i in range(1, len(path) + 1):
+        name = ".".join(path[:i])
+        depth = i - 1
+        if any(p.count(".") == depth and fnmatch.fnmatchcase(name, p) for p in blocks):
+            return name
+    return None
+
+
+def _kept_in_blocks(step: Step, block_of: dict[int, str | None], keeps: Keeps) -> set[int]:
+    kept: set[int] = set()
+    counts: dict[str, int] = {}
+    for o, block in block_of.items():
+        node = step.calls[o]
+        if block is None or node is None:
+            continue
+        count = counts.get(block, 0)
+        if keeps(node, count):
+            kept.update(step.problem.operators[o].writes)
+        counts[block] = count + (_packet(node) in MATMULS)
+    return kept
+
+
+def _across(step: Step, block_of: dict[int, str | None]) -> tuple[set[int], set[int]]:
+    """The values that enter a block from outside it, and those that leave one."""
+    problem = step.problem
+    entering, leaving = set(), set(problem.outputs)
+    for o, block in block_of.items():
+        for v in problem.operators[o].reads:
+            source = block_of.get(problem.producers[v])
+            if source != block:
+                if block is not None:
+                    entering.add(v)
+                if source is not None:
+                    leaving.add(v)
+    return entering, leaving
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether `node` computes something."""
+    return node.op == "call_function" and not is_item(node) and not is_view(node)

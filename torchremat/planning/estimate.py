@@ -1,0 +1,128 @@
+"""`estimate`: what a step would take, before it is run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchremat.planning.budgets import Budget
+from torchremat.planning.cost_model import CostModel
+from torchremat.planning.optimizers import (
+    OptimizerLike,
+    input_nbytes,
+    parameter_nbytes,
+    state_nbytes,
+)
+from torchremat.planning.plan import human_seconds
+from torchremat.planning.plans import device_of
+from torchremat.planning.steps import graphs_of, region_of, timeline_of
+from torchremat.remat.policies import PolicyLike, as_policy, everything_saveable
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.report import human_bytes, table
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step takes. All are bytes, but `seconds`.
+
+    Attributes:
+        peak_bytes: the most that is alive at one time of what the step makes: values, outputs and
+            gradients.
+        saved_bytes: what is held from the forward pass for the backward pass.
+        parameter_bytes: the tensors that get a gradient.
+        gradient_bytes: their gradients, which are part of the peak.
+        optimizer_bytes: the optimizer's state.
+        input_bytes: all other inputs: arguments, buffers, what is frozen.
+        seconds: the time by the cost model.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    input_bytes: int
+    seconds: float
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device must hold: the peak, and what is there anyway."""
+        return self.peak_bytes + self.parameter_bytes + self.input_bytes + self.optimizer_bytes
+
+    def fits(self, memory: int | str) -> bool:
+        """Whether `total_bytes` fit into `memory` (bytes, or text such as `"24GiB"`)."""
+        nbytes = Budget.of(memory).nbytes
+        if nbytes is None:
+            raise TypeError(f"fits({memory!r}): memory is bytes, or text such as '24GiB'")
+        return self.total_bytes <= nbytes
+
+    def __str__(self) -> str:
+        rows = [
+            ("parameters", human_bytes(self.parameter_bytes)),
+            ("optimizer", human_bytes(self.optimizer_bytes)),
+            ("other inputs", human_bytes(self.input_bytes)),
+            ("peak of the step", human_bytes(self.peak_bytes)),
+            ("  of it gradients", human_bytes(self.gradient_bytes)),
+            ("  saved at its middle", human_bytes(self.saved_bytes)),
+            ("in all", human_bytes(self.total_bytes)),
+            ("time", human_seconds(self.seconds)),
+        ]
+        return "\n".join(table(rows, numeric=(1,), indent=""))
+
+
+def estimate(
+    fun_or_module: Callable[..., Any],
+    *args: Any,
+    policy: PolicyLike | None = None,
+    optimizer: OptimizerLike = None,
+    cost_model: CostModel | None = None,
+    device: str | torch.device | None = None,
+    **kwargs: Any,
+) -> Estimate:
+    """What a forward and a backward pass under a policy take, without running them.
+
+    Args:
+        fun_or_module: a function of trees of tensors, or an `nn.Module`; on any device, the meta
+            device too.
+        *args: its arguments; only their shapes, dtypes and devices matter.
+        policy: what may be saved, see `checkpoint`; `None` is plain PyTorch.
+        optimizer: an optimizer or its class; the bytes of its state are counted.
+        cost_model: what operators cost in seconds; by default a roofline of `device`.
+        device: where the step is to run; by default where the tensors are.
+        **kwargs: keyword arguments of `fun_or_module`.
+
+    Returns:
+        The `Estimate`; `.fits("24GiB")` says whether a device of so much memory holds it.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(1024, 1024, device="meta")
+    >>> found = estimate(model, torch.ones(8, 1024, device="meta"), optimizer=torch.optim.AdamW)
+    >>> found.parameter_bytes == found.gradient_bytes == 4 * (1024 * 1024 + 1024)
+    True
+    >>> found.fits("32MiB"), found.fits("8MiB")
+    (True, False)
+    """
+    region = region_of(fun_or_module, args, kwargs)
+    model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
+    program = FunctionProgram(region, everything_saveable if policy is None else as_policy(policy))
+    program.choices.warn_of_unmatched()
+    timeline = timeline_of(program)
+    forward, backward = graphs_of(program)
+    nodes = [*forward.module.graph.nodes, *backward.module.graph.nodes]
+    parameters = parameter_nbytes(region)
+    gradients: Any = backward.module.graph.output_node().args[0]
+    return Estimate(
+        peak_bytes=timeline.peak,
+        saved_bytes=timeline.saved_bytes,
+        parameter_bytes=parameters,
+        gradient_bytes=sum(_nbytes(value) for value in gradients if value is not None),
+        optimizer_bytes=state_nbytes(region, optimizer),
+        input_bytes=input_nbytes(region) - parameters,
+        seconds=sum(model.seconds(node) for node in nodes if node.op == "call_function"),
+    )
+
+
+def _nbytes(node: Any) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())

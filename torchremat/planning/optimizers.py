@@ -1,0 +1,78 @@
+"""The bytes that are there before a step: parameters, buffers, inputs, an optimizer's state."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.remat.region import Region
+
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
+"""An optimizer, its class, or none."""
+
+
+def resident_nbytes(region: Region, optimizer: OptimizerLike) -> int:
+    """The bytes of inputs and parameters, and of the state that `optimizer` keeps for them.
+
+    0 without an optimizer: then only what a step makes counts.
+    """
+    if optimizer is None:
+        return 0
+    return input_nbytes(region) + state_nbytes(region, optimizer)
+
+
+def input_nbytes(region: Region) -> int:
+    """The bytes of all inputs of a step: arguments, parameters and buffers."""
+    return sum(map(_nbytes, (node.meta["val"] for node in region.joint.inputs)))
+
+
+def parameter_nbytes(region: Region) -> int:
+    """The bytes of those inputs that get a gradient."""
+    return sum(map(_nbytes, _trained(region)))
+
+
+def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
+    """The bytes of the state of `optimizer` for the tensors that get a gradient.
+
+    One step of an optimizer of the same class and settings is taken on meta tensors, and what it
+    keeps is counted. Raises `TypeError` for what is no optimizer.
+    """
+    if optimizer is None:
+        return 0
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r} is none: give a torch.optim.Optimizer or its class, such as "
+            "torch.optim.AdamW"
+        )
+    settings = {} if isinstance(optimizer, type) else _settings(optimizer)
+    if kind is torch.optim.SGD or "lr" in settings:
+        settings.setdefault("lr", 1e-3)
+    parameters = [
+        torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=True)
+        for value in _trained(region)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    copy = kind(parameters, **settings)
+    copy.step()
+    leaves, _ = _torch.tree_flatten(list(copy.state.values()))
+    return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The settings that an optimizer was made with, without those that forbid meta tensors."""
+    return {k: v for k, v in optimizer.defaults.items() if k not in _NOT_ON_META}
+
+
+_NOT_ON_META = ("fused", "foreach", "capturable")
+
+
+def _trained(region: Region) -> Iterable[Tensor]:
+    return [region.joint.inputs[i].meta["val"] for i in region.wrt]
+
+
+def _nbytes(value: Tensor) -> int:
+    return _torch.hint_of(value.untyped_storage().nbytes())

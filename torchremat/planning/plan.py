@@ -1,0 +1,259 @@
+"""Plans: what is saved and what is computed again, what that costs, and JSON to keep it in."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from torchremat.autodiff.graph_schedule import GraphSchedule
+from torchremat.autodiff.joint import Joint
+from torchremat.errors import PlanError
+from torchremat.planning.fingerprints import difference, fingerprint_of, lines_of
+from torchremat.planning.simulate import simulate
+from torchremat.planning.timeline import Timeline
+from torchremat.remat.report import human_bytes, table
+
+FORMAT = "torchremat plan"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step costs: peak bytes, bytes saved for the backward pass, seconds, operations.
+
+    Attributes:
+        peak_bytes: the most bytes alive at one time.
+        saved_bytes: the bytes held from the forward pass for the backward pass.
+        seconds: the time of the step by the cost model.
+        flops: its floating-point operations.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule by the positions of nodes in the joint graph."""
+
+    saved: tuple[int, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What `plan` finds: what is kept and what is computed again, with what it costs.
+
+    Attributes:
+        budget: what it was to keep within, in bytes.
+        peak_bytes: the most bytes alive at one time.
+        saved_bytes: the bytes held from the forward pass for the backward pass.
+        recompute_seconds: the time that is added, by the cost model.
+        recompute_flops: the floating-point operations that are added.
+        baseline: the same step without rematerialisation, a `Figures`.
+        lower_bound_seconds: no schedule that keeps within the budget, with the backward pass in
+            this order, adds less.
+        decisions: for each value of the forward pass that the backward pass needs, by the name of
+            its node: `saved`, `recomputed` or `offloaded`.
+        device: what the times are of.
+    """
+
+    budget: int
+    peak_bytes: int
+    saved_bytes: int
+    recompute_seconds: float
+    recompute_flops: int
+    baseline: Figures
+    lower_bound_seconds: float
+    decisions: Mapping[str, str]
+    device: str
+    order: Order = field(repr=False)
+    graph: tuple[str, ...] = field(repr=False)
+    """The joint graph, a line for each node."""
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Bytes and the user's line of what `decisions` names, for `summary`."""
+    graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
+
+    @property
+    def gap(self) -> float:
+        """How much of the added time, at most, another schedule might spare: from 0 to 1."""
+        if self.recompute_seconds <= 0:
+            return 0.0
+        return max(0.0, 1 - self.lower_bound_seconds / self.recompute_seconds)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the joint graph that the plan is for."""
+        return fingerprint_of(self.graph)
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """From inputs to outputs, and what the backward graph reads."""
+        return self._graphs()[0]
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """From inputs, what is saved, and cotangents, to gradients; names are the forward's."""
+        return self._graphs()[1]
+
+    def _graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.graphs is None:
+            raise PlanError(
+                "a plan that was loaded has no graphs: checkpoint(f, policy=from_plan(plan)) makes "
+                "them of the function that it is given"
+            )
+        return self.graphs
+
+    def timeline(self) -> Timeline:
+        """The bytes alive at each operator of the step."""
+        return self._timeline
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        return simulate(*self._graphs())
+
+    def summary(self) -> str:
+        """A table of the figures beside those without rematerialisation."""
+        base = self.baseline
+        added = self.recompute_seconds
+        rows = [
+            ("", "plan", "without", ""),
+            ("peak", human_bytes(self.peak_bytes), human_bytes(base.peak_bytes),
+             f"budget {human_bytes(self.budget)}"),
+            ("saved", human_bytes(self.saved_bytes), human_bytes(base.saved_bytes), ""),
+            ("time", human_seconds(base.seconds + added), human_seconds(base.seconds),
+             f"+{human_seconds(added)} ({_percent(added, base.seconds)}); no schedule adds less "
+             f"than {human_seconds(self.lower_bound_seconds)} (gap {100 * self.gap:.0f} %)"),
+            ("flops", f"{base.flops + self.recompute_flops:.4g}", f"{base.flops:.4g}", ""),
+        ]  # fmt: skip
+        counts = {what: 0 for what in ("saved", "recomputed", "offloaded")}
+        for decision in self.decisions.values():
+            counts[decision] += 1
+        said = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+        head = f"plan on {self.device}: {said or 'nothing to decide'}"
+        return "\n".join([head, *table(rows, numeric=(1, 2))])
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    # --- on disk ---------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The plan as JSON, with its version and the graph that it is for; without graphs."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "budget": self.budget,
+            "peak_bytes": self.peak_bytes,
+            "saved_bytes": self.saved_bytes,
+            "recompute_seconds": self.recompute_seconds,
+            "recompute_flops": self.recompute_flops,
+            "baseline": asdict(self.baseline),
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "device": self.device,
+            "decisions": dict(self.decisions),
+            "order": asdict(self.order),
+            "graph": list(self.graph),
+        }
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the text") -> "Plan":
+        """The plan that `to_json` wrote. Raises `PlanError` (a `ValueError`) for anything else."""
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(
+                f"{where} is no plan: it is no JSON, or was cut off ({error}). Save it again"
+            ) from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise PlanError(f"{where} is no plan of torchremat, though it is JSON")
+        if content.get("version") != VERSION:
+            raise PlanError(
+                f"{where} is a plan of version {content.get('version')!r}, and this torchremat "
+                f"reads version {VERSION}. Make it again with tr.plan"
+            )
+        try:
+            plan = cls(
+                baseline=Figures(**content["baseline"]),
+                order=Order(**{k: tuple(v) for k, v in content["order"].items()}),
+                graph=tuple(content["graph"]),
+                **{name: content[name] for name in _PLAIN_FIELDS},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{where} is a plan that lacks something ({error})") from error
+        if content.get("fingerprint") != plan.fingerprint:
+            raise PlanError(f"{where} is a plan that was changed: its fingerprint does not fit")
+        return plan
+
+    def save(self, path: "str | os.PathLike[str]") -> None:
+        """Write the plan to a file, as JSON."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.to_json())
+
+    @classmethod
+    def load(cls, path: "str | os.PathLike[str]") -> "Plan":
+        """The plan in a file.
+
+        Raises `PlanError` (a `ValueError`) if it is none, is truncated, or of another version, and
+        `OSError` if there is no such file.
+        """
+        with open(path, encoding="utf-8") as file:
+            return cls.from_json(file.read(), os.fspath(path))
+
+    # --- on a graph ------------------------------------------------------------------------------
+
+    def graph_schedule(self, joint: Joint) -> GraphSchedule:
+        """The plan in the nodes of `joint`; raises `PlanError` if that is another graph."""
+        lines = lines_of(joint.module.graph)
+        if lines != self.graph:
+            raise PlanError(
+                f"the plan is for another graph: {difference(self.graph, lines)}. A plan holds for "
+                "one function at one set of shapes, dtypes and modes (train or eval, autocast, "
+                "gradients); make one for this call with tr.plan"
+            )
+        nodes = list(joint.module.graph.nodes)
+        return GraphSchedule(
+            frozenset(nodes[i] for i in self.order.saved),
+            tuple(nodes[i] for i in self.order.forward),
+            tuple(nodes[i] for i in self.order.backward),
+        )
+
+
+_PLAIN_FIELDS = (
+    "budget", "peak_bytes", "saved_bytes", "recompute_seconds", "recompute_flops",
+    "lower_bound_seconds", "device", "decisions",
+)  # fmt: skip
+
+
+def order_of(schedule: GraphSchedule, joint: Joint) -> Order:
+    """A schedule by the positions of the nodes of `joint`."""
+    numbers = {node: i for i, node in enumerate(joint.module.graph.nodes)}
+    return Order(
+        tuple(sorted(numbers[node] for node in schedule.saved)),
+        tuple(numbers[node] for node in schedule.forward),
+        tuple(numbers[node] for node in schedule.backward),
+    )
+
+
+def human_seconds(seconds: float) -> str:
+    """A time for people.
+
+    >>> human_seconds(0.0123), human_seconds(4.2e-6), human_seconds(3)
+    ('12.3 ms', '4.20 us', '3.00 s')
+    """
+    units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+    unit, size = next((u for u in units if abs(seconds) >= u[1]), units[-1])
+    value = seconds / size
+    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

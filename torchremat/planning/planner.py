@@ -1,0 +1,150 @@
+"""From a joint graph and a budget to a schedule of the graph."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from torchremat.autodiff.graph_schedule import GraphSchedule
+from torchremat.autodiff.joint import Joint, is_forward
+from torchremat.errors import BudgetError, PolicyValueError, nearest_names
+from torchremat.graph.aliases import base_of, call_of
+from torchremat.graph.slicing import nodes_read_by
+from torchremat.planning.budgets import Budget
+from torchremat.planning.cost_model import CostModel
+from torchremat.planning.ordering import replay_of
+from torchremat.planning.problem import Costs, Problem, Schedule, costs_of
+from torchremat.planning.progress import shown_progress
+from torchremat.planning.reorder import reordered
+from torchremat.planning.solver import Options, Solution, solve
+from torchremat.planning.step import Step
+from torchremat.remat.report import human_bytes
+
+SOLVERS = ("auto", "milp", "local")
+
+
+def check_solver(solver: str) -> str:
+    """`solver`, if there is such a one; else `PolicyValueError` (a `ValueError`)."""
+    if solver not in SOLVERS:
+        raise PolicyValueError(
+            f"solver={solver!r} is none, {nearest_names(str(solver), SOLVERS)}. 'auto' takes the "
+            "integer program (HiGHS, through SciPy) and improves on it; 'local' does without it"
+        )
+    return solver
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A step with the schedule that was found for it.
+
+    Attributes:
+        step: the joint graph in numbers.
+        schedule: what runs when.
+        costs: what that costs.
+        lower_bound_seconds: no schedule that keeps within the budget adds less.
+        budget: in bytes.
+    """
+
+    step: Step
+    schedule: Schedule
+    costs: Costs
+    lower_bound_seconds: float
+    budget: int
+
+    @cached_property
+    def graph_schedule(self) -> GraphSchedule:
+        """The schedule, in nodes of the graph."""
+        return self.step.graph_schedule(self.schedule)
+
+
+class Planner:
+    """Plans of one joint graph under several budgets."""
+
+    def __init__(
+        self,
+        joint: Joint,
+        *,
+        cost_model: CostModel | None = None,
+        solver: str = "auto",
+        seconds: float | None = None,
+        resident: int = 0,
+    ) -> None:
+        self.joint = joint
+        self.cost_model = cost_model or CostModel.of(None)
+        self.solver = check_solver(solver)
+        self.seconds = seconds
+        self.resident = resident
+        """Bytes that are there anyway and are to count."""
+
+    @cached_property
+    def step(self) -> Step:
+        """The step in numbers, as traced."""
+        return Step.of(self.joint, self.cost_model.seconds)
+
+    @cached_property
+    def plain(self) -> PlannedStep:
+        """Without rematerialisation."""
+        schedule = replay_of(self.step.problem, self.step.plain).schedule
+        costs = costs_of(self.step.problem, schedule)
+        return PlannedStep(self.step, schedule, costs, 0.0, costs.peak)
+
+    def bytes_of(self, budget: Budget) -> int:
+        """The budget in bytes."""
+        return budget.bytes_of(self.resident + self.plain.costs.peak)
+
+    def plan(self, budget: Budget, asked: str) -> PlannedStep:
+        """The schedule of least added time within `budget`, which the user wrote as `asked`.
+
+        Raises `BudgetError` with the least budget that can be met if none was found.
+        """
+        nbytes = self.bytes_of(budget)
+        room = nbytes - self.resident
+        if room >= self.plain.costs.peak:
+            return PlannedStep(self.step, self.plain.schedule, self.plain.costs, 0.0, nbytes)
+        solution = self._solve(room)
+        if solution.schedule is None:
+            raise self._cannot(asked, nbytes, solution)
+        costs = costs_of(self._reordered, solution.schedule)
+        return PlannedStep(
+            self.step, solution.schedule, costs, solution.lower_bound_seconds, nbytes
+        )
+
+    @cached_property
+    def _reordered(self) -> Problem:
+        return reordered(self.step.problem)
+
+    def _solve(self, room: int) -> Solution:
+        with shown_progress(f"planning {len(self.joint.module.graph.nodes)} nodes") as progress:
+            options = Options(seconds=self.seconds, solver=self.solver, progress=progress)
+            return solve(self._reordered, room, options)
+
+    def _cannot(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
+        least = solution.least_peak + self.resident
+        plain = self.plain.costs.peak + self.resident
+        besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
+        return BudgetError(
+            f"{asked}: a peak of {human_bytes(nbytes)} cannot be met. The least that was found is "
+            f"{human_bytes(least)} ({least} bytes{besides}), of {human_bytes(plain)} without "
+            f"rematerialisation. {self._worst(solution)}Give a budget of at least {least}, a "
+            "smaller batch, or smaller parts (nn.wrap with select=...)",
+            least,
+        )
+
+    def _worst(self, solution: Solution) -> str:
+        """What the operator at the peak is, and where the user wrote it."""
+        if solution.lowest is None:
+            return ""
+        live = costs_of(self._reordered, solution.lowest).live
+        order = (*solution.lowest.forward, *solution.lowest.backward)
+        call = self.step.calls[order[max(range(len(live)), key=live.__getitem__)]]
+        return "" if call is None else f"At that peak runs {_described(call)}. "
+
+
+def _described(call: fx.Node) -> str:
+    if is_forward(call):
+        return f"{call.target} from {call.meta.get('source')}"
+    for node in nodes_read_by(call):
+        made_by = call_of(base_of(node))
+        if is_forward(made_by) and made_by.meta.get("source"):
+            return f"{call.target}, for what {made_by.meta['source']} computes"
+    return str(call.target)

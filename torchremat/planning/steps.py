@@ -1,0 +1,144 @@
+"""The step of a function at given arguments: traced, not run."""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchremat import _torch
+from torchremat.api_util import StaticArguments
+from torchremat.autodiff.graph_schedule import GraphSchedule
+from torchremat.autodiff.joint import Joint
+from torchremat.errors import TraceError
+from torchremat.planning.simulate import simulate
+from torchremat.planning.timeline import Timeline
+from torchremat.remat.bound import BoundCall
+from torchremat.remat.calls import flatten_call
+from torchremat.remat.checkpoint import Checkpointed
+from torchremat.remat.compiled import Compiled
+from torchremat.remat.policies import Policy
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.region import Region
+
+
+class WholeGraphPolicy(Policy):
+    """A policy that decides on all values at once.
+
+    Asked of one operator it lets nothing be saved: of a checkpoint inside it says nothing.
+    """
+
+    @property
+    def is_whole(self) -> bool:
+        """It does."""
+        return True
+
+    def __call__(self, op: object, /, *avals: Any, **params: Any) -> bool:
+        """Whether the outputs of a call of `op` may be saved: nobody knows from that alone."""
+        return False
+
+
+class Ready(WholeGraphPolicy):
+    """A schedule that has been found, as a policy."""
+
+    def __init__(self, schedule: GraphSchedule) -> None:
+        self._schedule = schedule
+
+    def schedule(self, joint: Joint) -> GraphSchedule:
+        """The schedule, of the graph that it was found for."""
+        return self._schedule
+
+
+def region_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Region:
+    """What `fun` is at these arguments; nothing runs on their values.
+
+    Differentiated are the tensors that require a gradient, else all floating arguments. Raises
+    `TypeError` if `fun` is not callable, and `TraceError` (a `TypeError`) if there is nothing to
+    differentiate.
+    """
+    bound = BoundCall(fun, args, kwargs)
+    fun, args, kwargs = off_meta(fun, args, kwargs)
+    with _default_device_off_meta(), torch.enable_grad():
+        region = _traced(fun, args, kwargs)
+        if not region.wrt:
+            region = _traced(fun, *_torch.tree_map(_differentiated, (args, dict(kwargs))))
+    if not region.wrt or not region.differentiable:
+        raise TraceError(
+            f"{bound.name} has nothing to differentiate: no floating-point argument, and nothing "
+            "that it closes over, leads to an output with a gradient. Pass such a tensor, or call "
+            "requires_grad_() on the one that it closes over."
+        )
+    return region
+
+
+def _traced(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Region:
+    checkpointed = Checkpointed(fun, _AnySize(), True, StaticArguments(fun, (), ()), lenient=True)
+    call = flatten_call(args, kwargs, checkpointed.statics, lenient=True)
+    return checkpointed.trace(call, args, kwargs).region
+
+
+def off_meta(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """The same with fake tensors on the CPU in place of those on the meta device, if `fun` allows.
+
+    On the meta device PyTorch takes other operators than those that will run (attention comes as
+    products of whole matrices), and refuses autocast.
+    """
+    if isinstance(fun, Checkpointed):
+        fun = fun.fun
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta or type(leaf) not in _PLAIN:
+            return leaf
+        if id(leaf) not in fakes:
+            with mode:
+                fake = torch.empty_strided(
+                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu"
+                )
+            if isinstance(leaf, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=leaf.requires_grad)
+            fakes[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
+        return fakes[id(leaf)]
+
+    if isinstance(fun, nn.Module):
+        state = [*fun.parameters(), *fun.buffers()]
+        if any(tensor.is_meta for tensor in state):
+            memo: dict[int, Any] = {id(tensor): moved(tensor) for tensor in state}
+            fun = copy.deepcopy(fun, memo)
+    return fun, *_torch.tree_map(moved, (args, dict(kwargs)))
+
+
+def _default_device_off_meta() -> AbstractContextManager[Any]:
+    """What the function makes by itself goes where its arguments are."""
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
+
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class _AnySize(WholeGraphPolicy):
+    """Asks for a trace at the sizes given."""
+
+
+def _differentiated(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def graphs_of(program: FunctionProgram) -> tuple[Compiled, Compiled]:
+    """What `program` runs forward, and backward from cotangents of all its outputs."""
+    given = (True,) * len(program.region.differentiable)
+    needed = tuple(spec.requires_grad for spec in program.region.specs)
+    return program.forward_with_states, program.backward(given, needed, with_states=True)
+
+
+def timeline_of(program: FunctionProgram) -> Timeline:
+    """The bytes alive at each operator of a step."""
+    forward, backward = graphs_of(program)
+    return simulate(forward.module, backward.module)

@@ -23,12 +23,14 @@ from torch._functorch import config, partitioners
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchremat.graph.aliases import base_of, call_of, is_item, is_view
+from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.planning.problem import Part, Schedule, plain_schedule
+from torchremat.planning.simulate import results_of, simulate
 from torchremat.planning.step import Step
 
 aten = torch.ops.aten
-BUDGETS = (1.0, 0.9, 0.75, 0.5, 0.35, 0.25, 0.1, 0.0)
+BUDGETS = (0.9, 0.75, 0.5, 0.35, 0.25, 0.1)
+"""Besides 1.0 and 0.0, where every solver says the same."""
 SOLVERS = ("dp", "dp_knapsack_sliding_hirschberg", "greedy", "ilp", "dynamic_memory_budget_dp")
 _JOINT_NAME = "name_in_joint"
 
@@ -49,11 +51,13 @@ class Peer:
         name: of the peer, with its setting.
         schedule: what it saves, and its order of operators.
         seconds: the time that it took to plan; `None` where others' work was used again.
+        graphs_peak: the peak by `simulate`, which reads the peer's own graphs, if it has such.
     """
 
     name: str
     schedule: Schedule
     seconds: float | None = None
+    graphs_peak: int | None = None
 
     @property
     def kind(self) -> str:
@@ -78,32 +82,17 @@ def compiled_peers(step: Step, *, quick: bool = False) -> Iterator[Peer]:
     yield partition.run("budget 1.0", activation_memory_budget=1.0)
     yield partition.run("aggressive", activation_memory_budget=1.0, aggressive_recomputation=True)
     yield partition.run("budget 0.0", activation_memory_budget=0.0)
-    for solver in ("dp",) if quick else SOLVERS:
-        reason = _why_not(solver)
-        if reason:
-            print(f"  the solver {solver} of torch is left out: {reason}")
-            continue
-        for budget in BUDGETS[1:-1]:
-            yield partition.run(
-                f"{solver} {budget}",
-                activation_memory_budget=budget,
-                activation_memory_budget_solver=solver,
-            )
-
-
-def _why_not(solver: str) -> str:
-    """Why a solver of torch's does not run here, found by a knapsack of two things."""
-    # "ilp" needs scipy only; the knee of "dynamic_memory_budget_dp" is no budget that is met
-    if solver == "dynamic_memory_budget_dp":
-        return "it takes the knee of its own curve, whatever the budget"
-    try:
-        with config.patch(activation_memory_budget_solver=solver):
-            partitioners._optimize_runtime_with_given_memory(
-                fx.Graph(), [0.5, 0.5], [1.0, 2.0], 0.5, None, []
-            )
-    except (ImportError, RuntimeError) as error:
-        return str(error)
-    return ""
+    for solver in SOLVERS[:1] if quick else SOLVERS:
+        for budget in BUDGETS:
+            try:
+                yield partition.run(
+                    f"{solver} {budget}",
+                    activation_memory_budget=budget,
+                    activation_memory_budget_solver=solver,
+                )
+            except (ImportError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+                print(f"  torch's solver {solver} is left out: {type(error).__name__}: {error}")
+                break
 
 
 def partitioner_input(step: Step) -> tuple[fx.GraphModule, int]:
@@ -155,7 +144,20 @@ class _Partition:
         schedule = Schedule(
             tuple(sorted(saved & made)), first, (*self._operators(backward), last)
         )
-        return Peer(name, schedule, seconds)
+        return Peer(name, schedule, seconds, self._simulated(forward, backward))
+
+    def _simulated(self, forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+        """The peak of two graphs of the partitioner."""
+        joint = self.step.joint
+        num_residuals = len(results_of(forward)) - self.num_outputs
+        outputs = ["output"] * len(joint.outputs) + ["write"] * len(joint.mutations)
+        cotangents = {ct.name for ct in joint.cotangents if ct is not None}
+        forward.meta["roles"] = (*outputs, *["residual"] * num_residuals)
+        names = [n.meta[_JOINT_NAME] for n in backward.graph.find_nodes(op="placeholder")]
+        backward.meta["roles"] = tuple(
+            "cotangent" if name in cotangents else "residual" for name in names
+        )
+        return simulate(forward, backward).peak
 
     def graphs(self, **settings: object) -> tuple[fx.GraphModule, fx.GraphModule, float | None]:
         """Its two graphs, and the time that it took unless parts were known."""
@@ -356,7 +358,3 @@ def _across(step: Step, block_of: dict[int, str | None]) -> tuple[set[int], set[
 def _packet(node: fx.Node) -> object:
     return getattr(node.target, "overloadpacket", None)
 
-
-def is_operator(node: fx.Node) -> bool:
-    """Whether `node` computes something."""
-    return node.op == "call_function" and not is_item(node) and not is_view(node)

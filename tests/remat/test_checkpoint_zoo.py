@@ -740,3 +740,13 @@ def test_backward_outside_of_autocast():
         if fun is net:
             expected = grads
         assert_same(expected, grads)
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_lstm(policy):
+    """Whose kernel keeps a workspace for its derivative: only in single precision, in grad mode."""
+    lstm, x = nn.LSTM(4, 3, num_layers=2), torch.randn(5, 2, 4)
+    run = tr.checkpoint(lambda: lstm(x)[0].sin().sum(), policy=policy)
+    parameters = list(lstm.parameters())
+    expected = torch.autograd.grad(lstm(x)[0].sin().sum(), parameters)
+    assert_same(torch.autograd.grad(run(), parameters), expected)

@@ -10,7 +10,7 @@ from torchremat import _torch
 from torchremat.avals import Aval
 from torchremat.errors import GraphError
 from torchremat.graph.eqns import Number, attribute
-from torchremat.graph.functionalize import is_mutable
+from torchremat.graph.lone_writes import is_mutable
 from torchremat.graph.printing import format_graph
 from torchremat.graph.tracing import InputSpec
 from torchremat.graph.typed_graph import TypedGraph

@@ -1,7 +1,8 @@
 """Remove in-place operators from a graph, and say which inputs the graph writes to.
 
-Most programs have none, and cost nothing here. A graph with some is run again under PyTorch's own
-functionalisation, node by node, so that each new operator keeps the notes of the one it replaces.
+Most programs have none, or only such that a new tensor serves as well, and cost nothing here. A graph
+with others is run again under PyTorch's own functionalisation, node by node, so that each new
+operator keeps the notes of the one it replaces.
 """
 
 import operator
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.dynamic_inputs import shapes_of
+from torchremat.graph.lone_writes import is_mutable, replace_lone_writes
 from torchremat.graph.sizes import Interpreter
 from torchremat.graph.tracing import InputSpec, Tracing
 
@@ -44,6 +46,7 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
     graph = module.graph
     _expose_batch_norm_updates(graph)
     renamed: dict[fx.Node, fx.Node] = {}
+    replace_lone_writes(graph)
     if any(is_mutable(node) for node in graph.nodes):
         _draw_in_order_of_memory(graph)
         module, renamed = _retrace(module)
@@ -51,14 +54,6 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
     mutations = _pop_writes(graph, [renamed.get(n, n) for n in inputs])
     (output,) = graph.find_nodes(op="output")
     return FunctionalGraph(module, tuple(output.args[0]), mutations, renamed)
-
-
-def is_mutable(node: fx.Node) -> bool:
-    """Whether the operator of `node` writes to one of its arguments."""
-    target = node.target
-    if not isinstance(target, _torch.OpOverload):
-        return False
-    return target._schema.is_mutable
 
 
 def _expose_batch_norm_updates(graph: fx.Graph) -> None:

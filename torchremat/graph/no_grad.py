@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.aliases import base_of, is_item
-from torchremat.graph.functionalize import is_mutable
+from torchremat.graph.lone_writes import is_mutable
 
 aten = torch.ops.aten
 

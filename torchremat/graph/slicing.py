@@ -47,9 +47,11 @@ class _Slicer:
         self.late = late or (lambda node: False)
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
+        last = {node: i for i, node in enumerate(inputs)}  # of a value given twice, this is used
         for i, node in enumerate(inputs):
-            copy = self.graph.placeholder(f"unused_{i}" if node is None else node.name)
-            if node is not None:  # else the input is not used
+            is_used = node is not None and last[node] == i
+            copy = self.graph.placeholder(str(node) if is_used else f"unused_{i}")
+            if node is not None:
                 copy.meta = dict(node.meta)
                 self.copies[node] = copy
 

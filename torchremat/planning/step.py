@@ -77,8 +77,6 @@ class _Builder:
         self.calls: list[fx.Node | None] = []
         self.nbytes: list[int] = []
         self.values: list[fx.Node | None] = []
-        self.states: list[int] = []
-        """The bytes of the states of generators that random numbers can be drawn from again."""
         self.numbers: dict[tuple[fx.Node, int], int] = {}
         """The value that each output of each call is."""
 
@@ -98,7 +96,6 @@ class _Builder:
             outputs=frozenset(self._values_of(o for o in joint.outputs if isinstance(o, fx.Node))),
             gradients=frozenset(gradients) & late,
             written=frozenset(self._values_of(value for _, value in joint.mutations)),
-            constant=sum(self.states),
             backward_constant=sum(
                 nbytes_of(ct, ct.meta["val"]) for ct in joint.cotangents if ct is not None
             ),
@@ -108,10 +105,8 @@ class _Builder:
     def _add(self, call: fx.Node, part: Part) -> None:
         reads = tuple(self._values_of(nodes_read_by(call)))
         draws = any(why_not_replayed(value) is not None for value in _values_of_call(call))
-        state = state_nbytes(call) if draws else None
-        if state is not None:
-            self.states.append(state)
-        once = (draws and state is None) or why_kept(call) is not None
+        again = draws and state_nbytes(call) is not None
+        once = (draws and not again) or why_kept(call) is not None
         writes = []
         for index, value in enumerate(_outputs_of(call)):
             if isinstance(value, torch.Tensor):
@@ -126,7 +121,7 @@ class _Builder:
                 self.seconds(call),
                 part,
                 repeatable=not once,
-                draws=state is not None,
+                draws=again,
             )
         )
         self.calls.append(call)

@@ -31,11 +31,8 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchremat.planning.ordering import forward_order
-from torchremat.planning.problem import Operator, Part, Problem, Schedule
+from torchremat.planning.problem import Part, Problem, Schedule
 
-
-import os
-MODE = os.environ.get("MODE", "")
 
 @dataclass(frozen=True)
 class Optimum:
@@ -46,6 +43,7 @@ class Optimum:
         added_seconds: the time that it adds.
         bound: no schedule of the class adds less.
         is_proved: whether the search came to its end.
+        is_prompt_optimum: whether it did among schedules that compute nothing for a later stage.
         seconds: that the search took.
     """
 
@@ -54,11 +52,32 @@ class Optimum:
     bound: float
     is_proved: bool
     seconds: float
+    is_prompt_optimum: bool = False
 
 
 def checkmate(problem: Problem, budget: int, *, seconds: float, gap: float = 1e-4) -> Optimum:
-    """The schedule of least added time within `budget`, found in `seconds` or not at all."""
-    return _Program(problem, budget).solve(seconds, gap)
+    """The schedule of least added time within `budget`, found in `seconds` or not at all.
+
+    First of the schedules that compute nothing for a later stage, which are far fewer; then, with
+    what that found as a limit, of all. Only the second proves a bound.
+    """
+    first = _Program(problem, budget, is_prompt=True).solve(seconds / 2, gap)
+    program = _Program(problem, budget, is_prompt=False)
+    if first.schedule is not None:
+        program.limit(first.added_seconds)
+    every = program.solve(seconds - first.seconds, gap)
+    took = first.seconds + every.seconds
+    if every.schedule is None and first.schedule is not None:
+        # under the limit nothing was found: if there is nothing, what was is the optimum
+        bound = min(every.bound, first.added_seconds)
+        return replace(
+            first,
+            bound=bound,
+            is_proved=every.is_proved,
+            seconds=took,
+            is_prompt_optimum=first.is_proved,
+        )
+    return replace(every, seconds=took, is_prompt_optimum=first.is_proved)
 
 
 @dataclass
@@ -69,9 +88,7 @@ class _Rows:
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     binary: list[int] = field(default_factory=list)
-    entries: tuple[list[int], list[int], list[float]] = field(
-        default_factory=lambda: ([], [], [])
-    )
+    entries: tuple[list[int], list[int], list[float]] = field(default_factory=lambda: ([], [], []))
     bounds: list[float] = field(default_factory=list)
 
     def variable(self, *, cost: float = 0.0, upper: float = 1.0, binary: bool = False) -> int:
@@ -96,9 +113,12 @@ class _Rows:
 
 
 class _Program:
-    def __init__(self, problem: Problem, budget: int) -> None:
+    """The program; `is_prompt` if nothing is computed but for the operator of its stage."""
+
+    def __init__(self, problem: Problem, budget: int, *, is_prompt: bool) -> None:
         self.problem = problem
         self.budget = budget
+        self.is_prompt = is_prompt
         self.rows = _Rows()
         self.scale = max((op.seconds for op in problem.operators), default=1.0) or 1.0
         self.unit = float(max(problem.nbytes, default=1)) or 1.0
@@ -261,27 +281,12 @@ class _Program:
         for o in self.again:
             writes = [v for v in problem.operators[o].writes if v in there]
             if len(problem.operators[o].writes) == 1 and writes:
-                rows.no_more(runs[o], [], 1.0)
                 rows.at_most([(runs[o], 1.0), (there[writes[0]], 1.0)], 1.0)
-            if MODE == "lazy":
-                users = [runs[r] for v in writes for r in self.readers[v]]
-                if not own.intersection(writes):
-                    rows.no_more(runs[o], users)
-            elif MODE == "release":
-                users = [(runs[r], -1.0) for v in writes for r in self.readers[v]]
-                if not own.intersection(writes):
-                    terms = {runs[o]: 1.0}
-                    for i, f in users: terms[i] = terms.get(i, 0) + f
-                    for u in problem.operators[o].reads:
-                        if u in there:
-                            for i, f in ((there[u], -1.0), (runs[problem.producers[u]], -1.0), (after[u], 1.0)):
-                                terms[i] = terms.get(i, 0) + f
-                    rows.at_most(list(terms.items()), 0.0)
-            else:
-                users = [after[v] for v in writes]
-                users += [runs[r] for v in writes for r in self.readers[v]]
-                if not own.intersection(writes):
-                    rows.no_more(runs[o], users)
+            users = [runs[r] for v in writes for r in self.readers[v]]
+            if not self.is_prompt:
+                users += [after[v] for v in writes]
+            if not own.intersection(writes):
+                rows.no_more(runs[o], users)
 
     def _alive_in(self, t, v, terms, fixed, last) -> float:
         """Add the bytes of `v` in stage `t`; what is certain while its own operator runs."""
@@ -354,6 +359,12 @@ class _Program:
                 runs = [(runs[o], 1.0) for runs, _ in self.stages[:-1]]
                 self.rows.at_most([*runs, (self.early[o], 1.0)], 1.0)
 
+    def limit(self, seconds: float) -> None:
+        """Look only for schedules that add no more than `seconds`."""
+        must = self.problem.seconds_of(self.early)
+        bound = (seconds + must) / self.scale * (1 + 1e-9)
+        self.rows.at_most([(i, c) for i, c in enumerate(self.rows.cost) if c], bound)
+
     # --- the answer ------------------------------------------------------------------------------
 
     def solve(self, seconds: float, gap: float) -> Optimum:
@@ -392,77 +403,3 @@ class _Program:
             saved.update(v for v in problem.operators[o].reads if v not in there)
             there.update(problem.operators[o].reads, problem.operators[o].writes)
         return Schedule(tuple(sorted(saved)), forward_order(problem, saved), tuple(order))
-
-
-# --- smaller problems ----------------------------------------------------------------------------
-
-
-def coarsened(problem: Problem, most: int) -> Problem:
-    """`problem` with neighbours made one operator, until there are at most `most`.
-
-    Of neighbours in the order of a part, those are made one that hide the most bytes: what only
-    the second reads of the first is inside. The result is a problem for oracle and solver alike.
-    """
-    while len(problem.operators) > most:
-        order = [*problem.forward, *sorted(_late(problem))]
-        pairs = [
-            (a, b)
-            for a, b in zip(order, order[1:], strict=False)
-            if _may_merge(problem, a, b)
-        ]
-        if not pairs:
-            return problem
-        problem = merged(problem, *min(pairs, key=lambda pair: _loss(problem, *pair)))
-    return problem
-
-
-def _late(problem: Problem) -> list[int]:
-    return [o for o, op in enumerate(problem.operators) if op.part is not Part.FORWARD]
-
-
-def _may_merge(problem: Problem, a: int, b: int) -> bool:
-    one, two = problem.operators[a], problem.operators[b]
-    last = b == len(problem.operators) - 1
-    return one.part is two.part and one.repeatable == two.repeatable and not last
-
-
-def _loss(problem: Problem, a: int, b: int) -> tuple[int, float]:
-    """What merging costs: the bytes that are in use at once, then the seconds."""
-    one, two = problem.operators[a], problem.operators[b]
-    touched = {*one.reads, *one.writes, *two.reads, *two.writes}
-    return sum(problem.nbytes[v] for v in touched), one.seconds + two.seconds
-
-
-def merged(problem: Problem, a: int, b: int) -> Problem:
-    """`problem` with the operators `a` and then `b`, neighbours, as one."""
-    one, two = problem.operators[a], problem.operators[b]
-    others = {v for o, op in enumerate(problem.operators) if o not in (a, b) for v in op.reads}
-    kept = others | problem.outputs | problem.gradients | problem.written
-    reads = tuple(sorted({*one.reads, *(v for v in two.reads if v not in one.writes)}))
-    writes = tuple(v for v in (*one.writes, *two.writes) if v in kept)
-    hidden = [v for v in (*one.writes, *two.writes) if v not in kept]
-    nbytes = problem.nbytes
-    first = sum(nbytes[v] for v in {*reads, *one.writes}) + one.nbytes_inside
-    passed = [v for v in one.writes if v in kept or v in two.reads]
-    second = sum(nbytes[v] for v in {*reads, *passed, *two.writes}) + two.nbytes_inside
-    inside = max(first, second) - sum(nbytes[v] for v in {*reads, *writes})
-    both = Operator(
-        reads, writes, one.seconds + two.seconds, one.part, one.repeatable,
-        nbytes_inside=max(inside, 0),
-    )
-    operators = list(problem.operators)
-    operators[b] = both
-    del operators[a]
-    renumbered = {v: i for i, v in enumerate(sorted(set(range(len(nbytes))) - set(hidden)))}
-    number = renumbered.__getitem__
-    return replace(
-        problem,
-        operators=tuple(
-            replace(op, reads=tuple(map(number, op.reads)), writes=tuple(map(number, op.writes)))
-            for op in operators
-        ),
-        nbytes=tuple(nbytes[v] for v in renumbered),
-        outputs=frozenset(map(number, problem.outputs)),
-        gradients=frozenset(map(number, problem.gradients)),
-        written=frozenset(map(number, problem.written)),
-    )

@@ -3,6 +3,7 @@
 No dropout, so that nothing is random. A model is named by its kind and its depth: `gpt-4`.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -344,8 +345,7 @@ class Chain(nn.Module):
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(a, b), nn.Tanh())
-            for a, b in zip(widths, widths[1:], strict=False)
+            nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.planning.problem import Part, Schedule, plain_schedule
-from torchremat.planning.simulate import results_of, simulate
+from torchremat.planning.simulate import simulate
 from torchremat.planning.step import Step
+from torchremat.planning.walk import results_of
 
 aten = torch.ops.aten
 BUDGETS = (0.9, 0.75, 0.5, 0.35, 0.25, 0.1)
@@ -122,9 +123,7 @@ class _Partition:
         self.step = step
         self.module = module
         self.num_outputs = num_outputs
-        self.calls = {
-            call.name: o for o, call in enumerate(step.calls) if call is not None
-        }
+        self.calls = {call.name: o for o, call in enumerate(step.calls) if call is not None}
         self.nodes = {node.name: node for node in step.joint.module.graph.nodes}
         self._cuts: dict[object, object] = {}
         self._flops: dict[fx.Node, float] = {}
@@ -141,9 +140,7 @@ class _Partition:
         first = self._operators(forward)
         made = {v for o in first for v in step.problem.operators[o].writes}
         last = len(step.problem.operators) - 1
-        schedule = Schedule(
-            tuple(sorted(saved & made)), first, (*self._operators(backward), last)
-        )
+        schedule = Schedule(tuple(sorted(saved & made)), first, (*self._operators(backward), last))
         return Peer(name, schedule, seconds, self._simulated(forward, backward))
 
     def _simulated(self, forward: fx.GraphModule, backward: fx.GraphModule) -> int:
@@ -204,15 +201,13 @@ _SOLVE_MIN_CUT = partitioners.solve_min_cut
 
 
 def _flops_of(node: fx.Node) -> float:
-    """What torch's estimator "flops" says; the values of our graphs may be of several fake modes."""
+    """What torch's estimator "flops" says; our values may be of several fake modes."""
 
     def materialised(value: object) -> object:
         tensor = value.meta["val"] if isinstance(value, fx.Node) else None
         if not isinstance(tensor, torch.Tensor):
             return value
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-        )
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     args, kwargs = tree_map(materialised, (node.args, node.kwargs))
     with FlopCounterMode(display=False) as mode:
@@ -283,10 +278,7 @@ def eager_schedule(step: Step, blocks: tuple[str, ...], keeps: Keeps) -> Schedul
     kept = _kept_in_blocks(step, block_of, keeps)
     entering, leaving = _across(step, block_of)
     interior = {
-        v
-        for o, block in block_of.items()
-        if block is not None
-        for v in problem.operators[o].writes
+        v for o, block in block_of.items() if block is not None for v in problem.operators[o].writes
     }
     saved = {v for v in plain.saved if v not in interior or v in leaving} | entering | kept
     late = [o for o, op in enumerate(problem.operators) if op.part is not Part.FORWARD]
@@ -308,9 +300,7 @@ def _again(step, block_of, block, kept, wanted) -> list[int]:
     """The operators of a block, up to the last whose value is wanted, but for what is kept."""
     problem = step.problem
     mine = [o for o in problem.forward if block_of[o] == block]
-    ends = [
-        i for i, o in enumerate(mine) if (set(problem.operators[o].writes) & wanted) - kept
-    ]
+    ends = [i for i, o in enumerate(mine) if (set(problem.operators[o].writes) & wanted) - kept]
     prefix = mine[: max(ends, default=-1) + 1]
     return [o for o in prefix if not set(problem.operators[o].writes) <= kept]
 
@@ -357,4 +347,3 @@ def _across(step: Step, block_of: dict[int, str | None]) -> tuple[set[int], set[
 
 def _packet(node: fx.Node) -> object:
     return getattr(node.target, "overloadpacket", None)
-

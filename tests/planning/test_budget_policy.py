@@ -217,3 +217,14 @@ def test_what_is_no_plan_is_refused():
         from_plan(3)
     with pytest.raises(FileNotFoundError):
         from_plan("nowhere.json")
+
+
+def test_layers_that_are_alike_are_solved_once(monkeypatch):
+    import torchremat.planning.planner as planner
+
+    solved = []
+    solve = planner.solve
+    monkeypatch.setattr(planner, "solve", lambda *args: solved.append(1) or solve(*args))
+    model = tr.nn.wrap(GPT(layers=4, width=24), "budget:90%", select="layers.*")
+    model(torch.randint(0, 64, (2, 48))).backward()
+    assert len(solved) == 1

@@ -189,9 +189,7 @@ def runs_allowed(problem: Problem, schedule: Schedule) -> bool:
     """Whether what may run only once does, and what needs cotangents keeps its order."""
     order = (*schedule.forward, *schedule.backward)
     backward = tuple(o for o in order if problem.operators[o].part is BACKWARD)
-    once = all(
-        op.repeatable or order.count(o) <= 1 for o, op in enumerate(problem.operators)
-    )
+    once = all(op.repeatable or order.count(o) <= 1 for o, op in enumerate(problem.operators))
     forward = len(set(schedule.forward)) == len(schedule.forward)
     return once and forward and backward == problem.backward
 
@@ -206,7 +204,11 @@ def problems(draw, most_known: int = 7) -> Problem:
     nbytes: list[int] = []
 
     def add(part: Part, sources: list[int], *, least: int = 0, **options) -> tuple[int, ...]:
-        reads = draw(st.sets(st.sampled_from(sources), min_size=least, max_size=2)) if sources else set()
+        reads = (
+            draw(st.sets(st.sampled_from(sources), min_size=least, max_size=2))
+            if sources
+            else set()
+        )
         writes = tuple(range(len(nbytes), len(nbytes) + draw(st.integers(1, 5)) // 5 + 1))
         nbytes.extend(draw(st.integers(1, 8)) for _ in writes)
         inside = draw(st.sampled_from([0, 0, 0, 2]))
@@ -245,9 +247,7 @@ def problems(draw, most_known: int = 7) -> Problem:
         temporary = writes
     gradients.add(temporary[0])
     # whatever only the backward pass needs is read by it
-    operators.append(
-        Operator(tuple(sorted({*gradients, *wanted})), (), 0.0, BACKWARD)
-    )
+    operators.append(Operator(tuple(sorted({*gradients, *wanted})), (), 0.0, BACKWARD))
     outputs = {forward[-1]} if draw(st.booleans()) else {draw(st.sampled_from(forward))}
     written = set(draw(st.lists(st.sampled_from(forward), max_size=1)))
     return Problem(

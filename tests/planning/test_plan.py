@@ -280,3 +280,8 @@ def test_functions_that_cannot_be_planned(fun, args, error, match):
 def test_settings_that_are_none(settings, error, match):
     with pytest.raises(error, match=match):
         tr.plan(nn.Linear(3, 3), torch.ones(2, 3), budget=0.9, **settings)
+
+
+def test_pictures_are_yet_to_come(plan):
+    with pytest.raises(NotImplementedError, match=r"pictures are not available in this version"):
+        plan.to_html("plan.html")

@@ -6,71 +6,40 @@ take time away and keep within it.
 """
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
-from torchremat.planning.ordering import Decisions, Replay, replay_of
-from torchremat.planning.problem import Costs, Part, Problem, costs_unchecked
+from torchremat.planning.ordering import Decisions
+from torchremat.planning.problem import Part, Problem
+from torchremat.planning.trials import Trial, Trier
 
-
-@dataclass(frozen=True)
-class Trial:
-    """Decisions with what they cost under a budget."""
-
-    decisions: Decisions
-    replay: Replay
-    costs: Costs
-    excess: float
-    """The bytes above the budget, summed over all moments."""
-
-    @property
-    def fits(self) -> bool:
-        return self.excess == 0
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        return (self.excess, self.costs.added_seconds)
+WIDTH = 48
+"""The changes of one kind that are tried, the most promising first."""
 
 
 class LocalSearch:
-    """Search around decisions for better ones."""
+    """Search around decisions for better ones, until `deadline` on the monotonic clock."""
 
-    def __init__(self, problem: Problem, budget: int, deadline: float, *, width: int = 48) -> None:
-        self.problem = problem
-        self.budget = budget
+    def __init__(self, trier: Trier, deadline: float) -> None:
+        self.trier = trier
         self.deadline = deadline
-        self.width = width
-        self.tried = 0
-        self.seconds = [op.seconds for op in problem.operators]
-        self.fixed = frozenset(
-            v
-            for v in problem.known
-            if problem.operators[problem.producers[v]].part is Part.FORWARD
-            and not problem.operators[problem.producers[v]].repeatable
-        ) | (problem.outputs & problem.known)
-
-    def trial(self, decisions: Decisions) -> Trial:
-        """What `decisions` cost."""
-        self.tried += 1
-        replay = replay_of(self.problem, decisions)
-        costs = costs_unchecked(self.problem, replay.schedule)
-        budget = self.budget
-        excess = sum(live - budget for live in costs.live if live > budget)
-        return Trial(decisions, replay, costs, excess)
+        self.problem: Problem = trier.problem
+        self.seconds = [op.seconds for op in self.problem.operators]
+        self.tiny = sum(self.seconds) * 1e-5
 
     def repair(self, start: Trial) -> Trial:
         """Bring `start` under the budget, as far as that goes."""
         current = start
-        while not current.fits and time.monotonic() < self.deadline:
+        while not current.fits and not self._is_late():
             best, best_score = None, 0.0
             for decisions in self._reliefs(current):
-                trial = self.trial(decisions)
+                if self._is_late():
+                    break
+                trial = self.trier(decisions)
                 won = current.excess - trial.excess
-                if won <= 0:
-                    continue
-                score = won / (max(trial.costs.added_seconds - current.costs.added_seconds, 0) + self._eps)
-                if best is None or score > best_score:
+                lost = trial.costs.added_seconds - current.costs.added_seconds
+                score = won / (max(lost, 0.0) + self.tiny)
+                if score > best_score:
                     best, best_score = trial, score
             if best is None:
                 break
@@ -79,103 +48,104 @@ class LocalSearch:
 
     def improve(self, start: Trial) -> Trial:
         """Take time away from `start`, which fits."""
-        current = start
-        improved = True
-        while improved and time.monotonic() < self.deadline:
-            improved = False
-            for decisions in self._savings(current):
-                if time.monotonic() > self.deadline:
-                    break
-                trial = self.trial(decisions)
-                if trial.fits and trial.costs.added_seconds < current.costs.added_seconds - self._eps * 1e-6:
-                    current = trial
-                    improved = True
-                    break
+        current: Trial = start
+        while (better := self._better(current)) is not None:
+            current = better
         return current
 
-    @cached_property
-    def _eps(self) -> float:
-        return sum(self.seconds) * 1e-5
+    def _better(self, current: Trial) -> Trial | None:
+        least = current.costs.added_seconds - self.tiny * 1e-6
+        for decisions in self._savings(current):
+            if self._is_late():
+                return None
+            trial = self.trier(decisions)
+            if trial.fits and trial.costs.added_seconds < least:
+                return trial
+        return None
 
-    # --- changes ---------------------------------------------------------------------------------
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    # --- changes that lower the bytes where they are highest -------------------------------------
 
     def _reliefs(self, trial: Trial) -> Iterator[Decisions]:
-        """Changes that may lower the bytes where they are highest."""
-        problem, decisions = self.problem, trial.decisions
-        replay, costs = trial.replay, trial.costs
-        live = costs.live
+        live = trial.costs.live
         worst = max(range(len(live)), key=live.__getitem__)
-        num_forward = len(replay.schedule.forward)
-        saved = decisions.saved
+        num_forward = len(trial.replay.schedule.forward)
         if worst < num_forward:
-            busy = set(problem.operators[replay.schedule.forward[worst]].reads)
-            made = {
-                v for o in replay.schedule.forward[: worst + 1] for v in problem.operators[o].writes
-            }
-            candidates = [v for v in (saved - self.fixed) & made if v not in busy]
-            yield from self._without(decisions, self._cheapest(candidates))
-            return
-        place = worst - num_forward
-        order = replay.schedule.backward
-        step = replay.steps[place]
-        there, next_read, last_read = self._around(order, place)
-        busy = {*problem.operators[order[place]].reads, *problem.operators[order[place]].writes}
-        idle = [v for v in there if v not in busy and v not in problem.outputs]
-        yield from self._without(
-            decisions, self._cheapest([v for v in idle if v in saved and v not in self.fixed])
-        )
-        for v in self._cheapest([v for v in idle if v not in self.fixed and self._may_drop(v)]):
-            at = max(last_read.get(v, -1), self._made_at(v, order, replay.steps, place))
-            for when in {at, step - 1}:
-                if 0 <= when < step or (when == at and 0 <= at <= step):
-                    for gone in {frozenset((v,)), self._with_sources(v, when, saved)}:
-                        dropped = dict(decisions.drops)
-                        dropped[when] = dropped.get(when, frozenset()) | gone
-                        yield Decisions(saved, dropped)
-        again = [
+            yield from self._forward_reliefs(trial, worst)
+        else:
+            yield from self._backward_reliefs(trial, worst - num_forward)
+
+    def _forward_reliefs(self, trial: Trial, position: int) -> Iterator[Decisions]:
+        operators, order = self.problem.operators, trial.replay.schedule.forward
+        busy = {*operators[order[position]].reads}
+        made = {v for o in order[: position + 1] for v in operators[o].writes}
+        saved = trial.decisions.saved - self.trier.fixed
+        yield from self._without(trial.decisions, self._cheapest((saved & made) - busy))
+
+    def _backward_reliefs(self, trial: Trial, place: int) -> Iterator[Decisions]:
+        order, decisions = trial.replay.schedule.backward, trial.decisions
+        op = self.problem.operators[order[place]]
+        busy = {*op.reads, *op.writes} | self.trier.fixed
+        idle = self._read_later(order, place) - busy
+        yield from self._without(decisions, self._cheapest(idle & decisions.saved))
+        yield from self._letting_go(trial, place, idle)
+        again = dict.fromkeys(
             v
-            for o in dict.fromkeys(order[: place + 1])
-            if problem.operators[o].part is not Part.BACKWARD
-            for v in problem.operators[o].writes
-            if v not in saved
-        ]
-        recent = again[-self.width :]
-        for v in recent:
-            yield Decisions(saved | {v}, decisions.drops)
+            for o in order[: place + 1]
+            if self.problem.operators[o].part is not Part.BACKWARD
+            for v in self.problem.operators[o].writes
+            if v not in decisions.saved
+        )
+        for v in list(again)[-WIDTH:]:
+            yield _with(decisions, saved=decisions.saved | {v})
 
-    def _around(self, order, place):
-        problem = self.problem
+    def _letting_go(self, trial: Trial, place: int, idle: set[int]) -> Iterator[Decisions]:
+        """Values that are let go after they were last read, alone or with what they come from."""
+        decisions, steps = trial.decisions, trial.replay.steps
+        step = steps[place]
+        last_read = self._last_read(trial.replay.schedule.backward, place)
+        for v in self._cheapest(v for v in idle if self._may_drop(v)):
+            made = self._made_at(v, trial.replay.schedule.backward, steps, place)
+            at = max(last_read.get(v, -1), made)
+            for when in {at, step - 1}:
+                if 0 <= when < step or 0 <= when == at:
+                    for gone in {frozenset((v,)), self._with_sources(v, when, decisions.saved)}:
+                        drops = dict(decisions.drops)
+                        drops[when] = drops.get(when, frozenset()) | gone
+                        yield _with(decisions, drops=drops)
+
+    def _read_later(self, order: tuple[int, ...], place: int) -> set[int]:
+        """The known values that are alive after the operator at `place`."""
         wanted: set[int] = set()
-        next_read: dict[int, int] = {}
-        for j in range(len(order) - 1, place, -1):
-            op = problem.operators[order[j]]
-            wanted.difference_update(op.writes)
-            wanted.update(op.reads)
-        there = (wanted & problem.known)
-        last_read: dict[int, int] = {}
-        step = 0
-        for j in range(place):
-            o = order[j]
-            for v in problem.operators[o].reads:
-                last_read[v] = step
-            if problem.operators[o].part is Part.BACKWARD:
-                step += 1
-        return there, next_read, last_read
+        for o in reversed(order[place + 1 :]):
+            wanted.difference_update(self.problem.operators[o].writes)
+            wanted.update(self.problem.operators[o].reads)
+        return wanted & self.problem.known
 
-    def _made_at(self, v, order, steps, place):
+    def _last_read(self, order: tuple[int, ...], place: int) -> dict[int, int]:
+        """The step before `place` that reads each value last."""
+        found: dict[int, int] = {}
+        step = 0
+        for o in order[:place]:
+            found.update((v, step) for v in self.problem.operators[o].reads)
+            step += self.problem.operators[o].part is Part.BACKWARD
+        return found
+
+    def _made_at(self, v: int, order: tuple[int, ...], steps: tuple[int, ...], place: int) -> int:
+        """The step for which `v` was computed again before `place`; -1 if it was not."""
         producer = self.problem.producers[v]
-        for j in range(place, -1, -1):
-            if order[j] == producer:
-                return steps[j]
-        return -1
+        return next((steps[j] for j in range(place, -1, -1) if order[j] == producer), -1)
 
     def _with_sources(self, v: int, step: int, saved: frozenset[int]) -> frozenset[int]:
         """`v`, and what it is computed from that no operator of the backward pass reads later."""
+        problem = self.problem
         found = {v}
         stack = [v]
         while stack:
-            for u in self.problem.operators[self.problem.producers[stack.pop()]].reads:
-                if u in found or u in saved or u in self.fixed or not self._may_drop(u):
+            for u in problem.operators[problem.producers[stack.pop()]].reads:
+                if u in found or u in saved or u in self.trier.fixed or not self._may_drop(u):
                     continue
                 if self._last_direct.get(u, -1) <= step:
                     found.add(u)
@@ -185,49 +155,73 @@ class LocalSearch:
     @cached_property
     def _last_direct(self) -> dict[int, int]:
         """The last step that reads each value itself."""
-        return {
-            v: step
-            for step, o in enumerate(self.problem.backward)
-            for v in self.problem.operators[o].reads
-        }
+        problem = self.problem
+        return {v: i for i, o in enumerate(problem.backward) for v in problem.operators[o].reads}
 
     def _may_drop(self, v: int) -> bool:
         op = self.problem.operators[self.problem.producers[v]]
         return op.repeatable and not op.draws
 
-    def _cheapest(self, values: Iterable[int]) -> list[int]:
-        nbytes, producers, seconds = self.problem.nbytes, self.problem.producers, self.seconds
-        return sorted(values, key=lambda v: seconds[producers[v]] / max(nbytes[v], 1))[: self.width]
-
-    def _without(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
-        for v in values:
-            yield Decisions(decisions.saved - {v}, decisions.drops)
+    # --- changes that take time away -------------------------------------------------------------
 
     def _savings(self, trial: Trial) -> Iterator[Decisions]:
-        """Changes that may take time away."""
         problem, decisions = self.problem, trial.decisions
         saved = decisions.saved
         for step, values in decisions.drops.items():
-            for v in values:
-                dropped = dict(decisions.drops)
-                dropped[step] = values - {v}
-                if not dropped[step]:
-                    del dropped[step]
-                yield Decisions(saved, dropped)
-        again = {
-            o for o in trial.replay.schedule.backward if problem.operators[o].part is not Part.BACKWARD
-        }
-        gains = sorted(
-            (v for o in again for v in problem.operators[o].writes if v not in saved),
-            key=lambda v: -self.seconds[problem.producers[v]] / max(problem.nbytes[v], 1),
-        )[: self.width]
-        for v in gains:
-            yield Decisions(saved | {v}, decisions.drops)
-        losses = sorted(
-            saved - self.fixed,
-            key=lambda v: self.seconds[problem.producers[v]] / max(problem.nbytes[v], 1),
-        )[: self.width]
-        for v in gains:
+            for v in values & trial_reads(trial, problem):
+                yield _with(decisions, drops=_without_one(decisions.drops, step, v))
+        for step, operators in decisions.early.items():
+            for o in operators:
+                yield _with(decisions, early=_without_one(decisions.early, step, o))
+        order = trial.replay.schedule.backward
+        again = {o for o in order if problem.operators[o].part is not Part.BACKWARD}
+        gains = {v for o in again for v in problem.operators[o].writes if v not in saved}
+        best = self._cheapest(gains, reverse=True)
+        for v in best:
+            yield _with(decisions, saved=saved | {v})
+        losses = self._cheapest(saved - self.trier.fixed)
+        for v in best:
             for u in losses:
-                if self.seconds[problem.producers[u]] < self.seconds[problem.producers[v]]:
-                    yield Decisions(saved - {u} | {v}, decisions.drops)
+                if self._seconds_of(u) < self._seconds_of(v):
+                    yield _with(decisions, saved=saved - {u} | {v})
+
+    def _without(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
+        for v in values:
+            yield _with(decisions, saved=decisions.saved - {v})
+
+    def _seconds_of(self, v: int) -> float:
+        return self.seconds[self.problem.producers[v]]
+
+    def _cheapest(self, values: Iterable[int], *, reverse: bool = False) -> list[int]:
+        """Those of `values` that take the least time each byte; or the most."""
+        nbytes = self.problem.nbytes
+        return sorted(
+            sorted(values), key=lambda v: self._seconds_of(v) / max(nbytes[v], 1), reverse=reverse
+        )[:WIDTH]
+
+
+def trial_reads(trial: Trial, problem: Problem) -> frozenset[int]:
+    """The values that the backward pass computes again: only of those does a drop cost time."""
+    order = trial.replay.schedule.backward
+    return frozenset(v for o in order for v in problem.operators[o].writes)
+
+
+def _with(
+    decisions: Decisions,
+    *,
+    saved: frozenset[int] | None = None,
+    drops: Mapping[int, frozenset[int]] | None = None,
+    early: Mapping[int, frozenset[int]] | None = None,
+) -> Decisions:
+    return Decisions(
+        decisions.saved if saved is None else saved,
+        decisions.drops if drops is None else drops,
+        decisions.early if early is None else early,
+    )
+
+
+def _without_one(
+    sets: Mapping[int, frozenset[int]], step: int, member: int
+) -> dict[int, frozenset[int]]:
+    left = {**sets, step: sets[step] - {member}}
+    return {at: values for at, values in left.items() if values}

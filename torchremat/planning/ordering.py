@@ -1,98 +1,108 @@
 """From what is kept to a schedule: what is not there is computed again just before it is read.
 
-    kept    x                      backward    dz, dy (reads y), dx (reads x)
-    forward x -> y -> z            y is computed again before dy, and let go after it
+kept    x                      backward    dz, dy (reads y), dx (reads x)
+forward x -> y -> z            y is computed again before dy, and let go after it
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchremat.planning.problem import Part, Problem, Schedule
+from torchremat.planning.problem import Part, Problem, Schedule, costs_unchecked
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What is kept.
+    """What is kept. Steps are positions among the operators of the backward pass.
 
     Attributes:
         saved: the values that the forward pass hands to the backward pass.
         drops: values that are let go in the middle of the backward pass, to be computed again if
-            they are read once more; by the position, among the operators of the backward pass, of
-            the one after which they are let go. What is not let go is kept to its last use.
+            they are read once more; by the step after which they are let go. What is not let go is
+            kept to its last use.
+        early: operators that run again before the one of a step though it does not need them, while
+            what they read is there.
     """
 
     saved: frozenset[int]
     drops: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    early: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A schedule, and why it computes again what it does.
+    """A schedule, and what each of its operators runs for.
 
     Attributes:
         schedule: the schedule.
-        steps: for each operator of the backward order, the position among the operators of the
-            backward pass of the one that it runs for, or is.
-        wanted_by: for each of them the operator that reads it next: its consumer in the chain that
-            leads to the one it runs for.
+        steps: for each operator of its backward pass, the step that it runs for, or is.
     """
 
     schedule: Schedule
     steps: tuple[int, ...]
-    wanted_by: tuple[int, ...]
 
 
 def replay_of(problem: Problem, decisions: Decisions) -> Replay:
-    """The schedule in which everything is computed again as late as it can be."""
+    """The schedule in which everything is computed again as late as it can be.
+
+    What one step needs runs in the order of the forward pass.
+    """
     operators = problem.operators
-    producers = problem.producers
     known = problem.known
+    drops, early = decisions.drops, decisions.early
     there = set(decisions.saved) | (problem.outputs & known)
     order: list[int] = []
     steps: list[int] = []
-    wanted_by: list[int] = []
     for step, b in enumerate(problem.backward):
-        for v in operators[b].reads:
-            if v in known and v not in there:
-                _compute_again(operators, producers, known, there, (v, b), step, (order, steps, wanted_by))
+        wanted = [v for v in operators[b].reads if v in known and v not in there]
+        if step in early:
+            wanted += [v for o in early[step] for v in operators[o].writes if v not in there]
+        if wanted:
+            again = _computes(problem, wanted, there)
+            order += again
+            steps += [step] * len(again)
         order.append(b)
         steps.append(step)
-        wanted_by.append(b)
-        if step in decisions.drops:
-            there -= decisions.drops[step]
+        if step in drops:
+            there -= drops[step]
     schedule = Schedule(
         tuple(sorted(decisions.saved)), forward_order(problem, decisions.saved), tuple(order)
     )
-    return Replay(schedule, tuple(steps), tuple(wanted_by))
+    return Replay(schedule, tuple(steps))
 
 
-def _compute_again(operators, producers, known, there, wanted, step, out) -> None:
-    """Run what computes the value `wanted[0]`, after what it reads; without recursion."""
-    order, steps, wanted_by = out
-    stack = [wanted]
-    while stack:
-        v, reader = stack[-1]
-        if v in there:
-            stack.pop()
-            continue
-        o = producers[v]
-        missing = [(u, o) for u in operators[o].reads if u in known and u not in there]
-        if missing:
-            stack.extend(reversed(missing))
-            continue
-        order.append(o)
-        steps.append(step)
-        wanted_by.append(reader)
+def _computes(problem: Problem, wanted: list[int], there: set[int]) -> list[int]:
+    """The operators that compute `wanted` from what is `there`, to which it is added."""
+    operators, producers, known = problem.operators, problem.producers, problem.known
+    found: set[int] = set()
+    while wanted:
+        o = producers[wanted.pop()]
+        if o not in found:
+            found.add(o)
+            wanted.extend(u for u in operators[o].reads if u in known and u not in there)
+    order = sorted(found)
+    for o in order:
         there.update(operators[o].writes)
-        stack.pop()
+    return order
+
+
+def values_used(problem: Problem, schedule: Schedule) -> frozenset[int]:
+    """The saved values that the backward pass reads before it computes them again."""
+    operators = problem.operators
+    made: set[int] = set()
+    used: set[int] = set()
+    for o in schedule.backward:
+        used.update(v for v in operators[o].reads if v not in made)
+        made.update(operators[o].writes)
+    return used.intersection(schedule.saved)
 
 
 def forward_order(problem: Problem, saved: Iterable[int]) -> tuple[int, ...]:
-    """The operators of the forward pass; those that only `saved` values need come early.
+    """The operators of the forward pass, with those that only `saved` values need among them.
 
-    Each runs as soon as what it reads is there.
+    Each of those runs where the bytes alive are least, of equal places the first.
     """
     operators = problem.operators
+    saved = frozenset(saved)
     extra: set[int] = set()
     stack = [problem.producers[v] for v in saved]
     while stack:
@@ -102,9 +112,60 @@ def forward_order(problem: Problem, saved: Iterable[int]) -> tuple[int, ...]:
             stack.extend(problem.producers[v] for v in operators[o].reads)
     if not extra:
         return problem.forward
+    if len(extra) * len(problem.forward) > _MOST_PLACES:
+        return _as_early_as_can_be(problem, extra)
+    order = list(problem.forward)
+    for o in sorted(extra):
+        order.insert(_place(problem, order, o, saved), o)
+    return tuple(order)
+
+
+_MOST_PLACES = 20_000
+
+
+def _as_early_as_can_be(problem: Problem, extra: set[int]) -> tuple[int, ...]:
     after: dict[int, int] = {}
     for o in sorted(extra):
-        reads = (problem.producers[v] for v in operators[o].reads)
+        reads = (problem.producers[v] for v in problem.operators[o].reads)
         after[o] = max((after.get(p, p) for p in reads), default=-1)
     runs = [*((o, -1) for o in problem.forward), *((after[o], o) for o in extra)]
-    return tuple(o if extra_one < 0 else extra_one for o, extra_one in sorted(runs))
+    return tuple(first if last < 0 else last for first, last in sorted(runs))
+
+
+def _place(problem: Problem, order: list[int], o: int, saved: frozenset[int]) -> int:
+    """Where in `order` the peak is least if `o` runs there."""
+    operators, nbytes = problem.operators, problem.nbytes
+    op = operators[o]
+    live = list(costs_unchecked(problem, Schedule(tuple(saved), tuple(order), ())).live)
+    held = saved | problem.outputs | problem.written
+    last = {v: i for i, p in enumerate(order) for v in (*operators[p].reads, *operators[p].writes)}
+    last.update((v, len(order)) for v in held if v in last)
+    made = {v: i for i, p in enumerate(order) for v in operators[p].writes}
+    least = max((made[v] + 1 for v in op.reads), default=0)
+    own = sum(nbytes[v] for v in op.writes)
+    kept = sum(nbytes[v] for v in op.writes if v in saved)
+    later = _suffix_maxima(live)  # with what `o` writes kept beside
+    ends: dict[int, int] = {}  # bytes that are let go after each position
+    for v, i in last.items():
+        ends[i] = ends.get(i, 0) + nbytes[v]
+    best, best_peak, before = least, None, 0
+    for i in range(least, len(order) + 1):
+        late = sum(nbytes[v] for v in op.reads if last[v] < i - 1)
+        if i:
+            before = max(before, live[i - 1] + late)
+        inside = operators[order[i - 1]].nbytes_inside if i else 0
+        between = live[i - 1] - inside - ends.get(i - 1, 0) if i else problem.constant
+        ends_here = sum(nbytes[v] for v in op.reads if last[v] < i)
+        during = between + ends_here + own + op.nbytes_inside
+        peak = max(before, during, later[i] + kept)
+        if best_peak is None or peak < best_peak:
+            best, best_peak = i, peak
+    return best
+
+
+def _suffix_maxima(numbers: list[int]) -> list[int]:
+    """The largest from each position on; 0 at the end."""
+    found = [0]
+    for number in reversed(numbers):
+        found.append(max(found[-1], number))
+    return found[::-1]

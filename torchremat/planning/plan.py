@@ -10,7 +10,7 @@ from torch import fx
 
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
-from torchremat.errors import PlanError
+from torchremat.errors import NotAvailableError, PlanError
 from torchremat.planning.fingerprints import difference, fingerprint_of, lines_of
 from torchremat.planning.simulate import simulate
 from torchremat.planning.timeline import Timeline
@@ -141,6 +141,13 @@ class Plan:
 
     def __str__(self) -> str:
         return self.summary()
+
+    def to_html(self, path: "str | os.PathLike[str]") -> None:
+        """Draw the plan as a page: not in this version."""
+        raise NotAvailableError(
+            f"Plan.to_html({os.fspath(path)!r}): pictures are not available in this version. "
+            "summary() has the figures, timeline() the bytes alive at each operator"
+        )
 
     # --- on disk ---------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """From a joint graph and a budget to a schedule of the graph."""
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -101,7 +102,7 @@ class Planner:
         room = nbytes - self.resident
         if room >= self.plain.costs.peak:
             return PlannedStep(self.step, self.plain.schedule, self.plain.costs, 0.0, nbytes)
-        solution = self._solve(room)
+        solution = _solved(self._reordered, room, self.solver, self.seconds)
         if solution.schedule is None:
             raise self._cannot(asked, nbytes, solution)
         costs = costs_of(self._reordered, solution.schedule)
@@ -112,11 +113,6 @@ class Planner:
     @cached_property
     def _reordered(self) -> Problem:
         return reordered(self.step.problem)
-
-    def _solve(self, room: int) -> Solution:
-        with shown_progress(f"planning {len(self.joint.module.graph.nodes)} nodes") as progress:
-            options = Options(seconds=self.seconds, solver=self.solver, progress=progress)
-            return solve(self._reordered, room, options)
 
     def _cannot(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.resident
@@ -138,6 +134,12 @@ class Planner:
         order = (*solution.lowest.forward, *solution.lowest.backward)
         call = self.step.calls[order[max(range(len(live)), key=live.__getitem__)]]
         return "" if call is None else f"At that peak runs {_described(call)}. "
+
+
+@functools.lru_cache(maxsize=32)  # layers of a model that are wrapped one by one are alike
+def _solved(problem: Problem, room: int, solver: str, seconds: float | None) -> Solution:
+    with shown_progress(f"planning {len(problem.operators)} operators") as progress:
+        return solve(problem, room, Options(seconds=seconds, solver=solver, progress=progress))
 
 
 def _described(call: fx.Node) -> str:

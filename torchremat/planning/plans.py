@@ -286,13 +286,13 @@ class _Planning:
 def _decisions(planned: PlannedStep) -> dict[str, str]:
     """What becomes of each known value that the backward pass has a use for."""
     step = planned.step
-    saved = set(planned.schedule.saved)
+    saved = planned.graph_schedule.saved
     read = {
         v for o in planned.schedule.backward for v in step.problem.operators[o].reads
     } & step.problem.known
     forward = {v for op in step.problem.operators if op.part is Part.FORWARD for v in op.writes}
     return {
-        node.name: "saved" if v in saved else "recomputed"
+        node.name: "saved" if node in saved else "recomputed"
         for v, node in enumerate(step.values)
-        if node is not None and (v in saved or (v in read and v in forward))
+        if node is not None and (node in saved or (v in read and v in forward))
     }

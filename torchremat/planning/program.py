@@ -1,149 +1,388 @@
-"""The integer program: what to save and what to compute again, exact in the chains between.
+"""The integer program: what is saved, and what is computed again in which part of the backward pass.
 
-Variables, for each known value v and the operator o that makes it:
+Some moments of the backward pass cut it into intervals. Variables, for each known value v, the
+operator o that makes it, each moment m and the interval j before it:
 
-    s_v     v is saved                       f_o     o runs forward though it need not
-    r_o     o runs in the backward pass
+    s_v      v is saved                        i_oj     o runs in interval j
+    a_vm     v is kept beyond moment m         f_o      o runs forward though it need not
 
-    least       sum of seconds_o r_o  (+ seconds_o (f_o - 1) for what only the backward needs)
-    so that     s_v + r_o  >= 1       v is read by an operator of the backward pass
-                s_u + r_p  >= r_o     o reads u, which p makes
-                f_o        >= s_v     v is made by o, of which the forward pass has no need
-    and         bytes alive at a step <= budget, for the steps that matter
+    least    sum of seconds_o i_oj  (+ seconds_o (f_o - 1) for what only the backward pass needs)
+    so that  a_vm          <= a_v(m-1) + i_oj      it was kept, or computed since (a_v0 = s_v)
+             1             <= a_v(m-1) + i_oj      an operator of the pass reads v in interval j
+             i_pj          <= a_u(m-1) + i_oj      p, that reads u, which o makes
+             s_v           <= f_o
+             bytes at m    <= budget
 
-Without the last it is a closure problem. Rows for bytes come one by one from what a simulation of
-the last solution finds too large.
+This is Checkmate (Jain et al., MLSys 2020) with intervals for its steps. As every schedule obeys
+it, what it proves to be least is a bound; with all moments that matter its answers are schedules.
+The relaxation is made tight by r_o, that o runs at all, and d_om, that it runs after m:
+
+             s_v + r_o >= 1      r_p <= s_u + r_o      sum of i_oj         >= r_o
+             a_vm + d_om >= 1    d_pm <= a_um + d_om   sum of later i_oj   >= d_om
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
-import numpy as np
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
-
+from torchremat.planning.linear import Floats, LinearProgram
+from torchremat.planning.ordering import Decisions
+from torchremat.planning.peak_rows import BackwardBytes, ForwardBytes
 from torchremat.planning.problem import Part, Problem
 
 
-@dataclass(frozen=True)
-class Row:
-    """`sum of coefficients x variables <= bound`."""
-
-    coefficients: dict[int, float]
-    bound: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the program answers.
+@dataclass(frozen=True, order=True)
+class Moment:
+    """A moment of the backward pass.
 
     Attributes:
-        saved: the values that are saved, `None` if no choice fits.
-        seconds: the time that is added; of the relaxation the bound.
-        bound: no choice that fits adds less.
-        fractions: of the relaxation, how much of each value is saved.
+        step: that of an operator of the backward pass.
+        operator: one that is computed again for this step and runs just now; if it is larger than
+            all operators, the moment is that of the step's own.
     """
 
-    saved: frozenset[int] | None
-    seconds: float
-    bound: float
-    fractions: np.ndarray = field(repr=False)
+    step: int
+    operator: int = 1 << 60
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether it is one of what is computed again."""
+        return self.operator != 1 << 60
 
 
-class SavingProgram:
-    """The program of a problem, to which rows are added."""
+class Facts:
+    """What the programs of a problem have in common."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        known = sorted(problem.known)
-        ops = [o for o, op in enumerate(problem.operators) if op.part is not Part.BACKWARD]
-        late = [o for o in ops if problem.operators[o].part is Part.KNOWN]
-        self.saved = {v: i for i, v in enumerate(known)}
-        self.again = {o: len(known) + i for i, o in enumerate(ops)}
-        self.early = {o: len(known) + len(ops) + i for i, o in enumerate(late)}
-        self.num_variables = len(known) + len(ops) + len(late)
-        self._rows: list[Row] = []
-        self._scale = max((op.seconds for op in problem.operators), default=1.0) or 1.0
-        self.cost = np.zeros(self.num_variables)
-        self.lower = np.zeros(self.num_variables)
-        self.upper = np.ones(self.num_variables)
-        self.offset = 0.0
-        self._describe()
+        self.values = sorted(problem.known - problem.outputs)
+        chosen = set(self.values)
+        self.operators = sorted({problem.producers[v] for v in self.values})
+        self.rank = {o: i for i, o in enumerate(self.operators)}
+        self.reads = {
+            o: tuple(u for u in problem.operators[o].reads if u in chosen) for o in self.operators
+        }
+        self.writes = {
+            o: tuple(v for v in problem.operators[o].writes if v in chosen) for o in self.operators
+        }
+        self.direct = [
+            tuple(v for v in problem.operators[b].reads if v in chosen) for b in problem.backward
+        ]
+        self.forward_bytes = ForwardBytes.of(problem)
+        self.backward_bytes = BackwardBytes.of(problem)
+        self.may_run = {
+            o
+            for o in self.operators
+            if problem.operators[o].repeatable or problem.operators[o].part is Part.KNOWN
+        }
 
-    def _describe(self) -> None:
-        problem = self.problem
-        for o, i in self.again.items():
+    @cached_property
+    def direct_steps(self) -> dict[int, list[int]]:
+        """The steps that read each value themselves."""
+        found: dict[int, list[int]] = {}
+        for step, reads in enumerate(self.direct):
+            for v in reads:
+                found.setdefault(v, []).append(step)
+        return found
+
+    @cached_property
+    def front(self) -> list[int]:
+        """How far into the forward pass the backward pass is at each step, by ranks."""
+        front, found = len(self.operators), []
+        for reads in self.direct:
+            if reads:
+                front = min(front, max(self.rank[self.problem.producers[v]] for v in reads))
+            found.append(front)
+        return found
+
+
+class SavingProgram:
+    """The program of a problem under a budget, with rows for bytes at some moments.
+
+    Args:
+        facts: of the problem.
+        budget: bytes.
+        moments: those of the backward pass.
+        positions: those of the forward pass.
+        window: operators of the forward pass that lie further than this before what the backward
+            pass has reached are not computed again yet. Without it every schedule is an answer.
+        conflicts: values of which not all are to be saved.
+        outer: they may be, and nothing is known of when: every schedule is an answer, and some
+            answers are no schedules.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        budget: int,
+        moments: Sequence[Moment],
+        positions: Iterable[int] = (),
+        window: int | None = None,
+        *,
+        conflicts: Iterable[frozenset[int]] = (),
+        outer: bool = False,
+    ) -> None:
+        self.outer = outer
+        self.facts = facts
+        self.problem = facts.problem
+        self.budget = budget
+        self.moments = sorted(set(moments))
+        self.window = window
+        self.linear = LinearProgram()
+        self._find_intervals()
+        self._add_variables()
+        self._add_reads()
+        self._add_relaxation()
+        self._add_early()
+        self._add_forward_bytes(positions)
+        for values in conflicts:
+            self.linear.at_most([(self.saved[v], 1.0) for v in values], len(values) - 1.0)
+        for number, moment in enumerate(self.moments, 1):
+            self._add_bytes(number, moment)
+
+    # --- when each operator may run ------------------------------------------------------------
+
+    def _find_intervals(self) -> None:
+        facts = self.facts
+        self.interval = [
+            bisect_left(self.moments, Moment(step)) for step in range(len(facts.direct))
+        ]
+        self.last_direct: dict[int, int] = {}
+        first_direct: dict[int, int] = {}
+        for v, steps in facts.direct_steps.items():
+            self.last_direct[v] = self.interval[steps[-1]]
+            first_direct[v] = self.interval[steps[0]]
+        self.last_value = dict(self.last_direct)
+        self.last: dict[int, int] = {}
+        for o in reversed(facts.operators):
+            self.last[o] = max(self.last_value.get(v, -1) for v in facts.writes[o])
+            for u in facts.reads[o]:
+                self.last_value[u] = max(self.last_value.get(u, -1), self.last[o])
+        for number, moment in enumerate(self.moments, 1):
+            if moment.is_burst:  # what is read then is alive, though it may be for the last time
+                for v in self._busy(moment):
+                    self.last_value[v] = max(self.last_value.get(v, -1), number)
+        self.first = self._first_intervals(first_direct)
+
+    def _busy(self, moment: Moment) -> tuple[int, ...]:
+        return (*self.facts.reads[moment.operator], *self.facts.writes[moment.operator])
+
+    def _first_intervals(self, first_direct: dict[int, int]) -> dict[int, int]:
+        facts, window = self.facts, self.window
+        if window is None:
+            return dict.fromkeys(facts.operators, 0)
+        reached = [facts.front[m.step] - window for m in self.moments]  # it only falls
+        falling = [-rank for rank in reached]
+        first = {}
+        for o in facts.operators:
+            near = bisect_left(falling, -facts.rank[o])
+            first[o] = min([near, *(first_direct.get(v, near) for v in facts.writes[o])])
+        producers = self.problem.producers
+        for p in reversed(facts.operators):
+            for u in facts.reads[p]:
+                o = producers[u]
+                if facts.rank[p] - facts.rank[o] > window:
+                    first[o] = min(first[o], first[p])
+        if self.outer:  # the one before stands for all earlier ones
+            return {o: max(j - 1, 0) for o, j in first.items()}
+        return first
+
+    def _allowed(self, o: int, interval: int) -> bool:
+        """Whether `o` may run in the interval; between moments of one step they say in which."""
+        before = self.moments[interval - 1] if interval else Moment(-1)
+        if interval < len(self.moments):
+            after = self.moments[interval]
+            if after.is_burst and before.step >= after.step - 1 and o > after.operator:
+                return False
+            if before.is_burst and after.step == before.step and o <= before.operator:
+                return False
+        return True
+
+    # --- variables -----------------------------------------------------------------------------
+
+    def _add_variables(self) -> None:
+        facts, linear, problem = self.facts, self.linear, self.problem
+        self.saved = {v: linear.variable(integral=True) for v in facts.values}
+        self.runs: dict[tuple[int, int], int] = {}
+        self.kept: dict[tuple[int, int], int] = {}
+        self.again: dict[int, int] = {}
+        for o in facts.operators:
+            seconds = problem.operators[o].seconds
+            if o in facts.may_run:
+                self.again[o] = linear.variable()
+                for j in range(self.first[o], self.last[o] + 1):
+                    if self._allowed(o, j):
+                        self.runs[o, j] = linear.variable(seconds, integral=True)
+            for v in facts.writes[o]:
+                for m in range(self.first[o] + 1, self.last_value.get(v, -1) + 1):
+                    self.kept[v, m] = linear.variable(integral=True)
+
+    def _alive(self, v: int, number: int) -> list[tuple[int, float]]:
+        """Whether `v` is kept beyond a moment, as terms."""
+        if number > self.last_value.get(v, -1):
+            return []
+        variable = self.kept.get((v, number))
+        return [(self.saved[v] if variable is None else variable, 1.0)]
+
+    def _run(self, o: int, interval: int) -> list[tuple[int, float]]:
+        if self.outer:
+            interval = max(interval, self.first[o])
+        variable = self.runs.get((o, interval))
+        return [] if variable is None else [(variable, 1.0)]
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def _add_reads(self) -> None:
+        linear, producers = self.linear, self.problem.producers
+        read = {
+            (v, self.interval[step])
+            for v, steps in self.facts.direct_steps.items()
+            for step in steps
+        }
+        for v, j in sorted(read):
+            linear.at_least([*self._alive(v, j), *self._run(producers[v], j)], 1.0)
+        for (p, j), variable in self.runs.items():
+            for u in self.facts.reads[p]:
+                if self.outer and 0 < j == self.first[p]:  # u was there at some time by then
+                    there = self._runs_between(producers[u], 0, j)
+                    terms = [(self.saved[u], 1.0), *(there or self._run(producers[u], j))]
+                else:
+                    terms = [*self._alive(u, j), *self._run(producers[u], j)]
+                linear.at_least([*terms, (variable, -1.0)], 0.0)
+        for (v, m), variable in self.kept.items():
+            terms = [*self._alive(v, m - 1), *self._run(producers[v], m - 1), (variable, -1.0)]
+            linear.at_least(terms, 0.0)
+        for o in self.again:
+            op = self.problem.operators[o]
+            if op.draws:
+                linear.at_most(self._later_runs(o, 0), 1.0)
+
+    def _later_runs(self, o: int, interval: int) -> list[tuple[int, float]]:
+        return self._runs_between(o, interval, self.last[o])
+
+    def _runs_between(self, o: int, first: int, last: int) -> list[tuple[int, float]]:
+        intervals = range(max(first, self.first[o]), min(last, self.last[o]) + 1)
+        return [(i, 1.0) for j in intervals if (i := self.runs.get((o, j))) is not None]
+
+    def _add_relaxation(self) -> None:
+        """Rows that follow for integers, but not for fractions."""
+        linear, facts, producers = self.linear, self.facts, self.problem.producers
+        for o, again in self.again.items():
+            linear.at_least([*self._later_runs(o, 0), (again, -1.0)], 0.0)
+            for u in facts.reads[o]:
+                terms = [(self.saved[u], 1.0), *self._again(producers[u]), (again, -1.0)]
+                linear.at_least(terms, 0.0)
+        for v in facts.direct_steps:
+            linear.at_least([(self.saved[v], 1.0), *self._again(producers[v])], 1.0)
+        for number, moment in enumerate(self.moments, 1):
+            if not moment.is_burst:
+                self._add_deferred(number)
+
+    def _again(self, o: int) -> list[tuple[int, float]]:
+        return [(self.again[o], 1.0)] if o in self.again else []
+
+    def _add_deferred(self, number: int) -> None:
+        linear, facts, producers = self.linear, self.facts, self.problem.producers
+        deferred: dict[int, list[tuple[int, float]]] = {}
+        near: set[int] = set()
+        for o in facts.operators:
+            if self.last[o] < number or o not in self.again:
+                continue
+            if number <= self.first[o]:
+                deferred[o] = self._again(o)
+            else:
+                near.add(o)
+                variable = linear.variable()
+                deferred[o] = [(variable, 1.0)]
+                linear.at_least([*self._later_runs(o, number), (variable, -1.0)], 0.0)
+        for o in facts.operators:
+            if self.first[o] < number:
+                for v in facts.writes[o]:
+                    if self.last_direct.get(v, -1) >= number:
+                        linear.at_least([*self._alive(v, number), *deferred.get(o, ())], 1.0)
+        for p in sorted(near):
+            for u in facts.reads[p]:
+                if self.outer and number <= self.first[producers[u]]:
+                    continue
+                ((variable, _),) = deferred[p]
+                later = deferred.get(producers[u], [])
+                linear.at_least([*self._alive(u, number), *later, (variable, -1.0)], 0.0)
+
+    def _add_early(self) -> None:
+        """What only the backward pass needs may run forward, once, and need not run backward."""
+        problem, linear = self.problem, self.linear
+        late = [o for o in self.facts.operators if problem.operators[o].part is Part.KNOWN]
+        early: dict[int, int] = {}
+        for o in late:
             op = problem.operators[o]
-            self.cost[i] = op.seconds
-            if not op.repeatable and op.part is Part.FORWARD:
-                self.upper[i] = 0
-        for o, i in self.early.items():
-            self.cost[i] = problem.operators[o].seconds
-            self.offset -= problem.operators[o].seconds
-        for v in problem.outputs & problem.known:
-            self.lower[self.saved[v]] = 1
-        for v in sorted(problem.needed):
-            self.require({self.saved[v]: 1, self.again[problem.producers[v]]: 1}, 1)
-        for o, i in self.again.items():
-            for u in problem.operators[o].reads:
-                self.require(
-                    {self.saved[u]: 1, self.again[problem.producers[u]]: 1, i: -1}, 0
-                )
-        for o, i in self.early.items():
-            op = problem.operators[o]
-            for v in op.writes:
-                self.require({i: 1, self.saved[v]: -1}, 0)
-            for u in op.reads:
-                p = problem.producers[u]
-                if p in self.early:
-                    self.require({self.early[p]: 1, i: -1}, 0)
+            early[o] = linear.variable(op.seconds)
+            linear.offset -= op.seconds
+            for v in self.facts.writes[o]:
+                linear.at_least([(early[o], 1.0), (self.saved[v], -1.0)], 0.0)
+            for u in self.facts.reads[o]:
+                if problem.producers[u] in early:
+                    linear.at_least([(early[problem.producers[u]], 1.0), (early[o], -1.0)], 0.0)
+            if not op.repeatable:
+                linear.at_most([(early[o], 1.0), *self._later_runs(o, 0)], 1.0)
 
-    def require(self, coefficients: dict[int, float], least: float) -> None:
-        """Add `sum of coefficients x variables >= least`."""
-        self.add(Row({i: -c for i, c in coefficients.items()}, -least))
+    def _add_forward_bytes(self, positions: Iterable[int]) -> None:
+        problem, facts = self.problem, self.facts
+        forward = facts.forward_bytes
+        end = [(self.saved[v], problem.nbytes[v]) for v in facts.values if v not in problem.written]
+        self.linear.at_most(end, self.budget - forward.at_end)
+        for position in positions:
+            terms = [
+                (self.saved[v], problem.nbytes[v])
+                for v in facts.values
+                if forward.made.get(v, position + 1) <= position > forward.last[v]
+            ]
+            self.linear.at_most(terms, self.budget - forward.live[position])
 
-    def add(self, row: Row) -> None:
-        """Add a row."""
-        self._rows.append(row)
+    def _add_bytes(self, number: int, moment: Moment) -> None:
+        nbytes, facts = self.problem.nbytes, self.facts
+        if moment.is_burst:
+            read: tuple[int, ...] = ()
+            held = facts.backward_bytes.before[moment.step]
+        else:
+            read = facts.direct[moment.step]
+            held = facts.backward_bytes.at[moment.step]
+        terms: list[tuple[int, float]] = []
+        for v in facts.values:
+            o = self.problem.producers[v]
+            if v in read:
+                continue
+            if self.outer and number <= self.first[o] and o in self.again:
+                if self.last_direct.get(v, -1) >= number:  # alive, or computed again
+                    held += nbytes[v]
+                    terms.append((self.again[o], -nbytes[v]))
+            else:
+                terms += [(variable, nbytes[v]) for variable, _ in self._alive(v, number)]
+        if moment.is_burst:
+            run = self._run(moment.operator, number - 1)
+            inside = self.problem.operators[moment.operator].nbytes_inside
+            terms += [(variable, float(inside)) for variable, _ in run]
+            for v in self._busy(moment):
+                running = [(variable, -1.0) for variable, _ in run]
+                self.linear.at_least([*self._alive(v, number), *running], 0.0)
+        self.linear.at_most(terms, self.budget - held)
 
-    def add_variable(self) -> int:
-        """A further variable between 0 and 1, of no cost."""
-        self.cost = np.append(self.cost, 0.0)
-        self.lower = np.append(self.lower, 0.0)
-        self.upper = np.append(self.upper, 1.0)
-        self.num_variables += 1
-        return self.num_variables - 1
+    # --- answers -------------------------------------------------------------------------------
 
-    def solve(self, *, integral: bool, seconds: float, gap: float = 0.0) -> Answer:
-        """Solve it, within `seconds`."""
-        data, rows, columns, bounds = [], [], [], []
-        for number, row in enumerate(self._rows):
-            for i, c in row.coefficients.items():
-                rows.append(number)
-                columns.append(i)
-                data.append(c)
-            bounds.append(row.bound)
-        matrix = sparse.csr_matrix(
-            (data, (rows, columns)), shape=(len(self._rows), self.num_variables)
+    def decisions(self, x: Floats, threshold: float = 0.5) -> Decisions:
+        """What the variables `x` say."""
+        saved = frozenset(v for v, i in self.saved.items() if x[i] > threshold)
+        gone: dict[int, set[int]] = {}
+        for (v, m), i in self.kept.items():
+            moment = self.moments[m - 1]
+            if x[i] <= threshold and not moment.is_burst:
+                gone.setdefault(moment.step, set()).add(v)
+        early: dict[int, set[int]] = {}
+        for (o, j), i in self.runs.items():
+            if x[i] > threshold and j < len(self.moments):
+                early.setdefault(self.moments[j].step, set()).add(o)
+        return Decisions(
+            saved,
+            {step: frozenset(values) for step, values in sorted(gone.items())},
+            {step: frozenset(operators) for step, operators in sorted(early.items())},
         )
-        integrality = np.zeros(self.num_variables)
-        if integral:
-            integrality[: len(self.saved)] = 1
-            integrality[len(self.saved) : len(self.saved) + len(self.again)] = 1
-        result = milp(
-            self.cost / self._scale,
-            constraints=LinearConstraint(matrix, ub=np.array(bounds)),
-            bounds=Bounds(self.lower, self.upper),
-            integrality=integrality,
-            options={"time_limit": seconds, "mip_rel_gap": gap, "disp": False},
-        )
-        if result.x is None:
-            bound = getattr(result, "mip_dual_bound", None)
-            infinite = result.status == 2
-            return Answer(None, np.inf, np.inf if infinite else 0.0, np.zeros(0))
-        x = result.x
-        saved = frozenset(v for v, i in self.saved.items() if x[i] > 0.5)
-        value = float(result.fun) * self._scale + self.offset
-        bound = getattr(result, "mip_dual_bound", None)
-        bound = value if bound is None else bound * self._scale + self.offset
-        return Answer(saved, value, bound, x)

@@ -58,7 +58,9 @@ class Step:
 
     def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
         """`schedule` as nodes of the graph."""
-        saved = (self.values[v] for v in schedule.saved)
+        # an output is there for the backward pass, which must be handed it
+        read = {v for o in schedule.backward for v in self.problem.operators[o].reads}
+        saved = (self.values[v] for v in {*schedule.saved, *(self.problem.outputs & read)})
         return GraphSchedule(
             frozenset(node for node in saved if node is not None),
             self._nodes(schedule.forward),

@@ -1,0 +1,294 @@
+#!/usr/bin/env python
+"""The planner side by side with its peers, on the same graphs, under one simulator and cost model.
+
+At each peak of memory that a peer reaches: the time that our plan adds for it, over the peer's and
+over the proved lower bound; the least peak; fractions of the peak without rematerialisation; and
+Checkmate's program as an oracle on small graphs.
+
+    python scripts/bench_planning.py --quick                       some models, 3 minutes
+    python scripts/bench_planning.py --jobs 2 --json out.json      all of them, half an hour
+    python scripts/bench_planning.py --from out.json --docs        docs/planning.md and .png of that
+    python scripts/bench_planning.py --models gpt-4 unet-2 --seconds 10 --device h100 --fused
+
+The models are on the meta device: nothing is computed. Times are those of a roofline, by default of
+a device of 150 TFLOP/s and 1.5 TB/s that launches for nothing, so that small models stand for large
+ones.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkmate import checkmate
+from planning_coarse import coarsened
+from planning_models import MODELS
+from planning_peers import Peer, peers_of
+from planning_report import print_report, write_docs
+
+from torchremat.planning.cost_model import CostModel
+from torchremat.planning.devices import Rates
+from torchremat.planning.problem import Problem, Schedule, costs_of, plain_schedule
+from torchremat.planning.reorder import reordered
+from torchremat.planning.solver import Options, Solution, solve
+from torchremat.planning.step import Step
+from torchremat.planning.steps import region_of
+
+FRACTIONS = (0.75, 0.5, 0.35, 0.25)
+NEAR = 0.005
+"""Peaks that differ by no more, of the larger, are met by one plan: that for the smaller."""
+ORACLE_OPERATORS = 40
+ROOFLINE = Rates(
+    "150 TFLOP/s, 1.5 TB/s",
+    *[150e12] * 6,
+    pointwise=1e18,
+    bytes_per_second=1.5e12,
+    launch_seconds=1e-30,
+    compute_fraction=1.0,
+    memory_fraction=1.0,
+)
+
+Record = dict[str, Any]
+
+
+class Bench:
+    """A model in numbers, with our plans for it."""
+
+    def __init__(self, name: str, cost: CostModel, seconds: float | None) -> None:
+        self.name = name
+        self.model = MODELS[name]
+        self.cost = cost
+        self.options = Options(seconds=seconds)
+        module, args = self.model.build()
+        started = time.perf_counter()
+        self.step = Step.of(region_of(module, args, {}).joint, cost.seconds)
+        self.problem = self.step.problem
+        self.plain = plain_schedule(self.problem)
+        self.peak = costs_of(self.problem, self.plain).peak
+        self.trace_seconds = time.perf_counter() - started
+        self._plans: dict[int, tuple[Solution, float]] = {}
+
+    @cached_property
+    def ordered(self) -> Problem:
+        """The problem in the order in which we run its backward pass."""
+        return reordered(self.problem)
+
+    @property
+    def least_peak(self) -> int:
+        """The least peak of any plan so far."""
+        return min(solution.least_peak for solution, _ in self._plans.values())
+
+    @cached_property
+    def _flops(self) -> list[int]:
+        return [0 if call is None else self.cost.flops(call) for call in self.step.calls]
+
+    def plan(self, budget: int) -> tuple[Solution, float]:
+        """Our plan, and the seconds that it took."""
+        if budget not in self._plans:
+            started = time.perf_counter()
+            solution = solve(self.ordered, budget, self.options)
+            self._plans[budget] = solution, time.perf_counter() - started
+        return self._plans[budget]
+
+    def ours(self, budget: int) -> Record:
+        """Our plan as a record."""
+        solution, took = self.plan(budget)
+        record = {
+            "budget": budget,
+            "bound_seconds": solution.lower_bound_seconds,
+            "plan_seconds": took,
+            "least_peak": solution.least_peak,
+        }
+        if solution.schedule is None:
+            return {**record, "added_seconds": None}
+        record |= self.figures(solution.schedule)
+        assert record["peak"] <= budget, (self.name, record)
+        return record
+
+    def figures(self, schedule: Schedule) -> Record:
+        """What a schedule costs."""
+        costs = costs_of(self.problem, schedule)
+        counts = Counter([*schedule.forward, *schedule.backward])
+        return {
+            "peak": costs.peak,
+            "saved": sum(self.problem.nbytes[v] for v in schedule.saved),
+            "added_seconds": costs.added_seconds,
+            "added_flops": sum((n - 1) * self._flops[o] for o, n in counts.items()),
+            "repeated": sum(n - 1 for n in counts.values()),
+        }
+
+    def peer(self, peer: Peer) -> Record:
+        """A peer as a record, checked against a simulation of its own graphs."""
+        figures = self.figures(peer.schedule)
+        if peer.graphs_peak not in (None, figures["peak"]):
+            print(f"  {self.name} {peer.name}: its graphs have a peak of {peer.graphs_peak}")
+        return {"name": peer.name, "plan_seconds": peer.seconds, **figures}
+
+
+def measure(name: str, cost: CostModel, seconds: float | None, quick: bool) -> Record:
+    """Everything about one model."""
+    started = time.perf_counter()
+    bench = Bench(name, cost, seconds)
+    peers = [bench.peer(peer) for peer in peers_of(bench.step, bench.model.blocks, quick=quick)]
+    budget_of = shared_budgets(p["peak"] for p in peers if p["peak"] < bench.peak)
+    for peer in peers:
+        if peer["peak"] < bench.peak:
+            peer["ours"] = bench.ours(budget_of[peer["peak"]])
+    floor = order_floor(bench.problem)
+    problem = bench.problem
+    budgets = [{"fraction": f, **bench.ours(round(f * bench.peak))} for f in FRACTIONS]
+    bench.plan(min(floor, order_floor(bench.ordered)))
+    return {
+        "model": name,
+        "nodes": len(bench.step.joint.module.graph.nodes),
+        "operators": len(problem.operators),
+        "trace_seconds": bench.trace_seconds,
+        "plain": bench.figures(bench.plain),
+        "forward_seconds": problem.seconds_of(problem.forward),
+        "peers": peers,
+        "budgets": budgets,
+        "floor": floor,
+        "floor_reordered": order_floor(bench.ordered),
+        "least_ours": bench.least_peak,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def shared_budgets(peaks: Iterable[int]) -> dict[int, int]:
+    """For each peak one that is no larger, and hardly smaller."""
+    budgets: dict[int, int] = {}
+    last = 0
+    for peak in sorted(peaks):
+        if peak > last * (1 + NEAR):
+            last = peak
+        budgets[peak] = last
+    return budgets
+
+
+def order_floor(problem: Problem) -> int:
+    """The peak that no choice in the given orders gets below, of what each operator needs itself.
+
+    That is what it reads and writes, and what is alive then whatever is decided: outputs and
+    gradients, cotangents, and values that need cotangents; in the forward pass, what the rest of
+    it reads.
+    """
+    forward = costs_of(problem, Schedule((), problem.forward, _chain(problem)))
+    wanted: set[int] = set()
+    held = problem.outputs | problem.gradients
+    made = {v for o in (*problem.forward, *problem.backward) for v in problem.operators[o].writes}
+    floor = max(forward.live[: len(problem.forward)], default=0)
+    for o in reversed(problem.backward):
+        op = problem.operators[o]
+        alive = wanted | (made & held) | set(op.reads) | set(op.writes)
+        total = problem.constant + problem.backward_constant + op.nbytes_inside
+        floor = max(floor, total + sum(problem.nbytes[v] for v in alive))
+        wanted = (wanted - set(op.writes)) | (set(op.reads) - problem.known)
+        made -= set(op.writes)
+    return floor
+
+
+def _chain(problem: Problem) -> tuple[int, ...]:
+    """A backward pass that computes everything again; only its forward pass is of interest."""
+    late = [o for o, op in enumerate(problem.operators) if o not in set(problem.forward)]
+    return (*problem.forward, *late)
+
+
+def consult(name: str, fraction: float, cost: CostModel, seconds: float) -> Record:
+    """Our plan and Checkmate's optimum for one model, made coarse, and one budget."""
+    bench = Bench(name, cost, None)
+    problem = coarsened(bench.problem, ORACLE_OPERATORS)
+    peak = costs_of(problem, plain_schedule(problem)).peak
+    budget = round(fraction * peak)
+    started = time.perf_counter()
+    ours = solve(problem, budget)
+    took = time.perf_counter() - started
+    optimum = checkmate(problem, budget, seconds=seconds)
+    if optimum.schedule is not None:
+        costs = costs_of(problem, optimum.schedule)
+        assert costs.peak <= budget * (1 + 1e-6), (name, costs.peak, budget)
+        assert abs(costs.added_seconds - optimum.added_seconds) <= 1e-6 * peak, name
+    return {
+        "model": name,
+        "fraction": fraction,
+        "operators": [len(bench.problem.operators), len(problem.operators)],
+        "ours_seconds": None if ours.schedule is None else ours.added_seconds,
+        "least_peak": ours.least_peak / peak,
+        "bound_seconds": ours.lower_bound_seconds,
+        "plan_seconds": took,
+        "optimum_seconds": None if optimum.schedule is None else optimum.added_seconds,
+        "optimum_bound_seconds": optimum.bound,
+        "is_proved": optimum.is_proved,
+        "is_prompt_optimum": optimum.is_prompt_optimum,
+        "oracle_seconds": optimum.seconds,
+    }
+
+
+def main() -> int:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="*", metavar="NAME", help=", ".join(MODELS))
+    parser.add_argument("--quick", action="store_true", help="some models, one of torch's solvers")
+    parser.add_argument("--seconds", type=float, help="for each of our plans; else by its size")
+    parser.add_argument("--device", help="whose roofline: h100, a100, cpu, ...")
+    parser.add_argument("--fused", action="store_true", help="as a compiler fuses pointwise work")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
+    parser.add_argument("--oracle", type=float, metavar="SECONDS", help="for each; 0: none")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="figures of an earlier run")
+    parser.add_argument("--docs", action="store_true", help="write docs/planning.md and .png")
+    options = parser.parse_args()
+    unknown = set(options.models or ()) - set(MODELS)
+    if unknown:
+        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    source = options.source and Path(options.source).read_text()
+    results = json.loads(source) if source else run(options)
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=1))
+    print_report(results)
+    if options.docs:
+        write_docs(results, Path(__file__).resolve().parents[1] / "docs")
+    return 0
+
+
+def run(options: argparse.Namespace) -> Record:
+    """All figures."""
+    cost = CostModel.of(options.device or ROOFLINE)
+    cost = cost.fused() if options.fused else cost
+    names = options.models or [n for n, m in MODELS.items() if m.quick or not options.quick]
+    oracle = options.oracle if options.oracle is not None else 5.0 if options.quick else 40.0
+    started = time.perf_counter()
+    consulted = [(n, f) for n in names if MODELS[n].oracle for f in FRACTIONS if oracle]
+    model_of = partial(measure, cost=cost, seconds=options.seconds, quick=options.quick)
+    records = list(_spread(model_of, [(n,) for n in names], options.jobs))
+    oracles = list(_spread(partial(consult, cost=cost, seconds=oracle), consulted, options.jobs))
+    return {
+        "device": f"{cost!r}",
+        "models": records,
+        "oracles": oracles,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _spread(function: Callable[..., Record], calls: list[tuple], jobs: int) -> Iterable[Record]:
+    """The results of `calls`, said as they come."""
+    if jobs == 1:
+        for call in calls:
+            print(f"... {' '.join(map(str, call))}", file=sys.stderr, flush=True)
+            yield function(*call)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        for call, future in [(call, pool.submit(function, *call)) for call in calls]:
+            print(f"... {' '.join(map(str, call))}", file=sys.stderr, flush=True)
+            yield future.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

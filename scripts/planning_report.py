@@ -1,0 +1,353 @@
+"""The tables of `bench_planning.py`."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from planning_figure import KINDS, draw, kind_of
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+Record = dict[str, Any]
+Table = tuple[str, Sequence[str], list[Sequence[str]]]
+"""A title, the names of columns, and rows."""
+
+LEAST_RATIO = 0.01
+"""Less counts as this in means: where order alone meets a peak nothing is added."""
+COMMAND = "python scripts/bench_planning.py --jobs 2 --json planning.json --docs"
+
+
+def tables_of(results: Record) -> list[Table]:
+    """All tables."""
+    models = results["models"]
+    found = [_overview(models), _least(models), _budgets(models), *map(_peers, models)]
+    if results["oracles"]:
+        found.insert(3, _oracle(results["oracles"]))
+    return [table for table in found if table[2]]
+
+
+# --- what is compared ----------------------------------------------------------------------------
+
+
+def ratios(models: Iterable[Record], kind: str | None = None) -> list[float]:
+    """Our added time over a peer's, at each peak below the plain one that a peer reaches."""
+    return [
+        _over(peer["ours"]["added_seconds"], peer["added_seconds"])
+        for model in models
+        for peer in model["peers"]
+        if "ours" in peer and kind in (None, kind_of(peer["name"]))
+    ]
+
+
+def over_bounds(models: Iterable[Record]) -> list[float]:
+    """Our added time over the proved bound, at each budget that was asked for."""
+    found = []
+    for model in models:
+        asked = {p["ours"]["budget"]: p["ours"] for p in model["peers"] if "ours" in p}
+        asked |= {b["budget"]: b for b in model["budgets"]}
+        found += [
+            _over(a["added_seconds"], a["bound_seconds"])
+            for a in asked.values()
+            if a["added_seconds"] is not None
+        ]
+    return found
+
+
+def _over(ours: float | None, other: float) -> float:
+    if ours is None:
+        return math.inf
+    if ours <= 1e-12:
+        return LEAST_RATIO if other > 1e-12 else 1.0
+    return math.inf if other <= 1e-12 else max(ours / other, LEAST_RATIO)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The geometric mean of those that are finite."""
+    finite = [v for v in values if v < math.inf]
+    return math.exp(sum(map(math.log, finite)) / len(finite)) if finite else math.nan
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _overview(models: list[Record]) -> Table:
+    rows = []
+    for group in [*([m] for m in models), models]:
+        own, bounds = ratios(group), over_bounds(group)
+        is_all = group is models
+        cells = [
+            "all" if is_all else group[0]["model"],
+            "" if is_all else str(group[0]["nodes"]),
+            *(_ratio(mean(ratios(group, kind))) for kind in KINDS),
+            _ratio(mean(own)),
+            _ratio(max(own, default=math.nan)),
+            f"{sum(r > 1 for r in own)} of {len(own)}",
+            _ratio(mean(bounds)),
+            _ratio(max(bounds, default=math.nan)),
+            str(sum(b < 1 - 1e-6 for b in bounds)),
+            f"{_longest(group):.1f}",
+        ]
+        rows.append(cells)
+    names = [f"over {kind}" for kind in KINDS]
+    columns = [
+        "model",
+        "nodes",
+        *names,
+        "over all",
+        "worst",
+        "above a peer",
+        "over bound",
+        "worst",
+        "bound above plan",
+        "longest plan (s)",
+    ]
+    return "Added time at the peaks that peers reach: geometric means", columns, rows
+
+
+def _longest(models: Iterable[Record]) -> float:
+    return max(
+        (
+            plan["plan_seconds"]
+            for model in models
+            for plan in [*model["budgets"], *(p["ours"] for p in model["peers"] if "ours" in p)]
+        ),
+        default=0.0,
+    )
+
+
+def _least(models: list[Record]) -> Table:
+    rows = []
+    for model in models:
+        plain = model["plain"]["peak"]
+        least = {
+            kind: min(p["peak"] for p in model["peers"] if kind_of(p["name"]) == kind)
+            for kind in KINDS
+        }
+        rows.append(
+            [
+                model["model"],
+                _mb(plain),
+                *(f"{least[kind] / plain:.3f}" for kind in KINDS),
+                f"{model['least_ours'] / plain:.3f}",
+                f"{model['least_ours'] / least['torch.compile']:.3f}",
+                f"{model['floor'] / plain:.3f}",
+                f"{model['floor_reordered'] / plain:.3f}",
+            ]
+        )
+    columns = [
+        "model",
+        "plain (MB)",
+        *KINDS,
+        "ours",
+        "over torch.compile",
+        "floor of the order",
+        "floor of our order",
+    ]
+    return "The least peak, as a fraction of the plain one", columns, rows
+
+
+def _budgets(models: list[Record]) -> Table:
+    rows = []
+    for model in models:
+        for plan in model["budgets"]:
+            rows.append(
+                [
+                    model["model"],
+                    f"{plan['fraction']:.2f}",
+                    *_plan_cells(plan, model),
+                    f"{plan['plan_seconds']:.1f}",
+                ]
+            )
+    columns = [
+        "model",
+        "budget",
+        "peak",
+        "added (% of forward)",
+        "bound (%)",
+        "over bound",
+        "added GFLOP",
+        "repeated",
+        "plan (s)",
+    ]
+    return "Budgets as fractions of the plain peak", columns, rows
+
+
+def _plan_cells(plan: Record, model: Record) -> list[str]:
+    forward = model["forward_seconds"]
+    bound = f"{100 * plan['bound_seconds'] / forward:.1f}"
+    if plan["added_seconds"] is None:
+        least = plan["least_peak"] / model["plain"]["peak"]
+        return [f"not met, least {least:.3f}", "", bound, "", "", ""]
+    return [
+        f"{plan['peak'] / model['plain']['peak']:.3f}",
+        f"{100 * plan['added_seconds'] / forward:.1f}",
+        bound,
+        _ratio(_over(plan["added_seconds"], plan["bound_seconds"])),
+        f"{plan['added_flops'] / 1e9:.2f}",
+        str(plan["repeated"]),
+    ]
+
+
+def _oracle(oracles: list[Record]) -> Table:
+    rows = []
+    for o in oracles:
+        ours, best = o["ours_seconds"], o["optimum_seconds"]
+        first, then = o["operators"]
+        rows.append(
+            [
+                o["model"],
+                f"{first} -> {then}",
+                f"{o['fraction']:.2f}",
+                "not met" if ours is None else f"{ours * 1e6:.2f}",
+                f"{o['bound_seconds'] * 1e6:.2f}",
+                "none" if best is None else f"{best * 1e6:.2f}",
+                _proof(o),
+                "" if ours is None or best is None else _ratio(_over(ours, best)),
+                f"{o['plan_seconds']:.1f}",
+                f"{o['oracle_seconds']:.1f}",
+            ]
+        )
+    columns = [
+        "model",
+        "operators",
+        "budget",
+        "ours (us)",
+        "our bound",
+        "Checkmate (us)",
+        "",
+        "ratio",
+        "ours took (s)",
+        "it took (s)",
+    ]
+    return "Checkmate's program on coarse graphs", columns, rows
+
+
+def _proof(o: Record) -> str:
+    if o["is_proved"]:
+        return "proved"
+    bound = f">= {o['optimum_bound_seconds'] * 1e6:.2f}"
+    return f"{bound}, prompt" if o["is_prompt_optimum"] else bound
+
+
+def _peers(model: Record) -> Table:
+    plain = model["plain"]["peak"]
+    together: dict[tuple, list[Record]] = {}
+    for peer in model["peers"]:
+        key = peer["peak"], round(peer["added_seconds"] * 1e9)
+        together.setdefault(key, []).append(peer)
+    rows = []
+    for _, peers in sorted(together.items(), reverse=True):
+        peer = peers[0]
+        ours = peer.get("ours")
+        cells = [
+            ", ".join(p["name"] for p in peers),
+            _mb(peer["saved"]),
+            f"{peer['peak'] / plain:.3f}",
+            f"{100 * peer['added_seconds'] / model['forward_seconds']:.1f}",
+            f"{peer['added_flops'] / 1e9:.2f}",
+        ]
+        if ours is None:
+            cells += ["", "", "", ""]
+        elif ours["added_seconds"] is None:
+            cells += [
+                "not met",
+                "",
+                f"{100 * ours['bound_seconds'] / model['forward_seconds']:.1f}",
+            ]
+            cells += [""]
+        else:
+            cells += [
+                f"{100 * ours['added_seconds'] / model['forward_seconds']:.1f}",
+                f"{ours['added_flops'] / 1e9:.2f}",
+                f"{100 * ours['bound_seconds'] / model['forward_seconds']:.1f}",
+                _ratio(_over(ours["added_seconds"], peer["added_seconds"])),
+            ]
+        rows.append(cells)
+    columns = [
+        "peers",
+        "saved (MB)",
+        "peak",
+        "added (% of forward)",
+        "GFLOP",
+        "ours (%)",
+        "GFLOP",
+        "bound (%)",
+        "ratio",
+    ]
+    title = f"{model['model']}: {model['nodes']} nodes, plain peak {_mb(plain)} MB"
+    return title, columns, rows
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.1f}"
+
+
+def _ratio(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return "not met" if value == math.inf else f"{value:.2f}"
+
+
+# --- where they go -------------------------------------------------------------------------------
+
+
+def print_report(results: Record) -> None:
+    """Print all tables."""
+    console = Console(width=180)
+    for title, columns, rows in tables_of(results):
+        table = RichTable(title=title, box=box.SIMPLE, title_justify="left")
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i == 0 else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(f"costs of {results['device']}; the run took {results['seconds']:.0f} s")
+
+
+def write_docs(results: Record, folder: Path) -> None:
+    """Write `planning.md` and `planning.png` into `folder`."""
+    folder.mkdir(exist_ok=True)
+    draw(results["models"], folder / "planning.png")
+    tables = tables_of(results)
+    parts = [_INTRODUCTION.format(command=COMMAND, **results)]
+    parts += [_markdown(table) for table in tables[:4]]
+    parts.append("## Every peer\n")
+    parts += [_markdown(table, level=3) for table in tables[4:]]
+    (folder / "planning.md").write_text("\n".join(parts))
+
+
+_INTRODUCTION = """# The planner and its peers
+
+Made by `{command}` (`--from planning.json` writes it again from the figures), in {seconds:.0f} s.
+
+Each model is traced once, on the meta device. All that follows is about that one joint graph: what
+a peer saves and the order in which it runs operators backward become a schedule of it, and one
+simulator and one cost model judge all schedules: {device}. Peaks count activations, gradients and
+outputs, not inputs and parameters. The simulator gives the same peak, to the byte, for a schedule
+in numbers and for the two graphs of PyTorch's partitioner that it came from; where it did not, the
+run says so.
+
+- *torch.compile*: the minimum-cut partitioner, plain, aggressive, and with each budget (0.9 to 0)
+  and solver, planning by flops; what fusion would hide of its bytes and time is not counted unless
+  the run has `--fused`. Common subexpressions stay as they are, for everybody.
+- *checkpoint*: `torch.utils.checkpoint` on each block. *selective*: the same with what matrix
+  products, convolutions and attention give saved; with every second of them saved.
+- *Checkmate*: the program of `scripts/checkmate.py`, of the graph with neighbours made one
+  operator, for it and for us alike. "proved": the optimum; "prompt": the optimum of schedules that
+  compute nothing before the stage that wants it, and what is proved of all others.
+- *bound*: proved by our own solver; no schedule that meets the budget adds less.
+- Ours may run the backward operators in another order (gradients of parameters early).
+- Ratios below 0.01 count as 0.01. Peaks within half a percent share one plan, that for the smaller.
+
+![added time against peak](planning.png)
+"""
+
+
+def _markdown(table: Table, level: int = 2) -> str:
+    title, columns, rows = table
+    lines = [f"{'#' * level} {title}", "", "| " + " | ".join(columns) + " |"]
+    lines.append("|" + "---|" * len(columns))
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, ""])

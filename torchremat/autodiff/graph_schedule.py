@@ -6,7 +6,7 @@ forward     mm, sin
 backward    mm, cos, mul, mm
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ class _Builder:
     def __init__(self, inputs: Sequence[fx.Node | None]) -> None:
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
+        self.made: set[fx.Node] = set()
         self.views: dict[fx.Node, list[fx.Node]] = {}
         """The views that have been made of each value."""
         for i, node in enumerate(inputs):
@@ -92,7 +93,7 @@ class _Builder:
             for view in self.views.pop(value, ()):
                 self.copies.pop(view, None)
             if value is not call:
-                self.copies[value] = self.graph.node_copy(value, {call: made}.__getitem__)
+                self._make(value, {call: made})
 
     def value(self, node: fx.Node) -> fx.Node:
         """What `node` is now: if it is a view, made now unless it has been."""
@@ -111,6 +112,14 @@ class _Builder:
         return self.copies[chain[0] if chain else node]
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        read = {n: self.value(n) for n in nodes_read_by(node)}
-        self.copies[node] = self.graph.node_copy(node, read.get)  # None for what no body reads
-        return self.copies[node]
+        return self._make(node, {n: self.value(n) for n in nodes_read_by(node)})
+
+    def _make(self, node: fx.Node, read: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A copy of `node` that reads what `read` says: nothing for what no body of it reads."""
+        name = f"{node.name}_again" if node in self.made else node.name
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), read.get)
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copy.meta = dict(node.meta)
+        self.copies[node] = copy
+        self.made.add(node)
+        return copy

@@ -99,8 +99,19 @@ class Bench:
         return self._plans[budget]
 
     def ours(self, budget: int) -> Record:
-        """Our plan as a record."""
-        solution, took = self.plan(budget)
+        """Our plan as a record; one that fails is told, and counts as a budget that is not met."""
+        try:
+            solution, took = self.plan(budget)
+        except Exception as error:
+            print(f"  {self.name} at {budget} bytes: {error!r}", file=sys.stderr, flush=True)
+            return {
+                "budget": budget,
+                "bound_seconds": 0.0,
+                "plan_seconds": 0.0,
+                "least_peak": self.peak,
+                "added_seconds": None,
+                "error": repr(error),
+            }
         record = {
             "budget": budget,
             "bound_seconds": solution.lower_bound_seconds,
@@ -145,7 +156,7 @@ def measure(name: str, cost: CostModel, seconds: float | None, quick: bool) -> R
     floor = order_floor(bench.problem)
     problem = bench.problem
     budgets = [{"fraction": f, **bench.ours(round(f * bench.peak))} for f in FRACTIONS]
-    bench.plan(min(floor, order_floor(bench.ordered)))
+    bench.ours(min(floor, order_floor(bench.ordered)))
     return {
         "model": name,
         "nodes": len(bench.step.joint.module.graph.nodes),

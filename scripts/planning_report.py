@@ -177,6 +177,8 @@ def _budgets(models: list[Record]) -> Table:
 def _plan_cells(plan: Record, model: Record) -> list[str]:
     forward = model["forward_seconds"]
     bound = f"{100 * plan['bound_seconds'] / forward:.1f}"
+    if "error" in plan:
+        return [f"failed: {plan['error'][:40]}", "", bound, "", "", ""]
     if plan["added_seconds"] is None:
         least = plan["least_peak"] / model["plain"]["peak"]
         return [f"not met, least {least:.3f}", "", bound, "", "", ""]

@@ -228,3 +228,49 @@ def test_layers_that_are_alike_are_solved_once(monkeypatch):
     model = tr.nn.wrap(GPT(layers=4, width=24), "budget:90%", select="layers.*")
     model(torch.randint(0, 64, (2, 48))).backward()
     assert len(solved) == 1
+
+
+def test_without_gradients_there_is_nothing_to_plan():
+    model, x = GPT(), torch.randint(0, 64, (2, 32))
+    plan = tr.plan(model, x, budget=0.7)
+    for policy in ("budget:1KiB", from_plan(plan)):
+        fun = tr.checkpoint(model.eval(), policy=policy)
+        with torch.no_grad():
+            assert_same(fun(x), model(x))
+
+
+class WithLogits(GPT):
+    """Returns the logits beside the loss, as models of transformers do, and some noise."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return loss, logits, torch.nn.functional.dropout(x, 0.5)
+
+
+def test_a_plan_is_for_the_loss_and_right_for_every_output():
+    model, x = WithLogits(dropout=0.1), torch.randint(0, 64, (2, 32))
+    plan = tr.plan(model, x, budget=0.7)
+    fun = tr.checkpoint(model, policy="budget:70%")
+    parameters = list(model.parameters())
+    fun(x)
+    uses = [
+        lambda loss, logits, noise: loss,
+        lambda loss, logits, noise: loss + logits.square().mean(),
+        lambda loss, logits, noise: (noise * logits.mean()).sum(),
+    ]
+    for use in uses:
+        found, peaks = [], []
+        for call in (model, fun):
+            torch.manual_seed(0)
+            with LiveBytes() as memory:
+                outputs = call(x)
+                found.append(torch.autograd.grad(use(*outputs), parameters, allow_unused=True))
+            peaks.append(memory.peak)
+            del outputs
+        assert_same(found[1], found[0])
+        if use is uses[0]:
+            assert peaks[1] == plan.peak_bytes <= plan.budget < peaks[0]

@@ -14,8 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 try:
-    from scipy import sparse
-    from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+    from scipy import sparse  # type: ignore[import-untyped]
+    from scipy.optimize import (  # type: ignore[import-untyped]
+        Bounds,
+        LinearConstraint,
+        linprog,
+        milp,
+    )
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         "planning under a memory budget solves linear programs through SciPy, which is not "
@@ -75,6 +80,7 @@ class LinearProgram:
         self._data: list[float] = []
         self._bounds: list[float] = []
         self.offset = 0.0
+        self._built: _Arrays | None = None
 
     @property
     def num_variables(self) -> int:
@@ -83,17 +89,15 @@ class LinearProgram:
 
     def variable(self, cost: float = 0.0, *, integral: bool = False) -> int:
         """The number of a new variable."""
+        self._built = None
         self._costs.append(cost)
         self._upper.append(1.0)
         self._integral.append(integral)
         return len(self._costs) - 1
 
-    def forbid(self, variable: int) -> None:
-        """Let `variable` be zero."""
-        self._upper[variable] = 0.0
-
     def at_most(self, terms: Iterable[tuple[int, float]], bound: float) -> None:
         """Add the row `sum of coefficient * variable <= bound`."""
+        self._built = None
         row = len(self._bounds)
         self._bounds.append(bound)
         for variable, coefficient in terms:
@@ -107,13 +111,13 @@ class LinearProgram:
 
     def relaxed(self, *, seconds: float) -> Relaxation:
         """Solve it without regard to integers."""
-        matrix, bounds, costs, scale = self._arrays()
+        arrays = self._arrays()
         upper = np.array(self._upper)
         with silence():
             result = linprog(
-                costs,
-                A_ub=matrix,
-                b_ub=bounds,
+                arrays.costs,
+                A_ub=arrays.matrix,
+                b_ub=arrays.bounds,
                 bounds=np.stack([np.zeros_like(upper), upper], 1),
                 method="highs-ipm",
                 options={"time_limit": max(seconds, 0.05)},
@@ -122,56 +126,61 @@ class LinearProgram:
             return Relaxation(Answer(None, np.inf, np.inf), np.zeros(0))
         if result.status != 0 or result.x is None:
             return Relaxation(Answer(None, np.inf, 0.0), np.zeros(0))
-        value = float(result.fun) * scale + self.offset
-        reduced = (result.lower.marginals + result.upper.marginals) * scale
+        value = float(result.fun) * arrays.scale + self.offset
+        reduced = (result.lower.marginals + result.upper.marginals) * arrays.scale
         return Relaxation(Answer(result.x, value, value), reduced)
 
     def solve(self, *, seconds: float, gap: float = 0.0, fixed: Fixing | None = None) -> Answer:
         """Solve it within `seconds`, to within `gap` of the optimum, some variables `fixed`."""
-        matrix, bounds, costs, scale = self._arrays()
+        arrays = self._arrays()
         lower, upper = np.zeros(self.num_variables), np.array(self._upper)
         if fixed is not None:
             lower[fixed.variables] = fixed.values
             upper[fixed.variables] = fixed.values
         with silence():
             result = milp(
-                costs,
-                constraints=LinearConstraint(matrix, ub=bounds),
+                arrays.costs,
+                constraints=LinearConstraint(arrays.matrix, ub=arrays.bounds),
                 bounds=Bounds(lower, upper),
                 integrality=np.array(self._integral, dtype=np.int64),
                 options={"time_limit": max(seconds, 0.05), "mip_rel_gap": gap},
             )
         dual = getattr(result, "mip_dual_bound", None)
-        bound = 0.0 if dual is None or not np.isfinite(dual) else dual * scale + self.offset
+        bound = 0.0 if dual is None or not np.isfinite(dual) else dual * arrays.scale + self.offset
         if result.x is None:
             return Answer(None, np.inf, np.inf if result.status == 2 else bound)
-        return Answer(result.x, float(result.fun) * scale + self.offset, bound)
+        return Answer(result.x, float(result.fun) * arrays.scale + self.offset, bound)
 
-    def fixing(self, relaxation: Relaxation, free: int) -> Fixing | None:
-        """Values for all integers but the `free` ones of which `relaxation` is least sure."""
-        x = relaxation.answer.x
-        integral = np.flatnonzero(np.array(self._integral))
-        if x is None or len(integral) <= free:
-            return None
-        chosen = x[integral]
-        away = np.abs(chosen - np.round(chosen))
-        sure = np.where(away > 1e-6, -away, np.abs(relaxation.reduced_costs[integral]))
-        fixed = integral[np.argsort(sure, kind="stable")[free:]]
-        return Fixing(fixed, np.round(x[fixed]))
+    @property
+    def integral(self) -> NDArray[np.int64]:
+        """The numbers of the integral variables."""
+        return np.flatnonzero(np.array(self._integral)).astype(np.int64)
 
-    def _arrays(self) -> tuple[sparse.csr_matrix, Floats, Floats, float]:
-        """The rows, each of them and the costs scaled to coefficients of at most 1."""
-        shape = (len(self._bounds), self.num_variables)
-        matrix = sparse.csr_matrix((self._data, (self._rows, self._columns)), shape=shape)
+    def _arrays(self) -> "_Arrays":
+        if self._built is None:
+            self._built = _Arrays.of(self)
+        return self._built
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """A program as arrays, each row and the costs scaled to coefficients of at most 1."""
+
+    matrix: sparse.csr_matrix
+    bounds: Floats
+    costs: Floats
+    scale: float
+
+    @classmethod
+    def of(cls, program: LinearProgram) -> "_Arrays":
+        shape = (len(program._bounds), program.num_variables)
+        where = (program._rows, program._columns)
+        matrix = sparse.csr_matrix((program._data, where), shape=shape)
         largest = np.maximum(abs(matrix).max(axis=1).toarray().ravel(), 1e-30)
-        costs = np.array(self._costs)
+        costs = np.array(program._costs)
         scale = float(costs.max(initial=0.0)) or 1.0
-        return (
-            sparse.diags(1 / largest) @ matrix,
-            np.array(self._bounds) / largest,
-            costs / scale,
-            scale,
-        )
+        bounds = np.array(program._bounds, dtype=float) / largest
+        return cls(sparse.diags(1 / largest) @ matrix, bounds, costs / scale, scale)
 
 
 @contextmanager

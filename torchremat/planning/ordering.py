@@ -102,9 +102,9 @@ def forward_order(problem: Problem, saved: Iterable[int]) -> tuple[int, ...]:
     Each of those runs where the bytes alive are least, of equal places the first.
     """
     operators = problem.operators
-    saved = frozenset(saved)
+    kept = frozenset(saved)
     extra: set[int] = set()
-    stack = [problem.producers[v] for v in saved]
+    stack = [problem.producers[v] for v in kept]
     while stack:
         o = stack.pop()
         if o not in extra and operators[o].part is Part.KNOWN:
@@ -116,7 +116,7 @@ def forward_order(problem: Problem, saved: Iterable[int]) -> tuple[int, ...]:
         return _as_early_as_can_be(problem, extra)
     order = list(problem.forward)
     for o in sorted(extra):
-        order.insert(_place(problem, order, o, saved), o)
+        order.insert(_place(problem, order, o, kept), o)
     return tuple(order)
 
 

@@ -100,9 +100,10 @@ class Planner:
         """
         nbytes = self.bytes_of(budget)
         room = nbytes - self.resident
+        copied = self.step.copied_nbytes
         if room >= self.plain.costs.peak:
             return PlannedStep(self.step, self.plain.schedule, self.plain.costs, 0.0, nbytes)
-        solution = _solved(self._reordered, room, self.solver, self.seconds)
+        solution = _solved(self._reordered, room - copied, self.solver, self.seconds)
         if solution.schedule is None:
             raise self._cannot(asked, nbytes, solution)
         costs = costs_of(self._reordered, solution.schedule)
@@ -115,7 +116,7 @@ class Planner:
         return reordered(self.step.problem)
 
     def _cannot(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
-        least = solution.least_peak + self.resident
+        least = solution.least_peak + self.step.copied_nbytes + self.resident
         plain = self.plain.costs.peak + self.resident
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
         return BudgetError(

@@ -218,7 +218,8 @@ class _Planning:
     def __init__(self, region: Region, model: CostModel, solver: str, resident: int) -> None:
         self.region = region
         self.model = model
-        self.planner = Planner(region.joint, cost_model=model, solver=solver, resident=resident)
+        self.joint = region.joint_for(region.usual_given)
+        self.planner = Planner(self.joint, cost_model=model, solver=solver, resident=resident)
         self.resident = resident
 
     def even_budgets(self, count: int) -> list[Budget]:
@@ -250,14 +251,14 @@ class _Planning:
             lower_bound_seconds=min(planned.lower_bound_seconds, planned.costs.added_seconds),
             decisions=_decisions(planned),
             device=repr(self.model),
-            order=order_of(planned.graph_schedule, self.region.joint),
+            order=order_of(planned.graph_schedule, self.joint),
             graph=self._lines,
             graphs=(forward.module, backward.module),
         )
 
     @functools.cached_property
     def _lines(self) -> tuple[str, ...]:
-        return lines_of(self.region.joint.module.graph)
+        return lines_of(self.joint.module.graph)
 
     @functools.cached_property
     def _baseline(self) -> Figures:

@@ -9,7 +9,7 @@ from torchremat.planning.budgets import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner, check_solver
-from torchremat.planning.steps import WholeGraphPolicy
+from torchremat.planning.steps import WholeGraphPolicy, differentiates, forward_alone
 from torchremat.remat.policies import Policy
 from torchremat.remat.policy_spelling import register_word
 
@@ -24,6 +24,8 @@ class MemoryBudget(WholeGraphPolicy):
 
     def schedule(self, joint: Joint) -> GraphSchedule:
         """See `Policy.schedule`. Raises `BudgetError` if the budget cannot be met."""
+        if not differentiates(joint):
+            return forward_alone(joint)
         planner = Planner(joint, cost_model=self.cost_model, solver=self.solver)
         return planner.plan(Budget.of(self.budget), repr(self)).graph_schedule
 
@@ -90,6 +92,8 @@ class FromPlan(WholeGraphPolicy):
 
     def schedule(self, joint: Joint) -> GraphSchedule:
         """See `Policy.schedule`. Raises `PlanError` if the plan is for another graph."""
+        if not differentiates(joint):
+            return forward_alone(joint)
         return Plan.from_json(self.text).graph_schedule(joint)
 
     @property

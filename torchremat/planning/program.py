@@ -26,6 +26,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from torchremat.planning.linear import Floats, LinearProgram
 from torchremat.planning.ordering import Decisions
 from torchremat.planning.peak_rows import BackwardBytes, ForwardBytes
@@ -120,7 +122,7 @@ class SavingProgram:
         positions: Iterable[int] = (),
         window: int | None = None,
         *,
-        conflicts: Iterable[frozenset[int]] = (),
+        conflicts: Iterable[Sequence[int]] = (),
         outer: bool = False,
     ) -> None:
         self.outer = outer
@@ -366,6 +368,18 @@ class SavingProgram:
                 running = [(variable, -1.0) for variable, _ in run]
                 self.linear.at_least([*self._alive(v, number), *running], 0.0)
         self.linear.at_most(terms, self.budget - held)
+
+    def ranks(self) -> Floats:
+        """Where in the forward pass each variable belongs, from 0 to 1."""
+        producers, rank = self.problem.producers, self.facts.rank
+        found = np.zeros(self.linear.num_variables)
+        for v, i in self.saved.items():
+            found[i] = rank[producers[v]]
+        for (v, _), i in self.kept.items():
+            found[i] = rank[producers[v]]
+        for (o, _), i in self.runs.items():
+            found[i] = rank[o]
+        return found / max(len(rank), 1)
 
     # --- answers -------------------------------------------------------------------------------
 

@@ -56,6 +56,21 @@ class Step:
             )
         )
 
+    @property
+    def copied_nbytes(self) -> int:
+        """The bytes of inputs that are written to and may be read by what runs again.
+
+        They are copied before the write, at the end of the forward pass.
+        """
+        written = {self.joint.inputs[i] for i, _ in self.joint.mutations}
+        read = {
+            base_of(node)
+            for call, op in zip(self.calls, self.problem.operators, strict=True)
+            if call is not None and op.repeatable
+            for node in nodes_read_by(call)
+        }
+        return sum(nbytes_of(node, node.meta["val"]) for node in written & read)
+
     def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
         """`schedule` as nodes of the graph."""
         # an output is there for the backward pass, which must be handed it

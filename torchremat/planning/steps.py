@@ -13,6 +13,7 @@ from torchremat.api_util import StaticArguments
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import TraceError
+from torchremat.graph.aliases import is_item, is_view
 from torchremat.planning.simulate import simulate
 from torchremat.planning.timeline import Timeline
 from torchremat.remat.bound import BoundCall
@@ -49,6 +50,18 @@ class Ready(WholeGraphPolicy):
     def schedule(self, joint: Joint) -> GraphSchedule:
         """The schedule, of the graph that it was found for."""
         return self._schedule
+
+
+def differentiates(joint: Joint) -> bool:
+    """Whether there is a backward pass: a call under `no_grad` has none, and nothing to plan."""
+    return any(gradient is not None for gradient in joint.gradients)
+
+
+def forward_alone(joint: Joint) -> GraphSchedule:
+    """The schedule of a forward pass without a backward pass."""
+    calls = (n for n in joint.forward_nodes if n.op == "call_function")
+    order = tuple(n for n in calls if not is_item(n) and not is_view(n))
+    return GraphSchedule(frozenset(), order, ())
 
 
 def region_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Region:
@@ -132,8 +145,8 @@ def _differentiated(leaf: Any) -> Any:
 
 
 def graphs_of(program: FunctionProgram) -> tuple[Compiled, Compiled]:
-    """What `program` runs forward, and backward from cotangents of all its outputs."""
-    given = (True,) * len(program.region.differentiable)
+    """What `program` runs forward, and backward as a training step does."""
+    given = program.region.usual_given
     needed = tuple(spec.requires_grad for spec in program.region.specs)
     return program.forward_with_states, program.backward(given, needed, with_states=True)
 

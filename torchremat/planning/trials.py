@@ -8,6 +8,10 @@ from torchremat.planning.ordering import Decisions, Replay, replay_of, values_us
 from torchremat.planning.problem import Costs, Part, Problem, costs_unchecked
 
 
+FORBIDDEN = 1 << 60
+"""The excess of a schedule in which something runs more often than it may."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """Decisions with what they cost under a budget.
@@ -28,6 +32,11 @@ class Trial:
     def fits(self) -> bool:
         """Whether the schedule keeps within the budget."""
         return self.excess == 0
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether what may run only once does."""
+        return self.excess < FORBIDDEN
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -76,7 +85,7 @@ class Trier:
         budget = self.budget
         excess = sum(live - budget for live in costs.live if live > budget)
         if not self._allowed(replay):
-            excess += 1 << 60
+            excess += FORBIDDEN
         return Trial(decisions, replay, costs, excess)
 
     def _allowed(self, replay: Replay) -> bool:

@@ -298,8 +298,9 @@ class FunctionProgram(Program):
         if chosen is not None:
             self._root_joint, self.choices = chosen
             return
-        self._root_joint = region.joint
-        if not policy.is_whole:
+        if policy.is_whole:
+            self._root_joint = region.joint_for(region.usual_given)
+        else:
             self._root_joint = expose_inner(
                 region.joint,
                 lambda inner, module: _opening(inner, [(policy, _joined(module_prefix, module))]),
@@ -359,7 +360,10 @@ class FunctionProgram(Program):
 
     def joint_for(self, given: Mask) -> Joint:
         """See `Program.joint_for`."""
-        return self.root_joint if all(given) else super().joint_for(given)
+        given_to_root = (
+            self.region.usual_given if self.policy.is_whole else (True,) * len(given)
+        )
+        return self.root_joint if given == given_to_root else super().joint_for(given)
 
     @cached_property
     def _found(self) -> Residuals:
@@ -377,7 +381,12 @@ class FunctionProgram(Program):
         everything = Choices(joint, nothing_saveable).residuals_for(joint, wanted)
         by_name = {node.name: node for node in self.root_joint.inputs}
         inputs = dict.fromkeys((*found.inputs, *(by_name[n.name] for n in everything.inputs)))
-        return replace(found, inputs=tuple(inputs))
+        values = dict.fromkeys(found.values)
+        if self.schedule is not None and joint is not self.root_joint:
+            # what must not run again is kept also for outputs that the plan gives no cotangent
+            pairs = match_forward(joint, self.root_joint, everything.values, strict=False)
+            values |= dict.fromkeys(pairs[v] for v in everything.values if v in pairs)
+        return replace(found, values=tuple(values), inputs=tuple(inputs))
 
     @property
     def recomputed(self) -> frozenset[fx.Node]:

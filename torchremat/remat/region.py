@@ -64,6 +64,16 @@ class Region:
         """The joint graph in which every differentiable output has a cotangent."""
         return self._trace(self.options)
 
+    @cached_property
+    def usual_given(self) -> Mask:
+        """Which outputs a training step gives a cotangent: scalars, if there are any, else all.
+
+        Models return the loss with other things beside it.
+        """
+        outputs = [self.joint.outputs[i] for i in self.differentiable]
+        scalars = tuple(output.meta["val"].dim() == 0 for output in outputs)
+        return scalars if any(scalars) else (True,) * len(outputs)
+
     def joint_for(self, given: Mask, *, create_graph: bool = False) -> Joint:
         """The joint graph in which only the `given` outputs have one.
 

@@ -49,7 +49,7 @@ class VerifyingProgram(FunctionProgram):
         return ()
 
     def _compile_backward(self, given: Mask, needed: Mask, with_states: bool) -> Compiled:
-        if not all(given):
+        if self.joint_for(given) is not self.root_joint:
             return super()._compile_backward(given, needed, with_states)
         joint = self.root_joint
         cotangents = [ct for ct in joint.cotangents if ct is not None]

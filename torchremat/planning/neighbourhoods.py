@@ -1,0 +1,109 @@
+"""Large-neighbourhood search: most of a known answer is fixed, the integer program does the rest.
+
+relaxation    x = 0, 1, 0.4, 1, 0        what it is least sure of is left free
+answer        x = 0, 1, 1,   1, 0        what the two disagree about is left free, or what
+                                         belongs to a stretch of the forward pass, or to two
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchremat.planning.linear import Answer, Fixing, Floats, LinearProgram, Relaxation
+from torchremat.planning.program import SavingProgram
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Neighbourhoods:
+    """Neighbourhoods of the answers of one program.
+
+    Attributes:
+        program: the program.
+        relaxation: its answer in fractions.
+        integral: the variables that are to be integers.
+        ranks: where in the forward pass each of them belongs, from 0 to 1.
+    """
+
+    program: LinearProgram
+    relaxation: Relaxation
+    integral: Integers
+    ranks: Floats
+
+    @classmethod
+    def of(cls, program: SavingProgram, relaxation: Relaxation) -> "Neighbourhoods":
+        """Those of `program`."""
+        integral = program.linear.integral
+        return cls(program.linear, relaxation, integral, program.ranks()[integral])
+
+    def first(self, free: int, seconds: Callable[[], float], gap: float) -> Answer:
+        """An answer near the relaxation, with as few as `free` variables free if that goes."""
+        answer = Answer(None, float("inf"), 0.0)
+        while answer.x is None and seconds() > 0:
+            fixing = self._where_sure(free)
+            limit = seconds() if fixing is None else min(seconds(), 2.0)
+            answer = self.program.solve(seconds=limit, gap=gap, fixed=fixing)
+            if fixing is None:
+                break
+            free *= 2
+        return answer
+
+    def improved(
+        self, answer: Answer, seconds: Callable[[], float], gap: float
+    ) -> Iterator[Answer]:
+        """Better and better answers, until nothing better was found for a while."""
+        random = np.random.default_rng(0)
+        size, vain, turn = min(0.6, max(0.05, 800 / len(self.integral))), 0, 0
+        while vain < _PATIENCE and seconds() > 0:
+            assert answer.x is not None
+            free = self._free(turn, answer.x, size, random)
+            started = time.monotonic()
+            fixing = Fixing(self.integral[~free], np.round(answer.x[self.integral[~free]]))
+            found = self.program.solve(seconds=min(seconds(), _SLICE), gap=gap, fixed=fixing)
+            took = time.monotonic() - started
+            turn += 1
+            vain += 1
+            if found.x is not None and found.value < answer.value * (1 - 1e-6) - 1e-15:
+                answer, vain = found, 0
+                yield answer
+            size = max(size * 0.7, 0.02) if took > _SLICE * 0.9 else min(size * 1.1, 0.8)
+
+    def _where_sure(self, free: int) -> Fixing | None:
+        """The values of the relaxation, but for the `free` ones of which it is least sure."""
+        x = self.relaxation.answer.x
+        if x is None or len(self.integral) <= free:
+            return None
+        reduced = np.abs(self.relaxation.reduced_costs[self.integral])
+        sure = np.where(self._away(x) > 1e-6, -self._away(x), reduced)
+        fixed = self.integral[np.argsort(sure, kind="stable")[free:]]
+        return Fixing(fixed, np.round(x[fixed]))
+
+    def _away(self, x: Floats) -> Floats:
+        chosen = x[self.integral]
+        away: Floats = np.abs(chosen - np.round(chosen))
+        return away
+
+    def _free(
+        self, turn: int, x: Floats, size: float, random: np.random.Generator
+    ) -> NDArray[np.bool_]:
+        """Which of the integers are left free."""
+        relaxed = self.relaxation.answer.x
+        kind = turn % 3
+        free = np.zeros(len(self.integral), dtype=bool)
+        if kind == 0 and relaxed is not None:
+            differ = np.abs(x[self.integral] - relaxed[self.integral]) + 0.3 * self._away(relaxed)
+            differ += 1e-3 * random.random(len(free))
+            free[np.argsort(-differ)[: int(size * len(free))]] = True
+            return free
+        for _ in range(kind or 1):
+            centre = random.random()
+            free |= np.abs(self.ranks - centre) < size / 2 / (kind or 1)
+        return free
+
+
+_PATIENCE = 15
+_SLICE = 1.0

@@ -1,0 +1,82 @@
+"""What a search has found so far, and the time that it has left."""
+
+import time
+from collections.abc import Callable
+
+from torchremat.planning.trials import Trial
+
+
+class Clock:
+    """The time of a search.
+
+    Args:
+        seconds: how long it may take.
+        progress: called now and then with the fraction of that time that is gone.
+    """
+
+    def __init__(self, seconds: float, progress: Callable[[float], None] | None = None) -> None:
+        self.seconds = seconds
+        self.progress = progress
+        self.start = time.monotonic()
+        self.told = 0.0
+
+    @property
+    def gone(self) -> float:
+        """The fraction of the time that is gone."""
+        return (time.monotonic() - self.start) / max(self.seconds, 1e-9)
+
+    def until(self, fraction: float) -> float:
+        """The seconds until `fraction` of the time is gone."""
+        return max(0.0, (fraction - self.gone) * self.seconds)
+
+    def deadline(self, fraction: float) -> float:
+        """When `fraction` of the time is gone, on the monotonic clock."""
+        return self.start + fraction * self.seconds
+
+    def tell(self) -> None:
+        """Tell how far the search is."""
+        self.told = max(self.told, min(self.gone, 1.0))
+        if self.progress is not None:
+            self.progress(self.told)
+
+
+class Record:
+    """The best of the trials of a search, and what is proved.
+
+    Attributes:
+        best: the trial that fits and adds the least time.
+        lowest: the trial with the least peak.
+        trials: all of them.
+        bound: no schedule that fits adds less.
+    """
+
+    def __init__(self, clock: Clock, gap: float) -> None:
+        self.clock = clock
+        self.gap = gap
+        self.best: Trial | None = None
+        self.lowest: Trial | None = None
+        self.trials: list[Trial] = []
+        self.bound = 0.0
+
+    def note(self, trial: Trial) -> Trial:
+        """Remember `trial`."""
+        if trial.is_allowed:
+            if self.lowest is None or trial.costs.peak < self.lowest.costs.peak:
+                self.lowest = trial
+            if trial.fits and (self.best is None or trial.rank < self.best.rank):
+                self.best = trial
+        self.trials.append(trial)
+        self.clock.tell()
+        return trial
+
+    def prove(self, bound: float) -> None:
+        """Remember that no schedule that fits adds less than `bound`."""
+        if bound < float("inf"):
+            self.bound = max(self.bound, bound)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the best is near enough to the bound."""
+        if self.best is None:
+            return False
+        return self.best.costs.added_seconds <= self.bound * (1 + self.gap) + 1e-12

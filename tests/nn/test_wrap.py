@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchremat.errors import NoMatchError, NotAvailableError, UnmatchedWarning
-from torchremat.nn import report, unwrap, wrap
-from torchremat.nn.wrap import RematForward, wrapped_forward
 from torchremat.checkpoint_policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -24,6 +21,9 @@ from torchremat.checkpoint_policies import (
     nothing_saveable,
     save_modules,
 )
+from torchremat.errors import NoMatchError, NotAvailableError, UnmatchedWarning
+from torchremat.nn import report, unwrap, wrap
+from torchremat.nn.wrap import RematForward, wrapped_forward
 
 WIDTH, HEADS = 8, 2
 

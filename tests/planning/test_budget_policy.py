@@ -181,7 +181,11 @@ def test_a_plan_is_replayed_to_the_bit_and_to_the_byte(tmp_path):
     plan = tr.plan(model, x, budget=0.7)
     plan.save(tmp_path / "plan.json")
     expected, _, _ = step(model, model, x)
-    for policy in (from_plan(plan), f"plan:{tmp_path / 'plan.json'}", from_plan(tmp_path / "plan.json")):
+    for policy in (
+        from_plan(plan),
+        f"plan:{tmp_path / 'plan.json'}",
+        from_plan(tmp_path / "plan.json"),
+    ):
         fun = tr.checkpoint(model, policy=policy)
         fun(x)
         found, peak, _ = step(model, fun, x)
@@ -202,7 +206,10 @@ def test_a_plan_from_the_meta_device_holds_for_another():
     ("other", "match"),
     [
         (lambda: (GPT(layers=3), torch.zeros(2, 32, dtype=torch.long)), r"node \d+ is .*, and was"),
-        (lambda: (GPT(), torch.zeros(2, 16, dtype=torch.long)), r"i64\[2,16\], and was input -> i64"),
+        (
+            lambda: (GPT(), torch.zeros(2, 16, dtype=torch.long)),
+            r"i64\[2,16\], and was input -> i64",
+        ),
     ],
 )
 def test_a_plan_for_another_graph_is_refused(other, match):
@@ -220,7 +227,7 @@ def test_what_is_no_plan_is_refused():
 
 
 def test_layers_that_are_alike_are_solved_once(monkeypatch):
-    import torchremat.planning.planner as planner
+    from torchremat.planning import planner
 
     solved = []
     solve = planner.solve

@@ -175,7 +175,8 @@ def test_less_memory_never_takes_less_time(model):
 
 
 @pytest.mark.parametrize(
-    ("points", "error"), [(0, ValueError), ("80%", TypeError), (2.5, TypeError), ([2.0], ValueError)]
+    ("points", "error"),
+    [(0, ValueError), ("80%", TypeError), (2.5, TypeError), ([2.0], ValueError)],
 )
 def test_points_that_are_none(model, points, error):
     with pytest.raises(error):
@@ -202,7 +203,10 @@ def _changed(**changes):
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (lambda text: text[: len(text) // 2], r"plan.json is no plan: it is no JSON, or was cut off"),
+        (
+            lambda text: text[: len(text) // 2],
+            r"plan.json is no plan: it is no JSON, or was cut off",
+        ),
         (lambda text: "[1, 2]", r"is no plan of torchremat, though it is JSON"),
         (_changed(version=99), r"of version 99, and this torchremat reads version 1"),
         (_changed(graph=["x"]), r"was changed: its fingerprint does not fit"),
@@ -261,7 +265,12 @@ def test_budgets_as_text(text, nbytes):
     [
         (3, (), TypeError, r"must be a function of tensors or an nn.Module"),
         (lambda x: x * 2, (torch.ones(3, dtype=torch.long),), TraceError, r"nothing to differ"),
-        (lambda x: x * 2 if x.sum() > 0 else x, (torch.ones(3),), ConcretizationError, r"test_plan"),
+        (
+            lambda x: x * 2 if x.sum() > 0 else x,
+            (torch.ones(3),),
+            ConcretizationError,
+            r"test_plan",
+        ),
     ],
 )
 def test_functions_that_cannot_be_planned(fun, args, error, match):

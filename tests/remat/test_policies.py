@@ -4,9 +4,9 @@ import pickle
 import pytest
 import torch
 
+from torchremat import checkpoint_policies as cp
 from torchremat.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError, UnknownOpError
-from torchremat import checkpoint_policies as cp
 from torchremat.remat.names import name_p
 from torchremat.remat.policies import Policy, Value, as_policy
 from torchremat.remat.verdicts import Offloadable, Recompute, Saveable

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import (
 )
 
 from torchremat.avals import Aval
+from torchremat.checkpoint_policies import from_selective
 from torchremat.errors import PolicyError
 from torchremat.graph.ops import split_arguments
-from torchremat.checkpoint_policies import from_selective
 from torchremat.remat.policies import Value
 from torchremat.remat.verdicts import Offloadable, Recompute, Saveable
 

@@ -1,7 +1,7 @@
 """Remove in-place operators from a graph, and say which inputs the graph writes to.
 
-Most programs have none, or only such that a new tensor serves as well, and cost nothing here. A graph
-with others is run again under PyTorch's own functionalisation, node by node, so that each new
+Most programs have none, or only such that a new tensor serves as well, and cost nothing here. A
+graph with others is run again under PyTorch's own functionalisation, node by node, so that each new
 operator keeps the notes of the one it replaces.
 """
 

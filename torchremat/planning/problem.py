@@ -212,7 +212,7 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
 
 
 def check_schedule(problem: Problem, schedule: Schedule) -> None:
-    """Raise `ScheduleError` unless each operator finds what it reads, and all that must run does."""
+    """Raise `ScheduleError` unless operators find what they read, and all that must run does."""
     there: set[int] = set()
     for o in schedule.forward:
         _run(problem, o, there)

@@ -1,14 +1,14 @@
 """The order of the backward pass: what only makes gradients of inputs comes as early as it can.
 
-    autograd    dx = mm(dy, w.T);  dw = mm(dy.T, x)      dy, dx, x and dw are alive together
-    here        dw = mm(dy.T, x);  dx = mm(dy, w.T)      dy, dx, dw: x is let go before
+autograd    dx = mm(dy, w.T);  dw = mm(dy.T, x)      dy, dx, x and dw are alive together
+here        dw = mm(dy.T, x);  dx = mm(dy, w.T)      dy, dx, dw: x is let go before
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torchremat.planning.ordering import Decisions, replay_of
-from torchremat.planning.problem import Part, Problem, costs_unchecked
+from torchremat.planning.problem import Problem, costs_unchecked
 
 
 def reordered(problem: Problem) -> Problem:
@@ -54,9 +54,7 @@ def _gradients_early(problem: Problem) -> list[int]:
     ends: set[int] = set()
     for o in reversed(problem.backward[:-1]):
         after = {r for v in operators[o].writes for r in readers.get(v, ())}
-        if problem.gradients.issuperset(operators[o].writes) and after <= {final}:
-            ends.add(o)
-        elif after and after <= ends and len(after) == 1:
+        if (problem.gradients.issuperset(operators[o].writes) and after <= {final}) or (after and after <= ends and len(after) == 1):
             ends.add(o)
     order: list[int] = []
     done: set[int] = set()

@@ -7,7 +7,6 @@ from functools import cached_property
 from torchremat.planning.ordering import Decisions, Replay, replay_of, values_used
 from torchremat.planning.problem import Costs, Part, Problem, costs_unchecked
 
-
 FORBIDDEN = 1 << 60
 """The excess of a schedule in which something runs more often than it may."""
 

@@ -16,6 +16,7 @@ from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 if TYPE_CHECKING:
     from torchremat.remat.policy_protocol import Policy
 
+
 @dataclass(frozen=True, slots=True)
 class Word:
     """A word of the language: what makes its policy, and an example of the items it takes."""

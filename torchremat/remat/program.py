@@ -360,9 +360,7 @@ class FunctionProgram(Program):
 
     def joint_for(self, given: Mask) -> Joint:
         """See `Program.joint_for`."""
-        given_to_root = (
-            self.region.usual_given if self.policy.is_whole else (True,) * len(given)
-        )
+        given_to_root = self.region.usual_given if self.policy.is_whole else (True,) * len(given)
         return self.root_joint if given == given_to_root else super().joint_for(given)
 
     @cached_property

@@ -281,3 +281,15 @@ def test_a_plan_is_for_the_loss_and_right_for_every_output():
         assert_same(found[1], found[0])
         if use is uses[0]:
             assert peaks[1] == plan.peak_bytes <= plan.budget < peaks[0]
+
+
+def test_a_plan_of_a_model_with_logits_holds_where_it_is_trained():
+    with torch.device("meta"):
+        plan = tr.plan(WithLogits(), torch.zeros(2, 32, dtype=torch.long), budget=0.7)
+    model, x = WithLogits(), torch.randint(0, 64, (2, 32))
+    fun = tr.checkpoint(model, policy=from_plan(plan))
+    fun(x)
+    with LiveBytes() as memory:
+        outputs = fun(x)
+        torch.autograd.grad(outputs[0], list(model.parameters()))
+    assert memory.peak == plan.peak_bytes

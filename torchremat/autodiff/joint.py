@@ -73,6 +73,8 @@ def is_forward(node: fx.Node) -> bool:
 class TraceOptions:
     """How to trace: which outputs have a cotangent (`None`: all that can), and grad mode.
 
+    `only_usual`: those that `usual_outputs` says.
+
     With `create_graph` the derivative is by the formulas of one that is differentiated again:
     PyTorch has two for some operators. With `whole_calls`, a checkpoint or a user's
     `autograd.Function` is one operator, whose derivative is its own.
@@ -80,6 +82,7 @@ class TraceOptions:
 
     with_gradients: bool
     wanted_outputs: tuple[int, ...] | None = None
+    only_usual: bool = False
     grad_enabled: bool = True
     whole_calls: bool = False
     create_graph: bool = False
@@ -115,7 +118,10 @@ def trace_joint(
         cotangents: list[Tensor | None] = [None] * len(outputs)
         tracing.phase = "backward"
         if options.with_gradients:
-            cotangents = _add_cotangents(tracing, outputs, options.wanted_outputs)
+            wanted = options.wanted_outputs
+            if options.only_usual:
+                wanted = usual_outputs(outputs)
+            cotangents = _add_cotangents(tracing, outputs, wanted)
             grads = _differentiate(leaves, outputs, cotangents, options.create_graph)
         module = tracing.finish([*outputs, *grads])
     input_nodes = [tracing.placeholder_of(t) for t in leaves]
@@ -169,6 +175,17 @@ class _NoLeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Tensor, None]:
         return None, cotangent, None
+
+
+def usual_outputs(outputs: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of the outputs that a training step gives a cotangent.
+
+    Scalars, if there are any, else all that can have one: models return the loss with other things
+    beside it.
+    """
+    given = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
+    scalars = [i for i in given if outputs[i].dim() == 0]
+    return tuple(scalars or given)
 
 
 def _add_cotangents(

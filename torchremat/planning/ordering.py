@@ -93,7 +93,7 @@ def values_used(problem: Problem, schedule: Schedule) -> frozenset[int]:
     for o in schedule.backward:
         used.update(v for v in operators[o].reads if v not in made)
         made.update(operators[o].writes)
-    return used.intersection(schedule.saved)
+    return frozenset(used.intersection(schedule.saved))
 
 
 def forward_order(problem: Problem, saved: Iterable[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The integer program: what is saved, and what is computed again in which part of the backward pass.
+"""The integer program: what is saved, and what is computed again when in the backward pass.
 
 Some moments of the backward pass cut it into intervals. Variables, for each known value v, the
 operator o that makes it, each moment m and the interval j before it:

@@ -1,4 +1,4 @@
-"""The solver: the schedule of least added time that keeps within a budget, with a proof of how near.
+"""The solver: the schedule of least added time within a budget, with a proof of how near it is.
 
     relax       a linear program for what is saved and computed again when; its answer, rounded, is
                 simulated, and the moments that are above the budget become rows of it
@@ -8,6 +8,7 @@
 At any time the best that the simulation accepted is at hand, with the bound that was proved.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,22 +78,32 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
     trier, record = Trier(problem, budget), Record(clock, options.gap)
     if not record.note(trier(Decisions(problem.needed))).fits:
         record.note(trier(Decisions(trier.fixed)))
-        if options.solver == "local":
-            for saved in saved_by_cuts(problem, budget):
-                record.note(trier(Decisions(saved)))
-        else:
+        if options.solver != "local":
             Rounds(trier, record).run()
+        if record.best is None:
+            _cut(trier, record)
         _polish(trier, record)
     return _solution(problem, record)
 
 
+def _cut(trier: Trier, record: Record) -> None:
+    for number, saved in enumerate(saved_by_cuts(trier.problem)):
+        record.note(trier(Decisions(saved)))
+        if record.clock.gone > 1 and number > _LEAST_CUTS:
+            break
+
+
 def _polish(trier: Trier, record: Record) -> None:
-    """Bring trials under the budget if none is, and take time away from the best."""
-    local = LocalSearch(trier, record.clock.deadline(1.0))
-    if record.best is None:
-        for trial in sorted(record.trials, key=lambda t: t.costs.peak)[:_MOST_STARTS]:
-            record.note(local.repair(trial))
+    """Bring trials under the budget that promise to be better, and take time away from the best."""
+    above = sorted((t for t in record.trials if not t.fits), key=lambda t: t.costs.peak)
+    for trial in above[:_MOST_STARTS]:
+        if record.is_good or record.clock.gone > 1:
+            break
+        if record.best is None or trial.costs.added_seconds < record.best.costs.added_seconds:
+            half = time.monotonic() + record.clock.until(1.0) / 2
+            record.note(LocalSearch(trier, half).repair(trial))
     if record.best is not None and not record.is_good:
+        local = LocalSearch(trier, record.clock.deadline(1.0))
         record.note(local.improve(record.best))
 
 
@@ -107,5 +118,6 @@ def _solution(problem: Problem, record: Record) -> Solution:
     return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest)
 
 
+_LEAST_CUTS = 4
 _MOST_STARTS = 4
 _SAFETY = 1 - 1e-7  # HiGHS answers to within a tolerance

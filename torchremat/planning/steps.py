@@ -20,7 +20,7 @@ from torchremat.remat.bound import BoundCall
 from torchremat.remat.calls import flatten_call
 from torchremat.remat.checkpoint import Checkpointed
 from torchremat.remat.compiled import Compiled
-from torchremat.remat.policies import Policy
+from torchremat.remat.policies import Policy, everything_saveable
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.region import Region
 
@@ -87,9 +87,11 @@ def region_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _traced(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Region:
-    checkpointed = Checkpointed(fun, _AnySize(), True, StaticArguments(fun, (), ()), lenient=True)
+    checkpointed = Checkpointed(
+        fun, everything_saveable, True, StaticArguments(fun, (), ()), lenient=True
+    )
     call = flatten_call(args, kwargs, checkpointed.statics, lenient=True)
-    return checkpointed.trace(call, args, kwargs).region
+    return checkpointed.trace_usual(call, args, kwargs).region
 
 
 def off_meta(
@@ -132,10 +134,6 @@ def _default_device_off_meta() -> AbstractContextManager[Any]:
 
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-
-
-class _AnySize(WholeGraphPolicy):
-    """Asks for a trace at the sizes given."""
 
 
 def _differentiated(leaf: Any) -> Any:

@@ -171,6 +171,13 @@ class Checkpointed:
         with trace_lock:
             return self._find(call) or self._trace(call, args, kwargs)
 
+    def trace_usual(self, call: Call, args: Any, kwargs: Any) -> Trace:
+        """A trace of its own, in which those outputs have a cotangent that `usual_outputs` says."""
+        self.statics.refuse_tensors(args, kwargs)
+        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        with trace_lock:
+            return self._trace_with(call, args, kwargs, specs, None, only_usual=True)
+
     def _find(self, call: Call) -> Trace | None:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if shapes_of(specs) is not None:  # such symbols are those of one trace, that around
@@ -222,6 +229,8 @@ class Checkpointed:
         kwargs: Any,
         specs: tuple[InputSpec, ...],
         dynamic: DynamicInputs | None,
+        *,
+        only_usual: bool = False,
     ) -> Trace:
         skeleton = Skeleton.of_call(args, kwargs, self.statics)
         variables = self._variables()
@@ -231,7 +240,7 @@ class Checkpointed:
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
         def traced(*, with_gradients: bool) -> FunctionTrace:
-            options = TraceOptions(with_gradients, grad_enabled=state[0])
+            options = TraceOptions(with_gradients, grad_enabled=state[0], only_usual=only_usual)
             return traced_without_effects(
                 traced_name(self.fun),
                 lambda: trace_function(self.fun, skeleton, specs, dynamic, roots, options),

@@ -66,10 +66,7 @@ class Region:
 
     @cached_property
     def usual_given(self) -> Mask:
-        """Which outputs a training step gives a cotangent: scalars, if there are any, else all.
-
-        Models return the loss with other things beside it.
-        """
+        """Which outputs a training step gives a cotangent: see `usual_outputs`."""
         outputs = [self.joint.outputs[i] for i in self.differentiable]
         scalars = tuple(output.meta["val"].dim() == 0 for output in outputs)
         return scalars if any(scalars) else (True,) * len(outputs)

@@ -23,6 +23,7 @@ COMMANDS = [
     ["train_gpt.py", *SMALL_GPT, "--policy", "dots|modules:*.mlp"],
     ["train_gpt.py", *SMALL_GPT, "--dropout", "0.2", "--attention", "eager", "--seed", "1"],
 ]
+PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict
 ROW = re.compile(
     r"^  (\S.*?) +([\d.]+) +([\d.]+) +x ([\d.]+) +([\d.]+) -> ([\d.]+) +(yes|NO) *$", re.MULTILINE
@@ -49,7 +50,7 @@ def run_example(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_run():
-    assert {command[0] for command in COMMANDS} == set(EXAMPLES)
+    assert {command[0] for command in (*COMMANDS, PLANNED)} == set(EXAMPLES)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -112,3 +113,12 @@ def test_a_difference_is_found(train_gpt, fault):
         "no gradient": "the gradient of weight in step 1",
     }
     assert other.difference == expected[fault]
+
+
+def test_a_training_keeps_to_its_plan():
+    done = run_example(PLANNED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (budget,) = re.findall(r"budget ([\d.]+) MiB", done.stdout)
+    peaks = re.findall(r"^step \d: loss [\d.]+, peak ([\d.]+) MiB$", done.stdout, re.MULTILINE)
+    assert len(peaks) == 3
+    assert all(float(peak) <= float(budget) for peak in peaks)

@@ -253,6 +253,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--oracle", type=float, metavar="SECONDS", help="for each; 0: none")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--resume", action="store_true", help="keep what is in the file of --json")
     parser.add_argument("--from", dest="source", metavar="FILE", help="figures of an earlier run")
     parser.add_argument("--docs", action="store_true", help="write docs/planning.md and .png")
     options = parser.parse_args()
@@ -261,8 +262,6 @@ def main() -> int:
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     source = options.source and Path(options.source).read_text()
     results = json.loads(source) if source else run(options)
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1))
     print_report(results)
     if options.docs:
         write_docs(results, Path(__file__).resolve().parents[1] / "docs")
@@ -270,22 +269,32 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> Record:
-    """All figures."""
+    """All figures, written to the file of `--json` as they come."""
     cost = CostModel.of(options.device or ROOFLINE)
     cost = cost.fused() if options.fused else cost
     names = options.models or [n for n, m in MODELS.items() if m.quick or not options.quick]
     oracle = options.oracle if options.oracle is not None else 5.0 if options.quick else 40.0
-    started = time.perf_counter()
-    consulted = [(n, f) for n in names if MODELS[n].oracle for f in FRACTIONS if oracle]
+    results: Record = {"device": f"{cost!r}", "models": [], "oracles": [], "seconds": 0.0}
+    file = Path(options.json) if options.json else None
+    if options.resume and file is not None and file.exists():
+        results = json.loads(file.read_text())
+    done = {record["model"] for record in results["models"]}
+    consulted = {(record["model"], record["fraction"]) for record in results["oracles"]}
     model_of = partial(measure, cost=cost, seconds=options.seconds, quick=options.quick)
-    records = list(_spread(model_of, [(n,) for n in names], options.jobs))
-    oracles = list(_spread(partial(consult, cost=cost, seconds=oracle), consulted, options.jobs))
-    return {
-        "device": f"{cost!r}",
-        "models": records,
-        "oracles": oracles,
-        "seconds": time.perf_counter() - started,
-    }
+    oracle_of = partial(consult, cost=cost, seconds=oracle)
+    asked = [(n, f) for n in names if MODELS[n].oracle for f in FRACTIONS if oracle]
+    work: list[tuple[str, Callable[..., Record], list[tuple]]] = [
+        ("models", model_of, [(n,) for n in names if n not in done]),
+        ("oracles", oracle_of, [call for call in asked if call not in consulted]),
+    ]
+    started = time.perf_counter() - results["seconds"]
+    for key, function, calls in work:
+        for record in _spread(function, calls, options.jobs):
+            results[key].append(record)
+            results["seconds"] = time.perf_counter() - started
+            if file is not None:
+                file.write_text(json.dumps(results, indent=1))
+    return results
 
 
 def _spread(function: Callable[..., Record], calls: list[tuple], jobs: int) -> Iterable[Record]:

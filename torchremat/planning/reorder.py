@@ -54,7 +54,9 @@ def _gradients_early(problem: Problem) -> list[int]:
     ends: set[int] = set()
     for o in reversed(problem.backward[:-1]):
         after = {r for v in operators[o].writes for r in readers.get(v, ())}
-        if (problem.gradients.issuperset(operators[o].writes) and after <= {final}) or (after and after <= ends and len(after) == 1):
+        makes_gradients = problem.gradients.issuperset(operators[o].writes) and after <= {final}
+        leads_to_one = len(after) == 1 and after <= ends
+        if makes_gradients or leads_to_one:
             ends.add(o)
     order: list[int] = []
     done: set[int] = set()

@@ -17,6 +17,7 @@ from torchremat.planning.local_search import LocalSearch
 from torchremat.planning.ordering import Decisions
 from torchremat.planning.problem import Problem, Schedule, costs_of
 from torchremat.planning.record import Clock, Record
+from torchremat.planning.reorder import floor_of
 from torchremat.planning.rounds import Rounds
 from torchremat.planning.trials import Trier
 
@@ -74,15 +75,25 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
     answer has no schedule if none was found; `least_peak` is then what one can get down to.
     """
     options = options or Options()
-    clock = Clock(options.seconds_for(problem), options.progress)
+    seconds = options.seconds_for(problem)
+    start = time.monotonic()
+    is_low = budget < _LOW * floor_of(problem)
+    clock = Clock(seconds if is_low else (1 - _LAST_SHARE) * seconds, options.progress)
     trier, record = Trier(problem, budget), Record(clock, options.gap)
     if not record.note(trier(Decisions(problem.needed))).fits:
         record.note(trier(Decisions(trier.fixed)))
+        if is_low:
+            _from_nothing(record, LocalSearch(trier, start + 0.5 * seconds))
         if options.solver != "local":
             Rounds(trier, record).run()
         if record.best is None:
             _cut(trier, record)
         _polish(trier, record)
+        if not is_low and not record.is_good:
+            _from_nothing(record, LocalSearch(trier, start + seconds))
+        if record.best is None and record.lowest is not None:  # rather late than not at all
+            late = LocalSearch(trier, time.monotonic() + _SPARE * seconds)
+            record.note(late.repair(record.lowest))
     return _solution(problem, record)
 
 
@@ -107,6 +118,14 @@ def _polish(trier: Trier, record: Record) -> None:
         record.note(local.improve(record.best))
 
 
+def _from_nothing(record: Record, local: LocalSearch) -> None:
+    """Start from nothing saved: so low budgets are met, at which much is computed many times."""
+    nothing = local.trier(Decisions(local.trier.fixed))
+    fitting = record.note(local.repair(nothing))
+    if fitting.fits:
+        record.note(local.improve(fitting))
+
+
 def _solution(problem: Problem, record: Record) -> Solution:
     assert record.lowest is not None
     lowest, least = record.lowest.replay.schedule, record.lowest.costs.peak
@@ -118,6 +137,10 @@ def _solution(problem: Problem, record: Record) -> Solution:
     return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest)
 
 
+_LAST_SHARE = 0.25
+_SPARE = 0.75
+_LOW = 1.25
+"""Times the floor of the order: budgets below are met best from nothing saved."""
 _LEAST_CUTS = 4
 _MOST_STARTS = 4
 _SAFETY = 1 - 1e-7  # HiGHS answers to within a tolerance

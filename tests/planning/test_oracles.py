@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
 from torchremat.planning.ordering import Decisions, replay_of
@@ -379,15 +379,24 @@ def test_a_budget_below_the_least_peak_is_refused(problem):
 
 
 @pytest.mark.slow
-@examples(400)
-@given(case=cases())
-def test_the_laws_on_many_problems(case):
-    problem, budget = case
-    solution = solved(problem, budget)
-    optimum, best = least_seconds(problem, budget), best_saved(problem, budget)
-    assert solution.lower_bound_seconds <= optimum + 1e-6
-    assert solution.schedule is not None
-    assert optimum - 1e-9 <= solution.added_seconds <= best + 1e-9
+@pytest.mark.parametrize("number", range(8))
+def test_the_laws_on_many_problems(number):
+    """Hypothesis varies what it drew before: eight beginnings are more than one, eight times."""
+
+    @seed(number)
+    @settings(examples(150), derandomize=False, database=None)
+    @given(case=cases())
+    def check(case):
+        problem, budget = case
+        solution = solved(problem, budget)
+        optimum, best = least_seconds(problem, budget), best_saved(problem, budget)
+        assert solution.lower_bound_seconds <= optimum + 1e-6
+        if solution.schedule is not None:
+            assert optimum - 1e-9 <= solution.added_seconds <= best + 1e-9
+        else:
+            assert best == math.inf
+
+    check()
 
 
 def test_a_schedule_that_reads_what_is_not_there_is_no_schedule():

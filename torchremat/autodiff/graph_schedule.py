@@ -6,7 +6,7 @@ forward     mm, sin
 backward    mm, cos, mul, mm
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,17 @@ class GraphSchedule:
     saved: frozenset[fx.Node]
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
+
+
+def read_from_before(order: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> set[fx.Node]:
+    """What runs of the calls `order`, for the values `wanted`, need and do not make: no views."""
+    needed = {base_of(node) for node in wanted}
+    for call in reversed(order):
+        made = {call, *(user for user in call.users if is_item(user))}
+        if needed & made:
+            needed -= made
+            needed.update(base_of(node) for node in nodes_read_by(call))
+    return needed
 
 
 def scheduled_graph(

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from torchremat.autodiff.graph_schedule import GraphSchedule
-from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.graph_schedule import GraphSchedule, read_from_before
+from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.autodiff.partial_eval import Residuals, find_residuals
 from torchremat.avals import Aval
 from torchremat.errors import UnmatchedWarning
@@ -94,7 +94,28 @@ class Choices:
 
     def residuals(self, joint: Joint) -> Residuals:
         """What the backward half of `joint` needs of its forward half, by these choices."""
-        return self.residuals_for(joint, [g for g in joint.gradients if g is not None])
+        wanted = [g for g in joint.gradients if g is not None]
+        if self.schedule is not None:
+            return self._residuals_of(self.schedule, joint, wanted)
+        return self.residuals_for(joint, wanted)
+
+    def _residuals_of(
+        self, schedule: GraphSchedule, joint: Joint, wanted: Sequence[fx.Node]
+    ) -> Residuals:
+        order = [call for call in schedule.backward if call not in self.forced]
+        needed = read_from_before(order, wanted)
+        inside = [node for node in joint.module.graph.nodes if node in needed]
+        inputs = set(joint.inputs)
+        return Residuals(
+            tuple(node for node in inside if node.op == "call_function"),
+            tuple(node for node in inside if node in inputs),
+            frozenset(
+                value
+                for call in order
+                if is_forward(call)
+                for value in (call, *(user for user in call.users if is_item(user)))
+            ),
+        )
 
     def residuals_for(self, joint: Joint, wanted: Sequence[fx.Node]) -> Residuals:
         """The same for any `wanted` values of `joint`."""

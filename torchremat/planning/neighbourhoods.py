@@ -24,18 +24,18 @@ class Neighbourhoods:
 
     Attributes:
         program: the program.
-        relaxation: its answer in fractions.
+        relaxation: its answer in fractions, if there is one.
         integral: the variables that are to be integers.
         ranks: where in the forward pass each of them belongs, from 0 to 1.
     """
 
     program: LinearProgram
-    relaxation: Relaxation
+    relaxation: Relaxation | None
     integral: Integers
     ranks: Floats
 
     @classmethod
-    def of(cls, program: SavingProgram, relaxation: Relaxation) -> "Neighbourhoods":
+    def of(cls, program: SavingProgram, relaxation: Relaxation | None) -> "Neighbourhoods":
         """Those of `program`."""
         integral = program.linear.integral
         return cls(program.linear, relaxation, integral, program.ranks()[integral])
@@ -74,8 +74,8 @@ class Neighbourhoods:
 
     def _where_sure(self, free: int) -> Fixing | None:
         """The values of the relaxation, but for the `free` ones of which it is least sure."""
-        x = self.relaxation.answer.x
-        if x is None or len(self.integral) <= free:
+        x = None if self.relaxation is None else self.relaxation.answer.x
+        if x is None or self.relaxation is None or len(self.integral) <= free:
             return None
         reduced = np.abs(self.relaxation.reduced_costs[self.integral])
         sure = np.where(self._away(x) > 1e-6, -self._away(x), reduced)
@@ -91,7 +91,7 @@ class Neighbourhoods:
         self, turn: int, x: Floats, size: float, random: np.random.Generator
     ) -> NDArray[np.bool_]:
         """Which of the integers are left free."""
-        relaxed = self.relaxation.answer.x
+        relaxed = None if self.relaxation is None else self.relaxation.answer.x
         kind = turn % 3
         free = np.zeros(len(self.integral), dtype=bool)
         if kind == 0 and relaxed is not None:

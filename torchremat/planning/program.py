@@ -29,7 +29,7 @@ from functools import cached_property
 import numpy as np
 
 from torchremat.planning.linear import Floats, LinearProgram
-from torchremat.planning.ordering import Decisions
+from torchremat.planning.ordering import Decisions, Replay
 from torchremat.planning.peak_rows import BackwardBytes, ForwardBytes
 from torchremat.planning.problem import Part, Problem
 
@@ -382,6 +382,31 @@ class SavingProgram:
         return found / max(len(rank), 1)
 
     # --- answers -------------------------------------------------------------------------------
+
+    def variables_of(self, replay: Replay) -> Floats | None:
+        """The integers that describe a schedule; `None` if something runs that may not yet."""
+        x = np.zeros(self.linear.num_variables)
+        x[[self.saved[v] for v in replay.schedule.saved if v in self.saved]] = 1.0
+        since = dict.fromkeys(replay.schedule.saved, 0)  # the interval since which a value is there
+        for o, step in zip(replay.schedule.backward, replay.steps, strict=True):
+            runs_again = o in self.facts.rank
+            interval = bisect_left(self.moments, Moment(step, o) if runs_again else Moment(step))
+            reads = self.facts.reads[o] if runs_again else self.facts.direct[step]
+            for v in reads:
+                for m in range(since.get(v, 0) + 1, interval + 1):
+                    if (v, m) in self.kept:
+                        x[self.kept[v, m]] = 1.0
+            if runs_again:
+                if (o, interval) not in self.runs:
+                    return None
+                x[self.runs[o, interval]] = 1.0
+                since.update((v, interval) for v in self.facts.writes[o])
+                moment = self.moments[interval] if interval < len(self.moments) else None
+                if moment == Moment(step, o):
+                    for v in self._busy(moment):
+                        if (v, interval + 1) in self.kept:
+                            x[self.kept[v, interval + 1]] = 1.0
+        return x
 
     def decisions(self, x: Floats, threshold: float = 0.5) -> Decisions:
         """What the variables `x` say."""

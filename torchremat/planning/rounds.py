@@ -31,10 +31,10 @@ class Rounds:
         num = len(self.facts.operators)
         self.window: int | None = None if num <= _WHOLE else max(_LEAST_WINDOW, num // 16)
         self.most_hills = 12 if num <= _WHOLE else 6
-        self.moments: set[Moment] = set()
+        self.moments: dict[Moment, None] = {}  # in the order in which they were found
         self.positions: set[int] = set()
         self.conflicts: set[frozenset[int]] = set()
-        self.program = self._program(self.window)
+        self.program = self._program()
 
     def run(self) -> None:
         """Search until the time is over, or what was found is good."""
@@ -43,23 +43,21 @@ class Rounds:
             wider = 3 * self.window
             self.window = None if wider > len(self.facts.operators) else wider
             relaxation = self._relaxed()
-        if relaxation is not None:
+        self._rescue()
+        if relaxation is not None or self.record.best is not None:
             self._solve(relaxation)
         if not self.record.is_good:
             self._prove()
 
-    def _program(
-        self, window: int | None, *, narrow: bool = True, outer: bool = False
-    ) -> SavingProgram:
-        """The program with all rows; if not `narrow` with those that every schedule obeys."""
+    def _program(self) -> SavingProgram:
+        """The program with the rows that were found so far."""
         return SavingProgram(
             self.facts,
             self.trier.budget,
-            [m for m in self.moments if narrow or not m.is_burst],
+            list(self.moments),
             sorted(self.positions),
-            window,
-            conflicts=sorted(map(sorted, self.conflicts)) if narrow else (),
-            outer=outer,
+            self.window,
+            conflicts=sorted(map(sorted, self.conflicts)),
         )
 
     @property
@@ -81,80 +79,117 @@ class Rounds:
         return found
 
     def _relax(self) -> Relaxation | None:
-        self.program = self._program(self.window)
+        self.program = self._program()
         found = self.program.linear.relaxed(seconds=self.clock.until(_SOLVE_SHARE))
         if self._is_whole:
             self.record.prove(found.answer.bound)
         return None if found.answer.x is None else found
 
     def _try(self, answer: Answer) -> Trial:
-        """Simulate an answer: as late as it can be, or as early as it says."""
+        """Simulate an answer: all as late as it can be, or, if that costs more, as it says."""
         assert answer.x is not None
         decisions = self.program.decisions(answer.x)
         late = self.record.note(self.trier(Decisions(decisions.saved, decisions.drops)))
-        if late.fits or not decisions.early:
+        if late.fits and late.costs.added_seconds <= answer.value * (1 + 1e-6):
             return late
-        early = self.record.note(self.trier(decisions))
-        return min(early, late, key=lambda t: t.rank)
+        return self.record.note(self.trier(decisions))
+
+    def _rescue(self) -> None:
+        """Find some schedule that fits: from the relaxation, or by computing everything again."""
+        for trial in (self.record.trials[-1], self.record.trials[1]):
+            if self.record.best is None:
+                self._repair(trial, _RESCUE_SHARE)
 
     # --- in integers -----------------------------------------------------------------------------
 
-    def _solve(self, relaxation: Relaxation) -> None:
-        found: Relaxation | None = relaxation
+    def _solve(self, relaxation: Relaxation | None) -> None:
+        found = relaxation
         for _ in range(_MOST_ROUNDS):
-            if found is None or self.clock.gone > _SOLVE_SHARE or self._search(found):
+            if self._search(found) or self._left() <= 0:
                 break
-            narrow = [self._add_moments(trial, narrow=True) for trial in self.record.trials[-2:]]
-            if not any(narrow):
+            tried = self.record.trials[-3:]
+            if not any([self._add_moments(trial, narrow=True) for trial in tried]):
                 break
             found = self._relax()
+            if found is None and self.record.best is None:
+                break
 
-    def _search(self, relaxation: Relaxation) -> bool:
-        """Search for answers of the program; whether the last keeps within the budget."""
+    def _search(self, relaxation: Relaxation | None) -> bool:
+        """Search for answers of the program; whether all kept within the budget."""
         near = Neighbourhoods.of(self.program, relaxation)
+        answer = self._first(near, relaxation)
+        if answer.x is not None:
+            trial = self._try(answer)
+            if not trial.fits:
+                self._repair(trial, _REPAIR_SHARE)
+                return False
+            if _is_optimal(answer, self.record.gap):
+                return True
+        return self._improve(near)
+
+    def _first(self, near: Neighbourhoods, relaxation: Relaxation | None) -> Answer:
+        """An answer of the program, with a bound for all of them."""
+        gap = self.record.gap
         if len(near.integral) <= _SMALL:
-            share = self.clock.until(_SOLVE_SHARE) * 0.6
-            answer = self.program.linear.solve(seconds=share, gap=self.record.gap / 2)
+            share = self._left() * 0.6
+            answer = self.program.linear.solve(seconds=share, gap=gap / 2)
             if self._is_whole:
                 self.record.prove(answer.bound)
-        else:
-            found = near.first(_LEAST_FREE, self._left, self.record.gap / 4)
-            answer = replace(found, bound=relaxation.answer.bound)  # not that of a part
-        if answer.x is None:
+            return answer
+        if relaxation is None:
+            return Answer(None, float("inf"), 0.0)
+        answer = near.first(_LEAST_FREE, self._left, gap / 4)
+        return replace(answer, bound=relaxation.answer.bound)  # not that of a part
+
+    def _improve(self, near: Neighbourhoods) -> bool:
+        """Search around the best schedule; whether all that was found keeps within the budget."""
+        best = self.record.best
+        x = None if best is None else self.program.variables_of(best.replay)
+        if best is None or x is None or self.record.is_good:
             return True
-        trial = self._try(answer)
-        if trial.fits and not self.record.is_good and not _is_optimal(answer, self.record.gap):
-            for better in near.improved(answer, self._left, self.record.gap / 4):
-                trial = self._try(better)
-                if not trial.fits or self.record.is_good:
-                    break
-        if not trial.fits:
-            self._repair(trial)
-        return trial.fits
+        start = Answer(x, best.costs.added_seconds, 0.0)
+        for better in near.improved(start, self._left, self.record.gap / 4):
+            trial = self._try(better)
+            if not trial.fits:
+                self._repair(trial, _REPAIR_SHARE)
+                return False
+            if self.record.is_good:
+                break
+        return True
 
     def _left(self) -> float:
+        """The seconds for answers; where a proof may come of it, some are left for that."""
+        best = self.record.best
         provable = self.program.linear.num_variables < _SOLVABLE
-        return self.clock.until(_PROVABLE_SHARE if provable else _SOLVE_SHARE)
+        near = best is not None and best.costs.added_seconds < 1.05 * self.record.bound
+        return self.clock.until(_PROVABLE_SHARE if provable and near else _SOLVE_SHARE)
 
-    def _repair(self, trial: Trial) -> None:
+    def _repair(self, trial: Trial, share: float) -> None:
         """Bring `trial` under the budget if that is quick and it promises to be the best."""
         best = self.record.best
         if best is None or trial.costs.added_seconds < best.costs.added_seconds:
-            seconds = min(0.04 * self.clock.seconds, self.clock.until(1.0))
+            seconds = min(share * self.clock.seconds, self.clock.until(1.0))
             self.record.note(LocalSearch(self.trier, time.monotonic() + seconds).repair(trial))
 
     def _prove(self) -> None:
         """A bound for all schedules, and perhaps a better answer."""
-        num = len(self.facts.operators) * (2 + 4 * len(self.moments))
+        moments = [m for m in self.moments if not m.is_burst]
+        if self.window is not None:  # the first ones matter most
+            moments = moments[:_MOST_PROVED]
+        num = len(self.facts.operators) * (2 + 4 * len(moments))
         outer = self.window is not None and num > _LARGE
-        self.program = self._program(self.window if outer else None, narrow=False, outer=outer)
+        window = self.window if outer else None
+        program = SavingProgram(
+            self.facts, self.trier.budget, moments, sorted(self.positions), window, outer=outer
+        )
         left = self.clock.until(1.0)
         if num > _SOLVABLE:
-            self.record.prove(self.program.linear.relaxed(seconds=max(left, 1.0)).answer.bound)
+            self.record.prove(program.linear.relaxed(seconds=max(left, 1.0)).answer.bound)
         elif left > 0.1:
-            answer = self.program.linear.solve(seconds=0.9 * left, gap=self.record.gap / 2)
+            answer = program.linear.solve(seconds=0.9 * left, gap=self.record.gap / 2)
             self.record.prove(answer.bound)
             if answer.x is not None and not outer:
+                self.program = program
                 self._try(answer)
 
     # --- moments ---------------------------------------------------------------------------------
@@ -176,11 +211,11 @@ class Rounds:
         return len(self.moments) + len(self.positions) + len(self.conflicts) > before
 
     def _add_moment(self, step: int, o: int, narrow: bool) -> None:
-        self.moments.add(Moment(step))
+        self.moments[Moment(step)] = None
         if narrow and o in self.facts.rank:
-            self.moments.add(Moment(step, o))
+            self.moments[Moment(step, o)] = None
             if step:
-                self.moments.add(Moment(step - 1))
+                self.moments.setdefault(Moment(step - 1))
 
     def _add_position(self, trial: Trial, position: int, narrow: bool) -> None:
         order = trial.replay.schedule.forward
@@ -201,10 +236,13 @@ def _is_optimal(answer: Answer, gap: float) -> bool:
 _WHOLE = 260
 _LEAST_WINDOW = 100
 _SMALL = 1200
-_LARGE = 12_000
+_LARGE = 40_000
 _SOLVABLE = 9_000
 _LEAST_FREE = 250
 _MOST_ROUNDS = 16
+_MOST_PROVED = 8
 _RELAX_SHARE = 0.35
-_SOLVE_SHARE = 0.75
+_REPAIR_SHARE = 0.04
+_RESCUE_SHARE = 0.2
+_SOLVE_SHARE = 0.85
 _PROVABLE_SHARE = 0.5

@@ -28,7 +28,7 @@ class Options:
 
     Attributes:
         seconds: the time to take at most, roughly; the best found by then is the answer. Without
-            it, 3 seconds and 7 more for each thousand operators, at most 45.
+            it, 4 seconds and 7 more for each thousand operators, at most 28.
         gap: how near to the optimum, as a fraction, is near enough.
         solver: "milp" or "auto" for integer programs; "local" for minimum cuts and local search.
         progress: called now and then with the fraction of the time that is gone.
@@ -43,7 +43,7 @@ class Options:
         """The time to take for `problem`."""
         if self.seconds is not None:
             return self.seconds
-        return min(45.0, 3.0 + 0.007 * len(problem.operators))
+        return min(28.0, 4.0 + 0.007 * len(problem.operators))
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,19 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
     answer has no schedule if none was found; `least_peak` is then what one can get down to.
     """
     options = options or Options()
-    seconds = options.seconds_for(problem)
-    start = time.monotonic()
-    is_low = budget < _LOW * floor_of(problem)
-    clock = Clock(seconds if is_low else (1 - _LAST_SHARE) * seconds, options.progress)
+    clock = Clock(options.seconds_for(problem), options.progress)
     trier, record = Trier(problem, budget), Record(clock, options.gap)
     if not record.note(trier(Decisions(problem.needed))).fits:
         record.note(trier(Decisions(trier.fixed)))
-        if is_low:
-            _from_nothing(record, LocalSearch(trier, start + 0.5 * seconds))
+        if budget < _LOW * floor_of(problem):
+            _from_nothing(record, LocalSearch(trier, clock.deadline(_LOW_SHARE)))
         if options.solver != "local":
             Rounds(trier, record).run()
         if record.best is None:
             _cut(trier, record)
         _polish(trier, record)
-        if not is_low and not record.is_good:
-            _from_nothing(record, LocalSearch(trier, start + seconds))
         if record.best is None and record.lowest is not None:  # rather late than not at all
-            late = LocalSearch(trier, time.monotonic() + _SPARE * seconds)
+            late = LocalSearch(trier, time.monotonic() + _SPARE * clock.seconds)
             record.note(late.repair(record.lowest))
     return _solution(problem, record)
 
@@ -137,9 +132,9 @@ def _solution(problem: Problem, record: Record) -> Solution:
     return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest)
 
 
-_LAST_SHARE = 0.25
-_SPARE = 0.75
-_LOW = 1.25
+_SPARE = 0.5
+_LOW_SHARE = 0.3
+_LOW = 1.06
 """Times the floor of the order: budgets below are met best from nothing saved."""
 _LEAST_CUTS = 4
 _MOST_STARTS = 4

@@ -69,7 +69,9 @@ class Region:
         """Which outputs a training step gives a cotangent: see `usual_outputs`."""
         outputs = [self.joint.outputs[i] for i in self.differentiable]
         scalars = tuple(output.meta["val"].dim() == 0 for output in outputs)
-        return scalars if any(scalars) else (True,) * len(outputs)
+        if any(scalars) and len(self.joint_for(scalars).inputs) == len(self.joint.inputs):
+            return scalars
+        return (True,) * len(outputs)  # or a trace finds new tensors each time, not inputs of ours
 
     def joint_for(self, given: Mask, *, create_graph: bool = False) -> Joint:
         """The joint graph in which only the `given` outputs have one.

@@ -1,5 +1,6 @@
 """The figure of `bench_planning.py`."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,22 @@ def _draw_model(axis: Any, model: Record) -> None:
     plans = {p["ours"]["budget"]: p["ours"] for p in model["peers"] if "ours" in p}
     plans |= {plan["budget"]: plan for plan in model["budgets"]}
     by_budget = sorted(plans.items())
+    # a plan serves every larger budget, a bound holds for every smaller one: steps, not slopes
     met = [(b, plan) for b, plan in by_budget if plan["added_seconds"] is not None]
     axis.plot(
         [*(b / plain for b, _ in met), 1.0],
         [*(plan["added_seconds"] / forward for _, plan in met), 0.0],
         marker=".",
+        drawstyle="steps-post",
         color="tab:blue",
         label="torchremat",
     )
+    bounds = [plan["bound_seconds"] / forward for _, plan in by_budget]
+    bounds = list(itertools.accumulate(reversed(bounds), max))[::-1]
     axis.fill_between(
-        [*(b / plain for b, _ in by_budget), 1.0],
-        [*(min(plan["bound_seconds"] / forward, 1e3) for _, plan in by_budget), 0.0],
+        [0.0, *(b / plain for b, _ in by_budget), 1.0],
+        [*(bounds[:1] or [0.0]), *bounds, 0.0],
+        step="pre",
         color="tab:blue",
         alpha=0.15,
         label="proved impossible",

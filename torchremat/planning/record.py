@@ -77,6 +77,10 @@ class Record:
     @property
     def is_good(self) -> bool:
         """Whether the best is near enough to the bound."""
+        return self.is_near(self.gap)
+
+    def is_near(self, gap: float) -> bool:
+        """Whether the best is within `gap`, a fraction, of the bound."""
         if self.best is None:
             return False
-        return self.best.costs.added_seconds <= self.bound * (1 + self.gap) + 1e-12
+        return self.best.costs.added_seconds <= self.bound * (1 + gap) + 1e-12

@@ -89,6 +89,9 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
         if record.best is None and record.lowest is not None:  # rather late than not at all
             late = LocalSearch(trier, time.monotonic() + _SPARE * clock.seconds)
             record.note(late.repair(record.lowest))
+        if not record.is_near(_FAR) and len(problem.operators) <= _MOST_OPERATORS:
+            for factor in _EASIER:
+                _from_above(trier, record, factor, _SPARE * clock.seconds / len(_EASIER))
     return _solution(problem, record)
 
 
@@ -121,6 +124,20 @@ def _from_nothing(record: Record, local: LocalSearch) -> None:
         record.note(local.improve(fitting))
 
 
+def _from_above(trier: Trier, record: Record, factor: float, seconds: float) -> None:
+    """Bring what is found for a budget `factor` times as large under the budget."""
+    easier = Trier(trier.problem, int(factor * trier.budget))
+    found = Record(Clock(_EASIER_SHARE * seconds), record.gap)
+    local = LocalSearch(trier, time.monotonic() + seconds)
+    found.note(easier(Decisions(trier.problem.needed)))
+    found.note(easier(Decisions(easier.fixed)))
+    Rounds(easier, found).run()
+    if found.best is not None:
+        fitting = record.note(local.repair(trier(found.best.decisions)))
+        if fitting.fits:
+            record.note(local.improve(fitting))
+
+
 def _solution(problem: Problem, record: Record) -> Solution:
     assert record.lowest is not None
     lowest, least = record.lowest.replay.schedule, record.lowest.costs.peak
@@ -134,6 +151,10 @@ def _solution(problem: Problem, record: Record) -> Solution:
 
 _SPARE = 0.5
 _LOW_SHARE = 0.3
+_FAR = 0.05
+_EASIER = (1.04, 1.1, 1.2)
+_EASIER_SHARE = 0.6
+_MOST_OPERATORS = 3000
 _LOW = 1.06
 """Times the floor of the order: budgets below are met best from nothing saved."""
 _LEAST_CUTS = 4

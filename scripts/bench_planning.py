@@ -16,6 +16,7 @@ ones.
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -260,6 +261,8 @@ def main() -> int:
     unknown = set(options.models or ()) - set(MODELS)
     if unknown:
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    if options.docs and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--docs draws with matplotlib, which is not installed")
     source = options.source and Path(options.source).read_text()
     results = json.loads(source) if source else run(options)
     print_report(results)

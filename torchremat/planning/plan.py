@@ -57,8 +57,8 @@ class Plan:
         recompute_seconds: the time that is added, by the cost model.
         recompute_flops: the floating-point operations that are added.
         baseline: the same step without rematerialisation, a `Figures`.
-        lower_bound_seconds: no schedule that keeps within the budget, with the backward pass in
-            this order, adds less.
+        lower_bound_seconds: no schedule that keeps within the budget adds less, with the backward
+            pass in this order and a forward pass that runs nothing twice.
         decisions: for each value of the forward pass that the backward pass needs, by the name of
             its node: `saved`, `recomputed` or `offloaded`.
         device: what the times are of.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -184,7 +184,19 @@ def pareto(
             least = error.least_bytes if least is None else min(least, error.least_bytes)
         else:
             found.append(ParetoPoint(made.budget, made))
-    return Pareto(tuple(found), least)
+    return Pareto(_without_detours(found), least)
+
+
+def _without_detours(points: Sequence[ParetoPoint]) -> tuple[ParetoPoint, ...]:
+    """A plan for a smaller budget keeps within a larger one: where it adds less, it is taken."""
+    better: list[ParetoPoint] = []
+    for point in reversed(points):
+        plan = point.plan
+        if better and better[-1].recompute_seconds < point.recompute_seconds:
+            bound = min(plan.lower_bound_seconds, better[-1].recompute_seconds)
+            plan = replace(better[-1].plan, budget=point.budget, lower_bound_seconds=bound)
+        better.append(ParetoPoint(point.budget, plan))
+    return tuple(reversed(better))
 
 
 def _planning(

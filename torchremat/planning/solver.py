@@ -28,7 +28,7 @@ class Options:
 
     Attributes:
         seconds: the time to take at most, roughly; the best found by then is the answer. Without
-            it, 4 seconds and 7 more for each thousand operators, at most 28.
+            it, 5 seconds and 6 more for each thousand operators, at most 28.
         gap: how near to the optimum, as a fraction, is near enough.
         solver: "milp" or "auto" for integer programs; "local" for minimum cuts and local search.
         progress: called now and then with the fraction of the time that is gone.
@@ -43,7 +43,7 @@ class Options:
         """The time to take for `problem`."""
         if self.seconds is not None:
             return self.seconds
-        return min(28.0, 4.0 + 0.007 * len(problem.operators))
+        return min(28.0, 5.0 + 0.006 * len(problem.operators))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,10 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
     answer has no schedule if none was found; `least_peak` is then what one can get down to.
     """
     options = options or Options()
-    clock = Clock(options.seconds_for(problem), options.progress)
+    seconds = options.seconds_for(problem)
+    end = time.monotonic() + seconds
+    is_small = len(problem.operators) <= _MOST_OPERATORS
+    clock = Clock(_FIRST_SHARE * seconds if is_small else seconds, options.progress)
     trier, record = Trier(problem, budget), Record(clock, options.gap)
     if not record.note(trier(Decisions(problem.needed))).fits:
         record.note(trier(Decisions(trier.fixed)))
@@ -89,9 +92,10 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
         if record.best is None and record.lowest is not None:  # rather late than not at all
             late = LocalSearch(trier, time.monotonic() + _SPARE * clock.seconds)
             record.note(late.repair(record.lowest))
-        if not record.is_near(_FAR) and len(problem.operators) <= _MOST_OPERATORS:
+        if is_small and not record.is_near(_FAR):
+            left = max(end - time.monotonic(), 0.0)
             for factor in _EASIER:
-                _from_above(trier, record, factor, _SPARE * clock.seconds / len(_EASIER))
+                _from_above(trier, record, factor, left / len(_EASIER))
     return _solution(problem, record)
 
 
@@ -151,6 +155,7 @@ def _solution(problem: Problem, record: Record) -> Solution:
 
 _SPARE = 0.5
 _LOW_SHARE = 0.3
+_FIRST_SHARE = 0.7
 _FAR = 0.05
 _EASIER = (1.04, 1.1, 1.2)
 _EASIER_SHARE = 0.6

@@ -180,6 +180,8 @@ def test_a_plan_is_replayed_to_the_bit_and_to_the_byte(tmp_path):
     model, x = GPT(), torch.randint(0, 64, (2, 32))
     plan = tr.plan(model, x, budget=0.7)
     plan.save(tmp_path / "plan.json")
+    assert repr(from_plan(plan)) == f"from_plan(<plan {plan.fingerprint}>)"
+    assert str(from_plan(tmp_path / "plan.json")) == f"plan:{tmp_path / 'plan.json'}"
     expected, _, _ = step(model, model, x)
     for policy in (
         from_plan(plan),

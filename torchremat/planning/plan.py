@@ -71,7 +71,7 @@ class Plan:
     recompute_flops: int
     baseline: Figures
     lower_bound_seconds: float
-    decisions: Mapping[str, str]
+    decisions: Mapping[str, str] = field(repr=False)
     device: str
     order: Order = field(repr=False)
     graph: tuple[str, ...] = field(repr=False)
@@ -87,7 +87,7 @@ class Plan:
             return 0.0
         return max(0.0, 1 - self.lower_bound_seconds / self.recompute_seconds)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Of the joint graph that the plan is for."""
         return fingerprint_of(self.graph)

@@ -1,6 +1,7 @@
 """Policies that decide on a whole graph: a budget of peak memory, and the replay of a plan."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
@@ -94,7 +95,11 @@ class FromPlan(WholeGraphPolicy):
         """See `Policy.schedule`. Raises `PlanError` if the plan is for another graph."""
         if not differentiates(joint):
             return forward_alone(joint)
-        return Plan.from_json(self.text).graph_schedule(joint)
+        return self._plan.graph_schedule(joint)
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return Plan.from_json(self.text)
 
     @property
     def spelling(self) -> str | None:
@@ -104,7 +109,7 @@ class FromPlan(WholeGraphPolicy):
     def __repr__(self) -> str:
         if self.path is not None:
             return f"from_plan({self.path!r})"
-        return f"from_plan({Plan.from_json(self.text)!r})"
+        return f"from_plan(<plan {self._plan.fingerprint}>)"
 
 
 def from_plan(plan: Plan | str) -> Policy:

@@ -7,7 +7,7 @@ backward    cotangents and gradients, what an operator reads and writes, and out
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchremat.planning.problem import Part, Problem, Schedule, costs_unchecked
+from torchremat.planning.problem import Problem, Schedule, costs_unchecked
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,6 @@ class ForwardBytes:
         live = costs_unchecked(problem, Schedule((), problem.forward, ())).live
         held = problem.written | (problem.outputs & problem.known)
         return cls(live, problem.constant + sum(nbytes[v] for v in held), made, last)
-
-    def saved_before(self, problem: Problem, o: int) -> int:
-        """The position after which a value that `o` makes may be alive because it is saved.
-
-        An operator that runs forward only for what is saved runs as soon as it can.
-        """
-        if problem.operators[o].part is Part.FORWARD:
-            return self.made[problem.operators[o].writes[0]]
-        after = -1
-        stack = [o]
-        while stack:
-            for v in problem.operators[stack.pop()].reads:
-                if v in self.made:
-                    after = max(after, self.made[v])
-                else:
-                    stack.append(problem.producers[v])
-        return after
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,6 @@ class Plan:
     order: Order = field(repr=False)
     graph: tuple[str, ...] = field(repr=False)
     """The joint graph, a line for each node."""
-    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Bytes and the user's line of what `decisions` names, for `summary`."""
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
 
     @property

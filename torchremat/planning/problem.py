@@ -16,7 +16,7 @@ backward: those of the backward pass once, the others as often as it takes.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -242,8 +242,3 @@ def plain_schedule(problem: Problem) -> Schedule:
     made = {v for o in problem.forward for v in problem.operators[o].writes}
     read = {v for o in late for v in problem.operators[o].reads}
     return Schedule(tuple(sorted(made & read)), problem.forward, tuple(late))
-
-
-def used_by(problem: Problem, operators: Sequence[int]) -> frozenset[int]:
-    """The values that `operators` read."""
-    return frozenset(v for o in operators for v in problem.operators[o].reads)

@@ -7,7 +7,7 @@ it is there and behaves as the library needs. No other file of the package impor
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -333,7 +333,7 @@ def _hidden_from_dynamo(session: _MakefxTracer) -> Iterator[None]:
 
     It would use the fake tensors of two modes together (seen in PyTorch 2.13 also with `make_fx`).
     """
-    from torch._dynamo.callback import callback_handler  # noqa: PLC0415  (importing takes 1 s)
+    from torch._dynamo.callback import callback_handler
 
     def hide(*_: Any) -> None:
         proxy_tensor._CURRENT_MAKE_FX_TRACER = None
@@ -383,7 +383,7 @@ def new_shape_env() -> ShapeEnv:
 
 def new_symbol(shapes: ShapeEnv, size: int, name: str) -> torch.SymInt:
     """A symbol for a size above 1, which is `size` at the time of the trace."""
-    from torch._dynamo.source import ConstantSource  # noqa: PLC0415  (importing takes 1 s)
+    from torch._dynamo.source import ConstantSource
 
     source = ConstantSource(name)
     symbol = shapes.create_symbol(size, source, DimDynamic.DYNAMIC, constraint_dim=None)
@@ -684,3 +684,133 @@ GLOBAL_MODULE_HOOKS = (
     torch.nn.modules.module._global_backward_pre_hooks,
 )
 """Hooks that run on every module, by handle."""
+
+
+# --- compilers: imported when one is asked for, which takes a second ------------------------------
+
+MUST_SAVE = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+MUST_RECOMPUTE = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+
+Partitioner = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+"""Cuts a joint graph in a forward and a backward one."""
+
+
+def is_in_stock_compiler() -> bool:
+    """Whether `torch.compile` is at work on a graph that Dynamo has captured."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def written_inputs(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
+    """Which outputs of AOTAutograd's joint graph are new values of inputs, by their positions."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    inputs = {node.meta.get("desc"): node for node in module.graph.find_nodes(op="placeholder")}
+    (output,) = module.graph.find_nodes(op="output")
+    return {
+        i: inputs[desc.mutated_input]
+        for i, desc in enumerate(output.meta["desc"])
+        if isinstance(desc, InputMutationAOTOutput)
+    }
+
+
+def default_partition(
+    module: torch.fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """PyTorch's partitioner that keeps what autograd keeps, but for what nodes are marked with."""
+    from torch._functorch.partitioners import default_partition
+
+    return default_partition(module, inputs, **options)
+
+
+def inductor_partitioner(partition: Partitioner, key: str) -> Any:
+    """`partition` in the form that inductor takes; compiled graphs are cached under `key`."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Custom(CustomPartitionerFn):
+        def __call__(
+            self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+            kwargs.pop("compiler", None)
+            return partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> Any:
+            return key
+
+        def __reduce__(self) -> Any:  # of which inductor makes the key of its settings
+            return str, (key,)
+
+    return Custom()
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """How inductor breaks operators into smaller ones."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_option_names() -> list[str]:
+    """The names of inductor's settings."""
+    import torch._inductor
+
+    return torch._inductor.list_options()
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The settings that each mode of `torch.compile` stands for."""
+    import torch._inductor
+
+    return torch._inductor.list_mode_options()
+
+
+def compile_fx(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    config: Mapping[str, Any],
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """Compile with AOTAutograd and inductor."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(  # type: ignore[return-value]
+        module, inputs, config_patches=dict(config), decompositions=decompositions
+    )
+
+
+def aot_autograd(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    compiler: Callable[[torch.fx.GraphModule], Callable[[list[Any]], Sequence[Any]]],
+    partition: Partitioner,
+) -> Callable[..., Any]:
+    """Trace with AOTAutograd, cut with `partition`, and run what `compiler` makes of each half.
+
+    That is a function of one list of inputs, which it empties.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    def boxed(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        run = compiler(graph)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return aot_autograd(fw_compiler=boxed, partition_fn=partition)(module, inputs)
+
+
+def decompose(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], table: Mapping[Any, Any]
+) -> torch.fx.GraphModule:
+    """Trace `module` again on fake `inputs`, with operators broken up as `table` says."""
+    from torch._guards import detect_fake_mode
+
+    fake_mode = detect_fake_mode(inputs)
+    interpret = torch.fx.Interpreter(module).run
+    with (
+        ExitStack() if fake_mode is None else fake_mode,
+        torch.fx.traceback.preserve_node_meta(),
+        enable_python_dispatcher(),
+        torch.no_grad(),
+    ):
+        return proxy_tensor.make_fx(interpret, decomposition_table=table)(*inputs)

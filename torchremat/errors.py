@@ -83,6 +83,10 @@ class PlanError(TorchrematError, ValueError):
     """A plan cannot be read, or is of another graph or another version."""
 
 
+class OptionError(TorchrematError, ValueError):
+    """An option that is none, or has a value that it cannot have."""
+
+
 class UnknownOpError(TorchrematError, ValueError):
     """A name that should be an operator's is none that PyTorch knows."""
 

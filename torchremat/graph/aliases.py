@@ -42,13 +42,16 @@ def changes_nothing(node: fx.Node) -> bool:
 
     PyTorch writes more of them where sizes are symbols.
     """
-    if not is_view(node) or is_item(node):
+    source = node.args[0] if is_view(node) and not is_item(node) else None
+    return isinstance(source, fx.Node) and lies_alike(node, source)
+
+
+def lies_alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values have the same dtype and layout."""
+    value, other = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    value, source = node.meta.get("val"), node.args[0]
-    base = source.meta.get("val") if isinstance(source, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
-        return False
-    return value.dtype == base.dtype and _layout(value) == _layout(base)
+    return value.dtype == other.dtype and _layout(value) == _layout(other)
 
 
 def _layout(tensor: torch.Tensor) -> list[str]:

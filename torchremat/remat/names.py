@@ -1,6 +1,8 @@
 """Names for values, so that policies can speak of them."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -60,13 +62,33 @@ def checkpoint_name(x: T, name: str) -> T:
         )
     if torch.compiler.is_dynamo_compiling():  # in the body of a torch.cond, say
         mark: Callable[..., Any] = torch.ops.torchremat.named
-    elif _torch.innermost_proxy_mode() is not None:
+    elif _is_written_down():
         mark = _Name.apply
     else:
         return x
     if isinstance(x, Tensor):
         return mark(x, name)  # type: ignore[no-any-return]
     return _torch.tree_map(lambda leaf: mark(leaf, name) if isinstance(leaf, Tensor) else leaf, x)  # type: ignore[no-any-return]
+
+
+_wanted = threading.local()
+
+
+@contextmanager
+def names_written_down() -> Iterator[None]:
+    """Within, a compiler's trace has the names of values, for a policy to see."""
+    before = getattr(_wanted, "by_compiler", False)
+    _wanted.by_compiler = True
+    try:
+        yield
+    finally:
+        _wanted.by_compiler = before
+
+
+def _is_written_down() -> bool:
+    if _torch.innermost_proxy_mode() is None:
+        return False
+    return not _torch.is_in_stock_compiler() or getattr(_wanted, "by_compiler", False)
 
 
 class _Name(torch.autograd.Function):

@@ -1,0 +1,53 @@
+"""Small models for the compilers."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchremat as tr
+
+
+class Block(nn.Module):
+    """A transformer block, the product of whose first half of the MLP is called `hidden`."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            self.qkv(self.norm(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        )
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        a = F.dropout(a.transpose(1, 2).reshape(batch, length, width), self.dropout, self.training)
+        x = x + self.out(a)
+        return x + self.down(tr.checkpoint_name(F.gelu(self.up(self.norm2(x))), "hidden"))
+
+
+class Transformer(nn.Module):
+    """Blocks, and the mean of a sine as the loss."""
+
+    def __init__(self, layers: int = 2, width: int = 16, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sin().mean()
+
+
+class Convolutions(nn.Module):
+    """Convolutions with batch normalisation, which writes to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.norm(self.first(x)))).square().mean()

@@ -1,0 +1,221 @@
+"""`torch.compile(model, backend="torchremat")`: policies decide as they do in eager mode."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchremat as tr
+from tests.compile.models import Convolutions, Transformer
+from torchremat.checkpoint_policies import memory_budget
+from torchremat.errors import UnmatchedWarning
+from torchremat.remat.report import Report
+
+POLICIES = [
+    "none",
+    "full",
+    "dots",
+    "names:hidden",
+    "ops:aten.gelu",
+    "modules:layers.1.*",
+    "recompute_ops:aten.mm",
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(f: Any, policy: Any, codegen: str = "eager", **options: Any) -> Callable[..., Any]:
+    options = {"policy": policy, "codegen": codegen, **options}
+    return torch.compile(f, backend="torchremat", options=options, fullgraph=True)
+
+
+def gradients_of(f: Callable[..., Tensor], model: nn.Module, *args: Any) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = f(*args)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def held_nbytes(f: Callable[..., Any], model: nn.Module, *args: Any) -> int:
+    """The bytes that autograd holds of what `f` computed."""
+    there = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers(), *args]}
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in there:
+            held[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        f(*args)
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "budget:80%"])
+def test_gradients_are_those_of_plain_pytorch(policy: str) -> None:
+    model, x = Transformer(width=8), torch.randn(8, 32, 8)
+    plain = gradients_of(model, model, x)
+    ours = gradients_of(compiled(model, policy), model, x)
+    assert all(map(torch.equal, ours, plain))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "budget:80%"])
+def test_the_same_values_are_kept_as_in_eager_mode(policy: str) -> None:
+    model, x = Transformer(width=8), torch.randn(8, 32, 8)
+    reports: list[Report] = []
+    compiled(model, policy, report=reports.append)(x).backward()
+    (report,) = reports
+    assert _saved(report) == _saved(tr.explain(model, x, policy=policy))
+
+
+def _saved(report: Report) -> list[tuple[Any, ...]]:
+    return [(r.name, r.shape, r.nbytes) for r in report if r.decision == "saved"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_report_counts_what_autograd_holds(policy: str) -> None:
+    model, x = Transformer(dropout=0.5), torch.randn(8, 32, 16)
+    reports: list[Report] = []
+    f = compiled(model, policy, report=reports.append)
+    held = held_nbytes(f, model, x)
+    assert reports[0].total == held
+    assert held <= tr.explain(model, x, policy=policy).total
+
+
+class Masked(nn.Module):
+    """Dropouts, and what they leave."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        left = []
+        for _ in range(4):
+            x = torch.dropout(torch.sin(torch.sin(torch.sin(x))), 0.25, True)
+            left.append(x.detach())
+        return x.square().sum(), left
+
+
+def masked_by(left: list[Tensor], x: Tensor) -> Tensor:
+    for y in left:
+        x = torch.where(y == 0, 0, torch.sin(torch.sin(torch.sin(x))) / 0.75)
+    return x.square().sum()
+
+
+def least_budget_of(codegen: str, x: Tensor) -> int:
+    with pytest.raises(Exception, match="The least that was found is") as told:
+        compiled(Masked(), memory_budget(1), codegen)(x)
+    torch._dynamo.reset()
+    return told.value.inner_exception.least_bytes
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("policy", ["none", "full", "budget:100%", "budget:85%", "least"])
+def test_the_backward_has_the_masks_of_the_forward(policy: Any, codegen: str) -> None:
+    x = (torch.rand(4, 1024) + 0.5).requires_grad_()
+    if policy == "least":
+        policy = memory_budget(least_budget_of(codegen, x))
+    loss, left = compiled(Masked(), policy, codegen)(x)
+    loss.backward()
+    (expected,) = torch.autograd.grad(masked_by(left, x), x)
+    torch.testing.assert_close(x.grad, expected)
+    assert all(0.2 < float((y == 0).float().mean()) < 0.9 for y in left)
+
+
+@pytest.mark.parametrize("policy", ["none", "dots", "names:hidden"])
+def test_inductor_computes_the_same_and_holds_no_more(policy: str) -> None:
+    model, x = Transformer(layers=1, width=32), torch.randn(4, 16, 32)
+    f = compiled(model, policy, "inductor")
+    for ours, plain in zip(gradients_of(f, model, x), gradients_of(model, model, x), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    assert held_nbytes(f, model, x) <= tr.explain(model, x, policy=policy).total
+
+
+def test_buffers_are_written_once() -> None:
+    model, x = Convolutions(), torch.randn(2, 3, 8, 8)
+    twin = copy.deepcopy(model)
+    ours = gradients_of(compiled(model, "full"), model, x)
+    plain = gradients_of(twin, twin, x)
+    assert all(map(torch.equal, ours, plain))
+    assert all(map(torch.equal, model.buffers(), twin.buffers()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
+def test_a_graph_break_makes_two_graphs() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = torch.sin(x @ x)
+        torch._dynamo.graph_break()
+        return torch.cos(y @ y).sum()
+
+    reports: list[Report] = []
+    options = {"policy": "dots", "codegen": "eager", "report": reports.append}
+    x = torch.randn(4, 4, requires_grad=True)
+    torch.compile(f, backend="torchremat", options=options)(x).backward()
+    (ours,), (plain,) = (x.grad,), torch.autograd.grad(f(x), x)
+    assert torch.equal(ours, plain)
+    assert [[row.name for row in r if row.decision == "saved"] for r in reports] == [["mm"], ["mm"]]
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "budget:90%"])
+def test_sizes_may_change(policy: str) -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sin(torch.sin(x @ w) @ w).sum()
+
+    reports: list[Report] = []
+    options = {"policy": policy, "codegen": "eager", "report": reports.append}
+    g = torch.compile(f, backend="torchremat", options=options, dynamic=True, fullgraph=True)
+    w = torch.randn(8, 8, requires_grad=True)
+    for size in (16, 24, 40):
+        x = torch.randn(size, 8)
+        ours, plain = (torch.autograd.grad(h(x, w), w)[0] for h in (g, f))
+        assert torch.equal(ours, plain)
+    assert len(reports) == 1
+
+
+def test_without_gradients_the_forward_alone_is_compiled() -> None:
+    model, x = Transformer(layers=1), torch.randn(2, 4, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(model, "dots", "inductor")(x), model(x))
+
+
+def test_the_policy_looks_inside_a_checkpoint() -> None:
+    def f(x: Tensor) -> Tensor:
+        return tr.checkpoint(lambda x: torch.sin(x @ x))(x).sum()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    reports: list[Report] = []
+    compiled(f, "dots", report=reports.append)(x).backward()
+    assert [row.name for row in reports[0] if row.decision == "saved"] == ["mm"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"polcy": "dots"}, "nearest: 'policy'"),
+        ({"policy": "dotz"}, "nearest: 'dots'"),
+        ({"policy": "dots", "codegen": "inducter"}, "nearest: 'inductor'"),
+        ({"mode": "max-autotun"}, "nearest: 'max-autotune'"),
+        ({"policy": 3}, "is no policy"),
+        ({"policy": "dots", "report": 3}, "is not callable"),
+    ],
+)
+def test_bad_options_are_told(options: dict[str, Any], message: str) -> None:
+    f = torch.compile(torch.sin, backend="torchremat", options=options)
+    with pytest.raises(Exception, match=message):
+        f(torch.ones(3, requires_grad=True))
+
+
+def test_a_name_that_no_value_has_is_told() -> None:
+    with pytest.warns(UnmatchedWarning, match="nearest: 'hidden'"):
+        compiled(Transformer(layers=1), "names:hiden")(torch.randn(2, 4, 16))
+
+
+def test_the_installed_package_is_a_backend() -> None:
+    assert "torchremat" in torch._dynamo.list_backends()

@@ -1,0 +1,1 @@
+"""Compilers: `jit`, donation, the backend for `torch.compile`, graphs handed to inductor."""

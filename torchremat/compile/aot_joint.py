@@ -1,0 +1,88 @@
+"""The joint graph that AOTAutograd traces, in the words of this library.
+
+AOTAutograd writes down what autograd does as `autodiff.joint` does: `primals_*` are the inputs,
+`tangents_*` the cotangents, and the outputs are those of the function, new values of inputs that it
+writes to among them, and then the gradients. Modules and lines of the user's are there too, in the
+words of Dynamo.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint
+from torchremat.graph.sources import Source, is_user_file
+
+
+def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
+    """The joint graph `module` of AOTAutograd; notes the phase, module and line of each node."""
+    inputs: list[fx.Node] = []
+    cotangents: list[fx.Node] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        (cotangents if "tangents" in str(node.target) else inputs).append(node)
+    _note_phases(module.graph, cotangents)
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            node.meta["module"] = module_name(node)
+            node.meta["source"] = source_of(node)
+    (output,) = module.graph.find_nodes(op="output")
+    results: Sequence[Any] = output.args[0]
+    written = _torch.written_inputs(module)
+    return Joint(
+        module,
+        tuple(inputs),
+        tuple(r for i, r in enumerate(results[:num_forward_outputs]) if i not in written),
+        tuple((inputs.index(node), results[i]) for i, node in written.items()),
+        tuple(cotangents),
+        tuple(results[num_forward_outputs:]),
+    )
+
+
+def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:
+    """Whether a node was traced forward or backward; one that is no older than a pass, by need."""
+    late = set(cotangents)
+    for node in graph.nodes:
+        is_late = node.meta.get("partitioner_tag") in _BACKWARD_TAGS
+        if is_late or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        if node.op != "placeholder":
+            node.meta["phase"] = "backward" if node in late else "forward"
+
+
+_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+_MODULE = re.compile(r"_modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|([^.\[\]]+)")
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def module_name(node: fx.Node) -> str:
+    """The qualified name of the innermost module that ran `node`, by Dynamo's `nn_module_stack`.
+
+    The module that is compiled is called `''`, one that a compiled function calls by its class.
+    """
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    if not stack:
+        return ""
+    outermost, innermost = _parts(stack[0][0]), _parts(stack[-1][0])
+    parts = innermost[1:]
+    if len(outermost) == 1 and outermost[0] != "self":
+        kind = stack[0][1]
+        parts = [kind if isinstance(kind, str) else kind.__name__, *parts]
+    return ".".join(parts)
+
+
+def _parts(path: str) -> list[str]:
+    """The parts of a path such as `L['self'].layers[0]._modules['fc']`: self, layers, 0, fc."""
+    found = [next(filter(None, groups), "") for groups in _MODULE.findall(path)]
+    return found[1:] if found[:1] in (["L"], ["G"]) else found
+
+
+def source_of(node: fx.Node) -> Source | None:
+    """The innermost line of the user's that `node` comes from, by its stack trace."""
+    lines = _LINE.findall(node.meta.get("stack_trace") or "")
+    for file, line, function in reversed(lines):
+        if is_user_file(file):
+            return Source(file, int(line), function)
+    return None

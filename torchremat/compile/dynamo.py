@@ -1,0 +1,178 @@
+"""The backend of `torch.compile` in which a policy decides what is kept for the backward pass.
+
+    torch.compile(model, backend="torchremat", options={"policy": "dots"})
+
+Dynamo captures the program: guards, graph breaks and changing shapes are its work. AOTAutograd
+traces the joint graph, the policy says where it is cut, and inductor compiles both halves.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.compile.operators import broken_up, random_decompositions
+from torchremat.compile.partition import cut, decide
+from torchremat.compile.reports import report_of
+from torchremat.errors import OptionError, nearest_names
+from torchremat.graph.codegen import compile_graph
+from torchremat.remat.names import names_written_down
+from torchremat.remat.policies import Policy, as_policy
+from torchremat.remat.report import Report
+
+CODEGENS = ("inductor", "eager")
+OWN_OPTIONS = ("policy", "codegen", "report", "mode")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(..., options=)` says.
+
+    Attributes:
+        policy: what is kept; `None` leaves it to the checkpoints inside, and else to PyTorch.
+        codegen: what runs the graphs: "inductor", or "eager" for one operator after the other.
+        report: called with the `Report` of each graph that is compiled for a backward pass, if a
+            policy decides.
+        inductor: settings of inductor, by name.
+    """
+
+    policy: Policy | None = None
+    codegen: str = "inductor"
+    report: Callable[[Report], object] | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> "Options":
+        """Read `options`. Raises `OptionError` for a key or a value that means nothing."""
+        given = {"mode": mode, **(options or {})}
+        policy = given.pop("policy", None)
+        codegen = given.pop("codegen", "inductor")
+        report = given.pop("report", None)
+        if codegen not in CODEGENS:
+            raise OptionError(
+                f"codegen={codegen!r} is no code generator; {nearest_names(str(codegen), CODEGENS)}"
+            )
+        if report is not None and not callable(report):
+            raise OptionError(f"report={report!r} is not callable: it is called with each Report")
+        settings = _mode_settings(given.pop("mode"))
+        known = _torch.inductor_option_names()
+        for key, value in given.items():
+            name = key.replace("-", "_")
+            if name not in known:
+                raise OptionError(
+                    f"options={{{key!r}: ...}} is no option of the backend 'torchremat', "
+                    f"{nearest_names(key, [*OWN_OPTIONS, *known])}. There are "
+                    f"{', '.join(map(repr, OWN_OPTIONS))} and what torch._inductor.list_options() "
+                    "lists"
+                )
+            settings[name] = value
+        return cls(None if policy is None else as_policy(policy), codegen, report, settings)
+
+
+def _mode_settings(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default"):
+        return {}
+    modes = _torch.inductor_modes()
+    if mode not in modes:
+        raise OptionError(
+            f"mode={mode!r} is no mode of torch.compile; {nearest_names(str(mode), modes)}"
+        )
+    return dict(modes[mode])
+
+
+def torchremat(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile what Dynamo captured: the backend `"torchremat"` of `torch.compile`.
+
+    Args:
+        module: the captured graph.
+        inputs: fake tensors and sizes that stand for its arguments.
+        options: `"policy"`, whatever `tr.checkpoint` takes as one; `"codegen"`, `"inductor"` or
+            `"eager"`; `"mode"`, one of `torch.compile`'s; and settings of inductor.
+        mode: `torch.compile(..., mode=)`.
+
+    Raises:
+        OptionError: (a `ValueError`) for an unknown option, with the nearest names.
+        PolicyError, PolicyValueError: for a policy that is none.
+
+    >>> import torch
+    >>> @torch.compile(backend="torchremat", options={"policy": "full", "codegen": "eager"})
+    ... def f(x):
+    ...     return x.sin().cos().sum()
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> f(x).backward()
+    >>> bool(torch.allclose(x.grad, -torch.sin(torch.sin(x)) * torch.cos(x)))
+    True
+    """
+    chosen = Options.of(options, mode)
+    if chosen.policy is None or not _differentiates(inputs):
+        return _compile_as_pytorch_does(module, inputs, chosen)
+    with names_written_down():
+        return _compile(module, inputs, chosen)
+
+
+def _compile_as_pytorch_does(
+    module: fx.GraphModule, inputs: Sequence[Any], chosen: Options
+) -> Callable[..., Any]:
+    if chosen.codegen == "eager":
+        return _torch.aot_autograd(
+            module, inputs, compiler=compile_graph, partition=_torch.default_partition
+        )
+    return _torch.compile_fx(module, inputs, config=chosen.inductor)
+
+
+def _compile(module: fx.GraphModule, inputs: Sequence[Any], chosen: Options) -> Callable[..., Any]:
+    assert chosen.policy is not None
+    cut = _Cut(chosen.policy, chosen.codegen, chosen.report)
+    if chosen.codegen == "eager":
+        return _torch.aot_autograd(module, inputs, compiler=compile_graph, partition=cut)
+    partitioner = _torch.inductor_partitioner(cut, _cache_key(chosen))
+    config = {**chosen.inductor, "custom_partitioner_fn": partitioner}
+    return _torch.compile_fx(module, inputs, config=config, decompositions=random_decompositions())
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A partition function for AOTAutograd."""
+
+    policy: Policy
+    codegen: str
+    report: Callable[[Report], object] | None
+
+    def __call__(
+        self, module: fx.GraphModule, inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        is_eager = self.codegen == "eager"
+        num_outputs = options["num_fwd_outputs"]
+        partition = decide(module, num_outputs, self.policy, draws_again=is_eager)
+        if self.report is not None:
+            self.report(report_of(partition))
+        forward, backward = cut(partition, inputs, **options)
+        return (forward, backward) if is_eager else (broken_up(forward), broken_up(backward))
+
+
+def _differentiates(inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(getattr(i, "requires_grad", False) for i in inputs)
+
+
+_numbers = itertools.count()
+
+
+def _cache_key(chosen: Options) -> str:
+    """What compiled graphs are cached under: equal for equal policies, in other processes too.
+
+    A policy without a spelling, or someone who waits for the report, has the graph cut anew.
+    """
+    spelling = None if chosen.policy is None else chosen.policy.spelling
+    is_known = spelling is not None and chosen.report is None
+    return f"torchremat {spelling}" if is_known else f"torchremat {os.getpid()} {next(_numbers)}"

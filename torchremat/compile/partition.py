@@ -1,0 +1,194 @@
+"""What of AOTAutograd's joint graph is kept from the forward pass: a policy decides.
+
+PyTorch's partitioner cuts the joint graph in two, and honours marks on its nodes: keep this,
+compute that again. A policy is asked as in eager mode, about the operators of the joint graph
+before they are broken into those of a compiler, and its answers become such marks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint, is_forward
+from torchremat.autodiff.partial_eval import Residuals
+from torchremat.compile.aot_joint import joint_of
+from torchremat.graph.aliases import call_of, lies_alike
+from torchremat.remat.choices import Choices
+from torchremat.remat.names import name_p
+from torchremat.remat.policies import Policy
+from torchremat.remat.replay import why_not_replayed
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph cut in two, and why it was cut so.
+
+    Attributes:
+        joint: the graph, names of values still in it.
+        choices: what the policy says of each value.
+        residuals: what the backward half needs, as the policy says.
+        kept: the values that are handed on.
+        drawn_again: the first value of each operator of which a generator's state is handed on.
+    """
+
+    joint: Joint
+    choices: Choices
+    residuals: Residuals
+    kept: frozenset[fx.Node]
+    drawn_again: frozenset[fx.Node]
+
+
+def decide(
+    module: fx.GraphModule, num_forward_outputs: int, policy: Policy, *, draws_again: bool
+) -> Partition:
+    """What `policy` says of the joint graph `module`.
+
+    `draws_again`: whether random operators may be in the backward graph, for PyTorch to give them
+    the state that they drew from.
+    """
+    drop_copies(module.graph)
+    module.graph.eliminate_dead_code()
+    joint = joint_of(module, num_forward_outputs)
+    choices = Choices(joint, policy)
+    choices.warn_of_unmatched()
+    residuals = _copying_written(joint, choices.residuals(joint))
+    draws: set[fx.Node] = set()
+    if draws_again:
+        draws = {node for node in choices.forced.intersection(residuals.values) if _may_draw(node)}
+    kept = frozenset(residuals.values) - draws
+    first = {call_of(node): node for node in reversed(residuals.values) if node in draws}
+    return Partition(joint, choices, residuals, kept, frozenset(first.values()))
+
+
+def _copying_written(joint: Joint, residuals: Residuals) -> Residuals:
+    """`residuals`, with copies of inputs that are written to before the backward pass reads them.
+
+    Such are the statistics of batch normalisation, if it is computed again.
+    """
+    written = {joint.inputs[i] for i, _ in joint.mutations}
+    lost = [node for node in residuals.inputs if node in written]
+    copies = [_copy_of(node) for node in lost]
+    inputs = tuple(node for node in residuals.inputs if node not in written)
+    return Residuals((*copies, *residuals.values), inputs, residuals.recomputed)
+
+
+def _copy_of(node: fx.Node) -> fx.Node:
+    """A copy of an input, which all read in its place."""
+    last = node.graph.find_nodes(op="placeholder")[-1]
+    with node.graph.inserting_after(last):
+        copy = node.graph.call_function(aten.clone.default, (node,))
+    copy.meta = {"val": node.meta["val"], "phase": "forward", "partitioner_tag": "is_forward"}
+    reads = [user for user in node.users if user is not copy and user.op != "output"]
+    for user in reads:
+        user.replace_input_with(node, copy)
+    return copy
+
+
+def drop_copies(graph: fx.Graph) -> None:
+    """Take out copies that lie in memory as what they are copies of: a dropout of 0 makes one.
+
+    Nothing in a joint graph is written to. Outputs stay copies, for they must not be inputs.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        is_output = any(user.op == "output" for user in node.users)
+        if source.op != "placeholder" and not is_output and lies_alike(node, source):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def cut(
+    partition: Partition, inputs: Sequence[object], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph; `options` are those of AOTAutograd for a partitioner."""
+    module = partition.joint.module
+    _run_forward(module.graph, partition.kept)
+    for node in module.graph.nodes:
+        if node.op != "placeholder" and is_forward(node):
+            _mark(node, keeps=node in partition.kept)
+    erase_names(module.graph)
+    with _drawless_hidden(module.graph) as restore:
+        forward, backward = _torch.default_partition(module, inputs, **options)
+        restore(forward.graph)
+        restore(backward.graph)
+    return forward, backward
+
+
+def _may_draw(node: fx.Node) -> bool:
+    """Whether the operator of `node` is one that draws random numbers, if with a dropout of 0."""
+    target = call_of(node).target
+    return isinstance(target, _torch.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+class _Drawless:
+    """An operator that PyTorch's partitioner takes for one that draws, and here does not."""
+
+    def __init__(self, op: _torch.OpOverload) -> None:
+        self.op = op
+        self.__name__ = op.name()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self.op(*args, **kwargs)
+
+
+@contextmanager
+def _drawless_hidden(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
+    """Within, attention without dropout is no random operator, of which a state would be kept.
+
+    What is given brings a graph that was copied back to the operators as they are.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and _may_draw(node) and why_not_replayed(node) is None:
+            node.target = _Drawless(node.target)
+
+    def restore(copy: fx.Graph) -> None:
+        for node in copy.nodes:
+            if isinstance(node.target, _Drawless):
+                node.target = node.target.op
+
+    yield restore
+    restore(graph)
+
+
+def _run_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
+    """Let the forward pass compute what a plan keeps of what else the backward would: a cosine."""
+    wanted = [node for node in kept if not is_forward(node)]
+    found: set[fx.Node] = set()
+    while wanted:
+        node = wanted.pop()
+        if node not in found:
+            found.add(node)
+            wanted += [n for n in node.all_input_nodes if n.meta.get("phase") == "backward"]
+    moved = [node for node in graph.nodes if node in found]
+    last = [node for node in graph.nodes if node.op == "placeholder" or is_forward(node)][-1]
+    for node in moved:
+        node.meta |= {"phase": "forward", "partitioner_tag": "is_forward"}
+        last.append(node)
+        last = node
+
+
+def _mark(node: fx.Node, *, keeps: bool) -> None:
+    # marks of an inner checkpoint's: the policy around it has looked inside and decided
+    node.meta.pop("ac_graph_id", None)
+    node.meta.pop("has_backward_hook", None)
+    node.meta["recompute"] = _torch.MUST_SAVE if keeps else _torch.MUST_RECOMPUTE
+
+
+def erase_names(graph: fx.Graph) -> None:
+    """Take the names of values out of `graph`: they have done their work, and no compiler knows
+    them.
+    """
+    for node in graph.find_nodes(op="call_function", target=name_p):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)

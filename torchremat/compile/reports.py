@@ -1,0 +1,60 @@
+"""What a compiled graph keeps, in the words of `explain`."""
+
+from torch import fx
+
+from torchremat.avals import Aval
+from torchremat.compile.partition import Partition
+from torchremat.graph.modules import ModulePaths
+from torchremat.remat.choices import Choice, Decision
+from torchremat.remat.draws import state_aval
+from torchremat.remat.report import Report, Row
+from torchremat.remat.scopes import Computed, Labels, Scope, is_computed
+
+
+def report_of(partition: Partition) -> Report:
+    """What is kept and what is computed again of the values of a graph: a row each, in order.
+
+    Inputs go by the names that the compiler has for them, and have no row unless they are kept.
+    """
+    joint = partition.joint
+    scope = Scope(list(joint.module.graph.nodes), joint.inputs, (), ModulePaths({}))
+    labels = Labels.of(scope)
+    rows = [_input_row(node) for node in partition.residuals.inputs if _is_tensor(node)]
+    for node in scope.nodes:
+        if node in partition.kept:
+            rows.append(_row(Computed(node, scope), labels, _choice(partition, node, "saved")))
+        elif node in partition.residuals.recomputed and is_computed(node):
+            rows.append(_row(Computed(node, scope), labels, _choice(partition, node, "recomputed")))
+        elif node in partition.drawn_again:
+            rows.append(_state_row(Computed(node, scope), labels))
+    return Report(tuple(rows))
+
+
+def _state_row(value: Computed, labels: Labels) -> Row:
+    aval, reason = (
+        state_aval(value.node),
+        "the state of the generator, from which it is drawn again",
+    )
+    return _row(value, labels, Choice("saved", reason), aval)
+
+
+def _choice(partition: Partition, node: fx.Node, decision: Decision) -> Choice:
+    choice = partition.choices.choices.get(node)
+    return Choice(decision, choice.reason if choice else str(partition.choices.policy))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return hasattr(node.meta.get("val"), "untyped_storage")
+
+
+def _row(value: Computed, labels: Labels, choice: Choice, aval: Aval | None = None) -> Row:
+    label = labels.of_value(value)
+    aval = aval or Aval.of(value.node.meta["val"])
+    return Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype,
+               aval.nbytes, choice.decision, choice.reason)  # fmt: skip
+
+
+def _input_row(node: fx.Node) -> Row:
+    aval = Aval.of(node.meta["val"])
+    return Row(node.name, "", "", None, aval.shape, aval.dtype, aval.nbytes, "input",
+               "an argument, a parameter or a buffer")  # fmt: skip

@@ -37,7 +37,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
@@ -63,7 +63,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
@@ -324,7 +327,28 @@ def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[
         stack.enter_context(session.proxy_mode)
         stack.enter_context(_set_make_fx_tracer(session))
         stack.enter_context(_hidden_from_dynamo(session))
+        stack.enter_context(_compiled_functions_uncompiled())
         yield
+
+
+@contextmanager
+def _compiled_functions_uncompiled() -> Iterator[None]:
+    """What `torch.compile` made runs as the function that it was made of: Dynamo has a flag for it.
+
+    It takes the flag back where it captures the bodies of `torch.cond` and its kin.
+    """
+    import torch._dynamo
+
+    before = torch.fx._symbolic_trace._is_fx_tracing_flag
+    torch.fx._symbolic_trace._is_fx_tracing_flag = True
+    try:
+        with torch._dynamo.config.patch(error_on_nested_fx_trace=False), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Using `torch.compile\\(module\\)` when there are global"
+            )
+            yield
+    finally:
+        torch.fx._symbolic_trace._is_fx_tracing_flag = before
 
 
 @contextmanager
@@ -698,6 +722,25 @@ Partitioner = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 def is_in_stock_compiler() -> bool:
     """Whether `torch.compile` is at work on a graph that Dynamo has captured."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def selective_policy_at_work() -> Any:
+    """The policy of the selective checkpoint that is tracing its function, if any."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, torch.utils.checkpoint._CachingTorchDispatchMode):
+            return mode.policy_fn
+    return None
+
+
+def node_in_compiler(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that computes `tensor` in the graph that AOTAutograd is tracing, if it is."""
+    mode = innermost_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def written_inputs(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:

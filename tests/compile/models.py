@@ -1,4 +1,7 @@
-"""Small models for the compilers."""
+"""Small models for the compilers, and what is asked of them."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,9 @@ class Block(nn.Module):
             self.qkv(self.norm(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
         )
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        a = F.dropout(a.transpose(1, 2).reshape(batch, length, width), self.dropout, self.training)
+        a = a.transpose(1, 2).reshape(batch, length, width)
+        if self.dropout:
+            a = F.dropout(a, self.dropout, self.training)
         x = x + self.out(a)
         return x + self.down(tr.checkpoint_name(F.gelu(self.up(self.norm2(x))), "hidden"))
 
@@ -51,3 +56,27 @@ class Convolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.relu(self.norm(self.first(x)))).square().mean()
+
+
+def gradients_of(f: Callable[..., Tensor], model: nn.Module, *args: Any) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = f(*args)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def held_nbytes(f: Callable[..., Any], model: nn.Module, *args: Any) -> int:
+    """The bytes that autograd holds of what `f` computed."""
+    there = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers(), *args]}
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in there:
+            held[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        f(*args)
+    return sum(held.values())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchremat as tr
-from tests.compile.models import Convolutions, Transformer
+from tests.compile.models import Convolutions, Transformer, gradients_of, held_nbytes
 from torchremat.checkpoint_policies import memory_budget
 from torchremat.errors import UnmatchedWarning
 from torchremat.remat.report import Report
@@ -35,30 +35,6 @@ def _fresh_compiler() -> Iterator[None]:
 def compiled(f: Any, policy: Any, codegen: str = "eager", **options: Any) -> Callable[..., Any]:
     options = {"policy": policy, "codegen": codegen, **options}
     return torch.compile(f, backend="torchremat", options=options, fullgraph=True)
-
-
-def gradients_of(f: Callable[..., Tensor], model: nn.Module, *args: Any) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(0)
-    loss = f(*args)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def held_nbytes(f: Callable[..., Any], model: nn.Module, *args: Any) -> int:
-    """The bytes that autograd holds of what `f` computed."""
-    there = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers(), *args]}
-    held: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in there:
-            held[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        f(*args)
-    return sum(held.values())
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "budget:80%"])

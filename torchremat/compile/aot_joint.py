@@ -6,7 +6,6 @@ writes to among them, and then the gradients. Modules and lines of the user's ar
 words of Dynamo.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
-from torchremat.graph.sources import Source, is_user_file
+from torchremat.graph.dynamo_meta import module_name, source_of
 
 
 def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
@@ -26,8 +25,8 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
     _note_phases(module.graph, cotangents)
     for node in module.graph.nodes:
         if node.op != "placeholder":
-            node.meta["module"] = module_name(node)
-            node.meta["source"] = source_of(node)
+            node.meta["module"] = module_name(node.meta)
+            node.meta["source"] = source_of(node.meta)
     (output,) = module.graph.find_nodes(op="output")
     results: Sequence[Any] = output.args[0]
     written = _torch.written_inputs(module)
@@ -53,36 +52,3 @@ def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:
 
 
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
-_MODULE = re.compile(r"_modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|([^.\[\]]+)")
-_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-
-
-def module_name(node: fx.Node) -> str:
-    """The qualified name of the innermost module that ran `node`, by Dynamo's `nn_module_stack`.
-
-    The module that is compiled is called `''`, one that a compiled function calls by its class.
-    """
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    if not stack:
-        return ""
-    outermost, innermost = _parts(stack[0][0]), _parts(stack[-1][0])
-    parts = innermost[1:]
-    if len(outermost) == 1 and outermost[0] != "self":
-        kind = stack[0][1]
-        parts = [kind if isinstance(kind, str) else kind.__name__, *parts]
-    return ".".join(parts)
-
-
-def _parts(path: str) -> list[str]:
-    """The parts of a path such as `L['self'].layers[0]._modules['fc']`: self, layers, 0, fc."""
-    found = [next(filter(None, groups), "") for groups in _MODULE.findall(path)]
-    return found[1:] if found[:1] in (["L"], ["G"]) else found
-
-
-def source_of(node: fx.Node) -> Source | None:
-    """The innermost line of the user's that `node` comes from, by its stack trace."""
-    lines = _LINE.findall(node.meta.get("stack_trace") or "")
-    for file, line, function in reversed(lines):
-        if is_user_file(file):
-            return Source(file, int(line), function)
-    return None

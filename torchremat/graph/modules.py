@@ -16,6 +16,10 @@ from torchremat.graph.backward_hooks import hooks_written_down
 from torchremat.graph.module_state import Change, ModuleState
 
 
+_COMPILED = "_orig_mod"
+"""What `torch.compile(module)` calls the module that it wraps."""
+
+
 class ModulePaths:
     """The stack of modules that are running in this thread, by qualified name.
 
@@ -48,7 +52,8 @@ class ModulePaths:
     def add_root(self, module: nn.Module, root: str) -> None:
         """Call `module` `root`, and all that it contains accordingly, before any of it runs."""
         for name, child in module.named_modules():
-            self._names.setdefault(id(child), ".".join(part for part in (root, name) if part))
+            parts = [part for part in (root, *name.split(".")) if part not in ("", _COMPILED)]
+            self._names.setdefault(id(child), ".".join(parts))
         self.seen.add(module)
 
     def _enter(self, module: nn.Module, _args: Any) -> None:

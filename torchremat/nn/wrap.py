@@ -4,6 +4,7 @@ A wrapped module has one attribute more: `forward`, in its own `__dict__`, which
 class. So hooks of the module run outside the checkpoint, those of its submodules inside.
 """
 
+import functools
 import inspect
 import itertools
 import weakref
@@ -23,6 +24,7 @@ from torchremat.remat.explain import Report, report_of_programs
 from torchremat.remat.guards import Variable, variables_of
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram
+from torchremat.remat.under_dynamo import checkpoint_in_compiler, outside_compiler
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 PolicyByPattern = Mapping[Select, PolicyLike | None]
@@ -225,7 +227,10 @@ class RematForward:
         hidden: the `forward` that the module itself, not its class, had before, if any.
     """
 
-    __slots__ = ("__weakref__", "_key", "_module", "hidden", "name", "policy", "prevent_cse")
+    __slots__ = (
+        "__weakref__", "_function", "_key", "_module", "_uncompiled", "hidden", "name", "policy",
+        "prevent_cse",
+    )  # fmt: skip
 
     name: str
     policy: Policy
@@ -233,6 +238,8 @@ class RematForward:
     hidden: tuple[()] | tuple[Any]
     _key: int
     _module: weakref.ref[nn.Module]
+    _function: Callable[..., Any]
+    _uncompiled: Callable[..., Any] | None
 
     def __init__(self, module: nn.Module, name: str, policy: Policy, prevent_cse: Any) -> None:
         before = wrapped_forward(module)
@@ -253,6 +260,13 @@ class RematForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module, under `checkpoint`."""
+        function = functools.partial(self._function, self._module())
+        if torch.compiler.is_exporting():
+            return function(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if self._uncompiled is not None:
+                return self._uncompiled(self, args, kwargs)
+            return checkpoint_in_compiler(function, self.policy, *args, **kwargs)
         run = _running.get(self._key)
         if run is None:
             run = _running.setdefault(self._key, _CheckpointedForward(self, self._key))
@@ -311,6 +325,8 @@ class RematForward:
         self._module = weakref.ref(state.pop("module"))
         for name, value in state.items():
             setattr(self, name, value)
+        self._function = _function_of(self.__self__, self)
+        self._uncompiled = outside_compiler() if self.policy.is_whole else None
 
 
 def wrapped_forward(module: nn.Module) -> RematForward | None:
@@ -330,7 +346,7 @@ class _CheckpointedForward(Checkpointed):
 
         self._forward = weakref.ref(forward)
         self._module = weakref.ref(module, forget)
-        self._function = _function_of(module, forward)
+        self._function = forward._function
         fun = self.fun
         statics = StaticArguments(fun, (), ())
         super().__init__(

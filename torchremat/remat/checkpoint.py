@@ -38,6 +38,7 @@ from torchremat.remat.region import Region
 from torchremat.remat.residuals import log_residuals
 from torchremat.remat.retraces import warn_of_retraces
 from torchremat.remat.traces import PolicyKey, Trace, TracesByFunction, surroundings
+from torchremat.remat.under_dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.verify import VerifyingProgram
 
 _traces = TracesByFunction()
@@ -68,6 +69,7 @@ class Checkpointed:
         self._statics_key = (statics.argnums, statics.all_names, lenient, module_prefix)
         self._own = _traces.of(fun, self._statics_key)
         self._last: tuple[FunctionProgram, Sizes | None] | None = None
+        self._uncompiled = outside_compiler() if policy.is_whole else None
 
     def __repr__(self) -> str:
         return f"checkpoint({self.fun!r}, policy={self.policy!r})"
@@ -99,6 +101,12 @@ class Checkpointed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; what it keeps for its derivative is what the policy says."""
+        if torch.compiler.is_exporting():
+            return self.fun(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if self._uncompiled is not None:
+                return self._uncompiled(self, args, kwargs)
+            return checkpoint_in_compiler(self.fun, self.policy, *args, **kwargs)
         call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
         trace = self._own.recent
         if trace is not None and trace.key == call.key:
@@ -371,6 +379,10 @@ def checkpoint(
     >>> torch.func.grad(lambda x: power(x, 3).sum())(torch.ones(2))
     tensor([3., 3.])
     """
+    if torch.compiler.is_dynamo_compiling():
+        if fun is None:
+            return functools.partial(checkpoint, policy=policy)
+        return functools.partial(checkpoint_in_compiler, fun, policy)
     if concrete:
         raise NotImplementedError(
             "checkpoint has no option `concrete`. Where the function needs the value of an "

@@ -1,12 +1,13 @@
 """Names for values, so that policies can speak of them."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from torchremat import _torch
 
@@ -60,6 +61,8 @@ def checkpoint_name(x: T, name: str) -> T:
             f"checkpoint_name takes a name that is a non-empty string, but it is {name!r} "
             f"({type(name).__name__}): checkpoint_name(x, 'attention')"
         )
+    if torch.compiler.is_exporting():
+        return x
     if torch.compiler.is_dynamo_compiling():  # in the body of a torch.cond, say
         mark: Callable[..., Any] = torch.ops.torchremat.named
     elif _is_written_down():
@@ -118,8 +121,25 @@ class _Name(torch.autograd.Function):
 _torch.register_simple_rules(name_p, lambda x, *, name: x.detach())
 
 
+def _named(x: Tensor, name: str) -> Tensor:
+    checkpoint = _torch.selective_policy_at_work()
+    if isinstance(checkpoint, TakesNames):
+        node = _torch.node_in_compiler(x)
+        if node is not None:
+            checkpoint.take_name(node, name)
+    return checkpoint_name(x, name)
+
+
+class TakesNames(ABC):
+    """A checkpoint in a compiler's trace, which wants to hear of names."""
+
+    @abstractmethod
+    def take_name(self, node: fx.Node, name: str) -> None:
+        """The value of `node` is called `name`."""
+
+
 # The same for Dynamo, which knows operators but not higher-order ops of others. It is composite:
 # whoever traces what Dynamo captured meets `checkpoint_name` again.
 _library = torch.library.Library("torchremat", "DEF")
 _library.define("named(Tensor(a) x, str name) -> Tensor(a)")
-_library.impl("named", checkpoint_name, "CompositeImplicitAutograd")
+_library.impl("named", _named, "CompositeImplicitAutograd")

@@ -1,0 +1,100 @@
+"""`checkpoint` in a program that Dynamo captures.
+
+A compiler has no use for our operator: in its graph a checkpoint becomes PyTorch's own, and what
+the policy says becomes marks on the operators inside, which PyTorch's partitioner honours.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.avals import Aval
+from torchremat.errors import PolicyError
+from torchremat.graph.aliases import base_of, call_of
+from torchremat.graph.dynamo_meta import module_name, source_of
+from torchremat.graph.ops import split_arguments
+from torchremat.remat.names import TakesNames
+from torchremat.remat.policies import Policy, PolicyLike, Value, as_policy
+from torchremat.remat.verdicts import Recompute
+
+
+def checkpoint_in_compiler(
+    fun: Callable[..., Any], policy: PolicyLike | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Call `fun` under `policy`; Dynamo traces this."""
+    contexts = functools.partial(_contexts, policy)
+    return torch.utils.checkpoint.checkpoint(
+        fun, *args, use_reentrant=False, context_fn=contexts, **kwargs
+    )
+
+
+def _contexts(policy: PolicyLike | None) -> tuple[Any, Any]:
+    """What PyTorch's checkpoint enters for the forward pass and for recomputation."""
+    decide = _Decide(as_policy(policy))
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)  # type: ignore[return-value,arg-type]
+
+
+@functools.cache
+def outside_compiler() -> Callable[..., Any]:
+    """Calls a function with arguments as it is, where Dynamo would capture what it does.
+
+    For policies that decide on a whole graph: no mark on operators says what they want.
+    """
+
+    def call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    return torch.compiler.disable(call)  # type: ignore[no-any-return]
+
+
+class _Decide(TakesNames):
+    """A policy for `create_selective_checkpoint_contexts`."""
+
+    def __init__(self, policy: Policy) -> None:
+        if policy.is_whole:
+            raise PolicyError(
+                f"{policy!r} decides on all values of a graph at once, which a checkpoint inside a "
+                "compiled function cannot have it do. Give it to the compiler: torch.compile(..., "
+                "backend='torchremat', options={'policy': ...}); or make the checkpoint outside of "
+                "the function"
+            )
+        self.policy = policy
+
+    def __call__(self, _: Any, op: Any, /, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _torch.tree_map(_aval, (args, kwargs))
+        return self._mark(op, args, kwargs, fx.traceback.current_meta)
+
+    def take_name(self, node: fx.Node, name: str) -> None:
+        """Decide anew on the value of `node`, now that it has a name."""
+        base = base_of(node)
+        call = call_of(base)
+        if call.op != "call_function" or "recompute" not in call.meta:
+            return
+        names = (*call.meta.get("names", ()), name)
+        call.meta["names"] = names
+        args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: _aval(n.meta.get("val")))
+        mark = self._mark(call.target, args, kwargs, call.meta, names, _aval(base.meta.get("val")))
+        call.meta["recompute"] = base.meta["recompute"] = mark
+
+    def _mark(
+        self,
+        op: Any,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        meta: Mapping[str, Any],
+        names: tuple[str, ...] = (),
+        output: Any = None,
+    ) -> Any:
+        avals, params = split_arguments(op, args, kwargs)
+        outputs = (output,) if isinstance(output, Aval) else ()
+        value = Value(op, avals, params, names, module_name(meta), source_of(meta), outputs)
+        is_again = isinstance(self.policy.decide(value), Recompute)
+        return _torch.MUST_RECOMPUTE if is_again else _torch.MUST_SAVE
+
+
+def _aval(value: Any) -> Any:
+    return Aval.of(value) if isinstance(value, Tensor) else value

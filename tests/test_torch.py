@@ -347,6 +347,40 @@ def higher_order_operators():
     assert (found.shape, dims) == ((3, 2), 0)
 
 
+@check("register_function")
+def derivatives_of_a_custom_operator():
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(run, x):
+            return run(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return None, 3 * cotangent
+
+        @staticmethod
+        def jvp(ctx, _, tangent):
+            return 3 * tangent
+
+    def triple(x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    torch.library.custom_op("torchremat_test_torch::triple", triple, mutates_args=())
+    op = torch.ops.torchremat_test_torch.triple.default
+    _torch.register_function(op, Triple)
+    x = torch.tensor(2.0, requires_grad=True)
+    op(x).backward()
+    assert x.grad == 3
+    for outer in (torch.func.jacfwd, torch.func.jacrev):
+        for inner in (torch.func.jacfwd, torch.func.jacrev):
+            second = outer(inner(lambda x: op(x).sin()))(torch.tensor(2.0))
+            torch.testing.assert_close(second, -9 * torch.tensor(6.0).sin())
+
+
 @check("tensor_guard", "TensorGuards")
 def guards():
     x = torch.ones(2, 3)

@@ -20,6 +20,16 @@ from torchremat.errors import (
 )
 from torchremat.graph.dce import dce_graph
 from torchremat.graph.typed_graph import TypedGraph, eval_graph
+from torchremat.parallel.devices import (
+    device_count,
+    devices,
+    host_count,
+    host_id,
+    local_device_count,
+    local_devices,
+    process_count,
+    process_index,
+)
 from torchremat.planning.estimate import estimate
 from torchremat.planning.plans import plan
 from torchremat.remat.checkpoint import checkpoint
@@ -53,11 +63,17 @@ __all__ = [
     "compare",
     "config",
     "dce_graph",
+    "device_count",
+    "devices",
     "errors",
     "estimate",
     "eval_graph",
     "explain",
+    "host_count",
+    "host_id",
     "jvp_graph",
+    "local_device_count",
+    "local_devices",
     "make_graph",
     "name_p",
     "nn",
@@ -66,6 +82,8 @@ __all__ = [
     "planning",
     "policy",
     "print_saved_residuals",
+    "process_count",
+    "process_index",
     "remat",
     "remat_p",
     "saved_residuals",

@@ -30,6 +30,7 @@ from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
 )
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import restore_vmap as restore_vmap
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -646,6 +647,46 @@ def register_derivative_rules(
     op.py_impl(TransformType.Jvp)(pushed_forward)
 
 
+def register_function(op: OpOverload, function: type[torch.autograd.Function]) -> None:
+    """Give a custom operator the derivatives of `function`, under autograd and `torch.func` alike.
+
+    `function.apply` takes, before the arguments of `op`, what runs `op` beneath autograd; it needs
+    `setup_context`, and `jvp` for tangents. What `torch.library.register_autograd` registers raises
+    under `torch.func.grad` and gives tangents of zero. Each level of `torch.func` calls it on
+    tensors of its own, so that no rule for levels is needed. For linear operators, or linear in
+    pieces: PyTorch runs `jvp` without forward mode, so that forward over forward misses what comes
+    of a coefficient in it that depends on an input.
+    """
+    apply = direct_apply(function)
+
+    def autograd(*args: Any) -> Any:
+        records, pushes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+        def run(*args: Any) -> Any:
+            # `apply` switches both off; outer levels of torch.func need them, and traces note them
+            with (
+                torch._C._AutoDispatchBelowAutograd(),
+                torch.set_grad_enabled(records),
+                forward_ad._set_fwd_grad_enabled(pushes),
+            ):
+                return op(*args)
+
+        if in_dual_level() or (records and any(getattr(a, "requires_grad", False) for a in args)):
+            with enable_single_level_autograd_function():
+                return apply(run, *args)
+        return run(*args)
+
+    namespace, name = op.name().partition(".")[0].split("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries.append(library)  # what it registers goes when it goes
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        library.impl(name, autograd, "Autograd", allow_override=True)
+
+
+_libraries: list[torch.library.Library] = []
+
+
 def _as_proxy(value: Any, tracer: Any) -> Any:
     if isinstance(value, torch.Tensor):
         slot = get_proxy_slot(value, tracer, None)
@@ -857,3 +898,41 @@ def decompose(
         torch.no_grad(),
     ):
         return proxy_tensor.make_fx(interpret, decomposition_table=table)(*inputs)
+
+
+def merge_alike(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy of `graph` in which what is computed twice is computed once; no random numbers."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    return fx_graph_cse(graph)
+
+
+def compile_with_inductor(
+    module: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[Callable[[list[Any]], Sequence[Any]], str]:
+    """Compile a graph of ATen operators for `inputs`, fake tensors, and the code that was made.
+
+    The function takes its inputs as one list, which it empties. Random numbers are those that
+    the operators draw by themselves.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
+        ]
+    with (
+        config.patch(fallback_random=True),
+        torch.no_grad(),
+        V.set_fake_mode(mode),
+        tracing(TracingContext(mode)),
+    ):
+        plain = decompose(module, fakes, inductor_decompositions())
+        joint_graph_passes(plain)
+        run = compile_fx_inner(plain, fakes, is_inference=True)
+    return run, getattr(run, "source_code", "")

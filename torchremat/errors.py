@@ -91,6 +91,18 @@ class UnknownOpError(TorchrematError, ValueError):
     """A name that should be an operator's is none that PyTorch knows."""
 
 
+class SegmentError(TorchrematError, ValueError):
+    """Offsets or lengths of segments that do not fit the data."""
+
+
+class SegmentTypeError(TorchrematError, TypeError):
+    """An operator on segments was given something that is no tensor, or of a dtype without it."""
+
+
+class DeviceError(TorchrematError, RuntimeError):
+    """A kind of device, or a process, was asked for that is not there."""
+
+
 class NotAvailableError(TorchrematError, NotImplementedError):
     """The contract names this, and this version does not have it yet."""
 

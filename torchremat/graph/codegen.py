@@ -28,6 +28,11 @@ def symbols_of(run: Runner) -> tuple[str, ...]:
     return getattr(run, "symbols", ())
 
 
+def source_of(run: Runner) -> str:
+    """The code that `run` was made of."""
+    return getattr(run, "source", None) or run.__doc__ or ""
+
+
 _PLAIN_LITERALS = (int, bool, str, type(None))
 
 

@@ -227,7 +227,10 @@ def _python_function_cure(spec: object) -> str:
 
 
 def _known_name(spec: str) -> str:
-    name = re.sub(r"^torchremat\.", "higher_order.", spec.strip().replace("::", "."))
+    name = spec.strip().replace("::", ".")
+    library, _, own = name.partition(".")
+    if library == "torchremat" and not hasattr(torch.ops.torchremat, own.partition(".")[0]):
+        name = f"higher_order.{own}"
     namespace, *rest = name.split(".")
     if len(rest) in (1, 2):
         found: Any = getattr(torch.ops, namespace, None)

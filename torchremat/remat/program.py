@@ -11,7 +11,7 @@ residuals are known; so derivatives of any order, with what was kept put to use,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,8 @@ class Program(ABC):
         self.region = region
         self.policy = policy
         self.absent = absent
+        self.prevent_cse = (True,) * len(region.specs)
+        """Of each input of the body, whether a compiler keeps what is computed again apart."""
         self._backwards: dict[tuple[Mask, Mask, bool], Compiled] = {}
         self._vjps: dict[tuple[Mask, frozenset[int]], VjpProgram] = {}
         self._batched: dict[Any, Program] = {}
@@ -183,6 +185,7 @@ class Program(ABC):
             *["residual"] * num_residuals,
             *["cotangent"] * (len(saved) - num_inputs - num_residuals),
         )
+        _keep_apart(compiled.module, [self.prevent_cse[i] for i in self.saved_inputs])
         return compiled
 
     def at(self, sizes: Sizes | None) -> "Program":
@@ -575,7 +578,9 @@ class VjpProgram(Program):
         """The backward pass of the program below, from all of its inputs."""
         known = self.of.values_in(self._joint, self.known)
         inputs: list[fx.Node | None] = [*self._joint.inputs, *self._cotangents, *known]
-        return compile_backward(self._joint, inputs, self.output_nodes, self)
+        compiled = compile_backward(self._joint, inputs, self.output_nodes, self)
+        _keep_apart(compiled.module, self.of.prevent_cse)
+        return compiled
 
 
 class BatchedProgram(Program):
@@ -633,6 +638,16 @@ class BatchedProgram(Program):
         joint = self._whole.joint
         module = slice_graph(joint.module, joint.inputs, joint.outputs, must_run=draws_forward)
         return Compiled.of(module, "batched")
+
+
+def _keep_apart(module: fx.GraphModule, flags: Iterable[bool]) -> None:
+    """Note of the first inputs of a derivative whether what is computed of them stays apart.
+
+    So it does of the others.
+    """
+    remaining = iter(flags)
+    for node in module.graph.find_nodes(op="placeholder"):
+        node.meta["kept_apart"] = next(remaining, True)
 
 
 def _tensors(values: Sequence[Any]) -> list[fx.Node]:

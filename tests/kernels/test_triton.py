@@ -1,0 +1,86 @@
+"""The kernels in Triton, run by its interpreter and compiled for GPUs that need not be here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+HERE = Path(__file__).parent
+TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64"}
+is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(is_interpreted, reason="this is the interpreter's run")
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [
+        ["test_users_ops.py"],
+        ["test_segments.py", "-k", "outside or nan or halves or strides"],
+        pytest.param(["test_segments.py"], marks=pytest.mark.slow),
+        pytest.param(
+            ["test_segment_derivatives.py", "-k", "loop or tie or outside"], marks=pytest.mark.slow
+        ),
+    ],
+    ids=" ".join,
+)
+def test_passes_under_the_interpreter(selected):
+    """Triton reads TRITON_INTERPRET when it is imported, so that a process of its own is needed."""
+    file, *options = selected
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(HERE / file)]
+    result = subprocess.run(
+        command,
+        cwd=HERE.parents[1],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+def test_compiles(target, dtype, reduction, tmp_path, monkeypatch):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from torchremat.kernels.segments_eager import accumulator_dtype, identity_of
+    from torchremat.kernels.segments_triton import LONG, segment_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    data, partials = f"*{NAMES[dtype]}", f"*{NAMES[accumulator_dtype(dtype)]}"
+    pointers = {"data": data, "out": data, "partials": partials}
+    constants = {
+        "IDENTITY": str(identity_of(dtype, reduction)),
+        "FLOATING": dtype.is_floating_point,
+        "HALF": dtype.itemsize == 2,
+        "REDUCTION": reduction,
+        "LONG_ROWS": LONG,
+        "BLOCK_ROWS": 8,
+        "BLOCK_COLS": 128,
+    }
+    signature = {name: "*i64" for name in ("starts", "ends", "bounds")} | pointers
+    signature |= dict.fromkeys(("num_rows", "num_cols", "row_stride", "col_stride"), "i32")
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(segment_kernel, signature, constants)
+    binary = triton.compile(source, target=GPUTarget(*TARGETS[target]))
+    assert {"cubin", "hsaco"} & set(binary.asm)
+
+
+def test_inductor_finds_the_kernel():
+    from torch._library.triton import get_triton_kernels_for_op
+
+    from torchremat.kernels import segment_ops
+    from torchremat.kernels.segments_triton import segment_kernel
+
+    assert segment_ops.HAS_TRITON
+    assert get_triton_kernels_for_op("torchremat::segment_max") == [segment_kernel]

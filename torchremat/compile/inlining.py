@@ -1,0 +1,89 @@
+"""A graph for a compiler: the checkpoints in it opened, recomputation kept apart or merged.
+
+    y = remat_p[sin] x                      y = sin(x)
+    g = remat_p[sin, cos, mul] x, ct        z = sin(x);  c = cos(z);  g = mul(ct, c)
+
+Without the boundary a compiler sees that z is y, may compute it once, and so keep it: then nothing
+is rematerialised. `prevent_cse` says of each input of a checkpoint whether what is computed from it
+again is kept apart.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from torchremat import _torch
+from torchremat.graph.aliases import is_item
+from torchremat.graph.eqns import attribute
+
+
+def inlined(module: fx.GraphModule) -> fx.GraphModule:
+    """`module` with the bodies of its checkpoints in their place.
+
+    What they compute twice is computed once where `prevent_cse=False` allows it.
+    """
+    if not any(hasattr(node.target, "runner_of") for node in module.graph.nodes):
+        return module
+    inliner = _Inliner()
+    placeholders = module.graph.find_nodes(op="placeholder")
+    inputs = [inliner.graph.node_copy(node) for node in placeholders]
+    inliner.graph.output(tuple(inliner.copy(module, inputs)))
+    graph = _torch.merge_alike(inliner.graph)
+    for node in graph.find_nodes(op="call_function", target=apart):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    flat = fx.GraphModule(inliner.attributes, graph)
+    flat.meta = dict(module.meta)
+    return flat
+
+
+def apart(x: Any) -> Any:
+    """Stands for `x` where what is computed from it must not be merged with the same elsewhere."""
+    return x
+
+
+class _Inliner:
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+
+    def copy(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Write down what `module` does with `inputs`; its results."""
+        env: dict[fx.Node, Any] = {}
+        remaining = iter(inputs)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(remaining)
+            elif node.op == "output":
+                return list(fx.node.map_arg(node.args[0], env.__getitem__))
+            elif node.op == "get_attr":
+                if not all(hasattr(user.target, "runner_of") for user in node.users):
+                    env[node] = self._attribute(module, node)
+            elif hasattr(node.target, "runner_of"):
+                reference, *operands = node.args
+                assert isinstance(reference, fx.Node)
+                body = attribute(module, str(reference.target))
+                given = [env.get(o) if isinstance(o, fx.Node) else o for o in operands]
+                inner = body.graph.find_nodes(op="placeholder")
+                pairs = zip(given, inner, strict=True)
+                env[node] = self.copy(body, [self._apart(*pair) for pair in pairs])
+            elif is_item(node) and isinstance(env[node.args[0]], list):  # type: ignore[index]
+                env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+            else:
+                env[node] = self.graph.node_copy(node, env.__getitem__)
+        raise AssertionError("a graph has an output")
+
+    def _apart(self, value: Any, inner: fx.Node) -> Any:
+        if not inner.meta.get("kept_apart") or not isinstance(value, fx.Node):
+            return value
+        copy = self.graph.call_function(apart, (value,))
+        copy.meta = dict(value.meta)
+        return copy
+
+    def _attribute(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
+        name = f"constant_{len(self.attributes)}"
+        self.attributes[name] = attribute(module, str(node.target))
+        copy = self.graph.get_attr(name)
+        copy.meta = dict(node.meta)
+        return copy

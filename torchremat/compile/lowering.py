@@ -1,0 +1,100 @@
+"""From graphs to compiled functions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.compile.inlining import inlined
+from torchremat.errors import OptionError, nearest_names
+from torchremat.graph.codegen import Runner, compile_graph
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+
+
+def check_backend(backend: object, what: str = "backend") -> None:
+    """Raise `OptionError` if `backend` is none."""
+    if backend not in BACKENDS:
+        near = nearest_names(str(backend), BACKENDS)
+        raise OptionError(f"{what}={backend!r} is no backend; {near}")
+
+
+def lower(module: fx.GraphModule, backend: str) -> Runner:
+    """A function that runs the graph of `module`, compiled by `backend`.
+
+    Args:
+        module: a graph of ATen operators with a fake tensor for each input; it is not changed.
+        backend: `"inductor"`; `"eager"`, operator by operator, each checkpoint inside by itself; or
+            `"aot_eager"`, operator by operator as inductor sees them, with no checkpoints left.
+
+    Returns:
+        A function of one list of inputs, which it empties. It is compiled when it is first called,
+        or when `source_of` asks for its code.
+    """
+    check_backend(backend)
+    if backend == "eager":
+        return compile_graph(module)
+    flat = inlined(module)
+    if backend == "aot_eager":
+        return compile_graph(flat)
+    return _ByInductor(flat)
+
+
+class _ByInductor:
+    """A graph that inductor compiles when it is needed."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._used = [i for i, node in enumerate(placeholders) if node.users]
+        self._fakes = [placeholders[i].meta["val"] for i in self._used]
+        roles = module.meta.get("roles", ())
+        is_cotangent = [role == "cotangent" for role in roles] or [False] * len(placeholders)
+        self._coerced = [
+            (at, tuple(fake.stride()))
+            for at, (i, fake) in enumerate(zip(self._used, self._fakes, strict=True))
+            if i < len(is_cotangent) and is_cotangent[i] and isinstance(fake, Tensor)
+        ]
+        (output,) = module.graph.find_nodes(op="output")
+        self._results: tuple[Any, ...] = tuple(output.args[0])
+        self._run: Callable[[list[Any]], Sequence[Any]] | None = None
+        self._source = ""
+
+    @property
+    def source(self) -> str:
+        """The generated code."""
+        self._compiled()
+        return self._source
+
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        run = self._run or self._compiled()
+        given = [inputs[i] for i in self._used]
+        inputs.clear()
+        for at, stride in self._coerced:
+            if given[at].stride() != stride:
+                given[at] = _laid_out(given[at], stride)
+        found = iter(run(given))
+        return tuple(next(found) if isinstance(r, fx.Node) else r for r in self._results)
+
+    def _compiled(self) -> Callable[[list[Any]], Sequence[Any]]:
+        if self._run is None:
+            graph = fx.Graph()
+            env: dict[fx.Node, fx.Node] = {}
+            for node in self.module.graph.nodes:
+                if node.op == "placeholder" and not node.users:
+                    continue
+                if node.op == "output":
+                    graph.output(tuple(env[r] for r in self._results if isinstance(r, fx.Node)))
+                else:
+                    env[node] = graph.node_copy(node, env.__getitem__)
+            module = fx.GraphModule(self.module, graph)
+            self._run, self._source = _torch.compile_with_inductor(module, self._fakes)
+        return self._run
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of `tensor` with strides `stride`: a cotangent may lie otherwise than when traced."""
+    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)

@@ -1,0 +1,1 @@
+"""Several devices, of one process and of many."""

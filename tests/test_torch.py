@@ -493,6 +493,135 @@ def autocast():
         assert _torch.is_any_autocast_enabled()
 
 
+# --- compilers ----------------------------------------------------------------------------------
+
+
+@check("inductor_option_names", "inductor_modes", "inductor_decompositions")
+def settings_of_inductor():
+    assert "max_autotune" in _torch.inductor_option_names()
+    assert "max-autotune" in _torch.inductor_modes()
+    assert torch.ops.aten.gelu.default in _torch.inductor_decompositions()
+
+
+def _compile(backend):
+    """Compile a function that writes to an argument; the gradient of its result."""
+    torch._dynamo.reset()
+
+    def f(x, buffer):
+        buffer.add_(1)
+        return torch.sin(torch.sin(x)).sum()
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(f, backend=backend, fullgraph=True)(x, torch.zeros(3)).backward()
+    torch._dynamo.reset()
+    expected = torch.cos(torch.sin(torch.ones(3))) * torch.cos(torch.ones(3))
+    torch.testing.assert_close(x.grad, expected)
+
+
+class _Cuts:
+    """A partition function that keeps nothing but inputs, and notes what it saw."""
+
+    def __init__(self):
+        self.written = []
+        self.backwards = []
+
+    def __call__(self, module, inputs, **options):
+        self.written += [node.name for node in _torch.written_inputs(module).values()]
+        for node in module.graph.nodes:
+            if node.op == "call_function" and node.meta["partitioner_tag"] == "is_forward":
+                node.meta["recompute"] = _torch.MUST_RECOMPUTE
+        forward, backward = _torch.default_partition(module, inputs, **options)
+        self.backwards.append(str(backward.graph))
+        return forward, backward
+
+
+@check("aot_autograd", "written_inputs", "default_partition", "MUST_RECOMPUTE", "Partitioner")
+def partition_of_aot_autograd():
+    cuts = _Cuts()
+
+    def backend(module, inputs):
+        def compiler(graph):
+            return lambda inputs: graph(*inputs)
+
+        return _torch.aot_autograd(module, inputs, compiler=compiler, partition=cuts)
+
+    _compile(backend)
+    assert len(cuts.written) == 1
+    assert "aten.sin" in cuts.backwards[0]
+
+
+@check("compile_fx", "inductor_partitioner")
+def partition_of_inductor():
+    cuts = _Cuts()
+    custom = _torch.inductor_partitioner(cuts, "a key of this test")
+
+    def backend(module, inputs):
+        return _torch.compile_fx(module, inputs, config={"custom_partitioner_fn": custom})
+
+    with torch._inductor.utils.fresh_inductor_cache():
+        _compile(backend)
+    assert "aten.sin" in cuts.backwards[0]
+
+
+@check("is_in_stock_compiler", "selective_policy_at_work", "node_in_compiler", "MUST_SAVE")
+def inside_a_checkpoint_that_is_compiled():
+    seen = []
+
+    library = torch.library.Library("torchremat_test", "FRAGMENT")
+    library.define("look(Tensor(a) x) -> Tensor(a)")
+
+    def look(x):
+        if _torch.is_in_stock_compiler() and _torch.innermost_proxy_mode() is not None:
+            node = _torch.node_in_compiler(x)
+            seen.append((_torch.selective_policy_at_work(), node and str(node.target)))
+        return x
+
+    library.impl("look", look, "CompositeImplicitAutograd")
+
+    def policy(_, op, *args, **kwargs):
+        return _torch.MUST_SAVE
+
+    def contexts():
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+
+    def f(x):
+        return torch.ops.torchremat_test.look(torch.sin(x))
+
+    def g(x):
+        run = torch.utils.checkpoint.checkpoint
+        return run(f, x, use_reentrant=False, context_fn=contexts).sum()
+
+    assert not _torch.is_in_stock_compiler()
+    assert _torch.selective_policy_at_work() is None
+    torch._dynamo.reset()
+    torch.compile(g, backend="aot_eager")(torch.ones(3, requires_grad=True))
+    torch._dynamo.reset()
+    assert (policy, "aten.sin.default") in seen
+
+
+@check("decompose", "merge_alike", "compile_with_inductor")
+def graphs_for_inductor():
+    def f(x):
+        return torch.nn.functional.gelu(x) + torch.nn.functional.gelu(x), torch.rand_like(x)
+
+    x = torch.ones(3)
+    module = torch.fx.experimental.proxy_tensor.make_fx(f)(x)
+    graph = _torch.merge_alike(module.graph)
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) == 1
+    fake = _torch.new_fake_mode().from_tensor(x)
+    plain = _torch.decompose(module, [fake], _torch.inductor_decompositions())
+    assert "gelu" not in str(plain.graph)
+    run, code = _torch.compile_with_inductor(module, [fake])
+    torch.manual_seed(0)
+    inputs = [x]
+    ours = run(inputs)
+    assert inputs == []
+    torch.manual_seed(0)
+    for mine, plain_result in zip(ours, f(x), strict=True):
+        torch.testing.assert_close(mine, plain_result)
+    assert "def call" in code
+
+
 def public_names():
     """What `_torch` defines or imports for others: `import x as x`."""
     found = set()

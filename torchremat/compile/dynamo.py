@@ -67,8 +67,7 @@ class Options:
                 raise OptionError(
                     f"options={{{key!r}: ...}} is no option of the backend 'torchremat', "
                     f"{nearest_names(key, [*OWN_OPTIONS, *known])}. There are "
-                    f"{', '.join(map(repr, OWN_OPTIONS))} and what torch._inductor.list_options() "
-                    "lists"
+                    f"{', '.join(map(repr, OWN_OPTIONS))} and the settings of inductor"
                 )
             settings[name] = value
         return cls(None if policy is None else as_policy(policy), codegen, report, settings)

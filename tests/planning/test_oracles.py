@@ -39,12 +39,12 @@ OPTIONS = Options(seconds=10.0, gap=0.0)
 # --- the optimum over all schedules --------------------------------------------------------------
 
 State = tuple[int, int, int]
-"""Steps done of `_Schedules.order`; bits of the known values in memory, and of what the backward
+"""Steps done of `Schedules.order`; bits of the known values in memory, and of what the backward
 pass needs that ran and may not run again: in the forward pass nothing may."""
 
 
 @dataclass(frozen=True)
-class _Schedules:
+class Schedules:
     """The graph of states of a problem."""
 
     problem: Problem
@@ -92,7 +92,7 @@ class _Schedules:
         if done < len(self.order):
             o = self.order[done]
             if o is not None:
-                yield from self._runs(o, state, done + 1)
+                yield from self.runs(o, state, done + 1)
             elif all(memory >> v & 1 for v in problem.written - self.held):
                 yield (done + 1, memory, ran & self.single), 0, 0.0
         is_forward = done <= len(problem.forward)
@@ -100,12 +100,12 @@ class _Schedules:
             op = problem.operators[o]
             allowed = op.part is KNOWN or not (is_forward or self.single >> o & 1)
             if allowed and not ran >> o & 1:
-                yield from self._runs(o, state, done)
+                yield from self.runs(o, state, done)
         for v in problem.known - self.held:
             if memory >> v & 1:
                 yield (done, memory & ~(1 << v), ran), 0, 0.0
 
-    def _runs(self, o: int, state: State, then: int) -> Iterator[tuple[State, int, float]]:
+    def runs(self, o: int, state: State, then: int) -> Iterator[tuple[State, int, float]]:
         done, memory, ran = state
         problem, held = self.problem, self.held
         op = problem.operators[o]
@@ -126,17 +126,17 @@ class _Schedules:
 
 def least_seconds(problem: Problem, budget: int) -> float:
     """The least time that a schedule of at most `budget` bytes adds; infinite if none is."""
-    graph = _Schedules(problem)
+    graph = Schedules(problem)
     total = _shortest(graph, lambda cost, live, seconds: cost + seconds if live <= budget else None)
-    return total - problem.seconds_of(_must_run(problem))
+    return total - problem.seconds_of(must_run(problem))
 
 
 def least_peak(problem: Problem) -> int:
     """The least peak of any schedule."""
-    return int(_shortest(_Schedules(problem), lambda cost, live, seconds: max(cost, live)))
+    return int(_shortest(Schedules(problem), lambda cost, live, seconds: max(cost, live)))
 
 
-def _shortest(graph: _Schedules, longer) -> float:
+def _shortest(graph: Schedules, longer) -> float:
     start = (0, 0, 0)
     costs = {start: 0.0}
     queue = [(0.0, start)]
@@ -154,7 +154,7 @@ def _shortest(graph: _Schedules, longer) -> float:
     return math.inf
 
 
-def _must_run(problem: Problem) -> set[int]:
+def must_run(problem: Problem) -> set[int]:
     """The operators that every schedule runs."""
     found: set[int] = set()
     stack = [*problem.forward, *problem.backward]

@@ -1,12 +1,14 @@
 """Small changes to decisions, each tried on the simulator, while they make things better.
 
-A change saves a value, no longer saves one, or lets one go in the middle of the backward pass.
-First those that bring down what is above the budget, for the least time each byte; then those that
-take time away and keep within it.
+A change saves a value, no longer saves one, or lets one go in the middle of the backward pass; with
+a link to a host it offloads one that was saved or computed again, or no longer offloads one. First
+those that bring down what is above the budget, for the least time each byte; then those that take
+time away and keep within it.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 from torchremat.planning.ordering import Decisions
@@ -53,6 +55,17 @@ class LocalSearch:
             current = better
         return current
 
+    def with_fewer_copies(self, start: Trial) -> Trial:
+        """Save what is offloaded in vain: `start` fits, and still does with it saved."""
+        current = start
+        for v in self._cheapest(start.decisions.offloaded, most=len(self.problem.nbytes)):
+            if self._is_late():
+                break
+            trial = self.trier(_saving(current.decisions, v))
+            if trial.rank < current.rank:
+                current = trial
+        return current
+
     def _better(self, current: Trial) -> Trial | None:
         least = current.costs.added_seconds - self.tiny * 1e-6
         for decisions in self._savings(current):
@@ -81,15 +94,18 @@ class LocalSearch:
         operators, order = self.problem.operators, trial.replay.schedule.forward
         busy = {*operators[order[position]].reads}
         made = {v for o in order[: position + 1] for v in operators[o].writes}
-        saved = trial.decisions.saved - self.trier.fixed
-        yield from self._without(trial.decisions, self._cheapest((saved & made) - busy))
+        idle = made - busy
+        kept = trial.decisions.kept - self.trier.fixed
+        yield from self._without(trial.decisions, self._cheapest(kept & idle))
+        yield from self._offloading(trial.decisions, trial.decisions.saved & idle)
 
     def _backward_reliefs(self, trial: Trial, place: int) -> Iterator[Decisions]:
         order, decisions = trial.replay.schedule.backward, trial.decisions
         op = self.problem.operators[order[place]]
-        busy = {*op.reads, *op.writes} | self.trier.fixed
-        idle = self._read_later(order, place) - busy
-        yield from self._without(decisions, self._cheapest(idle & decisions.saved))
+        all_idle = self._read_later(order, place).difference(op.reads, op.writes)
+        idle = all_idle - self.trier.fixed
+        yield from self._without(decisions, self._cheapest(idle & decisions.kept))
+        yield from self._offloading(decisions, all_idle & decisions.saved)
         yield from self._letting_go(trial, place, idle)
         again = dict.fromkeys(
             v
@@ -99,7 +115,8 @@ class LocalSearch:
             if v not in decisions.saved
         )
         for v in list(again)[-WIDTH:]:
-            yield _with(decisions, saved=decisions.saved | {v})
+            yield _saving(decisions, v)
+        yield from self._offloading(decisions, list(again)[-WIDTH:])
 
     def _letting_go(self, trial: Trial, place: int, idle: set[int]) -> Iterator[Decisions]:
         """Values that are let go after they were last read, alone or with what they come from."""
@@ -111,10 +128,10 @@ class LocalSearch:
             at = max(last_read.get(v, -1), made)
             for when in {at, step - 1}:
                 if 0 <= when < step or 0 <= when == at:
-                    for gone in {frozenset((v,)), self._with_sources(v, when, decisions.saved)}:
+                    for gone in {frozenset((v,)), self._with_sources(v, when, decisions.kept)}:
                         drops = dict(decisions.drops)
                         drops[when] = drops.get(when, frozenset()) | gone
-                        yield _with(decisions, drops=drops)
+                        yield replace(decisions, drops=drops)
 
     def _read_later(self, order: tuple[int, ...], place: int) -> set[int]:
         """The known values that are alive after the operator at `place`."""
@@ -138,14 +155,14 @@ class LocalSearch:
         producer = self.problem.producers[v]
         return next((steps[j] for j in range(place, -1, -1) if order[j] == producer), -1)
 
-    def _with_sources(self, v: int, step: int, saved: frozenset[int]) -> frozenset[int]:
+    def _with_sources(self, v: int, step: int, kept: frozenset[int]) -> frozenset[int]:
         """`v`, and what it is computed from that no operator of the backward pass reads later."""
         problem = self.problem
         found = {v}
         stack = [v]
         while stack:
             for u in problem.operators[problem.producers[stack.pop()]].reads:
-                if u in found or u in saved or u in self.trier.fixed or not self._may_drop(u):
+                if u in found or u in kept or u in self.trier.fixed or not self._may_drop(u):
                     continue
                 if self._last_direct.get(u, -1) <= step:
                     found.add(u)
@@ -169,35 +186,60 @@ class LocalSearch:
         saved = decisions.saved
         for step, values in decisions.drops.items():
             for v in values & trial_reads(trial, problem):
-                yield _with(decisions, drops=_without_one(decisions.drops, step, v))
+                yield replace(decisions, drops=_without_one(decisions.drops, step, v))
         for step, operators in decisions.early.items():
             for o in operators:
-                yield _with(decisions, early=_without_one(decisions.early, step, o))
+                yield replace(decisions, early=_without_one(decisions.early, step, o))
         order = trial.replay.schedule.backward
         again = {o for o in order if problem.operators[o].part is not Part.BACKWARD}
         gains = {v for o in again for v in problem.operators[o].writes if v not in saved}
         best = self._cheapest(gains, reverse=True)
         for v in best:
-            yield _with(decisions, saved=saved | {v})
+            yield _saving(decisions, v)
+        yield from self._offloading(decisions, best)
+        if trial.costs.link_seconds:
+            yield from self._less_on_the_link(decisions)
         losses = self._cheapest(saved - self.trier.fixed)
         for v in best:
             for u in losses:
                 if self._seconds_of(u) < self._seconds_of(v):
-                    yield _with(decisions, saved=saved - {u} | {v})
+                    yield _saving(replace(decisions, saved=saved - {u}), v)
+        for v in best:  # one takes the other's place
+            yield from (_saving(d, v) for d in self._offloading(decisions, saved - {v}))
+
+    def _less_on_the_link(self, decisions: Decisions) -> Iterator[Decisions]:
+        for v in self._cheapest(decisions.offloaded, reverse=True):
+            yield _saving(decisions, v)
+        yield from self._without(decisions, self._cheapest(decisions.offloaded))
+        for v in self._cheapest(decisions.offloaded, reverse=True):
+            for u in self._cheapest(decisions.saved - self.trier.fixed):
+                yield _saving(replace(decisions, saved=decisions.saved - {u}), v)
+
+    def _offloading(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
+        """Those of `values` that may be offloaded, offloaded: first what takes longest again."""
+        if not self.problem.offloadable:
+            return
+        chosen = self.problem.offloadable.intersection(values) - decisions.offloaded
+        for v in self._cheapest(chosen, reverse=True):
+            offloaded = decisions.offloaded | {v}
+            yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
 
     def _without(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
         for v in values:
-            yield _with(decisions, saved=decisions.saved - {v})
+            offloaded = decisions.offloaded - {v}
+            yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
 
     def _seconds_of(self, v: int) -> float:
         return self.seconds[self.problem.producers[v]]
 
-    def _cheapest(self, values: Iterable[int], *, reverse: bool = False) -> list[int]:
+    def _cheapest(
+        self, values: Iterable[int], *, reverse: bool = False, most: int = WIDTH
+    ) -> list[int]:
         """Those of `values` that take the least time each byte; or the most."""
         nbytes = self.problem.nbytes
         return sorted(
             sorted(values), key=lambda v: self._seconds_of(v) / max(nbytes[v], 1), reverse=reverse
-        )[:WIDTH]
+        )[:most]
 
 
 def trial_reads(trial: Trial, problem: Problem) -> frozenset[int]:
@@ -206,18 +248,8 @@ def trial_reads(trial: Trial, problem: Problem) -> frozenset[int]:
     return frozenset(v for o in order for v in problem.operators[o].writes)
 
 
-def _with(
-    decisions: Decisions,
-    *,
-    saved: frozenset[int] | None = None,
-    drops: Mapping[int, frozenset[int]] | None = None,
-    early: Mapping[int, frozenset[int]] | None = None,
-) -> Decisions:
-    return Decisions(
-        decisions.saved if saved is None else saved,
-        decisions.drops if drops is None else drops,
-        decisions.early if early is None else early,
-    )
+def _saving(decisions: Decisions, v: int) -> Decisions:
+    return replace(decisions, saved=decisions.saved | {v}, offloaded=decisions.offloaded - {v})
 
 
 def _without_one(

@@ -21,11 +21,19 @@ class Decisions:
             kept to its last use.
         early: operators that run again before the one of a step though it does not need them, while
             what they read is there.
+        offloaded: the values that the forward pass leaves to the host; they are not let go before
+            they are read.
     """
 
     saved: frozenset[int]
     drops: Mapping[int, frozenset[int]] = field(default_factory=dict)
     early: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    offloaded: frozenset[int] = frozenset()
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The values that the forward pass makes for the backward pass."""
+        return self.saved | self.offloaded if self.offloaded else self.saved
 
 
 @dataclass(frozen=True)
@@ -49,23 +57,30 @@ def replay_of(problem: Problem, decisions: Decisions) -> Replay:
     operators = problem.operators
     known = problem.known
     drops, early = decisions.drops, decisions.early
-    there = set(decisions.saved) | (problem.outputs & known)
+    there = set(decisions.kept) | (problem.outputs & known)
+    away = set(decisions.offloaded)  # not yet fetched
     order: list[int] = []
     steps: list[int] = []
     for step, b in enumerate(problem.backward):
         wanted = [v for v in operators[b].reads if v in known and v not in there]
         if step in early:
             wanted += [v for o in early[step] for v in operators[o].writes if v not in there]
+        start = len(order)
         if wanted:
             again = _computes(problem, wanted, there)
             order += again
             steps += [step] * len(again)
         order.append(b)
         steps.append(step)
+        for o in order[start:] if away else ():
+            away.difference_update(operators[o].reads)
         if step in drops:
-            there -= drops[step]
+            there -= drops[step] - away if away else drops[step]
     schedule = Schedule(
-        tuple(sorted(decisions.saved)), forward_order(problem, decisions.saved), tuple(order)
+        tuple(sorted(decisions.saved)),
+        forward_order(problem, decisions.saved, decisions.offloaded),
+        tuple(order),
+        tuple(sorted(decisions.offloaded)),
     )
     return Replay(schedule, tuple(steps))
 
@@ -86,25 +101,27 @@ def _computes(problem: Problem, wanted: list[int], there: set[int]) -> list[int]
 
 
 def values_used(problem: Problem, schedule: Schedule) -> frozenset[int]:
-    """The saved values that the backward pass reads before it computes them again."""
+    """The kept values that the backward pass reads before it computes them again."""
     operators = problem.operators
     made: set[int] = set()
     used: set[int] = set()
     for o in schedule.backward:
         used.update(v for v in operators[o].reads if v not in made)
         made.update(operators[o].writes)
-    return frozenset(used.intersection(schedule.saved))
+    return frozenset(used.intersection((*schedule.saved, *schedule.offloaded)))
 
 
-def forward_order(problem: Problem, saved: Iterable[int]) -> tuple[int, ...]:
-    """The operators of the forward pass, with those that only `saved` values need among them.
+def forward_order(
+    problem: Problem, saved: Iterable[int], offloaded: Iterable[int] = ()
+) -> tuple[int, ...]:
+    """The operators of the forward pass, with those that only values that are kept need among them.
 
     Each of those runs where the bytes alive are least, of equal places the first.
     """
     operators = problem.operators
     kept = frozenset(saved)
     extra: set[int] = set()
-    stack = [problem.producers[v] for v in kept]
+    stack = [problem.producers[v] for v in kept.union(offloaded)]
     while stack:
         o = stack.pop()
         if o not in extra and operators[o].part is Part.KNOWN:

@@ -44,6 +44,7 @@ class Order:
     saved: tuple[int, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    offloaded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,8 @@ class Plan:
         budget: what it was to keep within, in bytes.
         peak_bytes: the most bytes alive at one time.
         saved_bytes: the bytes held from the forward pass for the backward pass.
-        recompute_seconds: the time that is added, by the cost model.
+        recompute_seconds: the time that is added, by the cost model: that of what is computed
+            again, and `link_seconds`.
         recompute_flops: the floating-point operations that are added.
         baseline: the same step without rematerialisation, a `Figures`.
         lower_bound_seconds: no schedule that keeps within the budget adds less, with the backward
@@ -62,6 +64,8 @@ class Plan:
         decisions: for each value of the forward pass that the backward pass needs, by the name of
             its node: `saved`, `recomputed` or `offloaded`.
         device: what the times are of.
+        offloaded_bytes: the bytes that the host holds.
+        link_seconds: the time in which the step waits for copies to the host and back.
     """
 
     budget: int
@@ -76,6 +80,8 @@ class Plan:
     order: Order = field(repr=False)
     graph: tuple[str, ...] = field(repr=False)
     """The joint graph, a line for each node."""
+    offloaded_bytes: int = 0
+    link_seconds: float = 0.0
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
 
     @property
@@ -100,7 +106,19 @@ class Plan:
         """From inputs, what is saved, and cotangents, to gradients; names are the forward's."""
         return self._graphs()[1]
 
+    def check_runs(self, asked: str) -> None:
+        """Raise `NotAvailableError` (a `NotImplementedError`) if the plan offloads values."""
+        if self.order.offloaded:
+            names = [name for name, what in self.decisions.items() if what == "offloaded"]
+            raise NotAvailableError(
+                f"{asked}: the plan offloads {names[0]!r}"
+                f"{f' and {len(names) - 1} other values' if len(names) > 1 else ''} to the host, "
+                "and plans that do can be read but not yet run in this version. Make it with "
+                "offload=False"
+            )
+
     def _graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.check_runs("the graphs and the timeline of a plan")
         if self.graphs is None:
             raise PlanError(
                 "a plan that was loaded has no graphs: checkpoint(f, policy=from_plan(plan)) makes "
@@ -128,6 +146,7 @@ class Plan:
             ("time", human_seconds(base.seconds + added), human_seconds(base.seconds),
              f"+{human_seconds(added)} ({_percent(added, base.seconds)}); no schedule adds less "
              f"than {human_seconds(self.lower_bound_seconds)} (gap {100 * self.gap:.0f} %)"),
+            *self._of_the_link(),
             ("flops", f"{base.flops + self.recompute_flops:.4g}", f"{base.flops:.4g}", ""),
         ]  # fmt: skip
         counts = {what: 0 for what in ("saved", "recomputed", "offloaded")}
@@ -136,6 +155,12 @@ class Plan:
         said = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
         head = f"plan on {self.device}: {said or 'nothing to decide'}"
         return "\n".join([head, *table(rows, numeric=(1, 2))])
+
+    def _of_the_link(self) -> list[tuple[str, str, str, str]]:
+        if not self.order.offloaded:
+            return []
+        waits = f"+{human_seconds(self.link_seconds)} of the time, waiting for copies"
+        return [("offloaded", human_bytes(self.offloaded_bytes), human_bytes(0), waits)]
 
     def __str__(self) -> str:
         return self.summary()
@@ -163,6 +188,7 @@ class Plan:
             "baseline": asdict(self.baseline),
             "lower_bound_seconds": self.lower_bound_seconds,
             "device": self.device,
+            **{name: getattr(self, name) for name in _LATER_FIELDS},
             "decisions": dict(self.decisions),
             "order": asdict(self.order),
             "graph": list(self.graph),
@@ -191,6 +217,7 @@ class Plan:
                 order=Order(**{k: tuple(v) for k, v in content["order"].items()}),
                 graph=tuple(content["graph"]),
                 **{name: content[name] for name in _PLAIN_FIELDS},
+                **{name: content[name] for name in _LATER_FIELDS if name in content},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{where} is a plan that lacks something ({error})") from error
@@ -217,6 +244,7 @@ class Plan:
 
     def graph_schedule(self, joint: Joint) -> GraphSchedule:
         """The plan in the nodes of `joint`; raises `PlanError` if that is another graph."""
+        self.check_runs("a plan as a policy")
         lines = lines_of(joint.module.graph)
         if lines != self.graph:
             raise PlanError(
@@ -238,13 +266,20 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
-def order_of(schedule: GraphSchedule, joint: Joint) -> Order:
-    """A schedule by the positions of the nodes of `joint`."""
+_LATER_FIELDS = ("offloaded_bytes", "link_seconds")
+"""They are not in the first files of this version."""
+
+
+def order_of(
+    schedule: GraphSchedule, joint: Joint, offloaded: frozenset[fx.Node] = frozenset()
+) -> Order:
+    """A schedule by the positions of the nodes of `joint`, with what is `offloaded`."""
     numbers = {node: i for i, node in enumerate(joint.module.graph.nodes)}
     return Order(
         tuple(sorted(numbers[node] for node in schedule.saved)),
         tuple(numbers[node] for node in schedule.forward),
         tuple(numbers[node] for node in schedule.backward),
+        tuple(sorted(numbers[node] for node in offloaded)),
     )
 
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint, is_forward
-from torchremat.errors import BudgetError, PolicyValueError, nearest_names
+from torchremat.errors import BudgetError, PlanError, PolicyValueError, nearest_names
 from torchremat.graph.aliases import base_of, call_of
 from torchremat.graph.slicing import nodes_read_by
 from torchremat.planning.budgets import Budget
@@ -34,6 +34,21 @@ def check_solver(solver: str) -> str:
     return solver
 
 
+def host_rate_of(model: CostModel) -> float:
+    """The bytes a second that can be copied to the host and back.
+
+    Raises `PlanError` (a `ValueError`) if the device of `model` has no link to a host.
+    """
+    seconds = model.transfer_seconds(1)
+    if seconds is None:
+        raise PlanError(
+            f"offload=True: {model!r} has no link to a host over which to copy. Name a device that "
+            "has one (device='h100'), give Rates with host_bytes_per_second, or plan with "
+            "offload=False"
+        )
+    return 1 / seconds
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
     """A step with the schedule that was found for it.
@@ -57,6 +72,24 @@ class PlannedStep:
         """The schedule, in nodes of the graph."""
         return self.step.graph_schedule(self.schedule)
 
+    @cached_property
+    def offloaded(self) -> frozenset[fx.Node]:
+        """The nodes that are offloaded."""
+        nodes = (self.step.values[v] for v in self.schedule.offloaded)
+        return frozenset(node for node in nodes if node is not None)
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes that the forward pass holds on the device for the backward pass."""
+        nbytes = self.step.problem.nbytes
+        held = set(self.schedule.saved) - self.step.problem.outputs
+        return sum(nbytes[v] for v in held) + self.step.copied_nbytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The bytes that the host holds."""
+        return sum(self.step.problem.nbytes[v] for v in self.schedule.offloaded)
+
 
 class Planner:
     """Plans of one joint graph under several budgets."""
@@ -69,6 +102,7 @@ class Planner:
         solver: str = "auto",
         seconds: float | None = None,
         resident: int = 0,
+        offload: bool = False,
     ) -> None:
         self.joint = joint
         self.cost_model = cost_model or CostModel.of(None)
@@ -76,11 +110,14 @@ class Planner:
         self.seconds = seconds
         self.resident = resident
         """Bytes that are there anyway and are to count."""
+        self.host_bytes_per_second = host_rate_of(self.cost_model) if offload else None
 
     @cached_property
     def step(self) -> Step:
         """The step in numbers, as traced."""
-        return Step.of(self.joint, self.cost_model.seconds)
+        return Step.of(
+            self.joint, self.cost_model.seconds, host_bytes_per_second=self.host_bytes_per_second
+        )
 
     @cached_property
     def plain(self) -> PlannedStep:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from torchremat.errors import BudgetError, PlanError
 from torchremat.planning.budgets import Budget, BudgetLike
@@ -30,6 +31,7 @@ def plan(
     solver: str = "auto",
     cost_model: CostModel | None = None,
     device: str | torch.device | None = None,
+    offload: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Choose what is saved and what is computed again, so that the peak keeps within `budget`.
@@ -50,6 +52,9 @@ def plan(
         cost_model: what operators cost in seconds; by default a roofline of `device`.
         device: where the step is to run (`"cuda"`, `"h100"`); by default where the tensors are, or
             this machine if they are on the meta device.
+        offload: whether values may be copied to the host and back, where the device has a link to
+            one. Such a plan is for reading for now: it says what offloading would bring, has no
+            graphs, and `from_plan` refuses it.
         **kwargs: keyword arguments of `fun_or_module`.
 
     Returns:
@@ -58,7 +63,7 @@ def plan(
     Raises:
         BudgetError: (a `RuntimeError`) with the least budget that can be met, if this cannot.
         TypeError, ValueError: for a budget, solver, cost model or device that is none, and where
-            `checkpoint` raises them.
+            `checkpoint` raises them; `ValueError` also for `offload=True` without a link.
 
     >>> import torch
     >>> def f(x, w):
@@ -71,7 +76,9 @@ def plan(
     True
     """
     asked = Budget.of(budget)
-    planning = _planning(fun_or_module, args, kwargs, optimizer, solver, cost_model, device)
+    planning = _planning(
+        fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload
+    )
     return planning.plan(asked, f"plan(budget={budget!r})")
 
 
@@ -138,6 +145,7 @@ def pareto(
     solver: str = "auto",
     cost_model: CostModel | None = None,
     device: str | torch.device | None = None,
+    offload: bool = False,
     **kwargs: Any,
 ) -> Pareto:
     """The curve of least added time against peak memory. Arguments are those of `plan`.
@@ -151,6 +159,7 @@ def pareto(
         solver: see `plan`.
         cost_model: see `plan`.
         device: see `plan`.
+        offload: see `plan`.
         **kwargs: keyword arguments of `fun_or_module`.
 
     Returns:
@@ -166,7 +175,9 @@ def pareto(
     >>> [point.peak_bytes <= point.budget for point in curve], curve.least_bytes > 1000
     ([True, True], True)
     """
-    planning = _planning(fun_or_module, args, kwargs, optimizer, solver, cost_model, device)
+    planning = _planning(
+        fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload
+    )
     if isinstance(points, int) and not isinstance(points, bool):
         if points < 1:
             raise PlanError(f"pareto(points={points}): there must be at least one")
@@ -207,6 +218,7 @@ def _planning(
     solver: str,
     cost_model: CostModel | None,
     device: str | torch.device | None,
+    offload: bool,
 ) -> "_Planning":
     region = region_of(fun, args, kwargs)
     model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
@@ -215,7 +227,7 @@ def _planning(
             f"cost_model={cost_model!r} is none: give a CostModel, such as CostModel.of('h100') or "
             "cost_model.measure('cuda')"
         )
-    return _Planning(region, model, solver, resident_nbytes(region, optimizer))
+    return _Planning(region, model, solver, resident_nbytes(region, optimizer), offload)
 
 
 def device_of(region: Region) -> torch.device | None:
@@ -227,11 +239,15 @@ def device_of(region: Region) -> torch.device | None:
 class _Planning:
     """A function that is being planned."""
 
-    def __init__(self, region: Region, model: CostModel, solver: str, resident: int) -> None:
+    def __init__(
+        self, region: Region, model: CostModel, solver: str, resident: int, offload: bool
+    ) -> None:
         self.region = region
         self.model = model
         self.joint = region.joint_for(region.usual_given)
-        self.planner = Planner(self.joint, cost_model=model, solver=solver, resident=resident)
+        self.planner = Planner(
+            self.joint, cost_model=model, solver=solver, resident=resident, offload=offload
+        )
         self.resident = resident
 
     def even_budgets(self, count: int) -> list[Budget]:
@@ -250,22 +266,30 @@ class _Planning:
 
     def plan(self, budget: Budget, asked: str) -> Plan:
         planned = self.planner.plan(budget, asked)
-        program = FunctionProgram(self.region, Ready(planned.graph_schedule))
-        timeline = timeline_of(program)
-        forward, backward = graphs_of(program)
+        peak = planned.costs.peak + planned.step.copied_nbytes
+        saved = planned.saved_bytes
+        graphs = None
+        if not planned.offloaded:
+            program = FunctionProgram(self.region, Ready(planned.graph_schedule))
+            timeline = timeline_of(program)
+            peak, saved = timeline.peak, timeline.saved_bytes
+            forward, backward = graphs_of(program)
+            graphs = (forward.module, backward.module)
         return Plan(
             budget=planned.budget,
-            peak_bytes=timeline.peak + self.resident,
-            saved_bytes=timeline.saved_bytes,
+            peak_bytes=peak + self.resident,
+            saved_bytes=saved,
             recompute_seconds=planned.costs.added_seconds,
             recompute_flops=self._added_flops(planned),
             baseline=self._baseline,
             lower_bound_seconds=min(planned.lower_bound_seconds, planned.costs.added_seconds),
             decisions=_decisions(planned),
             device=repr(self.model),
-            order=order_of(planned.graph_schedule, self.joint),
+            order=order_of(planned.graph_schedule, self.joint, planned.offloaded),
             graph=self._lines,
-            graphs=(forward.module, backward.module),
+            offloaded_bytes=planned.offloaded_bytes,
+            link_seconds=planned.costs.link_seconds,
+            graphs=graphs,
         )
 
     @functools.cached_property
@@ -298,14 +322,18 @@ class _Planning:
 
 def _decisions(planned: PlannedStep) -> dict[str, str]:
     """What becomes of each known value that the backward pass has a use for."""
-    step = planned.step
-    saved = planned.graph_schedule.saved
+    step, offloaded = planned.step, planned.offloaded
+    kept = planned.graph_schedule.saved | offloaded
     read = {
         v for o in planned.schedule.backward for v in step.problem.operators[o].reads
     } & step.problem.known
     forward = {v for op in step.problem.operators if op.part is Part.FORWARD for v in op.writes}
+
+    def said(node: fx.Node) -> str:
+        return "offloaded" if node in offloaded else "saved" if node in kept else "recomputed"
+
     return {
-        node.name: "saved" if node in saved else "recomputed"
+        node.name: said(node)
         for v, node in enumerate(step.values)
-        if node is not None and (node in saved or (v in read and v in forward))
+        if node is not None and (node in kept or (v in read and v in forward))
     }

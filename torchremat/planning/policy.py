@@ -53,7 +53,7 @@ def memory_budget(
     that call, so that the time added is least; see `torchremat.planning.plan`. The peak is what the
     passes make of values, gradients and outputs; parameters and inputs, which are there anyway, do
     not count. The call raises `BudgetError` (a `RuntimeError`) with the least budget that can be
-    met if this one cannot.
+    met if this one cannot. Nothing is offloaded.
 
     Args:
         budget: bytes (an `int`, or text such as `"2GiB"`), or a fraction in (0, 1] of the peak
@@ -116,7 +116,8 @@ def from_plan(plan: Plan | str) -> Policy:
     """Keep and compute again what `plan` says: a `Plan`, or the path of one that was saved.
 
     It holds for the graph that it was made for, on any device; another raises `PlanError` (a
-    `ValueError`) that says where the graphs differ.
+    `ValueError`) that says where the graphs differ. One that offloads raises `NotAvailableError` (a
+    `NotImplementedError`): such plans cannot be run yet.
 
     >>> import torch, torchremat as tr
     >>> f = lambda x: x.sin().sin().sin().sin().sum()
@@ -126,13 +127,16 @@ def from_plan(plan: Plan | str) -> Policy:
     True
     """
     if isinstance(plan, Plan):
+        plan.check_runs("from_plan")
         return FromPlan(plan.to_json())
     if not isinstance(plan, str) and not hasattr(plan, "__fspath__"):
         raise PolicyError(
             f"from_plan takes a Plan, or the path of one that was saved, but it is {plan!r} "
             f"({type(plan).__name__}): from_plan(tr.plan(model, x, budget='2GiB'))"
         )
-    return FromPlan(Plan.load(plan).to_json(), str(plan))
+    loaded = Plan.load(plan)
+    loaded.check_runs(f"from_plan({str(plan)!r})")
+    return FromPlan(loaded.to_json(), str(plan))
 
 
 register_word("budget", memory_budget, "8GiB")

@@ -13,6 +13,12 @@ there before the step and after it, inputs and parameters, is no value.
 
 A schedule says which values are kept from the forward pass, and in which order operators run
 backward: those of the backward pass once, the others as often as it takes.
+
+Where there is a link to a host, values may be offloaded: copied to the host when they are made, and
+back before they are read again, while operators run.
+
+    forward     a = f(x)    b = g(a)     c = h(b)       a is there until b is made, and its copy
+    backward    dc          db           da, reads a    a is fetched while db runs
 """
 
 import enum
@@ -67,6 +73,8 @@ class Problem:
         backward_constant: those held in the backward pass besides: cotangents.
         backward_order: the operators that need cotangents in the order in which they are to run, if
             not that of `operators`.
+        host_bytes_per_second: of the link to the host, each way; without one nothing is offloaded.
+        least_offload: bytes of the smallest value that is worth a copy.
     """
 
     operators: tuple[Operator, ...]
@@ -77,6 +85,8 @@ class Problem:
     constant: int = 0
     backward_constant: int = 0
     backward_order: tuple[int, ...] | None = None
+    host_bytes_per_second: float | None = None
+    least_offload: int = 0
 
     @cached_property
     def producers(self) -> tuple[int, ...]:
@@ -111,18 +121,39 @@ class Problem:
         """The known values that operators of the backward pass read."""
         return self.known.intersection(v for o in self.backward for v in self.operators[o].reads)
 
+    @cached_property
+    def offloadable(self) -> frozenset[int]:
+        """The values that may be offloaded: none without a link, no output, and no small one."""
+        if self.host_bytes_per_second is None:
+            return frozenset()
+        known = self.known - self.outputs
+        return frozenset(v for v in known if self.nbytes[v] >= max(self.least_offload, 1))
+
     def seconds_of(self, operators: Iterable[int]) -> float:
         """The time that `operators` take together."""
         return sum(self.operators[o].seconds for o in operators)
 
+    def copy_seconds(self, values: Iterable[int]) -> float:
+        """The time that the link takes to carry `values` one way."""
+        assert self.host_bytes_per_second is not None
+        return sum(self.nbytes[v] for v in values) / self.host_bytes_per_second
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is kept from the forward pass, and the operators of both passes in order."""
+    """What is kept from the forward pass, and the operators of both passes in order.
+
+    Attributes:
+        saved: the values that are kept where they are.
+        forward: the operators of the forward pass.
+        backward: those of the backward pass.
+        offloaded: the values that are kept by the host.
+    """
 
     saved: tuple[int, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    offloaded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,11 +163,13 @@ class Costs:
     Attributes:
         live: bytes alive while each operator runs, forward and then backward.
         added_seconds: the time of the operators that run more often than without
-            rematerialisation.
+            rematerialisation, and that in which nothing runs but the link.
+        link_seconds: the second of these.
     """
 
     live: tuple[int, ...]
     added_seconds: float
+    link_seconds: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -154,6 +187,13 @@ def costs_of(problem: Problem, schedule: Schedule) -> Costs:
     A value is alive from when it is written to the last operator that reads it, or that it is
     saved for; one that is written again is another from then on. Raises `ScheduleError` if a value
     is read that is not there.
+
+    A value that is offloaded is alive to its last operator in the forward pass, and at least to the
+    end of the next one there besides `Part.KNOWN` ones: its copy is done by then. In the backward
+    pass it is fetched once, before it is first read, while the operator that needs cotangents and
+    runs before runs, if there is one, else at the start. The link carries what is offloaded once
+    each way, beside operators: each pass takes as long as its operators or its copies, whichever
+    take longer.
     """
     check_schedule(problem, schedule)
     return costs_unchecked(problem, schedule)
@@ -163,15 +203,16 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
     """`costs_of` a schedule that is known to be right."""
     num_forward = len(schedule.forward)
     order = (*schedule.forward, *schedule.backward)
-    saved = frozenset(schedule.saved)
     held = problem.outputs | problem.gradients
     live = [0] * len(order)
     wanted: set[int] = set()  # values that are read later
     nbytes = problem.nbytes
     total = 0
+    ends, fetched = _copies(problem, schedule) if schedule.offloaded else ({}, {})
+    ends[num_forward - 1] = [*ends.get(num_forward - 1, ()), *problem.written, *schedule.saved]
     for i in range(len(order) - 1, -1, -1):
-        if i == num_forward - 1:
-            for v in problem.written | saved:
+        if i in ends:
+            for v in ends[i]:
                 if v not in wanted and v not in held:
                     wanted.add(v)
                     total += nbytes[v]
@@ -188,18 +229,10 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
             else:
                 own += nbytes[v]
         live[i] = own
-    # what is held until the end counts from when it is first written
-    made = problem.constant
-    first: set[int] = set()
-    for i, o in enumerate(order):
-        if i == num_forward:
-            made += problem.backward_constant
-        for v in problem.operators[o].writes:
-            if v in held and v not in first:
-                first.add(v)
-                live[i] -= nbytes[v]
-                made += nbytes[v]
-        live[i] += made
+        if i in fetched:
+            wanted.difference_update(fetched[i])
+            total -= sum(nbytes[v] for v in fetched[i])
+    _add_held(problem, schedule, live)
     counts = [0] * len(problem.operators)
     for o in order:
         counts[o] += 1
@@ -208,7 +241,63 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
         for count, op in zip(counts, problem.operators, strict=True)
         if count
     )
-    return Costs(tuple(live), added)
+    link = _link_seconds(problem, schedule) if schedule.offloaded else 0.0
+    return Costs(tuple(live), added + link, link)
+
+
+def _add_held(problem: Problem, schedule: Schedule, live: list[int]) -> None:
+    """Add what is held until the end: it counts from when it is first written."""
+    num_forward, nbytes = len(schedule.forward), problem.nbytes
+    held = problem.outputs | problem.gradients
+    made = problem.constant
+    first: set[int] = set()
+    for i, o in enumerate((*schedule.forward, *schedule.backward)):
+        if i == num_forward:
+            made += problem.backward_constant
+        for v in problem.operators[o].writes:
+            if v in held and v not in first:
+                first.add(v)
+                live[i] -= nbytes[v]
+                made += nbytes[v]
+        live[i] += made
+
+
+Moments = dict[int, list[int]]
+"""Values by positions in the order of both passes."""
+
+
+def _copies(problem: Problem, schedule: Schedule) -> tuple[Moments, Moments]:
+    """When the copy of each offloaded value to the host is done, and when it is fetched."""
+    operators, left = problem.operators, set(schedule.offloaded)
+    copied: Moments = {}
+    writing: list[int] = []
+    for i, o in enumerate(schedule.forward):
+        if operators[o].part is Part.FORWARD and writing:
+            copied[i] = writing
+            writing = []
+        writing += left.intersection(operators[o].writes)
+        left.difference_update(operators[o].writes)
+    if writing:
+        copied.setdefault(len(schedule.forward) - 1, []).extend(writing)
+    fetched: Moments = {}
+    left = set(schedule.offloaded)
+    before = len(schedule.forward)  # where the last operator ran that needs cotangents
+    for i, o in enumerate(schedule.backward, len(schedule.forward)):
+        read = left.intersection(operators[o].reads)
+        if read:
+            fetched.setdefault(before, []).extend(read)
+        left -= read
+        left.difference_update(operators[o].writes)
+        if operators[o].part is Part.BACKWARD:
+            before = i
+    return copied, fetched
+
+
+def _link_seconds(problem: Problem, schedule: Schedule) -> float:
+    """The time in which the passes wait for copies."""
+    copying = problem.copy_seconds(schedule.offloaded)
+    passes = (schedule.forward, schedule.backward)
+    return sum(max(0.0, copying - problem.seconds_of(operators)) for operators in passes)
 
 
 def check_schedule(problem: Problem, schedule: Schedule) -> None:
@@ -219,13 +308,24 @@ def check_schedule(problem: Problem, schedule: Schedule) -> None:
     missing = set(schedule.saved) - there
     if missing:
         raise ScheduleError(f"saved, but not made by the forward pass: values {sorted(missing)}")
-    there &= problem.outputs | set(schedule.saved)
+    _check_offloaded(problem, schedule, there)
+    there &= problem.outputs | {*schedule.saved, *schedule.offloaded}
     for o in schedule.backward:
         _run(problem, o, there)
     for part, ran in ((problem.forward, schedule.forward), (problem.backward, schedule.backward)):
         lacking = set(part) - set(ran)
         if lacking:
             raise ScheduleError(f"operators {sorted(lacking)} do not run")
+
+
+def _check_offloaded(problem: Problem, schedule: Schedule, there: set[int]) -> None:
+    for wrong, what in (
+        (set(schedule.offloaded) - problem.offloadable, "which may not be"),
+        (set(schedule.offloaded) - there, "but not made by the forward pass"),
+        (set(schedule.offloaded).intersection(schedule.saved), "and saved besides"),
+    ):
+        if wrong:
+            raise ScheduleError(f"offloaded, {what}: values {sorted(wrong)}")
 
 
 def _run(problem: Problem, o: int, there: set[int]) -> None:

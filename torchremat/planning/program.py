@@ -19,38 +19,22 @@ The relaxation is made tight by r_o, that o runs at all, and d_om, that it runs 
 
              s_v + r_o >= 1      r_p <= s_u + r_o      sum of i_oj         >= r_o
              a_vm + d_om >= 1    d_pm <= a_um + d_om   sum of later i_oj   >= d_om
+
+With a link to a host values may be offloaded instead of saved, see `host_rows`.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from torchremat.planning.host_rows import HostRows
 from torchremat.planning.linear import Floats, LinearProgram
+from torchremat.planning.moments import Moment
 from torchremat.planning.ordering import Decisions, Replay
 from torchremat.planning.peak_rows import BackwardBytes, ForwardBytes
 from torchremat.planning.problem import Part, Problem
-
-
-@dataclass(frozen=True, order=True)
-class Moment:
-    """A moment of the backward pass.
-
-    Attributes:
-        step: that of an operator of the backward pass.
-        operator: one that is computed again for this step and runs just now; if it is larger than
-            all operators, the moment is that of the step's own.
-    """
-
-    step: int
-    operator: int = 1 << 60
-
-    @property
-    def is_burst(self) -> bool:
-        """Whether it is one of what is computed again."""
-        return self.operator != 1 << 60
 
 
 class Facts:
@@ -137,6 +121,7 @@ class SavingProgram:
         self._add_reads()
         self._add_relaxation()
         self._add_early()
+        self._add_waiting()
         self._add_forward_bytes(positions)
         for values in conflicts:
             self.linear.at_most([(self.saved[v], 1.0) for v in values], len(values) - 1.0)
@@ -150,6 +135,7 @@ class SavingProgram:
         self.interval = [
             bisect_left(self.moments, Moment(step)) for step in range(len(facts.direct))
         ]
+        self.last_step = [*(m.step for m in self.moments), len(facts.direct) - 1]
         self.last_direct: dict[int, int] = {}
         first_direct: dict[int, int] = {}
         for v, steps in facts.direct_steps.items():
@@ -219,6 +205,12 @@ class SavingProgram:
             for v in facts.writes[o]:
                 for m in range(self.first[o] + 1, self.last_value.get(v, -1) + 1):
                     self.kept[v, m] = linear.variable(integral=True)
+        spans = {
+            v: (self.first[problem.producers[v]], self.last_value[v])
+            for v in facts.values
+            if v in self.last_value
+        }
+        self.host = HostRows.of(problem, linear, self.moments, self.saved, spans, outer=self.outer)
 
     def _alive(self, v: int, number: int) -> list[tuple[int, float]]:
         """Whether `v` is kept beyond a moment, as terms."""
@@ -238,27 +230,36 @@ class SavingProgram:
     def _add_reads(self) -> None:
         linear, producers = self.linear, self.problem.producers
         read = {
-            (v, self.interval[step])
+            (v, self.interval[step]): step
             for v, steps in self.facts.direct_steps.items()
-            for step in steps
+            for step in reversed(steps)
         }
-        for v, j in sorted(read):
-            linear.at_least([*self._alive(v, j), *self._run(producers[v], j)], 1.0)
+        for (v, j), step in sorted(read.items()):
+            made = [*self._run(producers[v], j), *self.host.fetched(v, j, step)]
+            linear.at_least([*self._alive(v, j), *made], 1.0)
         for (p, j), variable in self.runs.items():
             for u in self.facts.reads[p]:
                 if self.outer and 0 < j == self.first[p]:  # u was there at some time by then
                     there = self._runs_between(producers[u], 0, j)
-                    terms = [(self.saved[u], 1.0), *(there or self._run(producers[u], j))]
+                    terms = [*self._saved(u), *(there or self._run(producers[u], j))]
                 else:
-                    terms = [*self._alive(u, j), *self._run(producers[u], j)]
+                    made = [
+                        *self._run(producers[u], j),
+                        *self.host.fetched(u, j, self.last_step[j]),
+                    ]
+                    terms = [*self._alive(u, j), *made]
                 linear.at_least([*terms, (variable, -1.0)], 0.0)
         for (v, m), variable in self.kept.items():
-            terms = [*self._alive(v, m - 1), *self._run(producers[v], m - 1), (variable, -1.0)]
-            linear.at_least(terms, 0.0)
+            made = [*self._run(producers[v], m - 1), *self.host.fetched(v, m - 1)]
+            linear.at_least([*self._alive(v, m - 1), *made, (variable, -1.0)], 0.0)
         for o in self.again:
             op = self.problem.operators[o]
             if op.draws:
                 linear.at_most(self._later_runs(o, 0), 1.0)
+
+    def _saved(self, v: int) -> list[tuple[int, float]]:
+        """Whether `v` is saved, or offloaded, as terms."""
+        return [(self.saved[v], 1.0), *self.host.kept(v)]
 
     def _later_runs(self, o: int, interval: int) -> list[tuple[int, float]]:
         return self._runs_between(o, interval, self.last[o])
@@ -273,10 +274,10 @@ class SavingProgram:
         for o, again in self.again.items():
             linear.at_least([*self._later_runs(o, 0), (again, -1.0)], 0.0)
             for u in facts.reads[o]:
-                terms = [(self.saved[u], 1.0), *self._again(producers[u]), (again, -1.0)]
+                terms = [*self._saved(u), *self._again(producers[u]), (again, -1.0)]
                 linear.at_least(terms, 0.0)
         for v in facts.direct_steps:
-            linear.at_least([(self.saved[v], 1.0), *self._again(producers[v])], 1.0)
+            linear.at_least([*self._saved(v), *self._again(producers[v])], 1.0)
         for number, moment in enumerate(self.moments, 1):
             if not moment.is_burst:
                 self._add_deferred(number)
@@ -302,13 +303,14 @@ class SavingProgram:
             if self.first[o] < number:
                 for v in facts.writes[o]:
                     if self.last_direct.get(v, -1) >= number:
-                        linear.at_least([*self._alive(v, number), *deferred.get(o, ())], 1.0)
+                        later = [*deferred.get(o, ()), *self.host.fetched_from(v, number)]
+                        linear.at_least([*self._alive(v, number), *later], 1.0)
         for p in sorted(near):
             for u in facts.reads[p]:
                 if self.outer and number <= self.first[producers[u]]:
                     continue
                 ((variable, _),) = deferred[p]
-                later = deferred.get(producers[u], [])
+                later = [*deferred.get(producers[u], ()), *self.host.fetched_from(u, number)]
                 linear.at_least([*self._alive(u, number), *later, (variable, -1.0)], 0.0)
 
     def _add_early(self) -> None:
@@ -321,12 +323,25 @@ class SavingProgram:
             early[o] = linear.variable(op.seconds)
             linear.offset -= op.seconds
             for v in self.facts.writes[o]:
-                linear.at_least([(early[o], 1.0), (self.saved[v], -1.0)], 0.0)
+                for kept, _ in self._saved(v):
+                    linear.at_least([(early[o], 1.0), (kept, -1.0)], 0.0)
             for u in self.facts.reads[o]:
                 if problem.producers[u] in early:
                     linear.at_least([(early[problem.producers[u]], 1.0), (early[o], -1.0)], 0.0)
             if not op.repeatable:
                 linear.at_most([(early[o], 1.0), *self._later_runs(o, 0)], 1.0)
+        self.early = early
+
+    def _add_waiting(self) -> None:
+        problem = self.problem
+        seconds = [op.seconds for op in problem.operators]
+        early = [(variable, seconds[o]) for o, variable in self.early.items()]
+        again = [(variable, seconds[o]) for (o, _), variable in self.runs.items()]
+        passes = (
+            (problem.seconds_of(problem.forward), early),
+            (problem.seconds_of(problem.backward), again),
+        )
+        self.host.add_waiting(problem, self.linear, passes)
 
     def _add_forward_bytes(self, positions: Iterable[int]) -> None:
         problem, facts = self.problem, self.facts
@@ -338,6 +353,11 @@ class SavingProgram:
                 (self.saved[v], problem.nbytes[v])
                 for v in facts.values
                 if forward.made.get(v, position + 1) <= position > forward.last[v]
+            ]
+            terms += [  # their copies are not yet done
+                (variable, problem.nbytes[v])
+                for v, variable in self.host.offloaded.items()
+                if forward.made.get(v, position) == position - 1 and position > forward.last[v]
             ]
             self.linear.at_most(terms, self.budget - forward.live[position])
 
@@ -358,6 +378,7 @@ class SavingProgram:
                 if self.last_direct.get(v, -1) >= number:  # alive, or computed again
                     held += nbytes[v]
                     terms.append((self.again[o], -nbytes[v]))
+                    terms += [(variable, -nbytes[v]) for variable, _ in self.host.kept(v)]
             else:
                 terms += [(variable, nbytes[v]) for variable, _ in self._alive(v, number)]
         if moment.is_burst:
@@ -373,7 +394,7 @@ class SavingProgram:
         """Where in the forward pass each variable belongs, from 0 to 1."""
         producers, rank = self.problem.producers, self.facts.rank
         found = np.zeros(self.linear.num_variables)
-        for v, i in self.saved.items():
+        for v, i in (*self.saved.items(), *self.host.offloaded.items()):
             found[i] = rank[producers[v]]
         for (v, _), i in self.kept.items():
             found[i] = rank[producers[v]]
@@ -388,10 +409,17 @@ class SavingProgram:
         x = np.zeros(self.linear.num_variables)
         x[[self.saved[v] for v in replay.schedule.saved if v in self.saved]] = 1.0
         since = dict.fromkeys(replay.schedule.saved, 0)  # the interval since which a value is there
+        away = set(replay.schedule.offloaded)
+        x[[self.host.offloaded[v] for v in away]] = 1.0
         for o, step in zip(replay.schedule.backward, replay.steps, strict=True):
             runs_again = o in self.facts.rank
             interval = bisect_left(self.moments, Moment(step, o) if runs_again else Moment(step))
             reads = self.facts.reads[o] if runs_again else self.facts.direct[step]
+            for v in away.intersection(reads):
+                since[v] = bisect_left(self.moments, Moment(step - 1))
+                if (v, since[v]) not in self.host.loads:
+                    return None
+            away.difference_update(reads)
             for v in reads:
                 for m in range(since.get(v, 0) + 1, interval + 1):
                     if (v, m) in self.kept:
@@ -411,6 +439,11 @@ class SavingProgram:
     def decisions(self, x: Floats, threshold: float = 0.5) -> Decisions:
         """What the variables `x` say."""
         saved = frozenset(v for v, i in self.saved.items() if x[i] > threshold)
+        offloaded = frozenset(
+            v
+            for v, i in self.host.offloaded.items()
+            if x[i] + x[self.saved[v]] > threshold and v not in saved
+        )
         gone: dict[int, set[int]] = {}
         for (v, m), i in self.kept.items():
             moment = self.moments[m - 1]
@@ -424,4 +457,5 @@ class SavingProgram:
             saved,
             {step: frozenset(values) for step, values in sorted(gone.items())},
             {step: frozenset(operators) for step, operators in sorted(early.items())},
+            offloaded,
         )

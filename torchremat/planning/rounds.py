@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from torchremat.planning.linear import Answer, Relaxation
 from torchremat.planning.local_search import LocalSearch
+from torchremat.planning.moments import Moment
 from torchremat.planning.neighbourhoods import Neighbourhoods
-from torchremat.planning.ordering import Decisions
 from torchremat.planning.problem import Part
-from torchremat.planning.program import Facts, Moment, SavingProgram
+from torchremat.planning.program import Facts, SavingProgram
 from torchremat.planning.record import Record
 from torchremat.planning.trials import Trial, Trier
 
@@ -89,7 +89,7 @@ class Rounds:
         """Simulate an answer: all as late as it can be, or, if that costs more, as it says."""
         assert answer.x is not None
         decisions = self.program.decisions(answer.x)
-        late = self.record.note(self.trier(Decisions(decisions.saved, decisions.drops)))
+        late = self.record.note(self.trier(replace(decisions, early={})))
         if late.fits and late.costs.added_seconds <= answer.value * (1 + 1e-6):
             return late
         return self.record.note(self.trier(decisions))

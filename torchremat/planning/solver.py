@@ -10,7 +10,7 @@ At any time the best that the simulation accepted is at hand, with the bound tha
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchremat.planning.cuts import saved_by_cuts
 from torchremat.planning.local_search import LocalSearch
@@ -71,17 +71,36 @@ class Solution:
 def solve(problem: Problem, budget: int, options: Options | None = None) -> Solution:
     """The schedule of least added time whose peak is at most `budget` bytes.
 
+    Values are offloaded only where the problem has a link to a host.
+
     The operators of the backward pass that need cotangents run in the order of `problem`. The
     answer has no schedule if none was found; `least_peak` is then what one can get down to.
     """
     options = options or Options()
     seconds = options.seconds_for(problem)
+    if not problem.offloadable:
+        return _solution(problem, _searched(problem, budget, options, seconds))
+    record = _searched(problem, budget, options, _LINKED_SHARE * seconds)
+    if not record.is_good:
+        left = replace(options, progress=None)
+        _without_link(problem, budget, left, (1 - _LINKED_SHARE) * seconds, record)
+    if record.best is not None:
+        local = LocalSearch(Trier(problem, budget), time.monotonic() + _TIDY_SHARE * seconds)
+        record.note(local.with_fewer_copies(record.best))
+    return _solution(problem, record)
+
+
+def _searched(problem: Problem, budget: int, options: Options, seconds: float) -> Record:
+    """What a search of so many seconds finds."""
     end = time.monotonic() + seconds
     is_small = len(problem.operators) <= _MOST_OPERATORS
     clock = Clock(_FIRST_SHARE * seconds if is_small else seconds, options.progress)
     trier, record = Trier(problem, budget), Record(clock, options.gap)
     if not record.note(trier(Decisions(problem.needed))).fits:
         record.note(trier(Decisions(trier.fixed)))
+        if problem.offloadable:
+            kept = (problem.needed | trier.fixed) - problem.offloadable
+            record.note(trier(Decisions(kept, offloaded=problem.offloadable)))
         if budget < _LOW * floor_of(problem):
             _from_nothing(record, LocalSearch(trier, clock.deadline(_LOW_SHARE)))
         if options.solver != "local":
@@ -96,7 +115,22 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
             left = max(end - time.monotonic(), 0.0)
             for factor in _EASIER:
                 _from_above(trier, record, factor, left / len(_EASIER))
-    return _solution(problem, record)
+    return record
+
+
+def _without_link(
+    problem: Problem, budget: int, options: Options, seconds: float, record: Record
+) -> None:
+    """What is found with nothing offloaded is an answer too, and a start for better ones."""
+    alone = replace(problem, host_bytes_per_second=None)
+    found = _searched(alone, budget, options, _ALONE_SHARE * seconds)
+    trier = Trier(problem, budget)
+    for trial in (found.lowest, found.best):
+        if trial is not None:
+            record.note(trier(trial.decisions))
+    if record.best is not None and not record.is_good:
+        local = LocalSearch(trier, time.monotonic() + (1 - _ALONE_SHARE) * seconds)
+        record.note(local.improve(record.best))
 
 
 def _cut(trier: Trier, record: Record) -> None:
@@ -153,6 +187,9 @@ def _solution(problem: Problem, record: Record) -> Solution:
     return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest)
 
 
+_LINKED_SHARE = 0.6
+_ALONE_SHARE = 0.7
+_TIDY_SHARE = 0.1
 _SPARE = 0.5
 _LOW_SHARE = 0.3
 _FIRST_SHARE = 0.7

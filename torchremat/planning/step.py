@@ -1,7 +1,7 @@
 """A joint graph as a problem in numbers, and schedules of numbers as operators of the graph."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -15,6 +15,9 @@ from torchremat.planning.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.storages import nbytes_of
 from torchremat.remat.draws import state_nbytes
 from torchremat.remat.replay import draws_forward, why_kept, why_not_replayed
+
+LEAST_OFFLOAD = 64 << 10
+"""Bytes below which a value is not offloaded: a copy takes some ten microseconds to begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +37,24 @@ class Step:
     values: tuple[fx.Node | None, ...]
 
     @classmethod
-    def of(cls, joint: Joint, seconds: Callable[[fx.Node], float]) -> "Step":
-        """The step of `joint`, with `seconds` for the time of each operator."""
-        return _Builder(joint, seconds).build()
+    def of(
+        cls,
+        joint: Joint,
+        seconds: Callable[[fx.Node], float],
+        *,
+        host_bytes_per_second: float | None = None,
+    ) -> "Step":
+        """The step of `joint`, with `seconds` for the time of each operator.
+
+        With a link to a host, values of `LEAST_OFFLOAD` bytes and more may be offloaded.
+        """
+        step = _Builder(joint, seconds).build()
+        if host_bytes_per_second is None:
+            return step
+        problem = replace(
+            step.problem, host_bytes_per_second=host_bytes_per_second, least_offload=LEAST_OFFLOAD
+        )
+        return replace(step, problem=problem)
 
     @property
     def plain(self) -> Decisions:
@@ -72,7 +90,7 @@ class Step:
         return sum(nbytes_of(node, node.meta["val"]) for node in written & read)
 
     def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
-        """`schedule` as nodes of the graph."""
+        """`schedule` as nodes of the graph; what is offloaded is neither saved nor made again."""
         # an output is there for the backward pass, which must be handed it
         read = {v for o in schedule.backward for v in self.problem.operators[o].reads}
         saved = (self.values[v] for v in {*schedule.saved, *(self.problem.outputs & read)})

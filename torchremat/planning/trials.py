@@ -38,9 +38,9 @@ class Trial:
         return self.excess < FORBIDDEN
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """What is to be small."""
-        return (self.excess, self.costs.added_seconds)
+    def rank(self) -> tuple[int, float, int]:
+        """What is to be small, first what matters most."""
+        return (self.excess, self.costs.added_seconds, len(self.decisions.offloaded))
 
     def hills(self, budget: int, distance: int) -> Iterator[int]:
         """The positions of the highest moments above `budget`, so far from one another."""
@@ -73,12 +73,17 @@ class Trier:
         return frozenset(once) | (self.problem.outputs & self.problem.known)
 
     def __call__(self, decisions: Decisions) -> Trial:
-        """What `decisions` cost, without what is saved in vain."""
+        """What `decisions` cost, without what is kept in vain."""
         self.count += 1
         replay = replay_of(self.problem, decisions)
         used = values_used(self.problem, replay.schedule)
-        if used != decisions.saved:
-            decisions = Decisions(used, decisions.drops, decisions.early)
+        if used != decisions.kept:
+            decisions = Decisions(
+                used & decisions.saved,
+                decisions.drops,
+                decisions.early,
+                used & decisions.offloaded,
+            )
             replay = replay_of(self.problem, decisions)
         costs = costs_unchecked(self.problem, replay.schedule)
         budget = self.budget

@@ -185,7 +185,8 @@ class Program(ABC):
             *["residual"] * num_residuals,
             *["cotangent"] * (len(saved) - num_inputs - num_residuals),
         )
-        _keep_apart(compiled.module, [self.prevent_cse[i] for i in self.saved_inputs])
+        asked = [*self.prevent_cse, *[True] * len(self.known)]
+        _keep_apart(compiled.module, [asked[i] for i in self.saved_inputs])
         return compiled
 
     def at(self, sizes: Sizes | None) -> "Program":

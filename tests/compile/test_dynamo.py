@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchremat as tr
 from tests.compile.models import Convolutions, Transformer, gradients_of, held_nbytes
-from torchremat.checkpoint_policies import memory_budget
+from torchremat.checkpoint_policies import from_plan, memory_budget
 from torchremat.errors import UnmatchedWarning
 from torchremat.remat.report import Report
 
@@ -56,6 +56,22 @@ def test_the_same_values_are_kept_as_in_eager_mode(policy: str) -> None:
 
 def _saved(report: Report) -> list[tuple[Any, ...]]:
     return [(r.name, r.shape, r.nbytes) for r in report if r.decision == "saved"]
+
+
+def test_a_plan_is_kept_to() -> None:
+    model, x = Transformer(width=8), torch.randn(8, 32, 8)
+    policy = from_plan(tr.plan(model, x, budget=0.75))
+    reports: list[Report] = []
+    ours = gradients_of(compiled(model, policy, report=reports.append), model, x)
+    assert all(map(torch.equal, ours, gradients_of(model, model, x)))
+    assert _saved(reports[0]) == _saved(tr.explain(model, x, policy=policy))
+
+
+def test_a_plan_of_another_function_is_told() -> None:
+    x = torch.randn(8, 32, 8)
+    policy = from_plan(tr.plan(Transformer(width=8), x, budget=0.75))
+    with pytest.raises(Exception, match="the plan is for another graph"):
+        compiled(Transformer(layers=3, width=8), policy)(x)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -24,6 +24,7 @@ class GraphSchedule:
         saved: the values that the forward pass keeps for the backward pass.
         forward: the calls of operators in the forward pass in order.
         backward: likewise; one that is there again runs again. Views are made where they are read.
+            Both are empty where only what is kept is known.
     """
 
     saved: frozenset[fx.Node]

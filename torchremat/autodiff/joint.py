@@ -33,6 +33,7 @@ class Joint:
     `cotangents[i]` and `gradients[i]` are `None` for an output that has no derivative and an input
     that gets none. `mutations` pairs the position of an input that the function writes to with its
     new value. `opened`: checkpoints inside were opened, as no other trace of the function has them.
+    `by_compiler`: AOTAutograd has traced it.
     """
 
     module: fx.GraphModule
@@ -42,6 +43,7 @@ class Joint:
     cotangents: tuple[fx.Node | None, ...]
     gradients: tuple[fx.Node | None, ...]
     opened: bool = False
+    by_compiler: bool = False
 
     @property
     def forward_nodes(self) -> list[fx.Node]:

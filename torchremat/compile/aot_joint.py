@@ -37,6 +37,7 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
         tuple((inputs.index(node), results[i]) for i, node in written.items()),
         tuple(cotangents),
         tuple(results[num_forward_outputs:]),
+        by_compiler=True,
     )
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import NotAvailableError, PlanError
+from torchremat.planning.elsewhere import kept_elsewhere
 from torchremat.planning.fingerprints import difference, fingerprint_of, lines_of
 from torchremat.planning.simulate import simulate
 from torchremat.planning.timeline import Timeline
@@ -243,9 +244,16 @@ class Plan:
     # --- on a graph ------------------------------------------------------------------------------
 
     def graph_schedule(self, joint: Joint) -> GraphSchedule:
-        """The plan in the nodes of `joint`; raises `PlanError` if that is another graph."""
+        """The plan in the nodes of `joint`; raises `PlanError` if that is another graph.
+
+        In a compiler's trace, whose own matter is what runs when, it says only what is kept.
+        """
         self.check_runs("a plan as a policy")
         lines = lines_of(joint.module.graph)
+        if joint.by_compiler and lines != self.graph:
+            kept = kept_elsewhere(self.graph, self.order.saved, joint)
+            if kept is not None:
+                return GraphSchedule(frozenset(kept), (), ())
         if lines != self.graph:
             raise PlanError(
                 f"the plan is for another graph: {difference(self.graph, lines)}. A plan holds for "

@@ -38,6 +38,8 @@ class Rounds:
 
     def run(self) -> None:
         """Search until the time is over, or what was found is good."""
+        if self.window is not None:
+            self._prove_at_once()
         relaxation = self._relaxed()
         while relaxation is None and self.window is not None and self.clock.gone < 0.5:
             wider = 3 * self.window
@@ -171,6 +173,13 @@ class Rounds:
             seconds = min(share * self.clock.seconds, self.clock.until(1.0))
             self.record.note(LocalSearch(self.trier, time.monotonic() + seconds).repair(trial))
 
+    def _prove_at_once(self) -> None:
+        """A bound from what is held at the end of the forward pass, for all schedules."""
+        made = self.facts.forward_bytes.made
+        program = SavingProgram(self.facts, self.trier.budget, [], [max(made.values(), default=0)])
+        seconds = self.clock.until(_AT_ONCE_SHARE)
+        self.record.prove(program.linear.relaxed(seconds=seconds).answer.bound)
+
     def _prove(self) -> None:
         """A bound for all schedules, and perhaps a better answer."""
         moments = [m for m in self.moments if not m.is_burst]
@@ -234,6 +243,7 @@ def _is_optimal(answer: Answer, gap: float) -> bool:
 
 
 _WHOLE = 260
+_AT_ONCE_SHARE = 0.1
 _LEAST_WINDOW = 100
 _SMALL = 1200
 _LARGE = 40_000

@@ -95,7 +95,7 @@ class Choices:
     def residuals(self, joint: Joint) -> Residuals:
         """What the backward half of `joint` needs of its forward half, by these choices."""
         wanted = [g for g in joint.gradients if g is not None]
-        if self.schedule is not None:
+        if self.schedule is not None and self.schedule.backward:
             return self._residuals_of(self.schedule, joint, wanted)
         return self.residuals_for(joint, wanted)
 

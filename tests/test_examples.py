@@ -21,6 +21,7 @@ SMALL_GPT = [
 # a line for each file and way to run it; the first argument is the file
 COMMANDS = [
     ["train_gpt.py", *SMALL_GPT, "--policy", "dots|modules:*.mlp"],
+    ["jit_donation.py", "--steps", "3"],
     ["train_gpt.py", *SMALL_GPT, "--dropout", "0.2", "--attention", "eager", "--seed", "1"],
 ]
 PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]

@@ -622,6 +622,52 @@ def graphs_for_inductor():
     assert "def call" in code
 
 
+@check("is_view", "tensor_uses", "storage_uses")
+def who_uses_a_tensor():
+    def uses(x):
+        return _torch.is_view(x), _torch.tensor_uses(x), _torch.storage_uses(x)
+
+    x = torch.ones(4)
+    assert uses(x) == (False, 1, 1)
+    view = x[1:]
+    assert uses(x) == (False, 2, 2)
+    assert _torch.is_view(view)
+    del view
+    detached = x.detach()
+    assert uses(x) == (False, 1, 2)
+    del detached
+    kept = x * torch.ones(4, requires_grad=True)
+    assert uses(x) == (False, 2, 1)
+    del kept
+    array = x.numpy()
+    assert uses(x) == (False, 1, 2)
+    del array
+    again = x
+    assert uses(again) == (False, 1, 1)
+
+
+@check("without_memory", "swap_memory")
+def memory_moves_between_tensors():
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError("no memory")
+
+    x = torch.arange(4.0).view(2, 2).t()
+    where = x.data_ptr()
+    other = _torch.without_memory(Empty, x)
+    assert (type(other), other.shape, other.stride(), other.dtype) == (
+        Empty, (2, 2), (1, 2), torch.float32,
+    )  # fmt: skip
+    _torch.swap_memory(x, other)
+    x.__class__, other.__class__ = Empty, torch.Tensor
+    assert other.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+    assert other.data_ptr() == where
+    for use in (torch.sin, torch.clone, torch.func.vmap(torch.sin)):
+        with pytest.raises(NotImplementedError, match="no memory"):
+            use(x)
+
+
 def public_names():
     """What `_torch` defines or imports for others: `import x as x`."""
     found = set()

@@ -11,6 +11,7 @@ from torchremat import checkpoint_policies, config, errors, nn, planning
 from torchremat.autodiff.graph_transforms import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.batching.batch_graph import batch_graph
+from torchremat.compile.jit import jit
 from torchremat.errors import (
     BudgetError,
     ConcretizationError,
@@ -71,6 +72,7 @@ __all__ = [
     "explain",
     "host_count",
     "host_id",
+    "jit",
     "jvp_graph",
     "local_device_count",
     "local_devices",

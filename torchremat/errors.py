@@ -44,6 +44,14 @@ class RecomputationError(TorchrematError, RuntimeError):
     """A value that was computed again is not what it was: see `config.verify_recomputation`."""
 
 
+class DonationError(TorchrematError, RuntimeError):
+    """A tensor that must not be donated was, or the values of one that was donated are used."""
+
+
+class DonationWarning(UserWarning):
+    """A donated tensor's storage is of no use: no output has its size and dtype."""
+
+
 class UnmatchedWarning(UserWarning):
     """A name, operator or pattern of a policy matches nothing in what was traced."""
 

@@ -68,8 +68,8 @@ class _Inliner:
                 inner = body.graph.find_nodes(op="placeholder")
                 pairs = zip(given, inner, strict=True)
                 env[node] = self.copy(body, [self._apart(*pair) for pair in pairs])
-            elif is_item(node) and isinstance(env[node.args[0]], list):  # type: ignore[index]
-                env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+            elif is_item(node) and isinstance(env[node.args[0]], list):
+                env[node] = env[node.args[0]][node.args[1]]
             else:
                 env[node] = self.graph.node_copy(node, env.__getitem__)
         raise AssertionError("a graph has an output")

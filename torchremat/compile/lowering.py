@@ -10,6 +10,8 @@ from torchremat import _torch
 from torchremat.compile.inlining import inlined
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.remat.names import name_p
+from torchremat.remat.replay import draws_forward
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 
@@ -82,11 +84,16 @@ class _ByInductor:
         if self._run is None:
             graph = fx.Graph()
             env: dict[fx.Node, fx.Node] = {}
+            # a draw that nobody reads moves the generator on: a result, or inductor drops it
+            draws = [n for n in self.module.graph.nodes if not n.users and draws_forward(n)]
             for node in self.module.graph.nodes:
                 if node.op == "placeholder" and not node.users:
                     continue
-                if node.op == "output":
-                    graph.output(tuple(env[r] for r in self._results if isinstance(r, fx.Node)))
+                if node.target is name_p:
+                    env[node] = env[node.args[0]]
+                elif node.op == "output":
+                    results = [r for r in self._results if isinstance(r, fx.Node)]
+                    graph.output(tuple(env[r] for r in (*results, *draws)))
                 else:
                     env[node] = graph.node_copy(node, env.__getitem__)
             module = fx.GraphModule(self.module, graph)

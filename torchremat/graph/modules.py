@@ -15,7 +15,6 @@ from torch.nn.modules.module import (
 from torchremat.graph.backward_hooks import hooks_written_down
 from torchremat.graph.module_state import Change, ModuleState
 
-
 _COMPILED = "_orig_mod"
 """What `torch.compile(module)` calls the module that it wraps."""
 

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.errors import ConcretizationError, EffectError, EffectWarning, TraceError
+from torchremat.errors import (
+    ConcretizationError,
+    DonationError,
+    EffectError,
+    EffectWarning,
+    TraceError,
+)
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.sizes import sizes_as_literals
 from torchremat.graph.sources import current_source, source_of_error, warn_user
@@ -67,6 +73,8 @@ class InputSpec:
 
 def _refuse_kind(tensor: Tensor) -> None:
     """Raise for a tensor that a plain one cannot stand for in a trace."""
+    if hasattr(type(tensor), "complaint"):  # it was donated
+        raise DonationError(tensor.complaint("a traced function"))  # type: ignore[attr-defined]
     if tensor.is_nested:
         raise TraceError(
             f"cannot trace a nested tensor (layout {tensor.layout}): its ragged size has no place "

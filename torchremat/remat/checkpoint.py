@@ -66,8 +66,7 @@ class Checkpointed:
         self.module_prefix = module_prefix
         self._key = PolicyKey(policy)
         self._verified_key = PolicyKey(policy, verified=True)
-        self._statics_key = (statics.argnums, statics.all_names, lenient, module_prefix)
-        self._own = _traces.of(fun, self._statics_key)
+        self._own = _traces.of(fun, self._cache_key())
         self._last: tuple[FunctionProgram, Sizes | None] | None = None
         self._uncompiled = outside_compiler() if policy.is_whole else None
 
@@ -80,8 +79,12 @@ class Checkpointed:
         bound = copy.copy(self)
         bound.fun = MethodType(self.fun, instance)
         bound.statics = self.statics.without_first()
-        bound._own = _traces.of(bound.fun, self._statics_key)
+        bound._own = _traces.of(bound.fun, self._cache_key())
         return bound
+
+    def _cache_key(self) -> tuple[Any, ...]:
+        """What traces of the same function depend on."""
+        return (self.statics.argnums, self.statics.all_names, self.lenient, self.module_prefix)
 
     @property
     def last_program(self) -> FunctionProgram | None:
@@ -104,6 +107,8 @@ class Checkpointed:
         if torch.compiler.is_exporting():
             return self.fun(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
+            if not self.policy.looks_inside:  # `jit` leaves it to the compiler around
+                return self.fun(*args, **kwargs)
             if self._uncompiled is not None:
                 return self._uncompiled(self, args, kwargs)
             return checkpoint_in_compiler(self.fun, self.policy, *args, **kwargs)
@@ -128,7 +133,7 @@ class Checkpointed:
             ):
                 if trace.records:
                     self._last = (program, sizes)
-                return trace.result.rebuild(_apply(trace, program, self.fun, tensors, sizes), sizes)
+                return trace.result.rebuild(self._apply(trace, program, tensors, sizes), sizes)
         return self._slow_call(call, args, kwargs)
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -156,17 +161,25 @@ class Checkpointed:
         sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
         if trace.records:
             self._last = (program, sizes)
-        return trace.result.rebuild(_apply(trace, program, self.fun, tensors, sizes), sizes)
+        return trace.result.rebuild(self._apply(trace, program, tensors, sizes), sizes)
+
+    def _apply(
+        self, trace: Trace, program: FunctionProgram, tensors: list[Tensor], sizes: Sizes | None
+    ) -> tuple[Any, ...]:
+        """Run `program` of `trace`, differentiably."""
+        if trace.records is trace.surroundings[0]:
+            return apply_program(program, self.fun, tensors, sizes)
+        with torch.enable_grad():  # as the function itself does inside a `no_grad`
+            return apply_program(program, self.fun, tensors, sizes)
 
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
         """The trace of such a call and its program, made now if there is none."""
         with trace_lock:
-            trace = self.trace(call, args, kwargs)
+            trace = self.trace_of(call, args, kwargs)
             key = self._current_key
             program = trace.programs.get(key)
             if program is None:
-                kind = VerifyingProgram if key.verified else FunctionProgram
-                program = kind(trace.region, self.policy, module_prefix=self.module_prefix)
+                program = self._new_program(trace, key, args, kwargs)
                 program.choices.warn_of_unmatched()
                 trace.programs[key] = program
                 self._log(program, trace, args, kwargs, call)
@@ -174,7 +187,12 @@ class Checkpointed:
                 self._log(program, trace, args, kwargs, call)
             return trace, program
 
-    def trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
+    def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
+        """The program of `trace`, made for such arguments."""
+        kind = VerifyingProgram if key.verified else FunctionProgram
+        return kind(trace.region, self.policy, module_prefix=self.module_prefix)
+
+    def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
         """The trace of such a call, made now if there is none."""
         with trace_lock:
             return self._find(call) or self._trace(call, args, kwargs)
@@ -283,15 +301,6 @@ class Checkpointed:
 
     def _variables(self) -> list[Variable]:
         return variables_of(self.fun)
-
-
-def _apply(
-    trace: Trace, program: FunctionProgram, owner: Any, tensors: list[Tensor], sizes: Any
-) -> tuple[Any, ...]:
-    if trace.records is trace.surroundings[0]:
-        return apply_program(program, owner, tensors, sizes)
-    with torch.enable_grad():  # as the function itself does inside a `no_grad`
-        return apply_program(program, owner, tensors, sizes)
 
 
 def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | None:

@@ -115,7 +115,11 @@ class FunctionalCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(program: Program, owner: object, emits: bool, *inputs: Tensor) -> tuple[Any, ...]:
         """Run the program."""
-        results = run_program(program, inputs)
+        given = set(map(id, inputs))
+        results = tuple(
+            r.view_as(r) if id(r) in given else r  # or a derivative could not be kept of it
+            for r in run_program(program, inputs)
+        )
         return results if emits else results[: program.num_outputs]
 
     @staticmethod

@@ -13,7 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
@@ -88,6 +88,9 @@ class Policy(ABC):
 
     def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
         return as_verdict(self(op, *avals, **params), self, op)
+
+    looks_inside: ClassVar[bool] = True
+    """Whether the policy decides on values inside a checkpoint within, too, beside its own."""
 
     @property
     def is_whole(self) -> bool:

@@ -304,6 +304,8 @@ class FunctionProgram(Program):
             return
         if policy.is_whole:
             self._root_joint = region.joint_for(region.usual_given)
+        elif not policy.looks_inside:
+            self._root_joint = region.joint
         else:
             self._root_joint = expose_inner(
                 region.joint,
@@ -497,7 +499,9 @@ class FunctionProgram(Program):
 
 def _opening(inner: FunctionProgram, policies: Sequence[tuple[Policy, str]]) -> Opening | None:
     """What `policies`, each with the name of the module around, keep of a checkpoint inside."""
-    everyone = [*policies, (inner.policy, inner.module_prefix)]
+    everyone = list(policies)
+    if inner.policy.looks_inside:
+        everyone.append((inner.policy, inner.module_prefix))
     joint = expose_inner(
         inner.region.joint,
         lambda within, module: _opening(

@@ -1,80 +1,13 @@
-"""Arguments of traced functions: which are static, and when two static values are the same.
-
-After `jax.api_util`.
-"""
+"""Arguments of functions, selected by position and by name: static ones, donated ones."""
 
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from torchremat import _torch
-
-
-class WrapHashably:
-    """A static value as part of a cache key.
-
-    Two are equal when type and value are, also inside tuples, lists and dicts: `1`, `1.0` and
-    `True` are three. A value that cannot be hashed is compared with a copy taken by `frozen`, so
-    that a list that was changed in place is no longer what it was.
-
-    >>> WrapHashably(1) == WrapHashably(True), WrapHashably((1, 2)) == WrapHashably((1, 2))
-    (False, True)
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def frozen(self) -> "WrapHashably":
-        """This value as it is now."""
-        try:
-            hash(self.value)
-        except TypeError:
-            return WrapHashably(copy.deepcopy(self.value))
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, WrapHashably) and same_value(self.value, other.value)
-
-    def __hash__(self) -> int:
-        try:
-            return hash((type(self.value), self.value))
-        except TypeError:
-            return hash(type(self.value))
-
-    def __repr__(self) -> str:
-        return f"WrapHashably({self.value!r})"
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are one to a trace: equal in type and value, also within containers.
-
-    `0.0` and `-0.0` are two, and not a number is itself.
-
-    >>> same_value([1, 2.0], [1, 2.0]), same_value(0.0, -0.0), same_value(1, True)
-    (True, False, False)
-    """
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(same_value, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
-    if isinstance(a, float):
-        return bool(a.hex() == b.hex())
-    if isinstance(a, complex):
-        return same_value((a.real, a.imag), (b.real, b.imag))
-    equal = a == b
-    if hasattr(equal, "all"):  # of arrays
-        alike = all(getattr(a, name, 0) == getattr(b, name, 0) for name in ("shape", "dtype"))
-        return bool(alike and equal.all())
-    return bool(equal)
 
 
 def as_argnums(value: Any, what: str = "static_argnums") -> tuple[int, ...]:
@@ -109,8 +42,10 @@ def check_argnums(argnums: Sequence[int], num_args: int, what: str = "static_arg
     for number in argnums:
         if not -num_args <= number < num_args:
             raise ValueError(
-                f"{what} contains {number}, but the call has {num_args} positional argument(s): "
-                f"positions must be at least {-num_args} and less than {num_args}"
+                f"{what} contains {number}, but the call has {num_args} positional argument(s). "
+                "Positional argument indices, e.g. for `static_argnums`, must have value greater "
+                "than or equal to -len(args) and less than len(args), but got value "
+                f"{number} for len(args) == {num_args}."
             )
 
 
@@ -122,30 +57,40 @@ def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
 
 
-class StaticArguments:
-    """Which arguments of calls of one function are static, by position and by name.
+class ArgumentSelection:
+    """Which arguments of calls of one function are meant, by position and by name.
 
-    A static position is also found when the argument is passed by keyword.
+    A position is also found when the argument is passed by keyword, a name when by position. A call
+    with fewer arguments than a position says is an error, unless the selection is `lenient`.
     """
 
-    def __init__(self, fun: Callable[..., Any], argnums: Any, argnames: Any) -> None:
-        self.argnums = as_argnums(argnums) if not _is_empty(argnums) else ()
-        self.argnames = frozenset(as_argnames(argnames))
-        parameters = parameters_of(fun) if self.argnums or self.argnames else []
-        positional = [p.name for p in parameters if p.kind in _POSITIONAL]
-        unknown = self.argnames - {p.name for p in parameters}
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        if unknown and parameters and not takes_any:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        argnums: Any,
+        argnames: Any,
+        *,
+        kind: str = "static",
+        lenient: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.lenient = lenient
+        self.argnums = as_argnums(argnums, f"{kind}_argnums") if not _is_empty(argnums) else ()
+        self.argnames = frozenset(as_argnames(argnames, f"{kind}_argnames"))
+        self._parameters = parameters_of(fun) if self.argnums or self.argnames else []
+        positional = [p.name for p in self._parameters if p.kind in _POSITIONAL]
+        unknown = self.argnames - {p.name for p in self._parameters}
+        if unknown and self._parameters and not self._has(inspect.Parameter.VAR_KEYWORD):
             raise ValueError(
-                f"static_argnames contains {sorted(unknown)}, but the function has the parameters "
-                f"{[p.name for p in parameters]}"
+                f"{kind}_argnames contains {sorted(unknown)}, but the function has the parameters "
+                f"{[p.name for p in self._parameters]}"
             )
         named = {positional.index(name) for name in self.argnames if name in positional}
         self._by_name = frozenset(named)
         in_range = (n for n in self.argnums if -len(positional) <= n < len(positional))
         self.all_names = self.argnames | {positional[n] for n in in_range}
 
-    def without_first(self) -> "StaticArguments":
+    def without_first(self) -> Self:
         """The same for calls in which the first argument is bound already, as in a method."""
         bound = copy.copy(self)
         bound.argnums = tuple(n - 1 if n > 0 else n for n in self.argnums if n != 0)
@@ -156,12 +101,46 @@ class StaticArguments:
         return bool(self.argnums or self.argnames)
 
     def positions(self, num_args: int, keywords: Iterable[str]) -> frozenset[int]:
-        """The static positions among `num_args` arguments; `ValueError` if one is out of range."""
+        """The positions among `num_args` arguments; `ValueError` if one is out of range."""
         given_by_name = self.all_names.intersection(keywords)
-        if not given_by_name:
-            check_argnums(self.argnums, num_args)
+        if not given_by_name and not self.lenient:
+            check_argnums(self.argnums, num_args, f"{self.kind}_argnums")
         positions = {n % num_args for n in self.argnums if -num_args <= n < num_args}
         return frozenset(positions | {n for n in self._by_name if n < num_args})
+
+    def check_signature(self, what: str) -> None:
+        """Raise `ValueError` if `what`, the function, has no argument at one of the positions."""
+        count = sum(p.kind in _POSITIONAL for p in self._parameters)
+        if self._has(inspect.Parameter.VAR_POSITIONAL) or not self._parameters:
+            return
+        if any(not -count <= n < count for n in self.argnums):
+            raise ValueError(
+                f"{what} has {self.kind}_argnums={self.argnums}, but only accepts {count} "
+                "positional arguments."
+            )
+
+    def refuse_shared(self, other: "ArgumentSelection") -> None:
+        """Raise `ValueError` if an argument is in both selections."""
+        ours, theirs = f"{self.kind}_argn", f"{other.kind}_argn"
+        names = self.all_names & other.all_names
+        if names:
+            raise ValueError(
+                f"{ours}ames and {theirs}ames cannot intersect. Argument names {sorted(names)} "
+                f"appear in both: {ours}ums={self.argnums}, {theirs}ums={other.argnums}"
+            )
+        numbers = set(self.argnums) & set(other.argnums)
+        if numbers:
+            raise ValueError(
+                f"`{ours}ums` {self.argnums} and `{theirs}ums` {other.argnums} cannot intersect: "
+                f"{sorted(numbers)} are in both"
+            )
+
+    def _has(self, kind: Any) -> bool:
+        return any(p.kind is kind for p in self._parameters)
+
+
+class StaticArguments(ArgumentSelection):
+    """Which arguments are static: Python values, which are part of the key of a trace."""
 
     def refuse_tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `TypeError` if a static argument is or holds a tensor."""

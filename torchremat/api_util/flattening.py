@@ -1,0 +1,145 @@
+"""Functions of trees as functions of flat leaves, and back.
+
+After `jax.api_util`, whose functions transform a `WrappedFun`; these take and give plain functions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchremat import _torch
+
+FlatFun = Callable[..., list[Any]]
+"""A function from leaves to a list of leaves."""
+
+TreeThunk = Callable[[], _torch.TreeSpec]
+"""Gives the structure of what a flat function returned when it last ran."""
+
+
+def flatten_fun(fun: Callable[..., Any], in_tree: _torch.TreeSpec) -> tuple[FlatFun, TreeThunk]:
+    """Make `fun` a function of leaves.
+
+    Args:
+        fun: a function of trees, with keyword arguments.
+        in_tree: the structure of `(args, kwargs)`.
+
+    Returns:
+        `(flat_fun, out_tree_thunk)`: `flat_fun(*leaves)` gives the list of the leaves of the
+        result, and then `out_tree_thunk()` its structure.
+
+    Raises:
+        RuntimeError: by `out_tree_thunk` if `flat_fun` has not run.
+
+    After `jax.api_util.flatten_fun`.
+
+    >>> args, kwargs = ([1, 2],), {"scale": 10}
+    >>> leaves, in_tree = _torch.tree_flatten((args, kwargs))
+    >>> def f(pair, scale):
+    ...     return {"sum": sum(pair) * scale}
+    >>> flat_fun, out_tree_thunk = flatten_fun(f, in_tree)
+    >>> flat_fun(*leaves)
+    [30]
+    >>> _torch.tree_unflatten([30], out_tree_thunk())
+    {'sum': 30}
+    """
+
+    def call(leaves: Sequence[Any]) -> Any:
+        args, kwargs = _torch.tree_unflatten(leaves, in_tree)
+        return fun(*args, **kwargs)
+
+    return _flat(call)
+
+
+def flatten_fun_nokwargs(
+    fun: Callable[..., Any], in_tree: _torch.TreeSpec
+) -> tuple[FlatFun, TreeThunk]:
+    """Make `fun`, which has no keyword arguments, a function of leaves.
+
+    As `flatten_fun`, with the structure of `args` as `in_tree`.
+
+    After `jax.api_util.flatten_fun_nokwargs`.
+
+    >>> leaves, in_tree = _torch.tree_flatten(([1, 2], 3))
+    >>> flat_fun, out_tree_thunk = flatten_fun_nokwargs(lambda pair, x: (x, pair), in_tree)
+    >>> flat_fun(*leaves), out_tree_thunk().num_leaves
+    ([3, 1, 2], 3)
+    """
+
+    def call(leaves: Sequence[Any]) -> Any:
+        return fun(*_torch.tree_unflatten(leaves, in_tree))
+
+    return _flat(call)
+
+
+def _flat(call: Callable[[Sequence[Any]], Any]) -> tuple[FlatFun, TreeThunk]:
+    last: list[_torch.TreeSpec] = []
+
+    def flat_fun(*leaves: Any) -> list[Any]:
+        found, out_tree = _torch.tree_flatten(call(leaves))
+        last[:] = [out_tree]
+        return found
+
+    def out_tree_thunk() -> _torch.TreeSpec:
+        if not last:
+            raise RuntimeError(
+                "the structure of the result is asked for, but the flat function has not run: it "
+                "is known once the function has been called"
+            )
+        return last[0]
+
+    return flat_fun, out_tree_thunk
+
+
+def apply_flat_fun(
+    fun: Callable[..., Sequence[Any]],
+    io_tree: tuple[_torch.TreeSpec, _torch.TreeSpec],
+    *args: Any,
+) -> Any:
+    """Call a function of leaves with trees.
+
+    Args:
+        fun: a function from leaves to leaves.
+        io_tree: the structure of `(args, {})` that it takes, and that of its result.
+        *args: the arguments.
+
+    Returns:
+        The result as a tree.
+
+    Raises:
+        TypeError: if the arguments have another structure.
+
+    After `jax.api_util.apply_flat_fun`.
+
+    >>> in_tree = _torch.tree_flatten((([0, 0],), {}))[1]
+    >>> out_tree = _torch.tree_flatten({"sum": 0})[1]
+    >>> apply_flat_fun(lambda a, b: [a + b], (in_tree, out_tree), [1, 2])
+    {'sum': 3}
+    """
+    expected, out_tree = io_tree
+    return _applied(fun, expected, out_tree, (args, {}))
+
+
+def apply_flat_fun_nokwargs(
+    fun: Callable[..., Sequence[Any]],
+    io_tree: tuple[_torch.TreeSpec, _torch.TreeSpec],
+    args: tuple[Any, ...],
+) -> Any:
+    """As `apply_flat_fun`, with the structure of `args` alone, and the arguments in a tuple.
+
+    >>> in_tree, out_tree = (_torch.tree_flatten(tree)[1] for tree in ((0, 0), 0))
+    >>> apply_flat_fun_nokwargs(lambda a, b: [a + b], (in_tree, out_tree), (1, 2))
+    3
+    """
+    expected, out_tree = io_tree
+    return _applied(fun, expected, out_tree, args)
+
+
+def _applied(
+    fun: Callable[..., Sequence[Any]],
+    expected: _torch.TreeSpec,
+    out_tree: _torch.TreeSpec,
+    tree: Any,
+) -> Any:
+    leaves, given = _torch.tree_flatten(tree)
+    if given != expected:
+        raise TypeError(f"Expected {expected}, got {given}")
+    return _torch.tree_unflatten(list(fun(*leaves)), out_tree)

@@ -493,6 +493,27 @@ def autocast():
         assert _torch.is_any_autocast_enabled()
 
 
+@check("is_transformed_or_watched", "is_fake")
+def transformed_or_watched():
+    seen = []
+    assert not _torch.is_transformed_or_watched()
+    torch.func.vmap(lambda x: seen.append(_torch.is_transformed_or_watched()) or x)(torch.ones(2))
+    with _torch.new_fake_mode() as mode:
+        seen.append(_torch.is_transformed_or_watched())
+        seen.append(_torch.is_fake(mode.from_tensor(torch.ones(2))))
+    assert all(seen)
+    assert not _torch.is_fake(torch.ones(2))
+
+
+@check("is_compiled_by_inductor")
+def what_compiles():
+    assert _torch.is_compiled_by_inductor(torch.compile(torch.nn.Linear(2, 2)))
+    assert _torch.is_compiled_by_inductor(torch.compile(lambda x: x))
+    assert not _torch.is_compiled_by_inductor(torch.compile(lambda x: x, backend="eager"))
+    assert not _torch.is_compiled_by_inductor(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert not _torch.is_compiled_by_inductor(torch.sin)
+
+
 # --- compilers ----------------------------------------------------------------------------------
 
 

@@ -751,6 +751,16 @@ GLOBAL_MODULE_HOOKS = (
 """Hooks that run on every module, by handle."""
 
 
+def is_transformed_or_watched() -> bool:
+    """Whether `torch.func` or a dispatch mode is to see the operators that run."""
+    return functorch_is_active() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_fake(value: Any) -> bool:
+    """Whether `value` is a fake tensor."""
+    return isinstance(value, FakeTensor)
+
+
 # --- compilers: imported when one is asked for, which takes a second ------------------------------
 
 MUST_SAVE = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
@@ -758,6 +768,15 @@ MUST_RECOMPUTE = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
 
 Partitioner = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 """Cuts a joint graph in a forward and a backward one."""
+
+
+def is_compiled_by_inductor(fun: Any) -> bool:
+    """Whether `fun`, a function or a module, is what `torch.compile` made with inductor."""
+    context = getattr(fun, "dynamo_ctx", None)
+    if context is not None:
+        return getattr(context, "compiler_config", None) is not None
+    config = getattr(fun, "get_compiler_config", None)
+    return hasattr(fun, "_torchdynamo_orig_callable") and bool(config and config())
 
 
 def is_in_stock_compiler() -> bool:

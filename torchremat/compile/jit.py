@@ -20,7 +20,7 @@ from torchremat.api_util import (
 from torchremat.avals import Aval
 from torchremat.compile.donated_tensors import DonatedTensor, take, why_refused
 from torchremat.compile.jit_program import JitProgram
-from torchremat.compile.lowering import check_backend
+from torchremat.compile.lowering import backend_of, check_backend
 from torchremat.errors import DonationError, DonationWarning
 from torchremat.graph.codegen import source_of
 from torchremat.graph.sizes import Sizes
@@ -87,7 +87,7 @@ class Jitted(Checkpointed):
     ) -> None:
         # before the rest, which takes over the attributes of `fun`, a module's say
         self._jit_options = (donated, backend)
-        super().__init__(fun, policy, True, statics)
+        super().__init__(fun, policy, True, statics, compiler=backend_of(backend))
 
     @property
     def donated(self) -> ArgumentSelection:
@@ -113,8 +113,8 @@ class Jitted(Checkpointed):
         return bound
 
     def _may_be_dynamic(self) -> bool:
-        """A graph for many sizes is made only where operators run one after the other."""
-        return self.backend != "inductor" and not self.donated and super()._may_be_dynamic()
+        """Whether a graph for many sizes serves: none that writes to what it is given does."""
+        return not self.donated and super()._may_be_dynamic()
 
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
         return JitProgram(

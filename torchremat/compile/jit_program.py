@@ -11,13 +11,13 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.compile.donation import Donation, results_of, writing_at_the_end, writing_operators
-from torchremat.compile.lowering import lower
+from torchremat.compile.lowering import backend_of, lower
 from torchremat.graph.codegen import Runner, source_of
 from torchremat.remat.choices import Choices
 from torchremat.remat.compiled import Compiled
 from torchremat.remat.policies import Policy
 from torchremat.remat.program import FunctionProgram
-from torchremat.remat.region import Mask, Region
+from torchremat.remat.region import Region
 
 
 class JitProgram(FunctionProgram):
@@ -35,6 +35,7 @@ class JitProgram(FunctionProgram):
     ) -> None:
         super().__init__(region, policy, module_prefix=module_prefix, chosen=chosen)
         self.backend = backend
+        self.compiler = backend_of(backend)
         self.donated = tuple(donated)
         """Positions of donated inputs, with what the user calls them."""
         self.has_warned = False
@@ -80,17 +81,13 @@ class JitProgram(FunctionProgram):
     def _compile_forward(self, drawn_again: Sequence[int]) -> Compiled:
         compiled = super()._compile_forward(drawn_again)
         written = {} if self.donated else self.__dict__.get("donation", Donation()).written
-        return Compiled(compiled.module, _lowered(compiled.module, self.backend, written))
-
-    def _compile_backward(self, given: Mask, needed: Mask, with_states: bool) -> Compiled:
-        compiled = super()._compile_backward(given, needed, with_states)
-        return Compiled(compiled.module, lower(compiled.module, self.backend))
+        if not written:
+            return compiled
+        return Compiled(compiled.module, _writing(compiled.module, self.backend, written))
 
 
-def _lowered(module: fx.GraphModule, backend: str, written: Mapping[int, int]) -> Runner:
+def _writing(module: fx.GraphModule, backend: str, written: Mapping[int, int]) -> Runner:
     """Compile `module` so that it writes outputs to inputs as `written` says, if that can be."""
-    if not written:
-        return lower(module, backend)
     if backend != "inductor":
         return lower(writing_operators(module, written), backend)
     run = lower(writing_at_the_end(module, written), backend)

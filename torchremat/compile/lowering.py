@@ -1,6 +1,8 @@
 """From graphs to compiled functions."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torchremat import _torch
 from torchremat.compile.inlining import inlined
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.remat.compilers import register_compiler
 from torchremat.remat.names import name_p
 from torchremat.remat.replay import draws_forward
 
@@ -44,6 +47,33 @@ def lower(module: fx.GraphModule, backend: str) -> Runner:
     return _ByInductor(flat)
 
 
+@dataclass(frozen=True)
+class Backend:
+    """A backend by its name, as what compiles the graphs of programs."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        check_backend(self.name)
+
+    @property
+    def takes_symbols(self) -> bool:
+        """See `Compiler`. Inductor is given a graph for each size."""
+        return self.name != "inductor"
+
+    def __call__(self, module: fx.GraphModule) -> Runner:
+        """The function that runs the graph of `module`."""
+        return lower(module, self.name)
+
+
+def backend_of(name: str | None) -> Backend | None:
+    """The backend of that name; none for `"eager"`, which is how programs run anyway."""
+    return None if name is None or name == "eager" else Backend(name)
+
+
+register_compiler("inductor", Backend("inductor"))
+
+
 class _ByInductor:
     """A graph that inductor compiles when it is needed."""
 
@@ -52,17 +82,23 @@ class _ByInductor:
         placeholders = module.graph.find_nodes(op="placeholder")
         self._used = [i for i, node in enumerate(placeholders) if node.users]
         self._fakes = [placeholders[i].meta["val"] for i in self._used]
-        roles = module.meta.get("roles", ())
-        is_cotangent = [role == "cotangent" for role in roles] or [False] * len(placeholders)
-        self._coerced = [
-            (at, tuple(fake.stride()))
-            for at, (i, fake) in enumerate(zip(self._used, self._fakes, strict=True))
-            if i < len(is_cotangent) and is_cotangent[i] and isinstance(fake, Tensor)
-        ]
+        self._coerced = self._may_lie_otherwise()
         (output,) = module.graph.find_nodes(op="output")
         self._results: tuple[Any, ...] = tuple(output.args[0])
         self._run: Callable[[list[Any]], Sequence[Any]] | None = None
         self._source = ""
+
+    def _may_lie_otherwise(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The inputs whose strides nobody has checked, with those that the graph is for.
+
+        Cotangents of a backward graph, and all of the inputs of one whose inputs have no roles.
+        """
+        roles = self.module.meta.get("roles", ())
+        found = []
+        for at, (i, fake) in enumerate(zip(self._used, self._fakes, strict=True)):
+            if isinstance(fake, Tensor) and (not roles or roles[i : i + 1] == ("cotangent",)):
+                found.append((at, tuple(fake.stride())))
+        return found
 
     @property
     def source(self) -> str:
@@ -71,6 +107,8 @@ class _ByInductor:
         return self._source
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        if _torch.is_transformed_or_watched() or any(map(_torch.is_fake, inputs)):
+            return self._operator_by_operator(inputs)
         run = self._run or self._compiled()
         given = [inputs[i] for i in self._used]
         inputs.clear()
@@ -79,6 +117,11 @@ class _ByInductor:
                 given[at] = _laid_out(given[at], stride)
         found = iter(run(given))
         return tuple(next(found) if isinstance(r, fx.Node) else r for r in self._results)
+
+    @cached_property
+    def _operator_by_operator(self) -> Runner:
+        """For `torch.func`, fake tensors, and modes that want to see each operator."""
+        return compile_graph(self.module)
 
     def _compiled(self) -> Callable[[list[Any]], Sequence[Any]]:
         if self._run is None:

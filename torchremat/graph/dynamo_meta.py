@@ -38,9 +38,9 @@ def _parts(path: str) -> list[str]:
 
 
 def source_of(meta: Mapping[str, Any]) -> Source | None:
-    """The innermost line of the user's that an operator comes from, by its `stack_trace`.
+    r"""The innermost line of the user's that an operator comes from, by its `stack_trace`.
 
-    >>> print(source_of({"stack_trace": '  File "/home/ann/model.py", line 3, in f\\n    x.sin()'}))
+    >>> print(source_of({"stack_trace": '  File "/home/ann/model.py", line 3, in f\n    x.sin()'}))
     model.py:3 (f)
     """
     for file, line, function in reversed(_LINE.findall(meta.get("stack_trace") or "")):

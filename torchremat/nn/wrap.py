@@ -17,7 +17,8 @@ from torch import nn
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments
-from torchremat.errors import NoMatchError, NotAvailableError
+from torchremat.compile.lowering import backend_of, check_backend
+from torchremat.errors import NoMatchError
 from torchremat.nn.select import Select, select_modules
 from torchremat.remat.checkpoint import Checkpointed
 from torchremat.remat.explain import Report, report_of_programs
@@ -54,14 +55,18 @@ def wrap(
         select: `"layers.*"`, `"every:3"`, `"first:2,!layers.0"`, a class or a predicate:
             `torchremat.nn.select` has the rules. `None` is `module` itself.
         prevent_cse: as `checkpoint` takes it.
-        compile: a backend for the graphs of the checkpoint. Not available yet.
+        compile: a backend that compiles the forward and backward graphs of each checkpoint:
+            `"inductor"`, or `"aot_eager"` to look for what goes wrong. Random masks are then kept,
+            not drawn again, and each new size is compiled anew. (`torch.compile(model)` around a
+            wrapped model compiles what lies between the checkpoints, too.)
 
     Returns:
         `module`.
 
     Raises:
         NoMatchError: (a `ValueError`) if a selection matches nothing, with the nearest names.
-        ValueError: if a selection cannot be read, is out of range, or has no effect.
+        ValueError: if a selection cannot be read, is out of range, or has no effect; or if there is
+            no such backend.
         TypeError: for a `module`, `select`, `policy` or `prevent_cse` that is none.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -75,13 +80,14 @@ def wrap(
         raise TypeError(
             f"wrap takes an nn.Module, but it was given {kind}; a function is given to checkpoint"
         )
-    _check_compile(compile)
+    if compile is not None:
+        check_backend(compile, "compile")
     _check_prevent_cse(prevent_cse)
     assigned = _assigned_policies(module, policy, select)
     for name, submodule, _ in assigned:
         _check_traceable(name, submodule)
     for name, submodule, chosen in assigned:
-        vars(submodule)["forward"] = RematForward(submodule, name, chosen, prevent_cse)
+        vars(submodule)["forward"] = RematForward(submodule, name, chosen, prevent_cse, compile)
     return module
 
 
@@ -144,16 +150,6 @@ def _is_inside(name: str, outer: str) -> bool:
 
 
 # --- the arguments -------------------------------------------------------------------------------
-
-
-def _check_compile(compile: object) -> None:
-    if compile == "inductor":
-        raise NotAvailableError(
-            "wrap(compile='inductor') is not there yet: the graphs of a checkpoint run operator by "
-            "operator in this version. Leave out compile"
-        )
-    if compile is not None:
-        raise ValueError(f"compile must be None or 'inductor', but it is {compile!r}")
 
 
 def _check_prevent_cse(prevent_cse: object) -> None:
@@ -224,24 +220,33 @@ class RematForward:
         name: qualified name of the module in what was given to `wrap`.
         policy: what may be saved.
         prevent_cse: as `checkpoint` takes it.
+        compile: the backend that compiles the graphs, if any.
         hidden: the `forward` that the module itself, not its class, had before, if any.
     """
 
     __slots__ = (
-        "__weakref__", "_function", "_key", "_module", "_uncompiled", "hidden", "name", "policy",
-        "prevent_cse",
+        "__weakref__", "_function", "_key", "_module", "_uncompiled", "compile", "hidden", "name",
+        "policy", "prevent_cse",
     )  # fmt: skip
 
     name: str
     policy: Policy
     prevent_cse: Any
+    compile: str | None
     hidden: tuple[()] | tuple[Any]
     _key: int
     _module: weakref.ref[nn.Module]
     _function: Callable[..., Any]
     _uncompiled: Callable[..., Any] | None
 
-    def __init__(self, module: nn.Module, name: str, policy: Policy, prevent_cse: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        policy: Policy,
+        prevent_cse: Any,
+        compile: str | None = None,
+    ) -> None:
         before = wrapped_forward(module)
         if before is not None:
             before.forget()
@@ -254,6 +259,7 @@ class RematForward:
                 "name": name,
                 "policy": policy,
                 "prevent_cse": prevent_cse,
+                "compile": compile,
                 "hidden": hidden,
             }
         )
@@ -316,7 +322,7 @@ class RematForward:
     # pickling, and with it copying: as a bound method is, together with its object
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("name", "policy", "prevent_cse", "hidden")
+        names = ("name", "policy", "prevent_cse", "compile", "hidden")
         return {"module": self.__self__, **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -356,6 +362,7 @@ class _CheckpointedForward(Checkpointed):
             statics,
             lenient=True,
             module_prefix=forward.name,
+            compiler=backend_of(forward.compile),
         )
         vars(self).pop("__wrapped__", None)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat import _torch, config
-from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.graph.aliases import base_of
 from torchremat.graph.dynamic_inputs import DynamicInputs, shapes_of
@@ -19,6 +19,7 @@ from torchremat.graph.surroundings import switches
 from torchremat.graph.tracing import InputSpec, trace_lock
 from torchremat.remat.bound import BoundCall
 from torchremat.remat.calls import Call, Skeleton, flatten_call
+from torchremat.remat.compilers import Compiler, compiler_of
 from torchremat.remat.effects import traced_without_effects
 from torchremat.remat.function import apply_program
 from torchremat.remat.function_trace import FunctionTrace, trace_function, traced_name
@@ -56,6 +57,7 @@ class Checkpointed:
         *,
         lenient: bool = False,
         module_prefix: str = "",
+        compiler: Compiler | None = None,
     ) -> None:
         functools.update_wrapper(self, fun)
         self.fun = fun
@@ -64,6 +66,7 @@ class Checkpointed:
         self.statics = statics
         self.lenient = lenient
         self.module_prefix = module_prefix
+        self.compiler = compiler
         self._key = PolicyKey(policy)
         self._verified_key = PolicyKey(policy, verified=True)
         self._own = _traces.of(fun, self._cache_key())
@@ -84,7 +87,14 @@ class Checkpointed:
 
     def _cache_key(self) -> tuple[Any, ...]:
         """What traces of the same function depend on."""
-        return (self.statics.argnums, self.statics.all_names, self.lenient, self.module_prefix)
+        return (
+            self.statics.argnums,
+            self.statics.all_names,
+            self.lenient,
+            self.module_prefix,
+            self.compiler,
+            WrapHashably(self.prevent_cse),
+        )
 
     @property
     def last_program(self) -> FunctionProgram | None:
@@ -190,7 +200,16 @@ class Checkpointed:
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
         """The program of `trace`, made for such arguments."""
         kind = VerifyingProgram if key.verified else FunctionProgram
-        return kind(trace.region, self.policy, module_prefix=self.module_prefix)
+        program = kind(trace.region, self.policy, module_prefix=self.module_prefix)
+        self._set_up(program, args, kwargs)
+        return program
+
+    def _set_up(self, program: FunctionProgram, args: Any, kwargs: Any) -> None:
+        """What the program is told besides its policy."""
+        program.compiler = self.compiler
+        flags = prevent_cse_of(self.prevent_cse, args, kwargs)
+        others = len(program.region.specs) - len(flags)  # what it closes over
+        program.prevent_cse = (*flags, *[True] * others)
 
     def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
         """The trace of such a call, made now if there is none."""
@@ -212,7 +231,9 @@ class Checkpointed:
 
     def _may_be_dynamic(self) -> bool:
         """Whether a graph for many sizes serves: what a plan keeps fits one size."""
-        return not self.policy.is_whole and _may_be_dynamic()
+        if self.policy.is_whole or (self.compiler is not None and not self.compiler.takes_symbols):
+            return False
+        return _may_be_dynamic()
 
     def _log(
         self, program: FunctionProgram, trace: Trace, args: Any, kwargs: Any, call: Call
@@ -413,7 +434,8 @@ def checkpoint(
             f"({type(fun).__name__}); options are given by keyword: checkpoint(fun, policy=...)"
         )
     statics = StaticArguments(fun, static_argnums, static_argnames)
-    return Checkpointed(fun, options["policy"], prevent_cse, statics)
+    compiler = compiler_of(fun)
+    return Checkpointed(fun, options["policy"], prevent_cse, statics, compiler=compiler)
 
 
 def _no_function(*args: Any, **kwargs: Any) -> None:
@@ -429,3 +451,19 @@ def check_prevent_cse(prevent_cse: Any) -> Any:
             f"{prevent_cse!r}"
         )
     return prevent_cse
+
+
+def prevent_cse_of(prevent_cse: Any, args: Any, kwargs: Any) -> tuple[bool, ...]:
+    """`prevent_cse` for each tensor of a call, in order: a bool, or a tree prefix of `args`.
+
+    What is given by keyword is kept apart unless a single `False` is for all.
+    """
+    leaves, spec = _torch.tree_flatten(args)
+    named = _torch.tree_flatten([kwargs[name] for name in sorted(kwargs)])[0]
+    if isinstance(prevent_cse, bool):
+        flags = [prevent_cse] * (len(leaves) + len(named))
+    else:
+        flags = flatten_axes("prevent_cse", spec, tuple(prevent_cse), tupled_args=True)
+        flags += [True] * len(named)
+    pairs = zip([*leaves, *named], flags, strict=True)
+    return tuple(flag for leaf, flag in pairs if isinstance(leaf, Tensor))

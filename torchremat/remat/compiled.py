@@ -16,6 +16,7 @@ from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.simplify import simplify
 from torchremat.graph.slicing import slice_graph
+from torchremat.remat.compilers import Compiler
 from torchremat.remat.draws import draw_from_states
 from torchremat.remat.nested import prune_bodies
 from torchremat.remat.replay import why_not_replayed
@@ -31,11 +32,17 @@ class Compiled:
     run: Runner
 
     @classmethod
-    def of(cls, module: fx.GraphModule, name: str, program: object = None) -> "Compiled":
-        """Compile `module`, which is the graph of `program`."""
+    def of(
+        cls,
+        module: fx.GraphModule,
+        name: str,
+        program: object = None,
+        compiler: Compiler | None = None,
+    ) -> "Compiled":
+        """Compile `module`, which is the graph of `program`, with `compiler` if there is one."""
         module.meta["program"] = program
         simplify(module.graph)
-        return cls(module, compile_graph(module, name))
+        return cls(module, compiler(module) if compiler else compile_graph(module, name))
 
 
 def compile_backward(
@@ -45,10 +52,13 @@ def compile_backward(
     program: object,
     draws: Mapping[int, fx.Node] = MappingProxyType({}),
     schedule: GraphSchedule | None = None,
+    roles: Sequence[str] = (),
+    compiler: Compiler | None = None,
 ) -> Compiled:
     """The graph from `inputs` to `outputs`, values of `joint`: a backward pass.
 
-    `draws` are those of its inputs, by position, for which it is given a generator's state.
+    `draws` are those of its inputs, by position, for which it is given a generator's state; `roles`
+    what its inputs are.
     Operators run as `schedule` says, else in the order of the joint graph, those of the forward
     pass just before they are needed.
     """
@@ -65,7 +75,8 @@ def compile_backward(
         placeholders = module.graph.find_nodes(op="placeholder")
         draw_from_states(module.graph, list(draws.values()), [placeholders[i] for i in draws])
     module.meta["slice"] = (joint, list(inputs), list(outputs))
-    return Compiled.of(module, "backward", program)
+    module.meta["roles"] = tuple(roles)
+    return Compiled.of(module, "backward", program, compiler)
 
 
 def _refuse_replay(graph: fx.Graph) -> None:

@@ -43,7 +43,8 @@ class RematOp(_torch.HigherOrderOperator):
     def runner_of(self, body: fx.GraphModule) -> Runner:
         """The compiled function that runs `body`; a graph that contains this operator calls it."""
         if "runner" not in body.meta:
-            body.meta["runner"] = compile_graph(body, "body")
+            compiler = getattr(body.meta.get("program"), "compiler", None)
+            body.meta["runner"] = compiler(body) if compiler else compile_graph(body, "body")
         return body.meta["runner"]  # type: ignore[no-any-return]
 
 

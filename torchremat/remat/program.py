@@ -32,6 +32,7 @@ from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.choices import Choices
 from torchremat.remat.compiled import Compiled, compile_backward, copy_inputs_among_last
+from torchremat.remat.compilers import Compiler
 from torchremat.remat.draws import put_out_states, state_nbytes
 from torchremat.remat.nested import Opening, expose_inner, join_exposed, prune_bodies
 from torchremat.remat.policies import Policy, nothing_saveable
@@ -51,6 +52,8 @@ class Program(ABC):
         self.absent = absent
         self.prevent_cse = (True,) * len(region.specs)
         """Of each input of the body, whether a compiler keeps what is computed again apart."""
+        self.compiler: Compiler | None = None
+        """What runs the graphs, also of derivatives; without one, operator by operator."""
         self._backwards: dict[tuple[Mask, Mask, bool], Compiled] = {}
         self._vjps: dict[tuple[Mask, frozenset[int]], VjpProgram] = {}
         self._batched: dict[Any, Program] = {}
@@ -178,12 +181,14 @@ class Program(ABC):
         if with_states:
             draws = {len(self.saved_inputs) + i: self.residuals[i] for i in self.drawn_again}
         schedule = self.schedule if joint is self.root_joint else None
-        compiled = compile_backward(joint, saved, wanted, self, draws, schedule)
         num_inputs, num_residuals = len(self.saved_inputs), len(self.residuals)
-        compiled.module.meta["roles"] = (
+        roles = (
             *["input"] * num_inputs,
             *["residual"] * num_residuals,
             *["cotangent"] * (len(saved) - num_inputs - num_residuals),
+        )
+        compiled = compile_backward(
+            joint, saved, wanted, self, draws, schedule, roles, self.compiler
         )
         asked = [*self.prevent_cse, *[True] * len(self.known)]
         _keep_apart(compiled.module, [asked[i] for i in self.saved_inputs])
@@ -238,6 +243,7 @@ class Program(ABC):
             options = TraceOptions(any(spec.requires_grad for spec in specs))
             traced = Region(body, specs, names, region.paths, options)
             self._jvps[key] = FunctionProgram(traced, self.policy)
+            self._jvps[key].compiler = self.compiler
         return self._jvps[key]
 
     @cached_property
@@ -331,6 +337,7 @@ class FunctionProgram(Program):
                 module_prefix=self.module_prefix,
                 chosen=(joint, self.choices.renamed(nodes)),
             )
+            program.prevent_cse, program.compiler = self.prevent_cse, self.compiler
             # which it is was settled when the forward pass ran, whatever takes less at these sizes
             program.__dict__["drawn_again"] = self.drawn_again
         return self._at[key]
@@ -346,8 +353,11 @@ class FunctionProgram(Program):
 
     @cached_property
     def drawn_again(self) -> tuple[int, ...]:
-        """See `Program.drawn_again`: those that the policy would not save, where it takes less."""
-        forced = self.choices.forced
+        """See `Program.drawn_again`: those that the policy would not save, where it takes less.
+
+        None if there is a compiler, which knows nothing of generators.
+        """
+        forced = self.choices.forced if self.compiler is None else set()
         return tuple(
             i
             for i, node in enumerate(self.residuals)
@@ -474,7 +484,7 @@ class FunctionProgram(Program):
             *["write"] * len(writes),
             *["residual"] * len(self.residuals),
         )
-        return Compiled.of(module, "forward", self)
+        return Compiled.of(module, "forward", self, self.compiler)
 
     def _batch(self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool) -> Program:
         if emits:
@@ -486,7 +496,9 @@ class FunctionProgram(Program):
             grad_enabled and any(spec.requires_grad for spec in specs), grad_enabled=grad_enabled
         )
         batched = Region(body, specs, region.names, region.paths, options)
-        return FunctionProgram(batched, self.policy, module_prefix=self.module_prefix)
+        program = FunctionProgram(batched, self.policy, module_prefix=self.module_prefix)
+        program.compiler = self.compiler
+        return program
 
     @property
     def out_dims(self) -> tuple[int | None, ...]:
@@ -552,6 +564,7 @@ class VjpProgram(Program):
             forward_of=region,
         )
         super().__init__(vjp_region, of.policy, absent)
+        self.compiler = of.compiler
 
     @property
     def root_joint(self) -> Joint:
@@ -583,7 +596,9 @@ class VjpProgram(Program):
         """The backward pass of the program below, from all of its inputs."""
         known = self.of.values_in(self._joint, self.known)
         inputs: list[fx.Node | None] = [*self._joint.inputs, *self._cotangents, *known]
-        compiled = compile_backward(self._joint, inputs, self.output_nodes, self)
+        compiled = compile_backward(
+            self._joint, inputs, self.output_nodes, self, compiler=self.compiler
+        )
         _keep_apart(compiled.module, self.of.prevent_cse)
         return compiled
 
@@ -602,6 +617,7 @@ class BatchedProgram(Program):
         body = BatchedBody(region.body, axis.in_dims[:num_body], axis.size, axis.randomness)
         batched = Region(body, specs[:num_body], region.names, region.paths, TraceOptions(True))
         super().__init__(batched, of.policy)
+        self.compiler = of.compiler
         whole = BatchedBody(GraphBody(of.forward.module), axis.in_dims, axis.size, axis.randomness)
         self._whole = Region.traced(
             whole,
@@ -642,7 +658,7 @@ class BatchedProgram(Program):
         """The forward graph of the program below, mapped."""
         joint = self._whole.joint
         module = slice_graph(joint.module, joint.inputs, joint.outputs, must_run=draws_forward)
-        return Compiled.of(module, "batched")
+        return Compiled.of(module, "batched", compiler=self.compiler)
 
 
 def _keep_apart(module: fx.GraphModule, flags: Iterable[bool]) -> None:

@@ -35,7 +35,8 @@ def checkpoint_in_compiler(
 def _contexts(policy: PolicyLike | None) -> tuple[Any, Any]:
     """What PyTorch's checkpoint enters for the forward pass and for recomputation."""
     decide = _Decide(as_policy(policy))
-    return torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)  # type: ignore[return-value,arg-type]
+    contexts: tuple[Any, Any] = torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)
+    return contexts
 
 
 @functools.cache

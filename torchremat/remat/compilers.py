@@ -1,0 +1,35 @@
+"""What runs the graphs of a program: one operator after the other, or a compiler's code."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import fx
+
+from torchremat import _torch
+from torchremat.graph.codegen import Runner
+
+
+class Compiler(Protocol):
+    """Makes a function of a graph. It is part of the key that traces are found by."""
+
+    @property
+    def takes_symbols(self) -> bool:
+        """Whether sizes may be symbols in the graph."""
+
+    def __call__(self, module: fx.GraphModule) -> Runner:
+        """The function that runs the graph of `module`."""
+
+    def __hash__(self) -> int: ...
+
+
+_compilers: dict[str, Compiler] = {}
+
+
+def register_compiler(name: str, compiler: Compiler) -> None:
+    """Let `compiler` be known here, below where it is."""
+    _compilers[name] = compiler
+
+
+def compiler_of(fun: Callable[..., Any]) -> Compiler | None:
+    """What `torch.compile` has been told to run `fun` with, if that is inductor."""
+    return _compilers["inductor"] if _torch.is_compiled_by_inductor(fun) else None

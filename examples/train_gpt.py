@@ -59,6 +59,8 @@ VARIANTS: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
         "save_modules('*.attn')",
         partial(wrap_blocks, POLICIES.save_modules("*.attn")),
     ),
+    # the whole model, its loss too, within 60 % of the peak that it has as it is
+    "budget": ("memory_budget('60%')", lambda model: tr.nn.wrap(model, "budget:60%")),
 }
 
 

@@ -21,7 +21,6 @@ SMALL_GPT = [
 # a line for each file and way to run it; the first argument is the file
 COMMANDS = [
     ["train_gpt.py", *SMALL_GPT, "--policy", "dots|modules:*.mlp"],
-    ["jit_donation.py", "--steps", "3"],
     ["train_gpt.py", *SMALL_GPT, "--dropout", "0.2", "--attention", "eager", "--seed", "1"],
 ]
 PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]
@@ -60,7 +59,7 @@ def test_example(command):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     rows = ROW.findall(done.stdout)
-    num_rows = 5 + command.count("--policy")
+    num_rows = 6 + command.count("--policy")
     assert len(rows) == num_rows, done.stdout
     assert [row[-1] for row in rows] == ["yes"] * num_rows
     assert "All variants are bit-equal to plain." in done.stdout
@@ -123,3 +122,19 @@ def test_a_training_keeps_to_its_plan():
     peaks = re.findall(r"^step \d: loss [\d.]+, peak ([\d.]+) MiB$", done.stdout, re.MULTILINE)
     assert len(peaks) == 3
     assert all(float(peak) <= float(budget) for peak in peaks)
+
+
+def test_donated_parameters_are_updated_where_they_are():
+    done = run_example(["jit_donation.py", "--steps", "3"])
+    assert done.returncode == 0, done.stderr
+    assert "same memory: True" in done.stdout
+    assert "donated to jit(step) at jit_donation.py" in done.stdout
+
+
+def test_a_compiled_model_keeps_what_it_keeps_in_eager_mode():
+    done = run_example(["compile_policy.py", "--layers", "2"])
+    assert done.returncode == 0, done.stderr
+    kept = re.findall(r"keeps (\d+) B compiled, (\d+) B in eager mode", done.stdout)
+    assert len(kept) == 3
+    assert all(compiled == eager for compiled, eager in kept)
+    assert done.stdout.count("gradients differ by 0.0e+00") == 3

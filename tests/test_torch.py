@@ -542,7 +542,8 @@ def _compile(backend):
 class _Cuts:
     """A partition function that keeps nothing but inputs, and notes what it saw."""
 
-    def __init__(self):
+    def __init__(self, partition=_torch.default_partition):
+        self.partition = partition
         self.written = []
         self.backwards = []
 
@@ -551,7 +552,7 @@ class _Cuts:
         for node in module.graph.nodes:
             if node.op == "call_function" and node.meta["partitioner_tag"] == "is_forward":
                 node.meta["recompute"] = _torch.MUST_RECOMPUTE
-        forward, backward = _torch.default_partition(module, inputs, **options)
+        forward, backward = self.partition(module, inputs, **options)
         self.backwards.append(str(backward.graph))
         return forward, backward
 
@@ -571,9 +572,9 @@ def partition_of_aot_autograd():
     assert "aten.sin" in cuts.backwards[0]
 
 
-@check("compile_fx", "inductor_partitioner")
+@check("compile_fx", "inductor_partitioner", "min_cut_partition")
 def partition_of_inductor():
-    cuts = _Cuts()
+    cuts = _Cuts(_torch.min_cut_partition)
     custom = _torch.inductor_partitioner(cuts, "a key of this test")
 
     def backend(module, inputs):
@@ -620,7 +621,7 @@ def inside_a_checkpoint_that_is_compiled():
     assert (policy, "aten.sin.default") in seen
 
 
-@check("decompose", "merge_alike", "compile_with_inductor")
+@check("decompose", "merge_alike", "compile_with_inductor", "simplify_for_inductor")
 def graphs_for_inductor():
     def f(x):
         return torch.nn.functional.gelu(x) + torch.nn.functional.gelu(x), torch.rand_like(x)
@@ -632,6 +633,8 @@ def graphs_for_inductor():
     fake = _torch.new_fake_mode().from_tensor(x)
     plain = _torch.decompose(module, [fake], _torch.inductor_decompositions())
     assert "gelu" not in str(plain.graph)
+    _torch.simplify_for_inductor(plain)
+    assert len(plain.graph.find_nodes(op="call_function", target=torch.ops.aten.erf.default)) == 1
     run, code = _torch.compile_with_inductor(module, [fake])
     torch.manual_seed(0)
     inputs = [x]

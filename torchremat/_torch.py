@@ -825,6 +825,27 @@ def default_partition(
     return default_partition(module, inputs, **options)
 
 
+def simplify_for_inductor(module: torch.fx.GraphModule) -> None:
+    """What inductor and the minimum cut do to a joint graph in inductor's operators.
+
+    What is computed twice is computed once, and patterns are replaced.
+    """
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    joint_graph_passes(module)
+    module.graph = merge_alike(module.graph)
+    module.recompile()
+
+
+def min_cut_partition(
+    module: torch.fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """PyTorch's partitioner that keeps the least, if what can be fused is computed again."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(module, inputs, compiler="inductor", **options)
+
+
 def inductor_partitioner(partition: Partitioner, key: str) -> Any:
     """`partition` in the form that inductor takes; compiled graphs are cached under `key`."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn

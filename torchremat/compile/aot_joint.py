@@ -9,6 +9,7 @@ words of Dynamo.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from torchremat import _torch
@@ -30,15 +31,28 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
     (output,) = module.graph.find_nodes(op="output")
     results: Sequence[Any] = output.args[0]
     written = _torch.written_inputs(module)
+    mutations = [(node, results[i]) for i, node in written.items()]
+    mutations += [node.args[:2] for node in module.graph.nodes if writes_input(node)]
     return Joint(
         module,
         tuple(inputs),
         tuple(r for i, r in enumerate(results[:num_forward_outputs]) if i not in written),
-        tuple((inputs.index(node), results[i]) for i, node in written.items()),
+        tuple((inputs.index(node), value) for node, value in mutations),
         tuple(cotangents),
         tuple(results[num_forward_outputs:]),
         by_compiler=True,
     )
+
+
+def written_inputs(module: fx.GraphModule) -> list[fx.Node]:
+    """The inputs that the function writes to, by itself or by who runs the graph."""
+    inside = [node.args[0] for node in module.graph.nodes if writes_input(node)]
+    return list(dict.fromkeys([*_torch.written_inputs(module).values(), *inside]))
+
+
+def writes_input(node: fx.Node) -> bool:
+    """Whether `node` writes to an input: what a compiler is left to write is at the end."""
+    return node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:

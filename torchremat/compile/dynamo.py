@@ -6,10 +6,13 @@ Dynamo captures the program: guards, graph breaks and changing shapes are its wo
 traces the joint graph, the policy says where it is cut, and inductor compiles both halves.
 """
 
+import functools
+import hashlib
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +20,12 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.compile.operators import broken_up, random_decompositions
-from torchremat.compile.partition import cut, decide
+from torchremat.compile.partition import cut, cut_for_fusion, decide, partition_as_pytorch_does
 from torchremat.compile.reports import report_of
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import compile_graph
 from torchremat.remat.names import names_written_down
-from torchremat.remat.policies import Policy, as_policy
+from torchremat.remat.policies import Policy, as_policy, everything_saveable
 from torchremat.remat.report import Report
 
 CODEGENS = ("inductor", "eager")
@@ -114,10 +117,26 @@ def torchremat(
     True
     """
     chosen = Options.of(options, mode)
-    if chosen.policy is None or not _differentiates(inputs):
+    if not _differentiates(inputs) or _leaves_it_to_pytorch(module, chosen):
         return _compile_as_pytorch_does(module, inputs, chosen)
     with names_written_down():
         return _compile(module, inputs, chosen)
+
+
+def _leaves_it_to_pytorch(module: fx.GraphModule, chosen: Options) -> bool:
+    """Whether PyTorch's own partition does as the policy says: there is none, or it saves all.
+
+    It is not so of eager code, nor with checkpoints inside, where the policy around them decides.
+    """
+    if chosen.policy is None:
+        return True
+    inner = torch.ops.higher_order.tag_activation_checkpoint
+    return (
+        chosen.policy == everything_saveable
+        and chosen.codegen == "inductor"
+        and chosen.report is None
+        and not any(node.target is inner for node in module.graph.nodes)
+    )
 
 
 def _compile_as_pytorch_does(
@@ -127,7 +146,10 @@ def _compile_as_pytorch_does(
         return _torch.aot_autograd(
             module, inputs, compiler=compile_graph, partition=_torch.default_partition
         )
-    return _torch.compile_fx(module, inputs, config=chosen.inductor)
+    key = f"torchremat {_version()}, no policy"
+    partitioner = _torch.inductor_partitioner(partition_as_pytorch_does, key)
+    config = {**chosen.inductor, "custom_partitioner_fn": partitioner}
+    return _torch.compile_fx(module, inputs, config=config)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], chosen: Options) -> Callable[..., Any]:
@@ -156,8 +178,12 @@ class _Cut:
         partition = decide(module, num_outputs, self.policy, draws_again=is_eager)
         if self.report is not None:
             self.report(report_of(partition))
+        if is_eager:
+            return cut(partition, inputs, **options)
+        if self.policy == everything_saveable or self.policy.is_whole:
+            return cut_for_fusion(partition, inputs, broken_up, **options)
         forward, backward = cut(partition, inputs, **options)
-        return (forward, backward) if is_eager else (broken_up(forward), broken_up(backward))
+        return broken_up(forward), broken_up(backward)
 
 
 def _differentiates(inputs: Sequence[Any]) -> bool:
@@ -174,4 +200,13 @@ def _cache_key(chosen: Options) -> str:
     """
     spelling = None if chosen.policy is None else chosen.policy.spelling
     is_known = spelling is not None and chosen.report is None
-    return f"torchremat {spelling}" if is_known else f"torchremat {os.getpid()} {next(_numbers)}"
+    return f"torchremat {_version()}, {spelling if is_known else (os.getpid(), next(_numbers))}"
+
+
+@functools.cache
+def _version() -> str:
+    """What differs where this package does: a digest of its sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -28,7 +28,12 @@ def broken_up(module: fx.GraphModule) -> fx.GraphModule:
     (old_output,) = module.graph.find_nodes(op="output")
     fakes = [node.meta["val"] for node in old]
     traced = _torch.decompose(module, fakes, _torch.inductor_decompositions())
+    _torch.simplify_for_inductor(traced)
     new = traced.graph.find_nodes(op="placeholder")
+    taken = {node.name for node in old}
+    for node in traced.graph.nodes:
+        if node.op != "placeholder" and node.name in taken:
+            node.name = f"{node.name}_again"
     for before, after in zip(old, new, strict=True):
         after.name = after.target = before.name
         after.meta = dict(before.meta)

@@ -16,7 +16,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.autodiff.partial_eval import Residuals
-from torchremat.compile.aot_joint import joint_of
+from torchremat.compile.aot_joint import joint_of, writes_input, written_inputs
 from torchremat.graph.aliases import call_of, lies_alike
 from torchremat.remat.choices import Choices
 from torchremat.remat.names import name_p
@@ -85,10 +85,30 @@ def _copy_of(node: fx.Node) -> fx.Node:
     with node.graph.inserting_after(last):
         copy = node.graph.call_function(aten.clone.default, (node,))
     copy.meta = {"val": node.meta["val"], "phase": "forward", "partitioner_tag": "is_forward"}
-    reads = [user for user in node.users if user is not copy and user.op != "output"]
+    kept = [user for user in node.users if user is copy or writes_input(user)]
+    reads = [user for user in node.users if user not in kept and user.op != "output"]
     for user in reads:
         user.replace_input_with(node, copy)
     return copy
+
+
+def partition_as_pytorch_does(
+    module: fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's minimum cut of a graph in inductor's operators, where no policy says more.
+
+    What it has computed again reads inputs as they were before the function wrote to them. (Without
+    the copies, PyTorch 2.13 reads what is there when the backward pass runs.)
+    """
+    _keep_written(module)
+    return _torch.min_cut_partition(module, inputs, **options)
+
+
+def _keep_written(module: fx.GraphModule) -> None:
+    """Let all read copies of inputs that are written to, which are kept if one is needed."""
+    for node in written_inputs(module):
+        if any(not writes_input(user) and user.op != "output" for user in node.users):
+            _copy_of(node).meta["recompute"] = _torch.MUST_SAVE
 
 
 def drop_copies(graph: fx.Graph) -> None:
@@ -112,7 +132,7 @@ def cut(
     module = partition.joint.module
     _run_forward(module.graph, partition.kept)
     for node in module.graph.nodes:
-        if node.op != "placeholder" and is_forward(node):
+        if node.op != "placeholder" and is_forward(node) and not writes_input(node):
             _mark(node, keeps=node in partition.kept)
     erase_names(module.graph)
     with _drawless_hidden(module.graph) as restore:
@@ -120,6 +140,30 @@ def cut(
         restore(forward.graph)
         restore(backward.graph)
     return forward, backward
+
+
+def cut_for_fusion(
+    partition: Partition,
+    inputs: Sequence[object],
+    break_up: Callable[[fx.GraphModule], fx.GraphModule],
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The same for a compiler that fuses: `break_up` gives the joint graph in its operators.
+
+    What the policy has computed again is; of the rest PyTorch's minimum cut hands on what is least:
+    the bytes of offsets in place of indices of eight bytes, an input of pointwise work in place of
+    several outputs.
+    """
+    module = partition.joint.module
+    _run_forward(module.graph, partition.kept)
+    again = partition.residuals.recomputed
+    for node in module.graph.nodes:
+        for key in ("ac_graph_id", "has_backward_hook", "recompute"):
+            node.meta.pop(key, None)
+        if node in again:
+            node.meta["recompute"] = _torch.MUST_RECOMPUTE
+    erase_names(module.graph)
+    return partition_as_pytorch_does(break_up(module), inputs, **options)
 
 
 def _may_draw(node: fx.Node) -> bool:
@@ -171,7 +215,11 @@ def _run_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
             found.add(node)
             wanted += [n for n in node.all_input_nodes if n.meta.get("phase") == "backward"]
     moved = [node for node in graph.nodes if node in found]
-    last = [node for node in graph.nodes if node.op == "placeholder" or is_forward(node)][-1]
+    last = next(
+        node
+        for node in reversed(graph.nodes)
+        if node.op == "placeholder" or (is_forward(node) and not writes_input(node))
+    )
     for node in moved:
         node.meta |= {"phase": "forward", "partitioner_tag": "is_forward"}
         last.append(node)

@@ -196,10 +196,12 @@ _numbers = itertools.count()
 def _cache_key(chosen: Options) -> str:
     """What compiled graphs are cached under: equal for equal policies, in other processes too.
 
-    A policy without a spelling, or someone who waits for the report, has the graph cut anew.
+    A policy without a spelling, or that is in a file, which may change, or someone who waits for
+    the report, has the graph cut anew.
     """
     spelling = None if chosen.policy is None else chosen.policy.spelling
-    is_known = spelling is not None and chosen.report is None
+    in_file = spelling is not None and spelling.startswith("plan:")
+    is_known = spelling is not None and not in_file and chosen.report is None
     return f"torchremat {_version()}, {spelling if is_known else (os.getpid(), next(_numbers))}"
 
 

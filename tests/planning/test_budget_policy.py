@@ -57,6 +57,19 @@ def test_the_least_budget_that_an_error_names_can_be_met(name):
     assert f"({least} bytes" in str(caught.value)
 
 
+def test_the_least_that_an_error_names_is_near_the_least_whatever_was_asked():
+    model = torch.nn.Sequential(
+        *[torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh())] * 6
+    )
+    x = torch.randn(512, 32)
+    named = []
+    for budget in ("1KiB", 0.2):
+        with pytest.raises(BudgetError) as caught:
+            tr.plan(lambda x: model(x).sum(), x, budget=budget)
+        named.append(caught.value.least_bytes)
+    assert max(named) <= 1.05 * min(named)
+
+
 def test_what_a_budget_holds_is_what_explain_says():
     model, x = GPT(), torch.randint(0, 64, (2, 32))
     fun = tr.checkpoint(model, policy="budget:70%")

@@ -16,7 +16,7 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.ordering import replay_of
 from torchremat.planning.problem import Costs, Problem, Schedule, costs_of
 from torchremat.planning.progress import shown_progress
-from torchremat.planning.reorder import reordered
+from torchremat.planning.reorder import floor_of, reordered
 from torchremat.planning.solver import Options, Solution, solve
 from torchremat.planning.step import Step
 from torchremat.remat.report import human_bytes
@@ -142,7 +142,7 @@ class Planner:
             return PlannedStep(self.step, self.plain.schedule, self.plain.costs, 0.0, nbytes)
         solution = _solved(self._reordered, room - copied, self.solver, self.seconds)
         if solution.schedule is None:
-            raise self._cannot(asked, nbytes, solution)
+            raise self._cannot(asked, nbytes, self._lowest(solution, room - copied))
         costs = costs_of(self._reordered, solution.schedule)
         return PlannedStep(
             self.step, solution.schedule, costs, solution.lower_bound_seconds, nbytes
@@ -151,6 +151,17 @@ class Planner:
     @cached_property
     def _reordered(self) -> Problem:
         return reordered(self.step.problem)
+
+    def _lowest(self, solution: Solution, room: int) -> Solution:
+        """The lower of `solution`, which is of a budget of `room` bytes, and of one in reach.
+
+        What is found for a budget that no order allows is far from the least that can be met.
+        """
+        floor = floor_of(self._reordered)
+        if room >= floor:
+            return solution
+        found = _solved(self._reordered, floor, self.solver, self.seconds)
+        return min(solution, found, key=lambda s: s.least_peak)
 
     def _cannot(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident

@@ -329,7 +329,39 @@ def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[
         stack.enter_context(_set_make_fx_tracer(session))
         stack.enter_context(_hidden_from_dynamo(session))
         stack.enter_context(_compiled_functions_uncompiled())
+        stack.enter_context(_checkpoints_of_pytorch_called())
         yield
+
+
+class _Called:
+    """What `torch.utils.checkpoint` applies, as a plain call."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """What `torch.utils.checkpoint` does around its function: it is called between the steps."""
+    yield
+
+
+@contextmanager
+def _checkpoints_of_pytorch_called() -> Iterator[None]:
+    """`torch.utils.checkpoint` calls its function: what is kept is decided of the whole graph.
+
+    What it would compute again in the backward pass would draw other random numbers in a trace.
+    """
+    module = torch.utils.checkpoint
+    names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    before = [getattr(module, name) for name in names]
+    for name, value in zip(names, (_nothing_around, _Called), strict=True):
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(module, name, value)
 
 
 @contextmanager
@@ -974,6 +1006,8 @@ def compile_with_inductor(
     ):
         plain = decompose(module, fakes, inductor_decompositions())
         joint_graph_passes(plain)
+        output = plain.graph.output_node()  # a backward graph reads them as they were traced
+        output.meta["user_visible_output_idxs"] = list(range(len(list(output.args[0]))))  # type: ignore[arg-type]
         run = compile_fx_inner(plain, fakes, is_inference=True)
     return run, getattr(run, "source_code", "")
 

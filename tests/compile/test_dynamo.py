@@ -234,3 +234,65 @@ def test_a_name_that_no_value_has_is_told() -> None:
 
 def test_the_installed_package_is_a_backend() -> None:
     assert "torchremat" in torch._dynamo.list_backends()
+
+
+@torch.library.custom_op("torchremat_tests::add_into", mutates_args=("buffer",))
+def add_into(x: Tensor, buffer: Tensor) -> None:
+    buffer.add_(x)
+
+
+def writes_by_a_users_operator(x: Tensor, buffer: Tensor) -> Tensor:
+    add_into(x.detach(), buffer)
+    return (x * buffer).sin()
+
+
+def writes_twice(x: Tensor, buffer: Tensor) -> Tensor:
+    add_into(x.detach(), buffer)
+    y = x * buffer.clone()
+    add_into(x.detach(), buffer)
+    return (y * buffer).cos()
+
+
+def writes_to_parts(x: Tensor, buffer: Tensor) -> Tensor:
+    buffer[0].copy_(x[0].detach())
+    y = (x * buffer.clone()).sin()
+    buffer.t()[1] = 5.0
+    return (y * buffer).tanh()
+
+
+@pytest.mark.parametrize(
+    ("policy", "codegen"), [("none", "eager"), (None, "inductor"), ("full", "inductor")]
+)
+@pytest.mark.parametrize("f", [writes_by_a_users_operator, writes_twice, writes_to_parts])
+def test_arguments_may_be_written_to(f: Any, policy: str | None, codegen: str) -> None:
+    x, buffer = torch.rand(3, 3, requires_grad=True), torch.rand(3, 3)
+    twin = buffer.clone()
+    plain, ours = f(x, twin), compiled(f, policy, codegen)(x, buffer)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (ours, plain)))
+    torch.testing.assert_close(buffer, twin)
+
+
+@pytest.mark.parametrize("policy", [None, "none", "full"])
+def test_batch_normalisation_inside_a_checkpoint(policy: str | None) -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8))
+    model = nn.Sequential(tr.nn.wrap(inner, "full"), nn.Linear(8, 1))
+    twin, x = copy.deepcopy(model), torch.randn(16, 8)
+    tr.nn.unwrap(twin)
+    f = compiled(model, policy)
+    ours, plain = (
+        gradients_of(lambda x, g=g: g(x).sum(), m, x) for g, m in ((f, model), (twin,) * 2)
+    )
+    for pair in zip([*ours, *model.buffers()], [*plain, *twin.buffers()], strict=True):
+        torch.testing.assert_close(*pair)
+
+
+def test_a_name_inside_a_checkpoint_is_seen_by_the_policy_around_it() -> None:
+    @tr.checkpoint(policy="full")
+    def block(x: Tensor) -> Tensor:
+        return tr.checkpoint_name(x.sin(), "hidden").exp()
+
+    reports: list[Report] = []
+    x = torch.ones(3, requires_grad=True)
+    compiled(lambda x: block(x).cos().sum(), "names:hidden", report=reports.append)(x).backward()
+    assert [row.name for row in reports[0] if row.decision == "saved"] == ["hidden"]

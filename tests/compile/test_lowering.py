@@ -140,3 +140,24 @@ def test_no_such_backend_is_told() -> None:
         tr.nn.wrap(nn.Linear(2, 2), compile="inducter")
     with pytest.raises(ValueError, match="is no backend"):
         lower(tr.make_graph(torch.sin)(torch.ones(2)).graph_module, "xla")
+
+
+def test_convolutions_train() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Sigmoid(), nn.Conv2d(3, 2, 1), nn.Sigmoid())
+    x = torch.randn(2, 2, 6, 6)
+    plain = gradients_of(lambda x: model(x).sum(), model, x)
+    jitted = tr.jit(model)
+    assert_close(gradients_of(lambda x: jitted(x).sum(), model, x), plain)
+
+
+def test_a_third_derivative() -> None:
+    f = tr.jit(lambda x: torch.tanh(x * x))
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def third(f: Any) -> Tensor:
+        y = f(x).sum()
+        for _ in range(3):
+            (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y
+
+    torch.testing.assert_close(third(f), third(lambda x: torch.tanh(x * x)))

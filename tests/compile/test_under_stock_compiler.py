@@ -152,3 +152,8 @@ def test_export_gives_a_plain_graph(strict: bool) -> None:
     targets = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
     assert all(target.startswith(("aten.", "<built-in function getitem")) for target in targets)
     assert torch.equal(exported.module()(x), model(x))
+
+
+def test_a_wrapped_root_is_exported() -> None:
+    model, x = tr.nn.wrap(nn.Linear(4, 4)), torch.randn(2, 4)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))

@@ -21,7 +21,7 @@ from torchremat.checkpoint_policies import (
     nothing_saveable,
     save_modules,
 )
-from torchremat.errors import NoMatchError, NotAvailableError, UnmatchedWarning
+from torchremat.errors import NoMatchError, UnmatchedWarning
 from torchremat.nn import report, unwrap, wrap
 from torchremat.nn.wrap import RematForward, wrapped_forward
 
@@ -638,9 +638,8 @@ def test_a_derivative_outlives_the_module():
         (lambda m: wrap(m.layers), ValueError, "a ModuleList has no forward of its own"),
         (lambda m: wrap(m, prevent_cse=1), TypeError, "prevent_cse must be a bool, or a tuple"),
         (lambda m: wrap(m, prevent_cse=(True, "no")), TypeError, "prevent_cse must be a bool"),
-        (lambda m: wrap(m, compile="inductor"), NotAvailableError, "is not there yet"),
-        (lambda m: wrap(m, compile="tvm"), ValueError, "must be None or 'inductor', but it is 'tv"),
-        (lambda m: wrap(m, compile=True), ValueError, "must be None or 'inductor'"),
+        (lambda m: wrap(m, compile="tvm"), ValueError, "compile='tvm' is no backend"),
+        (lambda m: wrap(m, compile=True), ValueError, "compile=True is no backend"),
         (lambda m: wrap(m, {}), ValueError, "the dict of policies is empty"),
         (lambda m: wrap(m, {"layers.*": 3}), TypeError, "policy"),
         (lambda m: wrap(m, {None: "dots"}), TypeError, "one of them is None"),

@@ -201,3 +201,18 @@ def test_a_generator_as_an_argument():
     for seed in (1, 2, 1):
         expected = torch.rand(3, generator=torch.Generator().manual_seed(seed))
         assert_same(fun(torch.ones(3), torch.Generator().manual_seed(seed)), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_a_checkpoint_of_pytorchs_inside_has_the_masks_of_the_forward(policy, reentrant):
+    dropout = torch.nn.Dropout(0.5)
+
+    def f(x):
+        run = torch.utils.checkpoint.checkpoint
+        return run(lambda x: dropout(x) * x, x, use_reentrant=reentrant)
+
+    x = torch.ones(64, requires_grad=True)
+    y = tr.checkpoint(f, policy=policy)(x)
+    y.sum().backward()
+    assert torch.equal(y != 0, x.grad != 0)

@@ -20,7 +20,13 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.compile.operators import broken_up, random_decompositions
-from torchremat.compile.partition import cut, cut_for_fusion, decide, partition_as_pytorch_does
+from torchremat.compile.partition import (
+    cut,
+    cut_for_fusion,
+    decide,
+    partition_as_autograd_does,
+    partition_as_pytorch_does,
+)
 from torchremat.compile.reports import report_of
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import compile_graph
@@ -52,7 +58,7 @@ class Options:
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> "Options":
         """Read `options`. Raises `OptionError` for a key or a value that means nothing."""
-        given = {"mode": mode, **(options or {})}
+        given: dict[Any, Any] = {"mode": mode} | dict(options or {})
         policy = given.pop("policy", None)
         codegen = given.pop("codegen", "inductor")
         report = given.pop("report", None)
@@ -65,11 +71,11 @@ class Options:
         settings = _mode_settings(given.pop("mode"))
         known = _torch.inductor_option_names()
         for key, value in given.items():
-            name = key.replace("-", "_")
+            name = str(key).replace("-", "_")
             if name not in known:
                 raise OptionError(
                     f"options={{{key!r}: ...}} is no option of the backend 'torchremat', "
-                    f"{nearest_names(key, [*OWN_OPTIONS, *known])}. There are "
+                    f"{nearest_names(str(key), [*OWN_OPTIONS, *known])}. There are "
                     f"{', '.join(map(repr, OWN_OPTIONS))} and the settings of inductor"
                 )
             settings[name] = value
@@ -144,7 +150,7 @@ def _compile_as_pytorch_does(
 ) -> Callable[..., Any]:
     if chosen.codegen == "eager":
         return _torch.aot_autograd(
-            module, inputs, compiler=compile_graph, partition=_torch.default_partition
+            module, inputs, compiler=compile_graph, partition=partition_as_autograd_does
         )
     key = f"torchremat {_version()}, no policy"
     partitioner = _torch.inductor_partitioner(partition_as_pytorch_does, key)

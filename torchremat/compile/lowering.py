@@ -89,14 +89,13 @@ class _ByInductor:
         self._source = ""
 
     def _may_lie_otherwise(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The inputs whose strides nobody has checked, with those that the graph is for.
+        """The tensors among the inputs, with the strides that the graph is for.
 
-        Cotangents of a backward graph, and all of the inputs of one whose inputs have no roles.
+        Cotangents lie as they come; in a derivative of higher order they are inputs like any other.
         """
-        roles = self.module.meta.get("roles", ())
         found = []
-        for at, (i, fake) in enumerate(zip(self._used, self._fakes, strict=True)):
-            if isinstance(fake, Tensor) and (not roles or roles[i : i + 1] == ("cotangent",)):
+        for at, fake in enumerate(self._fakes):
+            if isinstance(fake, Tensor):
                 found.append((at, tuple(fake.stride())))
         return found
 

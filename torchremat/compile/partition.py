@@ -55,10 +55,11 @@ def decide(
     """
     drop_copies(module.graph)
     module.graph.eliminate_dead_code()
+    copies = keep_written(module)
     joint = joint_of(module, num_forward_outputs)
     choices = Choices(joint, policy)
     choices.warn_of_unmatched()
-    residuals = _copying_written(joint, choices.residuals(joint))
+    residuals = _keeping_copies(choices.residuals(joint), copies)
     draws: set[fx.Node] = set()
     if draws_again:
         draws = {node for node in choices.forced.intersection(residuals.values) if _may_draw(node)}
@@ -67,29 +68,33 @@ def decide(
     return Partition(joint, choices, residuals, kept, frozenset(first.values()))
 
 
-def _copying_written(joint: Joint, residuals: Residuals) -> Residuals:
-    """`residuals`, with copies of inputs that are written to before the backward pass reads them.
-
-    Such are the statistics of batch normalisation, if it is computed again.
-    """
-    written = {joint.inputs[i] for i, _ in joint.mutations}
-    lost = [node for node in residuals.inputs if node in written]
-    copies = [_copy_of(node) for node in lost]
+def _keeping_copies(residuals: Residuals, copies: frozenset[fx.Node]) -> Residuals:
+    """`residuals`, with copies of inputs that are written to kept, where they are needed."""
+    needed = copies & residuals.recomputed
+    values = (*[copy for copy in copies if copy in needed], *residuals.values)
+    written = {copy.args[0] for copy in needed}
     inputs = tuple(node for node in residuals.inputs if node not in written)
-    return Residuals((*copies, *residuals.values), inputs, residuals.recomputed)
+    return Residuals(values, inputs, residuals.recomputed - needed)
 
 
-def _copy_of(node: fx.Node) -> fx.Node:
+def _copy_of(node: fx.Node, copy_op: _torch.OpOverloadPacket) -> fx.Node:
     """A copy of an input, which all read in its place."""
     last = node.graph.find_nodes(op="placeholder")[-1]
     with node.graph.inserting_after(last):
-        copy = node.graph.call_function(aten.clone.default, (node,))
+        copy = node.graph.call_function(copy_op.default, (node,))
     copy.meta = {"val": node.meta["val"], "phase": "forward", "partitioner_tag": "is_forward"}
-    kept = [user for user in node.users if user is copy or writes_input(user)]
-    reads = [user for user in node.users if user not in kept and user.op != "output"]
-    for user in reads:
-        user.replace_input_with(node, copy)
+    for user in list(node.users):
+        if user is not copy and user.op != "output" and not writes_input(user):
+            user.replace_input_with(node, copy)
     return copy
+
+
+def partition_as_autograd_does(
+    module: fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's partition that keeps what autograd keeps, but for checkpoints inside."""
+    keep_written(module)
+    return _torch.default_partition(module, inputs, **options)
 
 
 def partition_as_pytorch_does(
@@ -100,15 +105,37 @@ def partition_as_pytorch_does(
     What it has computed again reads inputs as they were before the function wrote to them. (Without
     the copies, PyTorch 2.13 reads what is there when the backward pass runs.)
     """
-    _keep_written(module)
+    keep_written(module)
     return _torch.min_cut_partition(module, inputs, **options)
 
 
-def _keep_written(module: fx.GraphModule) -> None:
+def keep_written(module: fx.GraphModule) -> frozenset[fx.Node]:
     """Let all read copies of inputs that are written to, which are kept if one is needed."""
+    copies = set()
+    hidden = {n.args[0] for n in module.graph.nodes if writes_input(n) and not _is_pointwise(n)}
     for node in written_inputs(module):
-        if any(not writes_input(user) and user.op != "output" for user in node.users):
-            _copy_of(node).meta["recompute"] = _torch.MUST_SAVE
+        if any(user.op != "output" and not writes_input(user) for user in node.users):
+            copy = _copy_of(node, torch.ops.torchremat.copied if node in hidden else aten.clone)
+            copy.meta["recompute"] = _torch.MUST_SAVE
+            copies.add(copy)
+    return frozenset(copies)
+
+
+def _is_pointwise(write: fx.Node) -> bool:
+    """Whether what is written to an input is computed element by element.
+
+    Inductor 2.13 else lets an operator that scatters, or that a user wrote, work on the input
+    itself, though what it was before, or the result, is kept for the backward pass: unless it is
+    given a copy by an operator that inductor does not know.
+    """
+    value = write.args[1]
+    target = call_of(value).target if isinstance(value, fx.Node) else None
+    return isinstance(target, _torch.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+_library = torch.library.Library("torchremat", "FRAGMENT")
+_library.define("copied(Tensor x) -> Tensor")
+_library.impl("copied", torch.clone, "CompositeExplicitAutograd")
 
 
 def drop_copies(graph: fx.Graph) -> None:

@@ -17,6 +17,8 @@ def why_not_replayed(node: fx.Node) -> str | None:
         return why_not_replayed(inside)
     call = call_of(node)
     if not isinstance(call.target, _torch.OpOverload):
+        if packet_name(call.target).startswith("higher_order.auto_functionalized"):
+            return "it writes to its arguments"
         if not hasattr(call.target, "runner_of") and any(map(_draws, inner_graphs_of(call))):
             return "random numbers are drawn inside it, which a replay would draw anew"
         return None

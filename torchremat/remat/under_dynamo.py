@@ -36,6 +36,8 @@ def _contexts(policy: PolicyLike | None) -> tuple[Any, Any]:
     """What PyTorch's checkpoint enters for the forward pass and for recomputation."""
     decide = _Decide(as_policy(policy))
     contexts: tuple[Any, Any] = torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)
+    for context in contexts:  # names of values, for the policy of a compiler around it
+        context.supports_higher_order_operators = True
     return contexts
 
 
@@ -49,7 +51,12 @@ def outside_compiler() -> Callable[..., Any]:
     def call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return fun(*args, **kwargs)
 
-    return torch.compiler.disable(call)  # type: ignore[no-any-return]
+    reason = (
+        "a checkpoint whose policy decides on a whole graph runs outside of the compiler. To have "
+        "it compiled, give the policy to the compiler: torch.compile(..., backend='torchremat', "
+        "options={'policy': ...})"
+    )
+    return torch.compiler.disable(call, reason=reason)  # type: ignore[no-any-return]
 
 
 class _Decide(TakesNames):

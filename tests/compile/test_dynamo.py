@@ -296,3 +296,19 @@ def test_a_name_inside_a_checkpoint_is_seen_by_the_policy_around_it() -> None:
     x = torch.ones(3, requires_grad=True)
     compiled(lambda x: block(x).cos().sum(), "names:hidden", report=reports.append)(x).backward()
     assert [row.name for row in reports[0] if row.decision == "saved"] == ["hidden"]
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_results_that_are_copies_stay_copies(policy: str, codegen: str) -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = torch.sin(x)
+        z = torch.cos(y.clone())
+        return y, y.clone().view(-1), z
+
+    x = torch.rand(2, 3, requires_grad=True)
+    y, copied, z = compiled(f, policy, codegen)(x)
+    with torch.no_grad():
+        copied.zero_()
+    assert torch.equal(y, torch.sin(x))
+    torch.testing.assert_close(*(torch.autograd.grad(r.sum(), x)[0] for r in (z, f(x)[2])))

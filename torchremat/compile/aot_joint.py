@@ -9,11 +9,11 @@ words of Dynamo.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
+from torchremat.compile.copies import writes_input
 from torchremat.graph.dynamo_meta import module_name, source_of
 
 
@@ -42,17 +42,6 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
         tuple(results[num_forward_outputs:]),
         by_compiler=True,
     )
-
-
-def written_inputs(module: fx.GraphModule) -> list[fx.Node]:
-    """The inputs that the function writes to, by itself or by who runs the graph."""
-    inside = [node.args[0] for node in module.graph.nodes if writes_input(node)]
-    return list(dict.fromkeys([*_torch.written_inputs(module).values(), *inside]))
-
-
-def writes_input(node: fx.Node) -> bool:
-    """Whether `node` writes to an input: what a compiler is left to write is at the end."""
-    return node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:

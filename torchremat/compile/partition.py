@@ -16,14 +16,13 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.autodiff.partial_eval import Residuals
-from torchremat.compile.aot_joint import joint_of, writes_input, written_inputs
-from torchremat.graph.aliases import call_of, lies_alike
+from torchremat.compile.aot_joint import joint_of
+from torchremat.compile.copies import drop_copies, keep_written, writes_input
+from torchremat.graph.aliases import call_of
 from torchremat.remat.choices import Choices
 from torchremat.remat.names import name_p
 from torchremat.remat.policies import Policy
 from torchremat.remat.replay import why_not_replayed
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -68,25 +67,12 @@ def decide(
     return Partition(joint, choices, residuals, kept, frozenset(first.values()))
 
 
-def _keeping_copies(residuals: Residuals, copies: frozenset[fx.Node]) -> Residuals:
+def _keeping_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
     """`residuals`, with copies of inputs that are written to kept, where they are needed."""
-    needed = copies & residuals.recomputed
-    values = (*[copy for copy in copies if copy in needed], *residuals.values)
+    needed = [copy for copy in copies if copy in residuals.recomputed]
     written = {copy.args[0] for copy in needed}
     inputs = tuple(node for node in residuals.inputs if node not in written)
-    return Residuals(values, inputs, residuals.recomputed - needed)
-
-
-def _copy_of(node: fx.Node, copy_op: _torch.OpOverloadPacket) -> fx.Node:
-    """A copy of an input, which all read in its place."""
-    last = node.graph.find_nodes(op="placeholder")[-1]
-    with node.graph.inserting_after(last):
-        copy = node.graph.call_function(copy_op.default, (node,))
-    copy.meta = {"val": node.meta["val"], "phase": "forward", "partitioner_tag": "is_forward"}
-    for user in list(node.users):
-        if user is not copy and user.op != "output" and not writes_input(user):
-            user.replace_input_with(node, copy)
-    return copy
+    return Residuals((*needed, *residuals.values), inputs, residuals.recomputed - {*needed})
 
 
 def partition_as_autograd_does(
@@ -107,49 +93,6 @@ def partition_as_pytorch_does(
     """
     keep_written(module)
     return _torch.min_cut_partition(module, inputs, **options)
-
-
-def keep_written(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """Let all read copies of inputs that are written to, which are kept if one is needed."""
-    copies = set()
-    hidden = {n.args[0] for n in module.graph.nodes if writes_input(n) and not _is_pointwise(n)}
-    for node in written_inputs(module):
-        if any(user.op != "output" and not writes_input(user) for user in node.users):
-            copy = _copy_of(node, torch.ops.torchremat.copied if node in hidden else aten.clone)
-            copy.meta["recompute"] = _torch.MUST_SAVE
-            copies.add(copy)
-    return frozenset(copies)
-
-
-def _is_pointwise(write: fx.Node) -> bool:
-    """Whether what is written to an input is computed element by element.
-
-    Inductor 2.13 else lets an operator that scatters, or that a user wrote, work on the input
-    itself, though what it was before, or the result, is kept for the backward pass: unless it is
-    given a copy by an operator that inductor does not know.
-    """
-    value = write.args[1]
-    target = call_of(value).target if isinstance(value, fx.Node) else None
-    return isinstance(target, _torch.OpOverload) and torch.Tag.pointwise in target.tags
-
-
-_library = torch.library.Library("torchremat", "FRAGMENT")
-_library.define("copied(Tensor x) -> Tensor")
-_library.impl("copied", torch.clone, "CompositeExplicitAutograd")
-
-
-def drop_copies(graph: fx.Graph) -> None:
-    """Take out copies that lie in memory as what they are copies of: a dropout of 0 makes one.
-
-    Nothing in a joint graph is written to. Outputs stay copies, for they must not be inputs.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        is_output = any(user.op == "output" for user in node.users)
-        if source.op != "placeholder" and not is_output and lies_alike(node, source):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
 
 
 def cut(

@@ -23,6 +23,8 @@ COMMANDS = [
     ["train_gpt.py", *SMALL_GPT, "--policy", "dots|modules:*.mlp"],
     ["train_gpt.py", *SMALL_GPT, "--dropout", "0.2", "--attention", "eager", "--seed", "1"],
 ]
+DONATED = ["jit_donation.py", "--steps", "3"]
+COMPILED = ["compile_policy.py", "--layers", "2"]
 PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict
 ROW = re.compile(
@@ -50,7 +52,7 @@ def run_example(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_run():
-    assert {command[0] for command in (*COMMANDS, PLANNED)} == set(EXAMPLES)
+    assert {command[0] for command in (*COMMANDS, DONATED, COMPILED, PLANNED)} == set(EXAMPLES)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -125,14 +127,14 @@ def test_a_training_keeps_to_its_plan():
 
 
 def test_donated_parameters_are_updated_where_they_are():
-    done = run_example(["jit_donation.py", "--steps", "3"])
+    done = run_example(DONATED)
     assert done.returncode == 0, done.stderr
     assert "same memory: True" in done.stdout
     assert "donated to jit(step) at jit_donation.py" in done.stdout
 
 
 def test_a_compiled_model_keeps_what_it_keeps_in_eager_mode():
-    done = run_example(["compile_policy.py", "--layers", "2"])
+    done = run_example(COMPILED)
     assert done.returncode == 0, done.stderr
     kept = re.findall(r"keeps (\d+) B compiled, (\d+) B in eager mode", done.stdout)
     assert len(kept) == 3

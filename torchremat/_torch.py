@@ -372,8 +372,10 @@ def _compiled_functions_uncompiled() -> Iterator[None]:
     """
     import torch._dynamo
 
-    before = torch.fx._symbolic_trace._is_fx_tracing_flag
-    torch.fx._symbolic_trace._is_fx_tracing_flag = True
+    symbolic_trace = torch.fx._symbolic_trace
+    before = symbolic_trace._is_fx_tracing_flag, symbolic_trace.is_fx_tracing
+    symbolic_trace._is_fx_tracing_flag = True
+    symbolic_trace.is_fx_tracing = lambda: False  # what others ask, who would refuse to run
     try:
         with torch._dynamo.config.patch(error_on_nested_fx_trace=False), warnings.catch_warnings():
             warnings.filterwarnings(
@@ -381,7 +383,7 @@ def _compiled_functions_uncompiled() -> Iterator[None]:
             )
             yield
     finally:
-        torch.fx._symbolic_trace._is_fx_tracing_flag = before
+        symbolic_trace._is_fx_tracing_flag, symbolic_trace.is_fx_tracing = before
 
 
 @contextmanager

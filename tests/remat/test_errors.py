@@ -101,8 +101,12 @@ def test_prevent_cse_of_another_type(value):
 
 def test_prevent_cse_as_a_tree_is_accepted():
     x = leaf(2)
-    for value in (False, (True,), ({"a": True},)):
+    for value in (False, (True,)):
         assert_same(tr.checkpoint(torch.sin, prevent_cse=value)(x), x.sin())
+    tree = tr.checkpoint(lambda tree: tree["a"].sin(), prevent_cse=({"a": True},))
+    assert_same(tree({"a": x}), x.sin())
+    with pytest.raises(ValueError, match="prevent_cse specification must be a tree prefix"):
+        tr.checkpoint(torch.sin, prevent_cse=({"a": True},))(x)
 
 
 @pytest.mark.parametrize("value", [3, [torch.sin], torch.ones(2), 2.5])

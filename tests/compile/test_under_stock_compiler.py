@@ -69,6 +69,16 @@ def test_a_named_value_is_kept_and_its_operator_not_run_again() -> None:
     assert "addmm.default" in graphs[-1]
 
 
+def test_what_selects_is_kept() -> None:
+    graphs: list[str] = []
+    f = tr.checkpoint(lambda x: torch.topk(torch.sin(x), 2).values.exp())
+    x = torch.randn(8, requires_grad=True)
+    g = torch.compile(lambda x: f(x).sum(), backend=_backend_that_notes(graphs), fullgraph=True)
+    g(x).backward()
+    assert "topk" in graphs[0]
+    assert "topk.default" not in graphs[-1]
+
+
 def _backend_that_notes(graphs: list[str]) -> Any:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd

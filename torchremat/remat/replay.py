@@ -49,18 +49,22 @@ _ADDING_IN_ANY_ORDER = frozenset({
 })  # fmt: skip
 
 
+def selects(op: object) -> bool:
+    """Whether `op` selects among values: `topk`, `sort`."""
+    return packet_name(op) in _SELECTING or str(op) in _SELECTING_BY_DIM
+
+
 def why_kept(node: fx.Node) -> str | None:
     """Why the value of `node` is better kept, unless a policy insists that it is not."""
     inside = value_inside(node)
     if inside is not None:
         return why_kept(inside)
     call = call_of(node)
-    name = packet_name(call.target)
-    if name in _SELECTING or str(call.target) in _SELECTING_BY_DIM:
+    if selects(call.target):
         return "it selects among values, and a replay might select others"
     value = node.meta.get("val")
     if (
-        name in _ADDING_IN_ANY_ORDER
+        packet_name(call.target) in _ADDING_IN_ANY_ORDER
         and isinstance(value, torch.Tensor)
         and value.device.type != "cpu"
         and not torch.are_deterministic_algorithms_enabled()

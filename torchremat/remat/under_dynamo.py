@@ -19,7 +19,8 @@ from torchremat.graph.dynamo_meta import module_name, source_of
 from torchremat.graph.ops import split_arguments
 from torchremat.remat.names import TakesNames
 from torchremat.remat.policies import Policy, PolicyLike, Value, as_policy
-from torchremat.remat.verdicts import Recompute
+from torchremat.remat.replay import selects
+from torchremat.remat.verdicts import Recompute, insists
 
 
 def checkpoint_in_compiler(
@@ -100,7 +101,8 @@ class _Decide(TakesNames):
         avals, params = split_arguments(op, args, kwargs)
         outputs = (output,) if isinstance(output, Aval) else ()
         value = Value(op, avals, params, names, module_name(meta), source_of(meta), outputs)
-        is_again = isinstance(self.policy.decide(value), Recompute)
+        verdict = self.policy.decide(value)
+        is_again = isinstance(verdict, Recompute) and (insists(verdict) or not selects(op))
         return _torch.MUST_RECOMPUTE if is_again else _torch.MUST_SAVE
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
+from planning_report import print_tables
 from rich.console import Console
-from rich.table import Table as RichTable
 
 Record = dict[str, Any]
 Table = tuple[str, Sequence[str], list[Sequence[str]]]
@@ -126,13 +125,7 @@ def summary(results: Record) -> str:
 def print_report(results: Record) -> None:
     """Print all tables."""
     console = Console(width=160)
-    for title, columns, rows in tables_of(results):
-        table = RichTable(title=title, box=box.SIMPLE, title_justify="left")
-        for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    print_tables(console, tables_of(results))
     for model in results["models"]:
         for note in model.get("notes", []):
             console.print(f"{model['model']}: {note}")

@@ -295,16 +295,21 @@ def _ratio(value: float) -> str:
 # --- where they go -------------------------------------------------------------------------------
 
 
-def print_report(results: Record) -> None:
-    """Print all tables."""
-    console = Console(width=180)
-    for title, columns, rows in tables_of(results):
+def print_tables(console: Console, tables: Iterable[Table]) -> None:
+    """Print tables, the first column of each to the left."""
+    for title, columns, rows in tables:
         table = RichTable(title=title, box=box.SIMPLE, title_justify="left")
         for i, column in enumerate(columns):
             table.add_column(column, justify="left" if i == 0 else "right")
         for row in rows:
             table.add_row(*row)
         console.print(table)
+
+
+def print_report(results: Record) -> None:
+    """Print all tables."""
+    console = Console(width=180)
+    print_tables(console, tables_of(results))
     console.print(f"costs of {results['device']}; the run took {results['seconds']:.0f} s")
 
 

@@ -80,7 +80,7 @@ def drop_copies(graph: fx.Graph) -> None:
         if (
             source.op != "placeholder"
             and lies_alike(node, source)
-            and (given.isdisjoint((node, base_of(source))))
+            and given.isdisjoint((node, base_of(source)))
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)

@@ -31,11 +31,8 @@ def report_of(partition: Partition) -> Report:
 
 
 def _state_row(value: Computed, labels: Labels) -> Row:
-    aval, reason = (
-        state_aval(value.node),
-        "the state of the generator, from which it is drawn again",
-    )
-    return _row(value, labels, Choice("saved", reason), aval)
+    choice = Choice("saved", "the state of the generator, from which it is drawn again")
+    return _row(value, labels, choice, state_aval(value.node))
 
 
 def _choice(partition: Partition, node: fx.Node, decision: Decision) -> Choice:

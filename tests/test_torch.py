@@ -693,6 +693,65 @@ def memory_moves_between_tensors():
             use(x)
 
 
+@check("transform_depth")
+def transform_depth():
+    seen = []
+    torch.func.vmap(torch.func.grad(lambda x: seen.append(_torch.transform_depth()) or x))(
+        torch.ones(2)
+    )
+    assert (seen, _torch.transform_depth()) == ([2], 0)
+
+
+@check("children_of")
+def children_of():
+    spec = _torch.tree_flatten(((1, 2), 3))[1]
+    assert [child.num_leaves for child in _torch.children_of(spec)] == [2, 1]
+
+
+@check(
+    "replace_batching_rule", "restore_batching_rule", "at_level_below", "unwrap_batched_tensor",
+    "add_batch_dim",
+)  # fmt: skip
+def replace_batching_rule():
+    sin = torch.ops.aten.sin.default
+    seen = []
+
+    def rule(x):
+        with _torch.at_level_below() as level:
+            value, dim = _torch.unwrap_batched_tensor(x, level.number)
+            seen.append((level, value.shape, dim))
+            result = sin(value) + 1
+        return _torch.add_batch_dim(result, dim, level.number)
+
+    x = torch.zeros(2, 3)
+    replaced = _torch.replace_batching_rule(sin, rule)
+    try:
+        assert torch.equal(torch.func.vmap(torch.sin, 1, 1)(x), x + 1)
+        assert torch.equal(torch.func.vmap(torch.func.vmap(torch.sin))(x), x + 2)
+        assert torch.equal(torch.sin(x), x)
+    finally:
+        _torch.restore_batching_rule(replaced)
+    assert seen[0] == (_torch.VmapLevel(1, 3), (2, 3), 1)
+    assert torch.equal(torch.func.vmap(torch.sin)(x), x)
+
+
+@check("LOOP_WARNING", "looped_operator")
+def loop_warning():
+    with pytest.warns(UserWarning, match=_torch.LOOP_WARNING) as noted:
+        torch.func.vmap(torch.histc)(torch.ones(2, 3))
+    assert _torch.looped_operator(str(noted[0].message)) == "aten::histc"
+    assert _torch.looped_operator("something else") is None
+
+
+@check("dispatch_restored")
+def dispatch_restored():
+    before = str(torch._C._dispatch_tls_local_exclude_set())
+    with _torch.dispatch_restored():
+        kept = torch._C._AutoDispatchBelowAutograd()
+    assert str(torch._C._dispatch_tls_local_exclude_set()) == before
+    del kept
+
+
 def public_names():
     """What `_torch` defines or imports for others: `import x as x`."""
     found = set()

@@ -7,10 +7,12 @@
 >>> block(x, w).sum().backward()
 """
 
-from torchremat import checkpoint_policies, config, errors, nn, planning
+from torchremat import batching, checkpoint_policies, config, errors, nn, planning
 from torchremat.autodiff.graph_transforms import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.batching.batch_graph import batch_graph
+from torchremat.batching.custom_vmap import custom_vmap, sequential_vmap
+from torchremat.batching.vmap import vmap
 from torchremat.compile.jit import jit
 from torchremat.errors import (
     BudgetError,
@@ -58,11 +60,13 @@ __all__ = [
     "TypedGraph",
     "UnmatchedWarning",
     "batch_graph",
+    "batching",
     "checkpoint",
     "checkpoint_name",
     "checkpoint_policies",
     "compare",
     "config",
+    "custom_vmap",
     "dce_graph",
     "device_count",
     "devices",
@@ -89,5 +93,7 @@ __all__ = [
     "remat",
     "remat_p",
     "saved_residuals",
+    "sequential_vmap",
     "transpose_graph",
+    "vmap",
 ]

@@ -8,7 +8,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -82,6 +83,13 @@ tree_unflatten = _pytree.tree_unflatten
 tree_map = _pytree.tree_map
 keystr = _pytree.keystr
 
+
+def children_of(spec: TreeSpec) -> Sequence[TreeSpec]:
+    """The structures of the subtrees right below the root."""
+    children = getattr(spec, "children", None)  # a method since PyTorch 2.12 or so
+    return children() if callable(children) else spec.children_specs
+
+
 # --- functorch -----------------------------------------------------------------------------------
 
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -91,6 +99,11 @@ def differentiates() -> bool:
     """Whether any active `torch.func` level is reverse-mode differentiation."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == TransformType.Grad for interpreter in stack)
+
+
+def transform_depth() -> int:
+    """How many levels of `torch.func` are active: the number of the innermost."""
+    return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
 def innermost_transform() -> TransformType | None:
@@ -1042,3 +1055,70 @@ def without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 swap_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 """Let two tensors exchange all but their Python classes and attributes."""
+
+
+# --- batching rules ------------------------------------------------------------------------------
+
+
+def replace_batching_rule(op: OpOverload, kernel: Callable[..., Any]) -> torch.library.Library:
+    """Have `kernel` called where `op` is mapped by `vmap`, until `restore_batching_rule`.
+
+    It is called with wrapped tensors, at the innermost level, which is a `vmap`.
+    """
+    library = torch.library.Library(op.namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(op, kernel, "FuncTorchBatched", allow_override=True)
+    return library
+
+
+def restore_batching_rule(library: torch.library.Library) -> None:
+    """Undo `replace_batching_rule`."""
+    library._destroy()
+
+
+@dataclass(frozen=True)
+class VmapLevel:
+    """A level of `vmap`: its number, and the size of its axis."""
+
+    number: int
+    size: int
+
+
+@contextmanager
+def at_level_below() -> Iterator[VmapLevel]:
+    """In a batching rule: what runs in the block runs below its level, which is yielded."""
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    keys = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        yield VmapLevel(interpreter.level(), interpreter.batch_size())
+
+
+unwrap_batched_tensor: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = (
+    torch._C._functorch._unwrap_batched
+)
+add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._C._functorch._add_batch_dim
+
+
+# --- operators without a batching rule -----------------------------------------------------------
+
+LOOP_WARNING = "There is a performance drop because we have not yet implemented"
+"""How the warning begins that PyTorch gives where it maps an operator by a loop."""
+
+
+def dispatch_restored() -> AbstractContextManager[None]:
+    """After the block the dispatcher's state is as before it.
+
+    What fails inside of several levels of `torch.func` leaves PyTorch 2.13 in another, once the
+    error that it raised is forgotten: catch it inside the block.
+    """
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def looped_operator(warning: str) -> str | None:
+    """The operator that such a warning is about."""
+    if not warning.startswith(LOOP_WARNING):
+        return None
+    return warning.partition("batching rule for ")[2].partition(" ")[0].rstrip(".")

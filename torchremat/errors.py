@@ -107,6 +107,26 @@ class SegmentTypeError(TorchrematError, TypeError):
     """An operator on segments was given something that is no tensor, or of a dtype without it."""
 
 
+class AxisError(TorchrematError, ValueError):
+    """An axis of `vmap` that a value does not have, or sizes of axes that do not agree."""
+
+
+class AxisTypeError(TorchrematError, TypeError):
+    """What was given for an axis of `vmap` is none, or the value has no axes."""
+
+
+class RegistrationError(TorchrematError, ValueError):
+    """A rule or a type cannot be registered so, or is not registered."""
+
+
+class RuleError(TorchrematError, ValueError):
+    """A batching rule that a user wrote gave what is no result, or cannot be used here."""
+
+
+class LoopWarning(UserWarning):
+    """An operator that has no batching rule runs in a loop, once for each example."""
+
+
 class DeviceError(TorchrematError, RuntimeError):
     """A kind of device, or a process, was asked for that is not there."""
 

@@ -42,6 +42,9 @@ def flatten_axes(
       ...
     ValueError: in_axes specification must be a tree prefix of the corresponding value, ...
     """
+    quickly = _axes_of_tuples(axis_tree, treedef)
+    if quickly is not None:
+        return quickly
     tree = _torch.tree_unflatten([_Leaf()] * treedef.num_leaves, treedef)
     axes, mismatches = _prefix_axes(name, axis_tree, tree)
     if not mismatches:
@@ -66,6 +69,24 @@ def flatten_axes(
         f"{axis_tree} for value tree {treedef}.{hint}\n"
         f"Mismatch details ({len(mismatches)} found):{details}"
     )
+
+
+def _axes_of_tuples(axis_tree: Any, treedef: _torch.TreeSpec) -> list[Any] | None:
+    """The axes, if `axis_tree` is an axis or nested tuples of them, as it is in most calls."""
+    if axis_tree is None or type(axis_tree) is int:
+        return [axis_tree] * treedef.num_leaves
+    if type(axis_tree) is not tuple or treedef.type is not tuple:
+        return None
+    children = _torch.children_of(treedef)
+    if len(children) != len(axis_tree):
+        return None
+    found: list[Any] = []
+    for axes, child in zip(axis_tree, children, strict=True):
+        part = _axes_of_tuples(axes, child)
+        if part is None:
+            return None
+        found += part
+    return found
 
 
 class _Leaf:

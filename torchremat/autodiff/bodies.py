@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.graph.named_axes import AxisName, run_mapped
 from torchremat.graph.ops import draws_by_shape
 from torchremat.graph.sizes import Interpreter
 from torchremat.graph.surroundings import Surroundings
@@ -163,7 +164,6 @@ class JvpBody(Body):
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """The tangents of the outputs, after the outputs if they are kept."""
-        _torch.let_modes_see_views_of_zeros()
         primals, tangents = inputs[: self.num_inputs], inputs[self.num_inputs :]
 
         def function(*wrt: Tensor) -> tuple[tuple[Any, ...], Any]:
@@ -191,6 +191,7 @@ class BatchedBody(Body):
     in_dims: tuple[int | None, ...]
     axis_size: int
     randomness: str
+    name: AxisName = None
     out_dims: tuple[int | None, ...] = ()
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
@@ -199,8 +200,8 @@ class BatchedBody(Body):
         def function(*values: Tensor) -> tuple[Any, ...]:
             return tuple(self.of.run(tracing, values))
 
-        outputs, out_dims = _torch.restore_vmap(
-            function, self.in_dims, self.axis_size, self.randomness
+        outputs, out_dims = run_mapped(
+            function, self.in_dims, self.axis_size, self.randomness, self.name
         )(*inputs)
         moved = [
             torch.movedim(output, dim, 0) if dim else output

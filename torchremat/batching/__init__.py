@@ -1,1 +1,49 @@
-"""Functions and graphs mapped over an axis."""
+"""Functions and graphs mapped over an axis: `vmap`, its rules, and the types that it takes apart.
+
+The counterpart of `jax.interpreters.batching`.
+"""
+
+from torchremat.batching.batch_graph import batch_graph
+from torchremat.batching.custom_vmap import custom_vmap, sequential_vmap
+from torchremat.batching.positions import (
+    bdim_at_front,
+    broadcast,
+    matchaxis,
+    moveaxis,
+    not_mapped,
+)
+from torchremat.batching.rules import (
+    axis_primitive_batchers,
+    defbroadcasting,
+    defreducer,
+    defvectorized,
+    primitive_batchers,
+    spmd_axis_primitive_batchers,
+)
+from torchremat.batching.vmap import vmap
+from torchremat.batching.vmappable import is_vmappable, register_vmappable, unregister_vmappable
+from torchremat.batching.vtile import vtile
+from torchremat.kernels.segments import segment_sum
+
+__all__ = [
+    "axis_primitive_batchers",
+    "batch_graph",
+    "bdim_at_front",
+    "broadcast",
+    "custom_vmap",
+    "defbroadcasting",
+    "defreducer",
+    "defvectorized",
+    "is_vmappable",
+    "matchaxis",
+    "moveaxis",
+    "not_mapped",
+    "primitive_batchers",
+    "register_vmappable",
+    "segment_sum",
+    "sequential_vmap",
+    "spmd_axis_primitive_batchers",
+    "unregister_vmappable",
+    "vmap",
+    "vtile",
+]

@@ -31,20 +31,10 @@ from torchremat.remat.calls import flatten_call
 from torchremat.remat.checkpoint import Checkpointed
 from torchremat.remat.make_graph import trace_graph
 from torchremat.remat.op import run_graph, run_program
-from torchremat.remat.policies import EverythingSaveable, Policy, PolicyLike, as_policy
+from torchremat.remat.plain_autograd import plain_autograd
+from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.traces import PolicyKey, Trace
-
-
-@dataclass(frozen=True, repr=False)
-class PlainAutograd(EverythingSaveable):
-    """What plain autograd keeps; a checkpoint inside keeps what its own policy says."""
-
-    function = "plain_autograd"
-    looks_inside = False
-
-
-plain_autograd = PlainAutograd()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = tuple(
-    os.path.join(os.path.dirname(os.__file__), name) for name in ("contextlib.py", "functools.py")
+    os.path.join(os.path.dirname(os.__file__), name)
+    for name in ("contextlib.py", "functools.py", "warnings.py")
 )
 _SKIPPED = (_PACKAGE, _TORCH, *_STDLIB, "<frozen", "<string>", "<eval_with_key>", "<torchremat")
 

@@ -9,10 +9,19 @@ import torch
 
 from torchremat import _torch
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.named_axes import axis_environment, restored
+
+
+class Rules:
+    """How often the rules for mapping operators over an axis have changed."""
+
+    changes = 0
 
 
 def switches() -> tuple[Any, ...]:
     """Inference mode, deterministic algorithms, the kernels allowed for attention; global hooks.
+
+    Also how often batching rules changed.
 
     The hooks of all modules are told apart by their handles; those of a trace do not count.
     """
@@ -23,7 +32,7 @@ def switches() -> tuple[Any, ...]:
         for handle, hook in place.items()
         if not isinstance(getattr(hook, "__self__", None), ModulePaths)
     ]
-    return (*(ask() for ask in _torch.SWITCHES), *hooks)
+    return (*(ask() for ask in _torch.SWITCHES), Rules.changes, *hooks)
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,8 @@ class Surroundings:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     default_dtype: torch.dtype = torch.float32
     switches: tuple[Any, ...] = ()
+    axes: tuple[tuple[Any, int], ...] = ()
+    """Names and sizes of the axes in scope."""
 
     @classmethod
     def now(cls) -> "Surroundings":
@@ -46,7 +57,7 @@ class Surroundings:
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         )
-        return cls(autocast, torch.get_default_dtype(), switches())
+        return cls(autocast, torch.get_default_dtype(), switches(), axis_environment())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -54,7 +65,7 @@ class Surroundings:
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
         try:
-            with without_autocast(), ExitStack() as stack:
+            with without_autocast(), restored(self.axes), ExitStack() as stack:
                 for device, dtype in self.autocast:
                     stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
                 yield

@@ -25,6 +25,7 @@ from torchremat.errors import (
     TraceError,
 )
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.named_axes import out_of_reach
 from torchremat.graph.sizes import sizes_as_literals
 from torchremat.graph.sources import current_source, source_of_error, warn_user
 from torchremat.graph.surroundings import without_autocast
@@ -264,8 +265,10 @@ class Tracing:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Operators that run in the block are written into the graph."""
+        _torch.let_modes_see_views_of_zeros()
         with ExitStack() as stack:
             stack.enter_context(trace_lock)
+            stack.enter_context(out_of_reach())
             stack.enter_context(_torch.isolated_from_surroundings())
             stack.enter_context(_torch.saved_tensors_hooks_set_aside())
             stack.enter_context(without_autocast())

@@ -48,6 +48,9 @@ _traces = TracesByFunction()
 class Checkpointed:
     """A function under `checkpoint`. Call it as the function itself."""
 
+    around: Callable[..., Any] | None = None
+    """What is traced is `around(fun, *args, **kwargs)`, if set: a transformation of `fun`."""
+
     def __init__(
         self,
         fun: Callable[..., Any],
@@ -59,7 +62,9 @@ class Checkpointed:
         module_prefix: str = "",
         compiler: Compiler | None = None,
     ) -> None:
+        own = dict(self.__dict__)
         functools.update_wrapper(self, fun)
+        self.__dict__.update(own)  # `fun` may be of the same class, with attributes of its own
         self.fun = fun
         self.policy = policy
         self.prevent_cse = prevent_cse
@@ -261,10 +266,11 @@ class Checkpointed:
         if self._may_be_dynamic():
             dynamic = DynamicInputs.of(specs, self._own.varying(call, specs))
         if dynamic is not None:
-            try:
-                trace = self._trace_with(call, args, kwargs, specs, dynamic)
-            except Exception as error:  # an operator that knows no symbols, or the user's fault
-                self._own.fix(dynamic.places, error)
+            with _torch.dispatch_restored():
+                try:
+                    trace = self._trace_with(call, args, kwargs, specs, dynamic)
+                except Exception as error:  # an operator that knows no symbols, or the user's fault
+                    self._own.fix(dynamic.places, error)
         trace = trace or self._trace_with(call, args, kwargs, specs, None)
         self._own.add(trace)
         return trace
@@ -290,7 +296,9 @@ class Checkpointed:
             options = TraceOptions(with_gradients, grad_enabled=state[0], only_usual=only_usual)
             return traced_without_effects(
                 traced_name(self.fun),
-                lambda: trace_function(self.fun, skeleton, specs, dynamic, roots, options),
+                lambda: trace_function(
+                    self.fun, skeleton, specs, dynamic, roots, options, self.around
+                ),
                 variables,
                 inside,
             )

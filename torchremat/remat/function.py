@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.graph.named_axes import frame_being_mapped
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.tracing import InputSpec, lifted
 from torchremat.remat.draws import draw_now
@@ -160,7 +161,9 @@ class FunctionalCheckpoint(torch.autograd.Function):
         *inputs: Tensor,
     ) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
         """Apply the program mapped over the axis."""
-        axis = MappedAxis(tuple(in_dims[3:]), info.batch_size, info.randomness)
+        frame = frame_being_mapped()
+        name = None if frame is None else frame.name
+        axis = MappedAxis(tuple(in_dims[3:]), info.batch_size, info.randomness, name)
         specs = tuple(InputSpec.of(t, any_level=True) for t in inputs)
         batched = program.batched(specs, axis, emits=emits)
         outputs = apply_program(batched, owner, inputs)

@@ -35,10 +35,12 @@ def trace_function(
     dynamic: DynamicInputs | None,
     roots: Sequence[tuple[str, nn.Module]],
     options: TraceOptions,
+    around: Callable[..., Any] | None = None,
 ) -> FunctionTrace:
     """Trace `fun`, called as `skeleton` says with tensors of `specs`, or of `dynamic` sizes.
 
-    It does not keep `fun` alive. `roots` are the modules that it starts from, by name.
+    It does not keep `fun` alive. `roots` are the modules that it starts from, by name. What runs
+    is `around(fun, *args, **kwargs)`, if given.
     """
     paths = ModulePaths({})
     for name, module in roots:
@@ -49,7 +51,8 @@ def trace_function(
     def flat(tensors: list[Tensor]) -> list[Any]:
         function = get_function()
         filled, named = skeleton.filled(tensors)
-        result = Result(function(*filled, **named), lambda: traced_name(function))
+        value = around(function, *filled, **named) if around else function(*filled, **named)
+        result = Result(value, lambda: traced_name(function))
         if not results:  # a trace of a derivative runs this again
             results.append(result)
         return list(result.tensors)

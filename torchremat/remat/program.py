@@ -490,7 +490,7 @@ class FunctionProgram(Program):
         if emits:
             return super()._batch(specs, axis, emits=emits)
         region = self.region
-        body = BatchedBody(region.body, axis.in_dims, axis.size, axis.randomness)
+        body = BatchedBody(region.body, axis.in_dims, axis.size, axis.randomness, axis.name)
         grad_enabled = region.options.grad_enabled
         options = TraceOptions(
             grad_enabled and any(spec.requires_grad for spec in specs), grad_enabled=grad_enabled
@@ -614,11 +614,15 @@ class BatchedProgram(Program):
         region = of.region
         num_body = len(region.specs)
         self._num_known = len(specs) - num_body
-        body = BatchedBody(region.body, axis.in_dims[:num_body], axis.size, axis.randomness)
+        body = BatchedBody(
+            region.body, axis.in_dims[:num_body], axis.size, axis.randomness, axis.name
+        )
         batched = Region(body, specs[:num_body], region.names, region.paths, TraceOptions(True))
         super().__init__(batched, of.policy)
         self.compiler = of.compiler
-        whole = BatchedBody(GraphBody(of.forward.module), axis.in_dims, axis.size, axis.randomness)
+        whole = BatchedBody(
+            GraphBody(of.forward.module), axis.in_dims, axis.size, axis.randomness, axis.name
+        )
         self._whole = Region.traced(
             whole,
             [replace(spec, requires_grad=False) for spec in specs],

@@ -12,6 +12,7 @@ from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.graph.dynamic_inputs import DynamicInputs, spec_at
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.named_axes import AxisName
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.tracing import InputSpec
 
@@ -128,3 +129,4 @@ class MappedAxis:
     in_dims: tuple[int | None, ...]
     size: int
     randomness: str
+    name: AxisName = None

@@ -125,6 +125,10 @@ class Traces:
         self.warned = False
         self.fixed: dict[tuple[int, int], str] = {}
         """Inputs and dimensions whose size cannot be a symbol, with what was said of it."""
+        self.met: set[Any] = set()
+        """Kinds of calls that were met once, where only what repeats is traced."""
+        self.untraceable: set[Any] = set()
+        """Kinds of calls that are not traced again, since they could not be."""
 
     def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
         """Make no more graphs for many sizes of the dimensions `places`: it ended in `error`."""

@@ -1,0 +1,278 @@
+"""`custom_vmap`: a function that says itself how it is mapped over an axis."""
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.api_util import flatten_axes
+from torchremat.batching.positions import broadcast, moveaxis
+from torchremat.errors import RuleError
+from torchremat.remat.bound import name_of
+
+VmapRule = Callable[..., tuple[Any, Any]]
+
+
+class custom_vmap:  # noqa: N801 (a decorator)
+    """A function of trees of tensors with a rule of its own for `vmap`.
+
+    The rule, given to `def_vmap`, is called as `rule(axis_size, in_batched, *args)`: the arguments
+    with the mapped axis in front where `in_batched`, a tree of bools like the arguments, says so;
+    it returns the outputs and a tree prefix of bools that says which of them have the axis in
+    front. Under a `vmap` that wraps a derivative (`vmap(grad(f))`) the derivative of the rule is
+    used. Outside `vmap` the function runs as it is.
+
+    Raises:
+        RuleError: (a `ValueError`) at the call under `vmap`, if there is no rule, or it gives no
+            pair of outputs and bools, or an output without the axis where it says there is one.
+
+    After `jax.custom_batching.custom_vmap`.
+
+    >>> import torch, torchremat as tr
+    >>> @custom_vmap
+    ... def f(x, y):
+    ...     return x + y
+    >>> @f.def_vmap
+    ... def rule(axis_size, in_batched, xs, ys):
+    ...     print("rule for", axis_size, in_batched)
+    ...     return xs + ys, True
+    >>> tr.vmap(f, in_axes=(0, None))(torch.arange(3.0), torch.tensor(10.0))
+    rule for 3 [True, False]
+    tensor([10., 11., 12.])
+    """
+
+    def __init__(self, fun: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.rule: VmapRule | None = None
+
+    def def_vmap(self, rule: VmapRule) -> VmapRule:
+        """Give the rule; may be used as a decorator."""
+        if not callable(rule):
+            raise TypeError(f"def_vmap takes a function, but it was given {rule!r}")
+        self.rule = rule
+        return rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        if self.rule is None:
+            raise RuleError(
+                f"no batching rule defined for custom_vmap function {name_of(self.fun)} using "
+                "def_vmap"
+            )
+        if kwargs:
+            args = _bound(self.fun, args, kwargs)
+        leaves, spec = _torch.tree_flatten(list(args))
+        call = _UserCall(self, self.rule, spec)
+        outputs = _Call.apply(call, *leaves)  # type: ignore[no-untyped-call]
+        return _torch.tree_unflatten(list(outputs), call.out_spec)
+
+
+def sequential_vmap(fun: Callable[..., Any]) -> custom_vmap:
+    """A `custom_vmap` whose rule calls `fun` for one example after the other.
+
+    For what PyTorch cannot map, and what must not be: an operator of a library, a solver whose
+    number of steps differs.
+
+    After `jax.custom_batching.sequential_vmap`.
+
+    >>> import torch, torchremat as tr
+    >>> @sequential_vmap
+    ... def f(x):
+    ...     print("called")
+    ...     return x * 2
+    >>> tr.vmap(f)(torch.ones(2))
+    called
+    called
+    tensor([2., 2.])
+    """
+    mapped = custom_vmap(fun)
+
+    def rule(axis_size: int, in_batched: list[Any], *args: Any) -> tuple[Any, Any]:
+        leaves, spec = _torch.tree_flatten(list(args))
+        flags = _torch.tree_flatten(in_batched)[0]
+        results = []
+        for i in range(axis_size):
+            example = [x[i] if b else x for x, b in zip(leaves, flags, strict=True)]
+            results.append(fun(*_torch.tree_unflatten(example, spec)))
+        columns = zip(*(_torch.tree_flatten(result)[0] for result in results), strict=True)
+        out_spec = _torch.tree_flatten(results[0])[1]
+        stacked = [torch.stack([torch.as_tensor(x) for x in column]) for column in columns]
+        return _torch.tree_unflatten(stacked, out_spec), True
+
+    mapped.def_vmap(rule)
+    return mapped
+
+
+class _FlatCall(ABC):
+    """A function of flat arguments with its rule for `vmap`."""
+
+    @abstractmethod
+    def run(self, *leaves: Any) -> tuple[Any, ...]:
+        """The outputs."""
+
+    @abstractmethod
+    def run_rule(
+        self, axis_size: int, batched: tuple[bool, ...], *leaves: Any
+    ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        """The outputs by the rule, and which of them have the axis in front."""
+
+
+class _UserCall(_FlatCall):
+    """What the user wrote; after a run `out_spec` holds the structure of the outputs."""
+
+    def __init__(self, of: custom_vmap, rule: VmapRule, spec: _torch.TreeSpec) -> None:
+        self.of = of
+        self.rule = rule
+        self.spec = spec
+        self.out_spec: Any = None
+
+    def run(self, *leaves: Any) -> tuple[Any, ...]:
+        result = self.of.fun(*_torch.tree_unflatten(list(leaves), self.spec))
+        outputs, self.out_spec = _torch.tree_flatten(result)
+        return tuple(outputs)
+
+    def run_rule(
+        self, axis_size: int, batched: tuple[bool, ...], *leaves: Any
+    ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        args = _torch.tree_unflatten(list(leaves), self.spec)
+        given = self.rule(axis_size, _torch.tree_unflatten(list(batched), self.spec), *args)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise RuleError(
+                f"the batching rule of {name_of(self.of.fun)} must return a pair: the outputs, and "
+                f"which of them are batched. It returned {given!r}"
+            )
+        outputs, self.out_spec = _torch.tree_flatten(given[0])
+        flags = flatten_axes("out_batched", self.out_spec, given[1])
+        for output, flag in zip(outputs, flags, strict=True):
+            self._check(output, flag, axis_size)
+        return tuple(outputs), tuple(flags)
+
+    def _check(self, output: Any, flag: Any, axis_size: int) -> None:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+        if flag and shape[:1] != (axis_size,):
+            raise RuleError(
+                f"the batching rule of {name_of(self.of.fun)} says that an output is batched, but "
+                f"it has no axis of size {axis_size} in front: its shape is {shape}"
+            )
+
+
+@dataclass(frozen=True)
+class _Derivative(_FlatCall):
+    """A derivative of `of`, with that of its rule as its rule.
+
+    It takes the leaves of `of`, then tangents of those at `wrt`, or cotangents of the outputs.
+    """
+
+    of: _FlatCall
+    num_leaves: int
+    wrt: tuple[int, ...]
+    is_forward: bool
+
+    def run(self, *values: Any) -> tuple[Any, ...]:
+        leaves, given = list(values[: self.num_leaves]), values[self.num_leaves :]
+        return self._derived(self.of.run, leaves, given)
+
+    def run_rule(
+        self, axis_size: int, batched: tuple[bool, ...], *values: Any
+    ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        # each example has a derivative of its own, also with respect to what all share
+        values = tuple(
+            x if flag or not isinstance(x, Tensor) else broadcast(x, axis_size, 0).contiguous()
+            for x, flag in zip(values, batched, strict=True)
+        )
+        leaves, given = list(values[: self.num_leaves]), values[self.num_leaves :]
+        flags = tuple(isinstance(x, Tensor) for x in leaves)
+
+        def rule(*leaves: Any) -> tuple[Any, ...]:
+            outputs, has_axis = self.of.run_rule(axis_size, flags, *leaves)
+            pairs = zip(outputs, has_axis, strict=True)
+            return tuple(x if flag else broadcast(x, axis_size, 0) for x, flag in pairs)
+
+        found = self._derived(rule, leaves, given)
+        return found, (True,) * len(found)
+
+    def _derived(
+        self, function: Callable[..., tuple[Any, ...]], leaves: list[Any], given: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        def of_some(*values: Tensor) -> tuple[Any, ...]:
+            filled = list(leaves)
+            for i, value in zip(self.wrt, values, strict=True):
+                filled[i] = value
+            return function(*filled)
+
+        primals = tuple(leaves[i] for i in self.wrt)
+        if self.is_forward:
+            return tuple(torch.func.jvp(of_some, primals, given)[1])
+        return tuple(torch.func.vjp(of_some, *primals)[1](given))
+
+
+class _Call(torch.autograd.Function):
+    """A flat call as PyTorch's levels see it: its derivatives are its own, `vmap` is the rule."""
+
+    @staticmethod
+    def forward(call: _FlatCall, *leaves: Any) -> tuple[Any, ...]:
+        """The outputs; one that is an input is a view of it, so that it has a place of its own."""
+        given = {id(x) for x in leaves if isinstance(x, Tensor)}
+        return tuple(x.view_as(x) if id(x) in given else x for x in call.run(*leaves))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Keep the arguments."""
+        ctx.call, *leaves = inputs
+        ctx.others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        """The derivative, a call that has a rule too."""
+        wrt = tuple(i for i, _ in enumerate(ctx.others) if ctx.needs_input_grad[i + 1])
+        grads: list[Any] = [None] * len(ctx.others)
+        for i, grad in zip(wrt, _derive(ctx, wrt, cotangents, is_forward=False), strict=True):
+            grads[i] = grad
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
+        """The tangents, by a call that has a rule too."""
+        wrt = tuple(i for i, t in enumerate(tangents) if t is not None)
+        return _derive(ctx, wrt, [tangents[i] for i in wrt], is_forward=True)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _FlatCall, *leaves: Any) -> Any:
+        """The rule, given the axis in front."""
+        dims = in_dims[1:]
+        moved = [
+            x if dim is None else moveaxis(x, dim, 0) for x, dim in zip(leaves, dims, strict=True)
+        ]
+        outputs, flags = call.run_rule(info.batch_size, tuple(d is not None for d in dims), *moved)
+        return outputs, tuple(0 if flag else None for flag in flags)
+
+
+def _derive(ctx: Any, wrt: tuple[int, ...], given: Any, *, is_forward: bool) -> tuple[Any, ...]:
+    tensors = iter(ctx.saved_tensors)
+    leaves = [next(tensors) if other is None else other[0] for other in ctx.others]
+    derivative = _Derivative(ctx.call, len(leaves), wrt, is_forward)
+    return _Call.apply(derivative, *leaves, *given)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _bound(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """All arguments by position, as the rule takes them."""
+    bound = inspect.signature(fun).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise RuleError(
+            f"a custom_vmap function takes no keyword-only arguments, but {name_of(fun)} was called"
+            f" with {sorted(bound.kwargs)}: its rule has no place for them"
+        )
+    return bound.args

@@ -1,0 +1,207 @@
+"""One level of `vmap`: a function run on elements, whose results are put together again."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.api_util import flatten_axes
+from torchremat.batching.axes import MappedLeaves
+from torchremat.batching.positions import matchaxis
+from torchremat.batching.vmappable import is_vmappable, vmappable_of
+from torchremat.errors import AxisTypeError, LoopWarning
+from torchremat.graph.named_axes import run_mapped
+from torchremat.graph.sources import current_source, warn_user
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """What `vmap` was asked for."""
+
+    in_axes: Any = 0
+    out_axes: Any = 0
+    axis_name: Any = None
+    axis_size: Any = None
+    spmd_axis_name: Any = None
+    sum_match: bool = False
+    randomness: str = "error"
+
+    def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `fun`, mapped."""
+        call = MappedLeaves.of(fun, self.in_axes, args, kwargs)
+        return self.run(call, call.size(self.axis_size))
+
+    def run(self, call: MappedLeaves, size: int) -> Any:
+        """The outputs of such a call, whose mapped axis is of `size`."""
+        level = _Level(self, call, size)
+        with _loops_said():
+            values, dims = run_mapped(
+                level.function,
+                level.in_dims,
+                size,
+                self.randomness,
+                self.axis_name,
+                self.spmd_axis_name,
+            )(*level.tensors)
+        return level.outputs(values, dims)
+
+
+class _Level:
+    """A call on its way into a level of `vmap`, and out of it.
+
+    The tensors of a call go in one by one: those of containers too, in the order in which `to_elt`
+    asks for them.
+    """
+
+    def __init__(self, mapping: Mapping, call: MappedLeaves, size: int) -> None:
+        self.mapping = mapping
+        self.call = call
+        self.size = size
+        self.tensors: list[Tensor] = []
+        self.in_dims: tuple[int | None, ...] = ()
+        self.out_spec: Any = None
+        self.out_leaves: list[Any] = []
+        self.out_axes: list[Any] = []
+        self._collect()
+
+    def _collect(self) -> None:
+        dims: list[int | None] = []
+
+        def note(value: Any, axis: Any) -> Any:
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+                dims.append(axis)
+                return value if axis is None else value.select(axis, 0) if self.size else value
+            return value
+
+        for leaf, axis in zip(self.call.leaves, self.call.axes, strict=True):
+            if is_vmappable(leaf):
+                self._element(note, leaf, axis)
+            elif isinstance(leaf, Tensor):
+                self.tensors.append(leaf)
+                dims.append(axis)
+        self.in_dims = tuple(dims)
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.call.leaves, self.call.axes, strict=True)
+
+    def _element(self, cont: Callable[..., Any], leaf: Any, axis: Any) -> Any:
+        kind = vmappable_of(type(leaf))
+        assert kind is not None
+        make_iota = kind.make_iota or torch.arange
+
+        def get_idx() -> Any:
+            return cont(make_iota(self.size), 0)
+
+        return kind.to_elt(cont, get_idx, leaf, axis)
+
+    def function(self, *tensors: Tensor) -> list[Any]:
+        """The user's function, inside the level: tensors to the tensors of its result."""
+        left = iter(tensors)
+
+        def take(value: Any, axis: Any) -> Any:
+            return next(left) if isinstance(value, Tensor) else value
+
+        elements = [
+            self._element(take, leaf, axis) if is_vmappable(leaf) else take(leaf, axis)
+            for leaf, axis in self._pairs()
+        ]
+        args, kwargs = _torch.tree_unflatten(elements, self.call.spec)
+        result = self.call.fun(*args, **kwargs)
+        self.out_leaves, spec = _torch.tree_flatten(result, is_leaf=is_vmappable)
+        self.out_axes = flatten_axes("vmap out_axes", spec, self.mapping.out_axes)
+        self.out_spec = spec
+        return self._tensors_of_outputs()
+
+    def _tensors_of_outputs(self) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def note(size: Any, value: Any, axis: Any) -> Any:
+            if isinstance(value, Tensor):
+                found.append(value)
+            return value
+
+        for leaf, axis in zip(self.out_leaves, self.out_axes, strict=True):
+            kind = vmappable_of(type(leaf))
+            if kind is None:
+                note(self.size, leaf, axis)
+            else:
+                kind.from_elt(note, self.size, leaf, axis)
+        return found
+
+    def outputs(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Any:
+        """The result of the call: all examples together, the axis where `out_axes` says."""
+        left = iter(zip(tensors, dims, strict=True))
+
+        def place(size: Any, value: Any, axis: Any) -> Any:
+            if isinstance(value, Tensor):
+                tensor, dim = next(left)
+                return self._placed(tensor, dim, axis)
+            return self._repeated(value, axis)
+
+        placed = []
+        for leaf, axis in zip(self.out_leaves, self.out_axes, strict=True):
+            kind = vmappable_of(type(leaf))
+            if kind is None:
+                placed.append(place(self.size, leaf, axis))
+            else:
+                placed.append(kind.from_elt(place, self.size, leaf, axis))
+        return _torch.tree_unflatten(placed, self.out_spec)
+
+    def _placed(self, value: Tensor, dim: int | None, axis: Any) -> Tensor:
+        mapping = self.mapping
+        if axis is not None and not isinstance(axis, int):
+            raise AxisTypeError(
+                f"vmap was given {axis!r} as the axis of an output that is a tensor"
+            )
+        return matchaxis(mapping.axis_name, self.size, dim, axis, value, mapping.sum_match)
+
+    def _repeated(self, value: Any, axis: Any) -> Any:
+        """A Python value, the same for all; a number becomes a tensor where it has an axis."""
+        if axis is None or value is None:
+            return value
+        if not _is_number(value):
+            raise AxisTypeError(
+                f"vmap({_name_of(self.call.fun)}) returns {value!r} ({type(value).__name__}) where "
+                f"out_axes is {axis}: only tensors and numbers have an axis. Give None for it in "
+                "out_axes, or return tensors."
+            )
+        return matchaxis(None, self.size, None, axis, torch.tensor(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex)
+
+
+def _name_of(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+@contextmanager
+def _loops_said() -> Iterator[None]:
+    """PyTorch's silence about an operator that it has no batching rule for becomes a warning."""
+    found: dict[str, str] = {}
+
+    def note(message: Any, category: Any, *rest: Any, **named: Any) -> None:
+        name = _torch.looped_operator(str(message))
+        if name is None:
+            shown(message, category, *rest, **named)
+        else:
+            found.setdefault(name, str(current_source() or "an unknown line"))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_torch.LOOP_WARNING)
+        shown, warnings.showwarning = warnings.showwarning, note
+        yield
+    for name, source in found.items():
+        warn_user(
+            f"{name}, at {source}, has no batching rule in PyTorch: vmap runs it in a loop, once "
+            "for each example. Register a rule (torchremat.batching.primitive_batchers), or call "
+            "something that has one.",
+            LoopWarning,
+        )

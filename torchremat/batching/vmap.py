@@ -1,0 +1,209 @@
+"""`vmap`: a function of one example becomes one of many.
+
+It runs on PyTorch's own batching, one level of `torch.func.vmap`. A call that repeats is traced,
+once, as a checkpoint that keeps what plain autograd keeps: from then on the batched operators run,
+and no batching.
+"""
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchremat import _torch
+from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.batching.axes import check_axes
+from torchremat.batching.chunks import call_in_chunks
+from torchremat.batching.mapping import Mapping
+from torchremat.batching.vmappable import is_spec
+from torchremat.errors import (
+    AxisError,
+    AxisTypeError,
+    EffectWarning,
+    LoopWarning,
+    NotAvailableError,
+)
+from torchremat.remat.calls import Call
+from torchremat.remat.checkpoint import Checkpointed
+from torchremat.remat.plain_autograd import plain_autograd
+
+_RANDOMNESS = ("error", "different", "same")
+_MOST_KINDS = 128
+_MOST_TRACES = 8
+_log = logging.getLogger("torchremat")
+
+
+class Mapped(Checkpointed):
+    """A function under `vmap`. Call it as the function itself, with one dimension more."""
+
+    def __init__(self, fun: Callable[..., Any], mapping: Mapping) -> None:
+        self._mapping = mapping
+        statics = StaticArguments(fun, (), (), lenient=True)
+        super().__init__(fun, plain_autograd, True, statics, lenient=True)
+        axes = _torch.tree_flatten((mapping.in_axes, mapping.out_axes), is_leaf=is_spec)[0]
+        self._has_containers = any(map(is_spec, axes))
+
+    @property
+    def around(self) -> Callable[..., Any]:  # type: ignore[override]
+        """See `Checkpointed.around`."""
+        return self._mapping
+
+    def __repr__(self) -> str:
+        return f"vmap({self.fun!r})"
+
+    def _cache_key(self) -> tuple[Any, ...]:
+        return (*super()._cache_key(), WrapHashably(self._mapping))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on all examples at once."""
+        if torch.compiler.is_dynamo_compiling():
+            return _call_in_compiler(self.fun, self._mapping, *args, **kwargs)
+        if self._has_containers:  # trees of which only `vmap` knows the tensors
+            return self._mapping(self.fun, *args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
+        inside = (
+            _torch.functorch_is_active()
+            or _torch.in_dual_level()
+            or _torch.innermost_proxy_mode() is not None
+        )
+        if inside or not self._is_traced(call, args, kwargs):
+            return self._mapping(self.fun, *args, **kwargs)
+        return super()._slow_call(call, args, kwargs)
+
+    def _is_traced(self, call: Call, args: Any, kwargs: Any) -> bool:
+        """Whether there is a trace of such a call, made now if it is the second of its kind.
+
+        What cannot be traced, Python that asks for values say, runs as it did the first time.
+        """
+        own = self._own
+        if call.key in own.untraceable:
+            return False
+        if call.key not in own.met:
+            if len(own.met) < _MOST_KINDS:
+                own.met.add(call.key)
+            return False
+        if self._find(call) is None and len(own.traces) >= _MOST_TRACES:
+            return False
+        with _torch.dispatch_restored(), warnings.catch_warnings():
+            warnings.simplefilter("error", EffectWarning)  # a trace would not do the same
+            warnings.simplefilter("error", LoopWarning)  # nor be short
+            try:
+                self.prepare(call, args, kwargs)
+            except Exception as error:
+                _log.debug("%r stays untraced: %s", self, error)
+                own.untraceable.add(call.key)
+                return False
+        return True
+
+
+def _call_in_compiler(fun: Callable[..., Any], mapping: Mapping, *args: Any, **kwargs: Any) -> Any:
+    """What Dynamo captures: PyTorch's own `vmap`."""
+    if mapping.axis_name is not None or mapping.sum_match or mapping.spmd_axis_name is not None:
+        raise NotAvailableError(
+            "torch.compile cannot capture a torchremat.vmap with a named axis or sum_match: call "
+            "it outside, or compile the function inside"
+        )
+    in_axes = mapping.in_axes
+    return torch.func.vmap(
+        lambda args, kwargs: fun(*args, **kwargs),
+        in_dims=(in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args), 0),
+        out_dims=mapping.out_axes,
+        randomness=mapping.randomness,
+    )(args, kwargs)
+
+
+def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
+    fun: Callable[..., Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_name: Any = None,
+    axis_size: Any = None,
+    spmd_axis_name: Any = None,
+    sum_match: bool = False,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """Map `fun`, a function of one example, over an axis of its arguments.
+
+    Batching is PyTorch's own (`torch.func.vmap`), with the rules that are registered in
+    `torchremat.batching` where there are some. It nests with every other transformation, and with
+    autograd. A function that is called a second time alike is traced, and its batched operators run
+    from then on without batching; what cannot be traced runs as it is. An operator for which
+    PyTorch has no batching rule runs in a loop, with a `LoopWarning` that names it.
+
+    Args:
+        fun: a function of trees of tensors, or an `nn.Module`.
+        in_axes: where the mapped axis is in each argument: an int, negative ones counting from the
+            end, `None` for what all examples share, or a tuple with a tree prefix of these for each
+            positional argument. Keyword arguments are mapped along their first axis.
+        out_axes: where it is to be in the outputs, as a tree prefix. An output that does not vary
+            is repeated; `None` leaves it without the axis.
+        axis_name: what collectives inside (`psum`, ...) call the axis: any hashable value.
+        axis_size: its size, where no argument says it.
+        spmd_axis_name: the axis of a device mesh that the examples are spread over.
+        sum_match: sum an output that varies where `out_axes` is `None`.
+        randomness: what random operators do: `"error"`, draw `"different"` numbers for each
+            example, or the `"same"`.
+        chunk_size: map at most so many examples at a time, to save memory.
+
+    Returns:
+        The mapped function.
+
+    Raises:
+        TypeError: if `fun` cannot be called, for axes that are none, and (`AxisTypeError`) at the
+            call for values that have no axes.
+        ValueError: (`AxisError`) at the call, for axes that do not fit the arguments or outputs,
+            sizes that disagree, and outputs that vary where `out_axes` is `None`.
+
+    After `jax.vmap`.
+
+    >>> import torch
+    >>> dot = vmap(torch.dot, in_axes=(0, None))
+    >>> dot(torch.eye(3), torch.arange(3.0))
+    tensor([0., 1., 2.])
+    >>> vmap(lambda x: {"twice": 2 * x}, in_axes=1, out_axes={"twice": -1})(torch.ones(2, 3))
+    {'twice': tensor([[2., 2., 2.],
+            [2., 2., 2.]])}
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"vmap takes a function or an nn.Module, but it was given {fun!r} "
+            f"({type(fun).__name__})"
+        )
+    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    check_axes(in_axes, out_axes)
+    if randomness not in _RANDOMNESS:
+        raise ValueError(f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}")
+    mapping = Mapping(
+        in_axes, out_axes, axis_name, axis_size, spmd_axis_name, sum_match, randomness
+    )
+    if torch.compiler.is_dynamo_compiling():
+        return functools.partial(_call_in_compiler, fun, mapping)
+    mapped = Mapped(fun, mapping)
+    if chunk_size is None:
+        return mapped
+    _check_chunks(chunk_size, axis_name)
+    return functools.wraps(fun)(functools.partial(call_in_chunks, mapped, mapping, chunk_size))
+
+
+def _check_chunks(chunk_size: Any, axis_name: Any) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise AxisTypeError(
+            f"chunk_size must be an int or None, but it is {chunk_size!r} "
+            f"({type(chunk_size).__name__})"
+        )
+    if chunk_size < 1:
+        raise AxisError(f"chunk_size must be at least 1, but it is {chunk_size}")
+    if axis_name is not None:
+        raise AxisError(
+            f"chunk_size={chunk_size} cannot be combined with axis_name={axis_name!r}: a "
+            "collective would see the examples of one chunk"
+        )

@@ -1,0 +1,114 @@
+"""Types of the user's that `vmap` takes apart into elements: `register_vmappable`.
+
+A container (an array with named dimensions, say) is mapped along what a *spec* says, which stands
+for it in `in_axes` and `out_axes`. After `jax.interpreters.batching.register_vmappable`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torchremat.errors import RegistrationError
+
+ToElt = Callable[[Callable[[Any, Any], Any], Callable[[], Any], Any, Any], Any]
+FromElt = Callable[[Callable[[Any, Any, Any], Any], Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Vmappable:
+    """How containers of one type are mapped: see `register_vmappable`."""
+
+    spec_type: type
+    axis_size_type: type
+    to_elt: ToElt
+    from_elt: FromElt
+    make_iota: Callable[[Any], Any] | None
+
+
+_registered: dict[type, Vmappable] = {}
+
+
+def register_vmappable(
+    data_type: type,
+    spec_type: type,
+    axis_size_type: type,
+    to_elt: ToElt,
+    from_elt: FromElt,
+    make_iota: Callable[[Any], Any] | None = None,
+) -> None:
+    """Let `vmap` map containers of `data_type` along what values of `spec_type` say.
+
+    Args:
+        data_type: the type of the containers; subclasses are types of their own.
+        spec_type: the type of what stands for them in `in_axes` and `out_axes`.
+        axis_size_type: the type of what `vmap(..., axis_size=)` is given with them; mostly `int`.
+        to_elt: `to_elt(cont, get_idx, container, spec)` gives the element of one example, for which
+            `cont(tensor, axis)` gives a tensor's, and `get_idx()` the number of the example.
+        from_elt: `from_elt(cont, axis_size, element, spec)` gives the container of all, for which
+            `cont(axis_size, tensor, axis)` gives the tensor of all.
+        make_iota: `make_iota(axis_size)` gives the numbers of the examples; by default
+            `torch.arange(axis_size)`.
+
+    Raises:
+        RegistrationError: (a `ValueError`) if `data_type` is registered already, or is a tensor.
+
+    >>> import torch, torchremat as tr
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Named:
+    ...     names: tuple
+    ...     data: torch.Tensor
+    >>> @dataclass(frozen=True)
+    ... class Along:
+    ...     name: str
+    >>> def to_elt(cont, get_idx, x, spec):
+    ...     i = x.names.index(spec.name)
+    ...     return Named(x.names[:i] + x.names[i + 1 :], cont(x.data, i))
+    >>> def from_elt(cont, size, x, spec):
+    ...     return Named((spec.name, *x.names), cont(size, x.data, 0))
+    >>> register_vmappable(Named, Along, int, to_elt, from_elt)
+    >>> double = tr.vmap(lambda x: Named(x.names, 2 * x.data), Along("j"), Along("j"), axis_size=3)
+    >>> out = double(Named(("i", "j"), torch.ones(2, 3)))
+    >>> out.names, out.data.shape
+    (('j', 'i'), torch.Size([3, 2]))
+    >>> unregister_vmappable(Named)
+    """
+    if data_type in _registered:
+        raise RegistrationError(
+            f"{data_type.__name__} is registered already: "
+            f"unregister_vmappable({data_type.__name__}) first"
+        )
+    if issubclass(data_type, Tensor):
+        raise RegistrationError(f"{data_type.__name__} is a tensor, which vmap maps as one")
+    _registered[data_type] = Vmappable(spec_type, axis_size_type, to_elt, from_elt, make_iota)
+
+
+def unregister_vmappable(data_type: type) -> None:
+    """Undo `register_vmappable`.
+
+    Raises:
+        RegistrationError: (a `ValueError`) if `data_type` is not registered.
+    """
+    if _registered.pop(data_type, None) is None:
+        raise RegistrationError(f"{data_type.__name__} is not registered as vmappable")
+
+
+def is_vmappable(x: Any) -> bool:
+    """Whether `x`, a value or a type, is of a registered type.
+
+    >>> is_vmappable(3)
+    False
+    """
+    return (x if isinstance(x, type) else type(x)) in _registered
+
+
+def vmappable_of(kind: type) -> Vmappable | None:
+    """What was registered for containers of type `kind`."""
+    return _registered.get(kind)
+
+
+def is_spec(axis: Any) -> bool:
+    """Whether `axis` is of a type that stands for the axis of some registered container."""
+    return any(type(axis) is v.spec_type for v in _registered.values())

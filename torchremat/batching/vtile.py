@@ -1,0 +1,96 @@
+"""`vtile`: an axis cut into tiles, and a function mapped over the tiles."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchremat.batching.positions import canonical_axis
+from torchremat.batching.vmap import vmap
+from torchremat.errors import AxisError
+
+
+def vtile(
+    f_flat: Callable[..., Any],
+    in_axes_flat: Sequence[int | None],
+    out_axes_flat: Sequence[int | None],
+    tile_size: int | None,
+    axis_name: Any = None,
+) -> Callable[..., Any]:
+    """Cut an axis of `tile_size * n` into `tile_size` tiles of `n`, and map over the tiles.
+
+    Args:
+        f_flat: a function of tensors that returns a list or tuple of tensors; it sees one tile.
+        in_axes_flat: the axis to cut in each argument; `None` for what all tiles share.
+        out_axes_flat: the axis of each output along which the tiles are laid side by side again;
+            `None` for an output that is the same for all tiles.
+        tile_size: the number of tiles, which divides the axis. `None`: as many as the axis is long,
+            so that a tile has a size of 1.
+        axis_name: what collectives in `f_flat` call the axis of tiles.
+
+    Returns:
+        A function of the whole tensors, which gives a list.
+
+    Raises:
+        AxisError: (a `ValueError`) at the call, if an axis cannot be divided evenly or is not
+            there, or no argument is cut.
+
+    After `jax.interpreters.batching.vtile`.
+
+    >>> import torch
+    >>> sums = vtile(lambda x: [x.sum(0, keepdim=True)], [0], [0], 3)
+    >>> sums(torch.arange(6.0))
+    [tensor([1., 5., 9.])]
+    """
+
+    def tiled(*args: Tensor) -> list[Tensor]:
+        if len(args) != len(in_axes_flat):
+            raise AxisError(
+                f"vtile was given {len(in_axes_flat)} in_axes, but the function was called with "
+                f"{len(args)} arguments"
+            )
+        if all(axis is None for axis in in_axes_flat):
+            raise AxisError("vtile must have an argument that is cut: No mapped arguments?")
+        cut = [_cut(x, a, tile_size) for x, a in zip(args, in_axes_flat, strict=True)]
+        axes = [_axis_of(x, a) for x, a in zip(args, in_axes_flat, strict=True)]
+        mapped = vmap(_as_list, (None, *axes), 0, axis_name)
+        outputs = mapped(f_flat, *cut)
+        if len(outputs) != len(out_axes_flat):
+            raise AxisError(
+                f"vtile was given {len(out_axes_flat)} out_axes, but the function returns "
+                f"{len(outputs)} outputs"
+            )
+        return [_joined(y, a) for y, a in zip(outputs, out_axes_flat, strict=True)]
+
+    return tiled
+
+
+def _as_list(f_flat: Callable[..., Any], *tiles: Tensor) -> list[Any]:
+    return list(f_flat(*tiles))
+
+
+def _axis_of(x: Tensor, axis: int | None) -> int | None:
+    return None if axis is None else canonical_axis(axis, x.dim())
+
+
+def _cut(x: Tensor, axis: int | None, num_tiles: int | None) -> Tensor:
+    """`x` with an axis of tiles before `axis`."""
+    if axis is None:
+        return x
+    axis = canonical_axis(axis, x.dim())
+    size = x.shape[axis]
+    count = size if num_tiles is None else num_tiles
+    if count < 1 or size % count:
+        raise AxisError(
+            f"Cannot divide evenly: vtile cuts axis {axis} of a tensor of shape {tuple(x.shape)}, "
+            f"of size {size}, into {count} tiles"
+        )
+    return x.unflatten(axis, (count, size // count))  # type: ignore[no-any-return]
+
+
+def _joined(y: Tensor, axis: int | None) -> Tensor:
+    """The tiles, which are first in `y`, side by side along `axis`."""
+    if axis is None:
+        return y[0]
+    axis = canonical_axis(axis, y.dim() - 1)
+    return y.movedim(0, axis).flatten(axis, axis + 1)

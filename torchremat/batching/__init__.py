@@ -20,6 +20,7 @@ from torchremat.batching.rules import (
     primitive_batchers,
     spmd_axis_primitive_batchers,
 )
+from torchremat.batching.sharding import with_sharding_constraint
 from torchremat.batching.vmap import vmap
 from torchremat.batching.vmappable import is_vmappable, register_vmappable, unregister_vmappable
 from torchremat.batching.vtile import vtile
@@ -46,4 +47,5 @@ __all__ = [
     "unregister_vmappable",
     "vmap",
     "vtile",
+    "with_sharding_constraint",
 ]

@@ -13,6 +13,7 @@ from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.batching.axes import MappedLeaves
 from torchremat.batching.positions import matchaxis
+from torchremat.batching.sharding import spread_examples
 from torchremat.batching.vmappable import is_vmappable, vmappable_of
 from torchremat.errors import AxisTypeError, LoopWarning
 from torchremat.graph.named_axes import run_mapped
@@ -159,7 +160,10 @@ class _Level:
             raise AxisTypeError(
                 f"vmap was given {axis!r} as the axis of an output that is a tensor"
             )
-        return matchaxis(mapping.axis_name, self.size, dim, axis, value, mapping.sum_match)
+        moved = matchaxis(mapping.axis_name, self.size, dim, axis, value, mapping.sum_match)
+        if mapping.spmd_axis_name is None or axis is None:
+            return moved
+        return spread_examples(moved, axis % moved.dim(), mapping.spmd_axis_name)  # type: ignore[no-any-return]
 
     def _repeated(self, value: Any, axis: Any) -> Any:
         """A Python value, the same for all; a number becomes a tensor where it has an axis."""

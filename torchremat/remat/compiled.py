@@ -119,11 +119,19 @@ def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 def accept_any_layout(graph: fx.Graph) -> None:
     """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
 
-    `view` becomes `reshape`, which is a view where it can be.
+    `view` becomes `reshape`, which is a view where it can be; what `view_as_complex` takes for pairs
+    lies side by side.
     """
-    for node in graph.nodes:
-        if node.target in _VIEWS and not is_forward(node):
+    for node in list(graph.nodes):
+        if is_forward(node):
+            continue
+        if node.target in _VIEWS:
             node.target = aten.reshape.default
+        elif node.target is aten.view_as_complex.default:
+            pairs = node.args[0]
+            with graph.inserting_before(node):
+                node.args = (graph.call_function(aten.contiguous.default, (pairs,)),)
+            node.args[0].meta = dict(pairs.meta)
 
 
 def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:

@@ -752,6 +752,34 @@ def dispatch_restored():
     del kept
 
 
+@check("levels_wrap_lifted")
+def levels_wrap_lifted():
+    x = torch.ones(2)
+    lifted = x + 1
+    with _torch.levels_wrap_lifted(lambda x: lifted):
+        assert torch.func.grad(lambda x: (x * x).sum())(x).tolist() == [4.0, 4.0]
+        assert torch.func.vmap(torch.sum)(x).tolist() == [2.0, 2.0]
+    assert torch.func.vmap(torch.sum)(x).tolist() == [1.0, 1.0]
+
+
+@check("register_pytree_node")
+def register_pytree_node():
+    class Pair:
+        def __init__(self, *parts):
+            self.parts = parts
+
+    _torch.register_pytree_node(Pair, lambda p: (list(p.parts), None), lambda p, _: Pair(*p))
+    assert _torch.tree_flatten([Pair(1, 2)])[0] == [1, 2]
+
+
+@check("asks_for_value")
+def asks_for_value():
+    with pytest.raises(RuntimeError) as caught:
+        torch.func.vmap(lambda x: x * x.item())(torch.ones(2))
+    assert _torch.asks_for_value(caught.value)
+    assert not _torch.asks_for_value(RuntimeError("another"))
+
+
 def public_names():
     """What `_torch` defines or imports for others: `import x as x`."""
     found = set()

@@ -27,6 +27,7 @@ from torch._C._functorch import (
 )
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import eager_transforms
+from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
@@ -82,6 +83,7 @@ tree_flatten_with_path = _pytree.tree_flatten_with_path
 tree_unflatten = _pytree.tree_unflatten
 tree_map = _pytree.tree_map
 keystr = _pytree.keystr
+register_pytree_node = _pytree.register_pytree_node
 
 
 def children_of(spec: TreeSpec) -> Sequence[TreeSpec]:
@@ -579,6 +581,45 @@ def function_calls_handled(handler: FunctionHandler) -> Iterator[None]:
                 del _apply_handlers[thread]
             if not _apply_handlers:
                 del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+_lifts: dict[int, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
+_WRAPPERS = (
+    (eager_transforms, "_wrap_for_grad", eager_transforms._wrap_for_grad),
+    (functorch_vmap, "_add_batch_dim", functorch_vmap._add_batch_dim),
+)
+
+
+def _lifting(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(tensor: torch.Tensor, *rest: Any) -> Any:
+        lifts = _lifts.get(threading.get_ident())
+        return wrapper(lifts[-1](tensor) if lifts else tensor, *rest)
+
+    return wrap
+
+
+@contextmanager
+def levels_wrap_lifted(lift: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let levels of `torch.func` that are entered in the block, in this thread, wrap `lift(x)`.
+
+    They wrap out of sight of a `TorchFunctionMode`, so that a captured tensor, handed to `grad` as
+    an argument, would be met with its wrapper as another tensor.
+    """
+    thread = threading.get_ident()
+    with _apply_lock:
+        _lifts.setdefault(thread, []).append(lift)
+        for module, name, wrapper in _WRAPPERS:
+            setattr(module, name, _lifting(wrapper))
+    try:
+        yield
+    finally:
+        with _apply_lock:
+            _lifts[thread].pop()
+            if not _lifts[thread]:
+                del _lifts[thread]
+            if not _lifts:
+                for module, name, wrapper in _WRAPPERS:
+                    setattr(module, name, wrapper)
 
 
 def is_function_of_user(cls: type) -> bool:
@@ -1098,6 +1139,11 @@ unwrap_batched_tensor: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | N
     torch._C._functorch._unwrap_batched
 )
 add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._C._functorch._add_batch_dim
+
+
+def asks_for_value(error: RuntimeError) -> bool:
+    """Whether `error` is that of `vmap` where Python asks for the value of a mapped tensor."""
+    return "It looks like you're calling .item() on a Tensor" in str(error)
 
 
 # --- operators without a batching rule -----------------------------------------------------------

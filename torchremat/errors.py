@@ -127,6 +127,14 @@ class LoopWarning(UserWarning):
     """An operator that has no batching rule runs in a loop, once for each example."""
 
 
+class RaggedError(TorchrematError, ValueError):
+    """Sizes that differ from element to element of a batch were used where they cannot be."""
+
+
+class RaggedTypeError(TorchrematError, TypeError):
+    """A Pile without `pile_axis`, `pile_axis` without a Pile, or elements that make up no Pile."""
+
+
 class DeviceError(TorchrematError, RuntimeError):
     """A kind of device, or a process, was asked for that is not there."""
 

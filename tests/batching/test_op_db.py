@@ -1,7 +1,5 @@
 """`vmap` of PyTorch's operators, on its own samples: equal to a loop, values and gradients."""
 
-import warnings
-
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -75,25 +73,24 @@ def batched(sample):
     return args, leaves
 
 
+@pytest.mark.filterwarnings("ignore")  # operators without a rule, deprecated ones
 @pytest.mark.parametrize("name", list(parameters()))
 def test_it_equals_a_loop(name):
     for sample in samples(name, 2):
         args, leaves = batched(sample)
         mapped = tr.vmap(sample.function)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # operators without a rule, deprecated ones
-            try:
-                expected = tensors_of(torch.func.vmap(sample.function)(*args))
-            except Exception as error:
-                # what PyTorch cannot map fails here too, with its message
-                with pytest.raises(type(error)):
-                    mapped(*args)
-                continue
-            if name not in AS_TORCH_FUNC.split():
-                expected = loop(sample.function, args)
-            gradients = differentiated(expected, leaves)
-            for _ in range(3):
-                found = tensors_of(mapped(*args))
-                torch.testing.assert_close(found, expected, equal_nan=True)
-                grads = differentiated(found, leaves)
-                torch.testing.assert_close(grads, gradients, equal_nan=True)
+        try:
+            expected = tensors_of(torch.func.vmap(sample.function)(*args))
+        except Exception as error:
+            # what PyTorch cannot map fails here too, with its message
+            with pytest.raises(type(error)):
+                mapped(*args)
+            continue
+        if name not in AS_TORCH_FUNC.split():
+            expected = loop(sample.function, args)
+        gradients = differentiated(expected, leaves)
+        for _ in range(3):
+            found = tensors_of(mapped(*args))
+            torch.testing.assert_close(found, expected, equal_nan=True)
+            grads = differentiated(found, leaves)
+            torch.testing.assert_close(grads, gradients, equal_nan=True)

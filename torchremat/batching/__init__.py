@@ -12,6 +12,7 @@ from torchremat.batching.positions import (
     moveaxis,
     not_mapped,
 )
+from torchremat.batching.ragged.pile import ConcatAxis, Pile, PileTy, pile_axis
 from torchremat.batching.rules import (
     axis_primitive_batchers,
     defbroadcasting,
@@ -27,6 +28,9 @@ from torchremat.batching.vtile import vtile
 from torchremat.kernels.segments import segment_sum
 
 __all__ = [
+    "ConcatAxis",
+    "Pile",
+    "PileTy",
     "axis_primitive_batchers",
     "batch_graph",
     "bdim_at_front",
@@ -39,6 +43,7 @@ __all__ = [
     "matchaxis",
     "moveaxis",
     "not_mapped",
+    "pile_axis",
     "primitive_batchers",
     "register_vmappable",
     "segment_sum",

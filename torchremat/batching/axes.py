@@ -14,6 +14,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.avals import Aval
+from torchremat.batching.ragged.pile import Pile
 from torchremat.batching.vmappable import is_spec, is_vmappable, vmappable_of
 from torchremat.errors import AxisError, AxisTypeError
 
@@ -87,6 +88,8 @@ class MappedLeaves:
         return known[0]
 
     def _size_of(self, leaf: Any, axis: Any) -> int | None:
+        if isinstance(leaf, Pile):
+            return len(leaf)
         registered = vmappable_of(type(leaf))
         if registered is not None:
             return _size_of_container(leaf, axis)

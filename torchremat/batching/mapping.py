@@ -12,6 +12,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.batching.axes import MappedLeaves
+from torchremat.batching.pile_mapping import has_piles, needs_piles, run_on_piles
 from torchremat.batching.positions import matchaxis
 from torchremat.batching.sharding import spread_examples
 from torchremat.batching.vmappable import is_vmappable, vmappable_of
@@ -39,6 +40,17 @@ class Mapping:
 
     def run(self, call: MappedLeaves, size: int) -> Any:
         """The outputs of such a call, whose mapped axis is of `size`."""
+        out_axes = _torch.tree_flatten(self.out_axes)[0]
+        if has_piles(call) or needs_piles(out_axes):
+            return run_on_piles(self, call, size)
+        try:
+            return self._run_level(call, size)
+        except RuntimeError as error:
+            if not _torch.asks_for_value(error) or not _may_be_sizes(call):
+                raise
+        return run_on_piles(self, call, size)  # it makes tensors of sizes that it is given
+
+    def _run_level(self, call: MappedLeaves, size: int) -> Any:
         level = _Level(self, call, size)
         with _loops_said():
             values, dims = run_mapped(
@@ -176,6 +188,18 @@ class _Level:
                 "out_axes, or return tensors."
             )
         return matchaxis(None, self.size, None, axis, torch.tensor(value))
+
+
+def _may_be_sizes(call: MappedLeaves) -> bool:
+    """Whether there are mapped integers, of which a function can make tensors of such sizes."""
+    return any(
+        isinstance(leaf, Tensor) and axis is not None and not _is_inexact(leaf)
+        for leaf, axis in zip(call.leaves, call.axes, strict=True)
+    )
+
+
+def _is_inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex() or x.dtype is torch.bool
 
 
 def _is_number(value: Any) -> bool:

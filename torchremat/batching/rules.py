@@ -70,7 +70,14 @@ class Rules(MutableMapping[_torch.OpOverload, Rule]):
 primitive_batchers = Rules()
 axis_primitive_batchers = Rules()
 spmd_axis_primitive_batchers = Rules()
-_registries = (primitive_batchers, axis_primitive_batchers, spmd_axis_primitive_batchers)
+rules_where_torch_has_none = Rules()
+"""The library's own, which a user's goes before."""
+_registries = (
+    primitive_batchers,
+    axis_primitive_batchers,
+    spmd_axis_primitive_batchers,
+    rules_where_torch_has_none,
+)
 _hooks: dict[_torch.OpOverload, Any] = {}
 """Where PyTorch was told to ask us, by operator."""
 
@@ -118,6 +125,9 @@ def _rule_for(op: _torch.OpOverload) -> Callable[..., tuple[Any, Any]] | None:
     if op in axis_primitive_batchers:
         rule = axis_primitive_batchers[op]
         return lambda size, vals, dims, params: rule(size, name, None, vals, dims, **params)
+    if op in rules_where_torch_has_none:
+        rule = rules_where_torch_has_none[op]
+        return lambda size, vals, dims, params: rule(vals, dims, **params)
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.batching import attention_rule
 from torchremat.batching.axes import check_axes
 from torchremat.batching.chunks import call_in_chunks
 from torchremat.batching.mapping import Mapping
@@ -187,6 +188,7 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
     )
     if torch.compiler.is_dynamo_compiling():
         return functools.partial(_call_in_compiler, fun, mapping)
+    attention_rule.register()
     mapped = Mapped(fun, mapping)
     if chunk_size is None:
         return mapped

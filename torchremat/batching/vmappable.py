@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchremat.batching.ragged.pile import ConcatAxis, Pile
 from torchremat.errors import RegistrationError
 
 ToElt = Callable[[Callable[[Any, Any], Any], Callable[[], Any], Any, Any], Any]
@@ -96,12 +97,13 @@ def unregister_vmappable(data_type: type) -> None:
 
 
 def is_vmappable(x: Any) -> bool:
-    """Whether `x`, a value or a type, is of a registered type.
+    """Whether `x`, a value or a type, is a `Pile` or of a registered type.
 
     >>> is_vmappable(3)
     False
     """
-    return (x if isinstance(x, type) else type(x)) in _registered
+    kind = x if isinstance(x, type) else type(x)
+    return kind is Pile or kind in _registered
 
 
 def vmappable_of(kind: type) -> Vmappable | None:
@@ -110,5 +112,7 @@ def vmappable_of(kind: type) -> Vmappable | None:
 
 
 def is_spec(axis: Any) -> bool:
-    """Whether `axis` is of a type that stands for the axis of some registered container."""
-    return any(type(axis) is v.spec_type for v in _registered.values())
+    """Whether `axis` is of a type that stands for the axis of some container."""
+    return isinstance(axis, ConcatAxis) or any(
+        type(axis) is v.spec_type for v in _registered.values()
+    )

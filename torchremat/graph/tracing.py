@@ -276,6 +276,7 @@ class Tracing:
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
             stack.enter_context(_torch.function_calls_handled(self._call_function))
+            stack.enter_context(_torch.levels_wrap_lifted(self.lift))
             stack.enter_context(_torch.proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.autodiff.noted import NotedBody
+from torchremat.graph.dynamic_inputs import shapes_of
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.tracing import InputSpec, current_tracing
 from torchremat.remat.function import apply_program
@@ -37,8 +38,9 @@ def policy_of(body: fx.GraphModule) -> Policy:
 def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionProgram:
     """The program that `body` becomes for such inputs, made now if there is none."""
     specs = tuple(InputSpec.of(tensor, any_level=True) for tensor in inputs)
-    programs = _programs.setdefault(body, {})
-    if specs not in programs:
+    symbolic = shapes_of(specs) is not None  # such symbols are those of one trace, that around
+    programs = {} if symbolic else _programs.setdefault(body, {})
+    if symbolic or specs not in programs:
         region = Region(
             NotedBody(body),
             specs,
@@ -48,6 +50,8 @@ def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionPro
         )
         program = FunctionProgram(region, policy_of(body))
         program.forward.module.meta["body"] = body
+        if symbolic:
+            return program
         programs[specs] = program
     return programs[specs]
 

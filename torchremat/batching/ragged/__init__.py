@@ -1,0 +1,1 @@
+"""Ragged batching: `Pile`, a batch of tensors of different sizes, and `vmap` over it."""

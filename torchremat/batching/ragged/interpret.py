@@ -1,0 +1,155 @@
+"""Runs the graph of one element for a whole batch, node by node."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import scaled_dot_product_attention
+
+from torchremat.batching.ragged import indexing, structural  # noqa: F401  (they register rules)
+from torchremat.batching.ragged.attention import attention
+from torchremat.batching.ragged.calls import RULES, Batch, Call, plain
+from torchremat.batching.ragged.extents import Extent
+from torchremat.batching.ragged.loop import loop
+from torchremat.batching.ragged.pointwise import map_entries, pointwise
+from torchremat.batching.ragged.values import Padded, Shared, Value
+from torchremat.errors import RaggedError
+from torchremat.graph.inner_graphs import inner_graphs_of
+from torchremat.graph.no_grad import no_grad_p
+from torchremat.graph.sizes import SYMBOLIC, Size
+from torchremat.remat.names import name_p
+from torchremat.remat.op import remat_p
+
+BodyRunner = Callable[[fx.GraphModule, Sequence[Value], Batch], Sequence[Any]]
+
+
+def interpret(
+    module: fx.GraphModule,
+    inputs: Sequence[Value],
+    batch: Batch,
+    outputs: Sequence[Any],
+    items: Mapping[str, fx.Node],
+    run_body: BodyRunner,
+) -> list[Any]:
+    """The values of `outputs`, nodes of the graph of `module`, or literals."""
+    env: dict[fx.Node, Any] = {}
+    left = iter(inputs)
+    named: dict[fx.Node, list[str]] = {}
+    for name, node in items.items():
+        named.setdefault(node, []).append(name)
+    last, needed = _uses(module.graph, [o for o in outputs if isinstance(o, fx.Node)])
+    needed |= set(items.values())
+    for node in module.graph.nodes:
+        if node.op == "output":
+            break
+        if node not in needed:
+            if node.op == "placeholder":
+                next(left)
+            continue
+        env[node] = (
+            next(left) if node.op == "placeholder" else _run_node(node, env, batch, run_body)
+        )
+        for name in named.get(node, ()):
+            _bind(batch, name, env[node])
+        for used in last.get(node, ()):
+            env.pop(used, None)
+    return [_output(o, env, batch) for o in outputs]
+
+
+def _uses(
+    graph: fx.Graph, outputs: Sequence[fx.Node]
+) -> tuple[dict[fx.Node, list[fx.Node]], set[fx.Node]]:
+    """For each node what it is the last to read, and all nodes that matter."""
+    needed = set(outputs)
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            continue
+        if node in needed or (not node.users and _is_check(node)):
+            for used in node.all_input_nodes:
+                if used not in needed:
+                    last.setdefault(node, []).append(used)
+            needed |= {node, *node.all_input_nodes}
+    return last, needed
+
+
+_CHECKS = ("aten._linalg_check_errors", "aten._assert_async", "aten._assert_scalar")
+
+
+def _is_check(node: fx.Node) -> bool:
+    """Whether an operator gives nothing, and raises if something is wrong."""
+    return str(getattr(node.target, "overloadpacket", "")) in _CHECKS
+
+
+def _output(output: Any, env: dict[fx.Node, Any], batch: Batch) -> Any:
+    if isinstance(output, fx.Node):
+        return env[output]
+    if isinstance(output, Size):
+        if batch.sizes.varies(output):
+            return Padded(batch.sizes.numbers(output), ())
+        return batch.sizes.of(output)
+    return output
+
+
+def _bind(batch: Batch, name: str, value: Value) -> None:
+    """Let the symbol `name` stand for the numbers in `value`."""
+    if isinstance(value, Shared):
+        batch.sizes.symbols[name] = int(value.data)
+        return
+    assert isinstance(value, Padded)
+    if value.rank:
+        value = Padded(value.data.reshape(-1), ())
+    extent = Extent(name, value.data.to(torch.int64))
+    batch.sizes.symbols[name] = batch.sizes.extents[name] = extent
+
+
+def _run_node(node: fx.Node, env: dict[fx.Node, Any], batch: Batch, run_body: BodyRunner) -> Any:
+    if node.op == "get_attr":
+        value = getattr(node.graph.owning_module, str(node.target))
+        return Shared(value) if isinstance(value, Tensor) else value
+    args: Any = fx.node.map_arg(node.args, env.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, env.__getitem__)
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    if node.target is remat_p:
+        (body,) = inner_graphs_of(node)
+        return list(run_body(body, args[1:], batch))
+    target: Any = node.target
+    if target is no_grad_p or node.target is name_p:
+        return map_entries(batch, lambda x: target(x, **kwargs), [args[0]])
+    call = Call(node.target, args, kwargs, node.meta.get("val"), batch, node.meta.get("source"))
+    if isinstance(call.result, SYMBOLIC):
+        raise RaggedError(f"{node.target} at {call.source} gives a number that no graph holds")
+    return run_call(call)
+
+
+def run_call(call: Call) -> Any:
+    """The values that an operator gives for a batch."""
+    if not call.is_ragged and not _has_ragged_result(call):
+        if call.op is attention:
+            call = replace(call, op=_plain_attention)
+        return plain(call)
+    rule = RULES.get(call.name)
+    if rule is None and torch.Tag.pointwise in getattr(call.op, "tags", ()):
+        rule = pointwise
+    result = NotImplemented if rule is None else rule(call)
+    return loop(call) if result is NotImplemented else result
+
+
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+
+
+def _has_ragged_result(call: Call) -> bool:
+    results = call.result if isinstance(call.result, tuple | list) else [call.result]
+    return any(
+        isinstance(size, Extent)
+        for r in results
+        if isinstance(r, Tensor)
+        for size in call.sizes_of(r)
+    )

@@ -1,0 +1,210 @@
+"""`run_ragged`: a function mapped over elements of different sizes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.batching.ragged.bodies import run_body
+from torchremat.batching.ragged.calls import Batch
+from torchremat.batching.ragged.element import ElementGraph, ElementSpec, element_graph
+from torchremat.batching.ragged.extents import Extent, Sizes
+from torchremat.batching.ragged.flat import flat_pile_data, padded_of_flat
+from torchremat.batching.ragged.interpret import interpret
+from torchremat.batching.ragged.pile import ConcatAxis, IndexedSize, Pile
+from torchremat.batching.ragged.values import Packed, Padded, Shared, Value
+from torchremat.batching.ragged.values import batch as batch_of
+from torchremat.errors import RaggedTypeError
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """An output whose elements have one size: the batch is along `dim`, if they vary."""
+
+    tensor: Any
+    dim: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """An output whose elements have different sizes."""
+
+    value: Packed | Padded
+
+
+def run_ragged(
+    function: Callable[[Sequence[Tensor]], Sequence[Any]],
+    values: Sequence[Any],
+    axes: Sequence[Any],
+    axis_size: int,
+    *,
+    randomness: str = "error",
+    axis_name: Any = None,
+    owner: Any = None,
+    key: Any = (),
+) -> list[Dense | Ragged]:
+    """Map `function` over the elements of `values`, some of them piles.
+
+    Args:
+        function: takes a list of the tensors of one element, gives a list of tensors and numbers.
+        values: tensors and piles.
+        axes: for each an int (which axis of a tensor is mapped), `None` (all elements share it) or
+            `pile_axis`.
+        axis_size: the number of elements.
+        randomness: `"error"`, `"different"` or `"same"`, as `torch.func.vmap` takes it.
+        axis_name: what collectives call the axis.
+        owner: what the graph of one element is kept with, weakly: the user's function. By default
+            `function`, which then must be the same object from call to call.
+        key: what the graph depends on besides `owner`, the tensors' dtypes and sizes: anything that
+            can be hashed.
+
+    Returns:
+        The outputs.
+
+    Raises:
+        RaggedTypeError: for a pile without `pile_axis`, and the other way round.
+        RaggedError: for what elements of different sizes cannot do.
+    """
+    inputs = _Inputs(axis_size)
+    specs = [inputs.add(v, axis, i) for i, (v, axis) in enumerate(zip(values, axes, strict=True))]
+    owner = function if owner is None else owner
+    graph, captured = element_graph(function, specs, owner, (key, axis_size if axis_name else None))
+    extra = [torch.empty(0)] if graph.has_extra_input else []
+    lifted = [Shared(t) for t in [*extra, *captured]]
+    batch = Batch(axis_size, inputs.sizes(graph), randomness, axis_name)
+    found = interpret(
+        graph.module,
+        [*inputs.values(batch.sizes, graph), *lifted],
+        batch,
+        graph.outputs,
+        graph.items,
+        run_body,
+    )
+    return [_result(value) for value in found]
+
+
+def _result(value: Any) -> Dense | Ragged:
+    if isinstance(value, Shared):
+        return Dense(value.data, None)
+    if isinstance(value, Packed) or (isinstance(value, Padded) and value.is_ragged):
+        return Ragged(value)
+    if isinstance(value, Padded):
+        return Dense(value.data, 0)
+    return Dense(value, None)
+
+
+def as_pile(value: Dense | Ragged, axis_size: int) -> Pile:
+    """The pile of an output of `run_ragged`; of one whose elements have one size, a plain batch."""
+    if isinstance(value, Dense):
+        tensor = value.tensor
+        if value.dim is None:
+            tensor = torch.as_tensor(tensor)
+            tensor = tensor.expand(axis_size, *tensor.shape)
+        else:
+            tensor = tensor.movedim(value.dim, 0)
+        return Pile.of(tensor, [], [], tensor.shape[1:])
+    ragged = value.value
+    sizes = ragged.sizes
+    dims = [d for d, size in enumerate(sizes) if isinstance(size, Extent)]
+    extents = [sizes[d] for d in dims]
+    bounds = [_bound(e) for e in extents]
+    data = ragged.data if isinstance(ragged, Packed) else flat_pile_data(ragged)
+    return Pile.of(data, [e.lengths for e in extents], dims, sizes, bounds)
+
+
+def _bound(extent: Extent) -> int:
+    longest = extent.longest if extent.known_longest is None else extent.known_longest
+    return 1 << max(longest - 1, 0).bit_length() if longest else 1
+
+
+class _Inputs:
+    """The inputs of a run, and which of their sizes are equal."""
+
+    def __init__(self, axis_size: int) -> None:
+        self.axis_size = axis_size
+        self.lengths: list[tuple[Tensor, int, Any]] = []
+        self.pending: list[Callable[[dict[int, Extent]], Value]] = []
+
+    def add(self, value: Any, axis: Any, position: int) -> ElementSpec:
+        """Note an input, and say what it is like for one element."""
+        if isinstance(value, Pile) != isinstance(axis, ConcatAxis):
+            raise RaggedTypeError(_wrong_axis(value, axis, position))
+        if isinstance(value, Pile):
+            return self._add_pile(value)
+        tensor = value
+        if axis is None:
+            self.pending.append(lambda extents: Shared(tensor))
+            shape = tuple(tensor.shape)
+        else:
+            moved = tensor.movedim(axis, 0)
+            self.pending.append(lambda extents: batch_of(moved))
+            shape = tuple(moved.shape[1:])
+        return _spec(tensor, shape)
+
+    def _add_pile(self, pile: Pile) -> ElementSpec:
+        elt = pile.aval.elt_ty
+        dims = elt.ragged_dims
+        data = pile.data
+        if not dims:
+            self.pending.append(lambda extents: batch_of(data))
+            return _spec(data, tuple(elt.shape))
+        shape = list(elt.shape)
+        for dim in dims:
+            total = data.shape[dim] if len(dims) == 1 else None
+            shape[dim] = -1 - self._number(elt.shape[dim], total)
+        if len(dims) == 1:
+            number = shape[dims[0]]
+            self.pending.append(lambda extents: Packed(data, dims[0], extents[number]))
+        else:
+            self.pending.append(lambda extents: padded_of_flat(data, shape, extents))
+        return _spec(data, tuple(shape))
+
+    def _number(self, size: IndexedSize, total: Any) -> int:
+        """Which of the sizes met so far this is; equal lengths are one size."""
+        for i, (lengths, longest, known) in enumerate(self.lengths):
+            if lengths is size.lengths or _are_equal(lengths, size.lengths):
+                self.lengths[i] = (lengths, min(longest, size.longest), known or total)
+                return i
+        self.lengths.append((size.lengths, size.longest, total))
+        return len(self.lengths) - 1
+
+    def sizes(self, graph: ElementGraph) -> Sizes:
+        """What the symbols of the graph are."""
+        symbols: dict[str, Any] = {}
+        for name, (lengths, longest, total) in zip(graph.symbols, self.lengths, strict=True):
+            symbols[name] = Extent(name, lengths.to(torch.int64), total, longest)
+        return Sizes(self.axis_size, symbols)
+
+    def values(self, sizes: Sizes, graph: ElementGraph) -> list[Value]:
+        """The inputs as values."""
+        extents = {-1 - i: sizes.symbols[name] for i, name in enumerate(graph.symbols)}
+        return [make(extents) for make in self.pending]
+
+
+def _spec(tensor: Tensor, shape: tuple[Any, ...]) -> ElementSpec:
+    requires_grad = _torch.requires_grad_at_any_level(tensor)
+    return ElementSpec(shape, tensor.dtype, tensor.device, requires_grad)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    a, b = _torch.innermost_tensor(a), _torch.innermost_tensor(b)
+    if a is b:
+        return True
+    if _torch.is_fake(a) or _torch.is_fake(b) or a.shape != b.shape or a.device != b.device:
+        return False
+    return torch.equal(a, b)
+
+
+def _wrong_axis(value: Any, axis: Any, position: int) -> str:
+    if isinstance(value, Pile):
+        return (
+            f"pile input without using pile_axis in_axes spec: input {position} is a Pile "
+            f"({value.aval}), and its entry of in_axes is {axis!r}; give it pile_axis"
+        )
+    return (
+        f"pile_axis in in_axes for input {position}, which is no Pile but {type(value).__name__}: "
+        "make one with Pile.from_list, or give an int"
+    )

@@ -26,6 +26,7 @@ COMMANDS = [
 DONATED = ["jit_donation.py", "--steps", "3"]
 COMPILED = ["compile_policy.py", "--layers", "2"]
 PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]
+NAMED_AXES = ["named_axes.py", "--batch", "8", "--width", "16"]
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict
 ROW = re.compile(
     r"^  (\S.*?) +([\d.]+) +([\d.]+) +x ([\d.]+) +([\d.]+) -> ([\d.]+) +(yes|NO) *$", re.MULTILINE
@@ -52,7 +53,8 @@ def run_example(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_run():
-    assert {command[0] for command in (*COMMANDS, DONATED, COMPILED, PLANNED)} == set(EXAMPLES)
+    single = (DONATED, COMPILED, PLANNED, NAMED_AXES)
+    assert {command[0] for command in (*COMMANDS, *single)} == set(EXAMPLES)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -140,3 +142,12 @@ def test_a_compiled_model_keeps_what_it_keeps_in_eager_mode():
     assert len(kept) == 3
     assert all(compiled == eager for compiled, eager in kept)
     assert done.stdout.count("gradients differ by 0.0e+00") == 3
+
+
+def test_examples_of_a_batch_know_of_one_another():
+    done = run_example(NAMED_AXES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"off by ([\d.e+-]+); gradients differ by at most ([\d.e+-]+)", done.stdout)
+    assert len(found) == 3, done.stdout
+    assert all(float(error) < 1e-12 for pair in found for error in pair), done.stdout
+    assert done.stdout.count("f64[16] output of psum from named_axes.py") == 2

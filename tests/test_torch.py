@@ -381,6 +381,104 @@ def derivatives_of_a_custom_operator():
             torch.testing.assert_close(second, -9 * torch.tensor(6.0).sin())
 
 
+@check("is_mapped_at", "mapped_at")
+def mapped_dimensions():
+    def outer(x):
+        def inner(y):
+            inner_level = _torch.transform_depth()
+            assert _torch.is_mapped_at(x * y, inner_level)
+            assert _torch.is_mapped_at(x * y, inner_level - 1)
+            assert not _torch.is_mapped_at(x, inner_level)
+            assert not _torch.is_mapped_at(w, inner_level)
+            return x * y + _torch.mapped_at(torch.arange(3.0), 0, inner_level - 1)
+
+        return torch.vmap(inner)(torch.ones(2))
+
+    w = torch.ones(2)
+    rows = torch.vmap(outer)(torch.ones(3))
+    assert torch.equal(rows, torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]))
+
+
+@check("let_functions_know_axes")
+def functions_that_are_mapped():
+    class Twice(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return 2 * cotangent
+
+    def known(function):
+        seen.append((function, _torch.transform_depth()))
+        return function
+
+    seen = []
+    module = torch._functorch.autograd_function
+    before = module.vmapify_autograd_function
+    try:
+        _torch.let_functions_know_axes(known)
+        gradient = torch.func.grad(lambda x: torch.vmap(Twice.apply)(x).sum())(torch.ones(3))
+    finally:
+        module.vmapify_autograd_function = before
+    assert torch.equal(gradient, torch.full((3,), 2.0))
+    assert seen == [(Twice, 2)]
+
+
+@check("register_axis_rules", "without_dead_levels")
+def rules_that_see_every_level():
+    class Negated(torch.autograd.Function):
+        @staticmethod
+        def forward(run, op, params, x):
+            return run(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            _, ctx.op, ctx.params, _ = inputs
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return None, None, None, ctx.op(cotangent, **ctx.params)
+
+        @staticmethod
+        def jvp(ctx, _, __, ___, tangent):
+            return ctx.op(tangent, **ctx.params)
+
+    class Op(_torch.HigherOrderOperator):
+        def __call__(self, x, /, **params):
+            return super().__call__(_torch.without_dead_levels(x), **params)
+
+    def batched(level, size, pair, **params):
+        seen.append((level, size, pair[1]))
+        return op(pair[0], **params), pair[1]
+
+    op = Op("torchremat_test_axis_rules")
+    _torch.register_simple_rules(op, lambda x, *, by: -by * x)
+    _torch.register_axis_rules(op, Negated, batched)
+    seen = []
+    for outer in (torch.func.jacfwd, torch.func.jacrev):
+        for inner in (torch.func.jacfwd, torch.func.jacrev):
+            second = outer(inner(lambda x: op(x, by=3.0).sin()))(torch.tensor(2.0))
+            torch.testing.assert_close(second, 9 * torch.tensor(6.0).sin())
+    seen.clear()
+    unmapped = torch.tensor(2.0)
+    torch.vmap(lambda x: x + op(unmapped, by=1.0))(torch.ones(3))
+    assert seen == [(1, 3, None)]
+    x = torch.tensor(2.0, requires_grad=True)
+    op(x, by=3.0).backward()
+    assert x.grad == -3
+    kept = []
+    torch.func.grad(lambda x: kept.append(x) or x * 2)(torch.tensor(2.0))
+    assert op(kept[0], by=3.0) == -6
+
+
 @check("tensor_guard", "TensorGuards")
 def guards():
     x = torch.ones(2, 3)

@@ -11,7 +11,22 @@ from torchremat import batching, checkpoint_policies, config, errors, nn, planni
 from torchremat.autodiff.graph_transforms import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.batching.batch_graph import batch_graph
+from torchremat.batching.collectives import (
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    pmin,
+    psum,
+)
 from torchremat.batching.custom_vmap import custom_vmap, sequential_vmap
+from torchremat.batching.exchanges import (
+    all_gather,
+    all_to_all,
+    ppermute,
+    pshuffle,
+    psum_scatter,
+)
 from torchremat.batching.vmap import vmap
 from torchremat.compile.jit import jit
 from torchremat.errors import (
@@ -59,6 +74,10 @@ __all__ = [
     "Saveable",
     "TypedGraph",
     "UnmatchedWarning",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
     "batch_graph",
     "batching",
     "checkpoint",
@@ -86,10 +105,17 @@ __all__ = [
     "partial_eval_graph",
     "plan",
     "planning",
+    "pmax",
+    "pmean",
+    "pmin",
     "policy",
+    "ppermute",
     "print_saved_residuals",
     "process_count",
     "process_index",
+    "pshuffle",
+    "psum",
+    "psum_scatter",
     "remat",
     "remat_p",
     "saved_residuals",

@@ -19,14 +19,19 @@ from torch._C import DispatchKey as DispatchKey
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._C._functorch import TransformType as TransformType
 from torch._C._functorch import (
+    _add_batch_dim,
+    _unwrap_batched,
     _unwrap_for_grad,
     _wrap_for_grad,
     get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor,
+    maybe_get_level,
     peek_interpreter_stack,
+    unwrap_if_dead,
 )
 from torch._dispatch.python import enable_python_dispatcher
-from torch._functorch import eager_transforms
+from torch._functorch import autograd_function, eager_transforms
 from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
@@ -129,6 +134,32 @@ def innermost_tensor(tensor: torch.Tensor) -> torch.Tensor:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
+
+
+def is_mapped_at(tensor: torch.Tensor, level: int) -> bool:
+    """Whether `torch.vmap` at that level of `torch.func` maps over an axis of `tensor`."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor) and maybe_get_level(tensor) == level:
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
+
+
+mapped_at: Callable[[torch.Tensor, int, int], torch.Tensor] = _add_batch_dim
+"""A tensor whose dimension (2nd argument) is what `torch.vmap` at a level (3rd) maps over."""
+
+
+def let_functions_know_axes(known: Callable[[type], type]) -> None:
+    """Let `torch.vmap` map `known(function)` in place of each `autograd.Function` without a rule.
+
+    Its forward runs on a level of its own then, and so does its backward, later on.
+    """
+    plain = autograd_function.vmapify_autograd_function
+
+    def vmapify(function: type, *args: Any) -> type:
+        return plain(known(function), *args)
+
+    autograd_function.vmapify_autograd_function = vmapify  # type: ignore[assignment]
 
 
 def offset_of(tensor: torch.Tensor) -> int:
@@ -733,6 +764,79 @@ def register_derivative_rules(
     op.py_impl(TransformType.Grad)(transformed)
     op.py_impl(TransformType.Vmap)(transformed)
     op.py_impl(TransformType.Jvp)(pushed_forward)
+
+
+def register_axis_rules(
+    op: HigherOrderOperator,
+    function: type[torch.autograd.Function] | None,
+    batched: Callable[..., tuple[torch.Tensor, int | None]],
+) -> None:
+    """Give `op` its rules for autograd and for the levels of `torch.func`.
+
+    Each level calls them on tensors of its own, also on those that it does not map over or
+    differentiate, which the rules of an `autograd.Function` never see. `batched` takes the level,
+    its size, the arguments as pairs of a tensor and the dimension mapped over, or `None`, and
+    keywords; it gives such a pair. `function.apply` takes what runs `op` beneath, `op`, its
+    keywords as a dict, and tensors. As in `register_function`, it is for operators that are linear,
+    or linear in pieces; without it `op` is a constant.
+    """
+
+    def differentiate(run: Callable[..., Any], params: Any, tensors: Any) -> Any:
+        if function is None:
+            return run(*tensors)
+        with enable_single_level_autograd_function():
+            return direct_apply(function)(run, op, params, *tensors)
+
+    def autograd(*tensors: torch.Tensor, **params: Any) -> Any:
+        records, pushes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+        def run(*tensors: torch.Tensor) -> Any:
+            with (
+                torch._C._AutoDispatchBelowAutograd(),
+                torch.set_grad_enabled(records),
+                forward_ad._set_fwd_grad_enabled(pushes),
+            ):
+                return dispatch_call(op, *tensors, **params)
+
+        if in_dual_level() or (records and any(t.requires_grad for t in tensors)):
+            return differentiate(run, params, tensors)
+        return run(*tensors)
+
+    def differentiated(interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
+        level = interpreter.level()
+
+        def run(*tensors: torch.Tensor) -> Any:
+            inner = [_unwrap_for_grad(t, level) for t in tensors]
+            with (
+                torch.enable_grad(),
+                forward_ad._set_fwd_grad_enabled(True),
+                interpreter.lower(),
+            ):
+                output = dispatch_call(op, *inner, **params)
+            return _wrap_for_grad(output, level)
+
+        return differentiate(run, params, tensors)
+
+    def mapped(interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
+        level = interpreter.level()
+        pairs = [_unwrap_batched(t, level) for t in tensors]
+        with interpreter.lower():
+            output, dim = batched(level, interpreter.batch_size(), *pairs, **params)
+        return output if dim is None else _add_batch_dim(output, dim, level)
+
+    op.py_kernels.pop(DispatchKey.Autograd, None)
+    op.py_impl(DispatchKey.Autograd)(autograd)
+    op.py_impl(TransformType.Grad)(differentiated)
+    op.py_impl(TransformType.Jvp)(differentiated)
+    op.py_impl(TransformType.Vmap)(mapped)
+
+
+def without_dead_levels(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without the wrapper of a level of `torch.func` that has ended.
+
+    PyTorch's own operators take it off by themselves.
+    """
+    return unwrap_if_dead(tensor)
 
 
 def register_function(op: OpOverload, function: type[torch.autograd.Function]) -> None:

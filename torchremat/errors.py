@@ -139,6 +139,22 @@ class DeviceError(TorchrematError, RuntimeError):
     """A kind of device, or a process, was asked for that is not there."""
 
 
+class AxisNameError(TorchrematError, NameError):
+    """A named axis is asked for where none of that name is in scope, or can be reached."""
+
+
+class CollectiveError(TorchrematError, ValueError):
+    """A collective over a named axis was given sizes, groups or dimensions that do not fit it."""
+
+
+class CollectiveTypeError(TorchrematError, TypeError):
+    """A collective over a named axis was given something that is neither tensor nor number."""
+
+
+class PermutationError(CollectiveError, AssertionError):
+    """A permutation of a named axis is none, or leaves out some of it."""
+
+
 class NotAvailableError(TorchrematError, NotImplementedError):
     """The contract names this, and this version does not have it yet."""
 

@@ -4,7 +4,22 @@ The counterpart of `jax.interpreters.batching`.
 """
 
 from torchremat.batching.batch_graph import batch_graph
+from torchremat.batching.collectives import (
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    pmin,
+    psum,
+)
 from torchremat.batching.custom_vmap import custom_vmap, sequential_vmap
+from torchremat.batching.exchanges import (
+    all_gather,
+    all_to_all,
+    ppermute,
+    pshuffle,
+    psum_scatter,
+)
 from torchremat.batching.positions import (
     bdim_at_front,
     broadcast,
@@ -31,7 +46,11 @@ __all__ = [
     "ConcatAxis",
     "Pile",
     "PileTy",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
     "axis_primitive_batchers",
+    "axis_size",
     "batch_graph",
     "bdim_at_front",
     "broadcast",
@@ -44,7 +63,14 @@ __all__ = [
     "moveaxis",
     "not_mapped",
     "pile_axis",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
     "primitive_batchers",
+    "pshuffle",
+    "psum",
+    "psum_scatter",
     "register_vmappable",
     "segment_sum",
     "sequential_vmap",

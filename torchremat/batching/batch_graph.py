@@ -12,6 +12,7 @@ from torchremat.autodiff.bodies import BatchedBody, Body
 from torchremat.autodiff.graph_transforms import TensorsOf, check_pure, spec_of, trace_body
 from torchremat.graph.building import build_graph
 from torchremat.graph.dce import copied, set_outputs
+from torchremat.graph.named_axes import AxisName
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.graph.typed_graph import TypedGraph
 
@@ -28,6 +29,7 @@ def batch_graph(
     out_axes: Axes = None,
     *,
     randomness: str = "error",
+    axis_name: AxisName = None,
 ) -> tuple[TypedGraph, list[int | None]]:
     """Map a graph over an axis of its inputs.
 
@@ -40,6 +42,7 @@ def batch_graph(
         out_axes: where it is to be in each output, in the order of `out_avals`. An output that is
             the same for all examples is repeated for an int. `None` leaves an output as it comes:
             with the axis first, or without it if it is the same for all.
+        axis_name: what the axis is called by collectives in `g`, which are worked out.
         randomness: what random operators do: `"error"`, draw `"different"` numbers for each
             example, or the `"same"` ones.
 
@@ -68,7 +71,7 @@ def batch_graph(
     wanted = _as_axes(out_axes, [len(a.shape) for a in g.out_avals], "out_axes", "output")
     in_dims = (*(None for _ in g.consts), *axes)
     example = _with_shared_empties(g) if randomness == "same" else g
-    mapped = BatchedBody(TensorsOf(example), in_dims, axis_size, randomness)
+    mapped = BatchedBody(TensorsOf(example), in_dims, axis_size, randomness, axis_name)
     body = _Placed(mapped, g.outputs, tuple(wanted))
     nodes = [*g.const_nodes, *g.input_nodes]
     specs = [

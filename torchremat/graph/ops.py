@@ -231,6 +231,8 @@ def _known_name(spec: str) -> str:
     library, _, own = name.partition(".")
     if library == "torchremat" and not hasattr(torch.ops.torchremat, own.partition(".")[0]):
         name = f"higher_order.{own}"
+    if not own and isinstance(getattr(torch.ops.higher_order, name, None), HigherOrderOperator):
+        name = f"higher_order.{name}"
     namespace, *rest = name.split(".")
     if len(rest) in (1, 2):
         found: Any = getattr(torch.ops, namespace, None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.graph.named_axes import frame_being_mapped
+from torchremat.graph.named_axes import frame_being_mapped, mapped_over
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.tracing import InputSpec, lifted
 from torchremat.remat.draws import draw_now
@@ -38,6 +38,8 @@ def apply_program(
         if _torch.in_dual_level() and _torch.has_tangents(inputs):
             return _torch.push_dual_numbers_forward(_forward_rule(program, owner), inputs)
         return _direct_apply(program, sizes, owner, *inputs)  # type: ignore[no-any-return]
+    if program.axis_names:
+        inputs = mapped_over(program.axis_names, inputs)
     level = _torch.innermost_transform()
     if level == _torch.TransformType.Jvp:
         return _torch.push_forward_at_current_level(_forward_rule(program, owner), inputs)

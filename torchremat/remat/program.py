@@ -26,6 +26,7 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.graph.aliases import base_of
 from torchremat.graph.inner_graphs import inner_graphs_of
+from torchremat.graph.named_axes import AxisName, axis_names_in
 from torchremat.graph.ops import is_factorisation
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.slicing import slice_graph
@@ -142,6 +143,11 @@ class Program(ABC):
     @abstractmethod
     def forward(self) -> Compiled:
         """From inputs to outputs, new values of inputs that are written to, and residuals."""
+
+    @cached_property
+    def axis_names(self) -> frozenset[AxisName]:
+        """The named axes that operators of the forward graph are over."""
+        return axis_names_in(self.forward.module)
 
     # --- derivatives -----------------------------------------------------------------------------
 

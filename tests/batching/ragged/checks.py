@@ -26,7 +26,9 @@ def axes_of(values: Sequence[Any]) -> list[Any]:
 
 def mapped(f: Callable[..., Any], *values: Any, axes: Any = None, **options: Any) -> Any:
     """`f` mapped over `values`: a pile or a batch."""
-    size = next(len(v) for v, a in zip(values, axes or axes_of(values), strict=True) if a is not None)
+    size = next(
+        len(v) for v, a in zip(values, axes or axes_of(values), strict=True) if a is not None
+    )
     (out,) = run_ragged(
         lambda xs: [f(*xs)], list(values), axes or axes_of(values), size, owner=f, **options
     )

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchremat import _torch
-from torchremat.batching.ragged.pile import Pile, PileTy, pile_axis
+from torchremat.batching.ragged.pile import Pile, pile_axis
+from torchremat.batching.ragged.pile_type import PileTy
 from torchremat.batching.ragged.run import as_pile, run_ragged
 from torchremat.errors import RaggedError, RaggedTypeError
 
@@ -47,7 +48,9 @@ def test_lengths_and_data_are_its_leaves():
 
 
 def test_trees_of_piles_are_alike_while_the_longest_is_within_a_power_of_two():
-    specs = [_torch.tree_flatten(iotas(lengths))[1] for lengths in ((3, 1, 4), (0, 4, 4), (5, 1, 1))]
+    specs = [
+        _torch.tree_flatten(iotas(lengths))[1] for lengths in ((3, 1, 4), (0, 4, 4), (5, 1, 1))
+    ]
     assert specs[0] == specs[1]
     assert specs[0] != specs[2]
 

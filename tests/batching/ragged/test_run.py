@@ -159,7 +159,9 @@ def test_two_piles_of_different_lengths(f):
 
 
 def test_elements_that_differ_in_two_dims():
-    pile = Pile.from_list([torch.randn(n, m, dtype=torch.float64) for n, m in [(2, 3), (0, 1), (1, 4)]])
+    pile = Pile.from_list(
+        [torch.randn(n, m, dtype=torch.float64) for n, m in [(2, 3), (0, 1), (1, 4)]]
+    )
     check(lambda x: x.sum(0), pile)
     check(lambda x: 2 * x, pile)
 

@@ -1,6 +1,5 @@
 """`Pile`: tensors of different sizes as one value, concatenated."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,71 +10,10 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.avals import dtype_name
+from torchremat.batching.ragged.pile_type import EltTy, IndexedSize, Var
+from torchremat.batching.ragged.pile_type import PileTy as PileTy
 from torchremat.errors import RaggedError, RaggedTypeError
 from torchremat.kernels.segments import offsets_of
-
-_numbers = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class Var:
-    """The name of the element of a pile that a `PileTy` speaks of; any is as good as another."""
-
-    number: int = field(default_factory=lambda: next(_numbers), compare=False)
-
-    def __repr__(self) -> str:
-        return f"Var{self.number}"
-
-
-@dataclass(frozen=True, eq=False)
-class IndexedSize:
-    """A size that differs from element to element: `[3 1 4].Var1`.
-
-    `longest` is a bound of the lengths that is known on the host, a power of two: so it seldom
-    changes from batch to batch, and a trace that depends on it serves many.
-    """
-
-    binder: Var
-    lengths: Any
-    longest: int
-
-    def __repr__(self) -> str:
-        lengths = self.lengths
-        if not isinstance(lengths, Tensor):
-            return f"{lengths}.{self.binder}"
-        inner = _torch.innermost_tensor(lengths)
-        if _torch.is_fake(inner):
-            return f"[?].{self.binder}"
-        return f"[{' '.join(map(str, inner.tolist()))}].{self.binder}"
-
-
-@dataclass(frozen=True, eq=False)
-class EltTy:
-    """What an element of a pile is like: `f32[[3 1 4].Var1,2]`."""
-
-    shape: tuple[Any, ...]
-    dtype: torch.dtype
-
-    @property
-    def ragged_dims(self) -> tuple[int, ...]:
-        """The dims whose size differs."""
-        return tuple(d for d, size in enumerate(self.shape) if isinstance(size, IndexedSize))
-
-    def __repr__(self) -> str:
-        return f"{dtype_name(self.dtype)}[{','.join(map(repr, self.shape))}]"
-
-
-@dataclass(frozen=True, eq=False)
-class PileTy:
-    """The type of a pile: `Var1:3 => f32[[3 1 4].Var1,2]`."""
-
-    binder: Var
-    length: int
-    elt_ty: EltTy
-
-    def __repr__(self) -> str:
-        return f"{self.binder}:{self.length} => {self.elt_ty}"
 
 
 @dataclass(frozen=True)

@@ -269,16 +269,16 @@ def _softmax(call: Call) -> Any:
     (dim,) = call.dims(value.rank)
     if isinstance(value, Packed) and value.dim != dim:
         return on_packed(call)
-    if isinstance(value, Padded):
+    if not isinstance(value, Packed):
         least = torch.finfo(value.data.dtype).min
         return on_padded(call, lambda v: masked(v, [dim], least))
-    if not isinstance(value, Packed):
-        return NotImplemented
-    value = _cast(batch, value, call.result.dtype)
+    dtype = call.result.dtype
     offsets = value.extent.offsets
-    rows = segment_softmax(value.data.movedim(dim, 0), offsets, log="log" in call.name)
+    rows = segment_softmax(value.data.to(dtype).movedim(dim, 0), offsets, log="log" in call.name)
     if "safe" in call.name:  # 0 where all scores are -inf
-        rows = rows.masked_fill(rows.isnan(), 0)
+        greatest = reduce_value(batch, "amax", value, [dim], True)
+        dead = map_entries(batch, lambda x, m: m.isneginf().expand_as(x), [value, greatest])
+        rows = rows.masked_fill(dead.data.movedim(dim, 0), 0)
     return Packed(rows.movedim(0, dim), dim, value.extent)
 
 

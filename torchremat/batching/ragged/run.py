@@ -14,7 +14,8 @@ from torchremat.batching.ragged.element import ElementGraph, ElementSpec, elemen
 from torchremat.batching.ragged.extents import Extent, Sizes
 from torchremat.batching.ragged.flat import flat_pile_data, padded_of_flat
 from torchremat.batching.ragged.interpret import interpret
-from torchremat.batching.ragged.pile import ConcatAxis, IndexedSize, Pile
+from torchremat.batching.ragged.pile import ConcatAxis, Pile
+from torchremat.batching.ragged.pile_type import IndexedSize
 from torchremat.batching.ragged.values import Packed, Padded, Shared, Value
 from torchremat.batching.ragged.values import batch as batch_of
 from torchremat.errors import RaggedTypeError

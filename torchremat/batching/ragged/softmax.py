@@ -4,6 +4,7 @@ y = softmax(x):      dy -> y * (dy - sum of dy * y)
 y = log_softmax(x):  dy -> dy - exp(y) * sum of dy
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def _run(x: Tensor, offsets: Tensor, log: bool) -> Tensor:
 def _one_by_one(x: Tensor, ends: list[int], log: bool) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     function = torch.ops.aten._log_softmax if log else torch.ops.aten._softmax
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         if end > start:
             function.out(x[start:end], 0, False, out=y[start:end])
     return y

@@ -1,0 +1,14 @@
+"""The command `torchremat`: plans, reports, graphs and measurements without writing a script.
+
+    torchremat plan model.py:make --budget 50%
+    python -m torchremat residuals model.py:make --policy dots
+
+>>> from click.testing import CliRunner
+>>> result = CliRunner().invoke(main, ["plan", "--help"])
+>>> result.exit_code, "--budget" in result.output
+(0, True)
+"""
+
+from torchremat.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,232 @@
+"""The commands and their options; what they do is imported when one runs, for PyTorch is slow."""
+
+import click
+
+from torchremat.cli import options
+from torchremat.cli.running import Command
+
+_TARGET = """
+    TARGET is package.module:name or path/to/file.py:name, where name is a function without
+    arguments that returns (fun_or_module, args) or (fun_or_module, args, kwargs); or a module, a
+    class of modules or a function with an example_inputs() beside it, which returns the arguments.
+"""
+
+
+def _with_target(function: click.decorators.FC) -> click.decorators.FC:
+    """A command on a target: its help says what that is."""
+    function.__doc__ = f"{function.__doc__}\n{_TARGET}"
+    return options.target(function)
+
+
+@click.group(
+    cls=Command,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=options.examples(
+        "torchremat plan model.py:make --budget 50% --save plan.json",
+        "torchremat residuals model.py:make --policy dots --select 'layers.*'",
+        "torchremat compare model.py:make --policy full --policy dots --device meta",
+        "torchremat env",
+    ),
+)
+@click.version_option(package_name="torchremat", message="%(prog)s %(version)s")
+@options.debug
+def main() -> None:
+    """See and plan what the backward pass of a PyTorch model keeps.
+
+    Activation checkpointing (gradient checkpointing, recomputation, rematerialisation) for a model
+    in a file of yours: what is kept for the backward pass, what a policy or a budget changes, and
+    what it costs.
+    """
+
+
+@main.command(
+    short_help="Plan what to save within a budget of peak memory.",
+    epilog=options.examples(
+        "torchremat plan model.py:make --budget 50%",
+        "torchremat plan model.py:make --budget 20GiB --optimizer AdamW --device meta --on h100",
+        "torchremat plan my.models:make --budget 2GiB --save plan.json --html plan.html",
+    ),
+)
+@_with_target
+@click.option(
+    "--budget",
+    required=True,
+    metavar="BUDGET",
+    help="Bytes of peak memory (2GiB) or a share of the peak without (50%).",
+)
+@click.option(
+    "--save",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the plan; the policy plan:FILE replays it.",
+)
+@click.option(
+    "--solver",
+    type=click.Choice(["auto", "milp", "local"]),
+    default="auto",
+    show_default=True,
+    help="milp: integer programs; local: without them.",
+)
+@options.optimizer
+@options.device
+@options.on
+@options.html
+@options.json
+@options.debug
+def plan(
+    target: str, budget: str, save: str | None, solver: str, optimizer: str | None,
+    device: str | None, on: str | None, html: str | None, json_path: str | None,
+) -> None:  # fmt: skip
+    """Plan what to save and what to compute again within a budget of peak memory."""
+    from torchremat.cli.plans import PlanOptions, run_plan
+
+    run_plan(PlanOptions(
+        target, budget, save=save, solver=solver, optimizer=optimizer, device=device, on=on,
+        html=html, json_path=json_path,
+    ))  # fmt: skip
+
+
+@main.command(
+    short_help="Show what the backward pass keeps, and why.",
+    epilog=options.examples(
+        "torchremat residuals model.py:make",
+        "torchremat residuals model.py:make --policy full --select 'layers.*'",
+        "torchremat residuals model.py:make --lines | head",
+    ),
+)
+@_with_target
+@options.policy
+@options.budget
+@options.select
+@click.option("--lines", is_flag=True, help="A line for each tensor that is kept, in order.")
+@click.option("--by-module", is_flag=True, help="Bytes by the module that computed them.")
+@options.device
+@options.html
+@options.json
+@options.debug
+def residuals(
+    target: str, policy: str | None, budget: str | None, select: str | None, lines: bool,
+    by_module: bool, device: str | None, html: str | None, json_path: str | None,
+) -> None:  # fmt: skip
+    """Show what is kept from the forward pass for the backward, what is computed again, and why."""
+    from torchremat.cli.residuals import ResidualsOptions, run_residuals
+
+    run_residuals(ResidualsOptions(
+        target, policy=policy, budget=budget, select=select, lines=lines, by_module=by_module,
+        device=device, html=html, json_path=json_path,
+    ))  # fmt: skip
+
+
+@main.command(
+    short_help="Print or draw the traced graph.",
+    epilog=options.examples(
+        "torchremat graph model.py:make",
+        "torchremat graph model.py:make --budget 50% --html graph.html",
+    ),
+)
+@_with_target
+@options.policy
+@options.budget
+@options.select
+@click.option("--sources", is_flag=True, help="Print the user's line beside each equation.")
+@options.device
+@options.html
+@options.json
+@options.debug
+def graph(
+    target: str, policy: str | None, budget: str | None, select: str | None, sources: bool,
+    device: str | None, html: str | None, json_path: str | None,
+) -> None:  # fmt: skip
+    """Print the traced graph with types, or draw it with what is saved and what computed again."""
+    from torchremat.cli.graphs import GraphOptions, run_graph
+
+    run_graph(GraphOptions(
+        target, policy=policy, budget=budget, select=select, sources=sources, device=device,
+        html=html, json_path=json_path,
+    ))  # fmt: skip
+
+
+@main.command(
+    short_help="Compare policies without running the model.",
+    epilog=options.examples(
+        "torchremat compare model.py:make --policy full --policy dots --budget 50%",
+        "torchremat compare model.py:make --policy full --device meta --on h100",
+    ),
+)
+@_with_target
+@options.policies
+@options.budgets
+@options.select
+@options.device
+@options.on
+@options.html
+@options.json
+@options.debug
+def compare(
+    target: str, policies: tuple[str, ...], budgets: tuple[str, ...], select: str | None,
+    device: str | None, on: str | None, html: str | None, json_path: str | None,
+) -> None:  # fmt: skip
+    """Compare policies side by side, without running the model.
+
+    Bytes held are exact; the peak is simulated to the byte, and the time is that of a cost model.
+    bench measures both.
+    """
+    from torchremat.cli.comparing import CompareOptions, run_compare
+
+    run_compare(CompareOptions(
+        target, policies=policies, budgets=budgets, select=select, device=device, on=on, html=html,
+        json_path=json_path,
+    ))  # fmt: skip
+
+
+@main.command(
+    short_help="Measure step time and peak memory of policies.",
+    epilog=options.examples(
+        "torchremat bench model.py:make --policy full --policy dots",
+        "torchremat bench model.py:make --policy full --select 'layers.*' --rounds 30",
+        "torchremat bench model.py:make --budget 70% --budget 50% --device cuda --json -",
+    ),
+)
+@_with_target
+@options.policies
+@options.budgets
+@options.select
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Steps that are timed of each policy.",
+)
+@options.device
+@options.json
+@options.debug
+def bench(
+    target: str, policies: tuple[str, ...], budgets: tuple[str, ...], select: str | None,
+    rounds: int, device: str | None, json_path: str | None,
+) -> None:  # fmt: skip
+    """Measure the time and the peak memory of a step under each policy, on this machine.
+
+    A step is a forward pass and the backward pass from the sum of its outputs. Policies take turns,
+    in another order each time. "plain again" is plain a second time: as far as it is from 1.00, so
+    little can the other ratios be trusted.
+    """
+    from torchremat.cli.benchmarks import BenchOptions, run_bench
+
+    run_bench(BenchOptions(
+        target, policies=policies, budgets=budgets, select=select, rounds=rounds, device=device,
+        json_path=json_path,
+    ))  # fmt: skip
+
+
+@main.command(
+    short_help="Print what to put in a bug report.",
+    epilog=options.examples("torchremat env", "torchremat env --json -"),
+)
+@options.json
+@options.debug
+def env(json_path: str | None) -> None:
+    """Print what to put in a bug report: versions, processors, settings. Nothing secret is read."""
+    from torchremat.cli.environment import run_env
+
+    run_env(json_path)

@@ -1,0 +1,101 @@
+"""`torchremat compare`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from torchremat.cli.decisions import read_policies, under
+from torchremat.cli.output import note, show, write_json
+from torchremat.cli.output import working
+from torchremat.cli.pages import write_diff
+from torchremat.cli.plans import check_rates
+from torchremat.cli.targets import Target, load_target
+from torchremat.planning.estimate import estimate
+from torchremat.planning.progress import shown_progress
+from torchremat.remat.bound import BoundCall
+from torchremat.remat.compare import Compared, Comparison
+from torchremat.remat.explain import report_of
+from torchremat.remat.held import observe
+from torchremat.remat.policies import Policy
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What the command was given; see its help."""
+
+    target: str
+    policies: tuple[str, ...] = ()
+    budgets: tuple[str, ...] = ()
+    select: str | None = None
+    device: str | None = None
+    on: str | None = None
+    html: str | None = None
+    json_path: str | None = None
+
+
+def run_compare(options: CompareOptions) -> None:
+    """Trace under each policy, and print a table."""
+    chosen = read_policies(options.policies, options.budgets)
+    if options.html is not None and len(chosen) > 2:
+        raise click.UsageError(
+            f"--html sets two side by side, plain and one policy or two policies, and there are "
+            f"{len(chosen)} policies"
+        )
+    check_rates(options.on)
+    with working(f"loading {options.target}"):
+        target = load_target(options.target, options.device)
+    found = _compared(target, chosen, options)
+    if options.json_path != "-":
+        show(str(found))
+        if any(row.peak is None for row in found):
+            note("peaks and times of checkpoints inside the model are not simulated: see bench")
+    if options.html is not None:
+        before, after = list(found)[-2:]
+        write_diff(before.report, after.report, options.html)
+    if options.json_path is not None:
+        write_json([_figures(row) for row in found], options.json_path)
+
+
+def _compared(target: Target, chosen: dict[str, Policy], options: CompareOptions) -> Comparison:
+    asked: dict[str, Policy | None] = {"plain": None, **chosen}
+    rows: list[Compared] = []
+    with shown_progress("comparing") as tell:
+        for number, (name, policy) in enumerate(asked.items()):
+            fun = under(target, policy, options.select)
+            row = _row(name, fun, target, policy, options)
+            if row.seconds is not None and rows and rows[0].seconds is not None:
+                added = row.seconds - rows[0].seconds
+                row = Compared(name, row.report, row.peak, row.seconds, added)
+            rows.append(row)
+            tell((number + 1) / len(asked))
+    return Comparison(tuple(rows))
+
+
+def _row(
+    name: str,
+    fun: Callable[..., Any],
+    target: Target,
+    policy: Policy | None,
+    options: CompareOptions,
+) -> Compared:
+    """What is held, exactly; peak and time if the policy is of the whole."""
+    observation = observe(BoundCall(fun, target.args, target.kwargs))
+    report = report_of(observation)
+    has_own = policy is None and bool(observation.scope.calls)
+    if has_own or (policy is not None and options.select is not None):
+        return Compared(name, report)
+    found = estimate(target.fun, *target.args, policy=policy, device=options.on, **target.kwargs)
+    return Compared(name, report, found.peak_bytes, found.seconds)
+
+
+def _figures(row: Compared) -> dict[str, Any]:
+    return {
+        "policy": row.name,
+        "held_bytes": row.held,
+        "recomputed_bytes": row.recomputed,
+        "peak_bytes": row.peak,
+        "seconds": row.seconds,
+        "added_seconds": row.added_seconds,
+    }

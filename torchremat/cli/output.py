@@ -1,0 +1,77 @@
+"""Where results go: text to standard output, coloured on a terminal, and JSON to files."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.highlighter import RegexHighlighter
+from rich.theme import Theme
+
+_THEME = Theme(
+    {
+        "remat.saved": "green",
+        "remat.recomputed": "yellow",
+        "remat.offloaded": "cyan",
+        "remat.source": "dim",
+        "remat.heading": "bold",
+    }
+)
+
+
+class _Decisions(RegexHighlighter):
+    """Decisions in their colours, headings bold, the user's lines dim."""
+
+    base_style = "remat."
+    highlights = (
+        r"(?m)^(?P<saved>saved)\b",
+        r"(?m)^(?P<recomputed>recomputed)\b",
+        r"(?m)^(?P<offloaded>offloaded)\b",
+        r"(?m)^(?P<heading>(policy|held for|plan on|inputs:|parameters:|constants:).*)$",
+        r"(?P<source>\S+\.py:\d+ \(.*\))$",
+    )
+
+
+def show(text: str) -> None:
+    """Print `text`: as it is where no terminal reads it, else with colours if they are wanted.
+
+    Lines are never broken or cut: `NO_COLOR` and `TERM=dumb` are obeyed.
+    """
+    if not sys.stdout.isatty():
+        click.echo(text)
+        return
+    console = Console(theme=_THEME, highlighter=_Decisions())
+    console.print(text, markup=False, emoji=False, soft_wrap=True)
+
+
+def write_json(content: Any, path: str) -> None:
+    """Write `content`, what `json` takes or text that is JSON, to a file; `-` is standard output.
+
+    Raises `OSError` if the file cannot be written.
+    """
+    text = content if isinstance(content, str) else json.dumps(content, indent=1)
+    if path == "-":
+        click.echo(text)
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(f"{text}\n")
+    note(f"wrote {path}")
+
+
+def note(text: str) -> None:
+    """A line for whoever watches; it is no part of the result."""
+    click.echo(text, err=True)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show, while the block runs and where standard error is a terminal, that something goes on."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    with Console(stderr=True).status(f"{what} ..."):
+        yield

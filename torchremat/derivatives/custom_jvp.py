@@ -1,0 +1,226 @@
+"""`custom_jvp`: a function with a rule of its own for forward mode, and so for reverse mode."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.avals import Aval
+from torchremat.derivatives.calls import CustomJvpCall, uncompiled
+from torchremat.derivatives.rule_arguments import (
+    Arguments,
+    Signature,
+    aval_of_value,
+    leaves_up_to,
+    name_of,
+    outline,
+    put_together,
+    take_apart,
+)
+from torchremat.derivatives.rules import Cotangents, JvpRule, Tensors
+from torchremat.derivatives.symbolic_zeros import SymbolicZero, zero_of
+from torchremat.errors import MissingRuleError, RuleTypeError
+from torchremat.graph.structure import Structure
+
+
+class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)
+    """A function whose derivative is given by a rule for tangents.
+
+        out, out_tangent = jvp(primals, tangents)       linear in the tangents
+
+    Reverse mode is the transpose of the rule, which runs once, in the forward pass, and keeps what
+    its linear part needs. Where nothing is differentiated `fun` runs. The rule is differentiated
+    itself for derivatives of higher order, mapped under `vmap`, and runs inside a checkpoint, whose
+    policy sees the operators in it. In a graph a call is one `function_p`, whose rule survives.
+
+    Under plain autograd the arguments are kept too: a derivative of the backward pass runs the rule
+    again.
+
+    Args:
+        fun: a function of trees of tensors and Python values. It is called with positional
+            arguments; keywords and defaults are resolved by its signature.
+        nondiff_argnums: positions of arguments that are any Python values (functions, say), which
+            the rule takes first.
+
+    Raises:
+        AttributeError: if it is called before a rule is defined.
+        TypeError: by a call, if the rule gives no pair, or trees or tensors that do not match.
+        ClosureError: (a `RuntimeError`) if a tensor that `fun` closes over has a gradient.
+
+    After `jax.custom_jvp`.
+
+    >>> import torch, torchremat as tr
+    >>> @custom_jvp
+    ... def log1pexp(x):
+    ...     return torch.log1p(torch.exp(x))
+    >>> @log1pexp.defjvp
+    ... def rule(primals, tangents):
+    ...     (x,), (dx,) = primals, tangents
+    ...     return log1pexp(x), torch.sigmoid(x) * dx
+    >>> x = torch.tensor(100.0, requires_grad=True)
+    >>> log1pexp(x).backward()
+    >>> x.grad
+    tensor(1.)
+    """
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: int | Sequence[int] = ()) -> None:
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            if hasattr(fun, name):
+                setattr(self, name, getattr(fun, name))
+        self.__wrapped__ = self.fun = fun
+        self._signature = Signature(fun, nondiff_argnums)
+        self.nondiff_argnums = self._signature.nondiff_argnums
+        self._jvp: Callable[..., Any] | None = None
+        self._symbolic_zeros = False
+
+    def defjvp(self, jvp: Callable[..., Any], symbolic_zeros: bool = False) -> Callable[..., Any]:
+        """Set the rule; also as a decorator.
+
+        Args:
+            jvp: takes arguments that are not differentiated, a tuple of the others, and one of
+                their tangents, in the same structure (zeros where there is none; `None` for
+                integers). It gives a pair of the result and its tangents, in one structure.
+            symbolic_zeros: give the rule a `SymbolicZero` for each tangent that is zero.
+
+        Returns:
+            `jvp`.
+        """
+        self._jvp = jvp
+        self._symbolic_zeros = symbolic_zeros
+        return jvp
+
+    def defjvps(self, *jvps: Callable[..., Any] | None) -> None:
+        """Set a rule for each argument: `jvps[i](tangent, result, *primals)`, or `None` for zero.
+
+        >>> import torch, torchremat as tr
+        >>> multiply = custom_jvp(lambda x, y: x * y)
+        >>> multiply.defjvps(lambda t, ans, x, y: t * y, lambda t, ans, x, y: x * t)
+        >>> torch.func.grad(multiply, argnums=(0, 1))(torch.tensor(2.0), torch.tensor(3.0))
+        (tensor(3.), tensor(2.))
+        """
+        if self.nondiff_argnums:
+            raise RuleTypeError("Can't use ``defjvps`` with ``nondiff_argnums``.")
+
+        def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+            result = self(*primals)
+            if len(jvps) != len(primals):
+                raise RuleTypeError(
+                    f"defjvps was given {len(jvps)} rule(s) for {name_of(self.fun)}, which is "
+                    f"called with {len(primals)} argument(s): give one for each, None for zero"
+                )
+            found = [
+                rule(tangent, result, *primals)
+                for rule, tangent in zip(jvps, tangents, strict=True)
+                if rule is not None
+            ]
+            return result, _sum_of_trees(result, found)
+
+        self.defjvp(jvp)
+
+    def __repr__(self) -> str:
+        return f"custom_jvp({name_of(self.fun)})"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        if self._jvp is None:
+            raise MissingRuleError(
+                f"No JVP defined for custom_jvp function {name_of(self.fun)} using defjvp."
+            )
+        arguments = self._signature.resolve(args, kwargs)
+        call = _Call(self.fun, self._jvp, self._symbolic_zeros, arguments)
+        rule = JvpRule(name_of(self.fun), call.primal, call.jvp)
+        outputs = CustomJvpCall.apply(rule, *arguments.tensors)
+        assert call.out_structure is not None, "the function has run"
+        return put_together(call.out_structure, outputs)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call: the function and its rule as functions of flat tensors."""
+
+    fun: Callable[..., Any]
+    rule: Callable[..., Any]
+    symbolic_zeros: bool
+    arguments: Arguments
+    out_structure: Structure | None = field(default=None, init=False)
+
+    def primal(self, inputs: Tensors) -> list[Tensor]:
+        """The function itself."""
+        result = self.fun(*self.arguments.all(inputs))
+        self.out_structure, outputs = take_apart(result)
+        return outputs
+
+    def jvp(
+        self, primals: Tensors, tangents: Cotangents
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The rule."""
+        others = self.arguments.others(primals)
+        leaves, spec = _torch.tree_flatten(others)
+        given = iter(tangents)
+        found = [
+            zero_of(leaf, symbolic=self.symbolic_zeros)
+            if not isinstance(leaf, Tensor) or (tangent := next(given)) is None
+            else tangent
+            for leaf in leaves
+        ]
+        pair = self.rule(*self.arguments.nondiff, others, _torch.tree_unflatten(found, spec))
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise RuleTypeError(
+                f"{self._what} must produce a pair (list or tuple of length two) representing "
+                f"primal and tangent outputs, but got {outline(pair)}"
+            )
+        result, tangent_tree = pair
+        self.out_structure, outputs = take_apart(result)
+        try:
+            out_tangents = leaves_up_to(tangent_tree, result)
+        except ValueError:
+            raise RuleTypeError(
+                f"{self._what} must produce primal and tangent outputs with equal container "
+                f"(pytree) structures, but got {outline(result)} and {outline(tangent_tree)} "
+                "respectively."
+            ) from None
+        pairs = zip(_torch.tree_flatten(result)[0], out_tangents, strict=True)
+        return outputs, [
+            self._tangent(value, tangent) for value, tangent in pairs if isinstance(value, Tensor)
+        ]
+
+    @property
+    def _what(self) -> str:
+        return f"Custom JVP rule {name_of(self.rule)} for function {name_of(self.fun)}"
+
+    def _tangent(self, value: Tensor, tangent: Any) -> Tensor | None:
+        if tangent is None or isinstance(tangent, SymbolicZero):
+            return None
+        if not (value.is_floating_point() or value.is_complex()):
+            return None
+        if isinstance(tangent, int | float | complex) and not value.dim():
+            return torch.full_like(value, tangent)
+        given = Aval.of(tangent) if isinstance(tangent, Tensor) else None
+        wanted = Aval.of(value)
+        if given is None or (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
+            raise RuleTypeError(
+                f"{self._what} must produce primal and tangent outputs with corresponding shapes "
+                f"and dtypes. Expected {wanted} (tangent type of {wanted}) but got "
+                f"{aval_of_value(tangent)}."
+            )
+        return tangent  # type: ignore[no-any-return]
+
+
+def _sum_of_trees(like: Any, trees: Sequence[Any]) -> Any:
+    """The sum of trees of tangents; `None` where all are zero."""
+    leaves, spec = _torch.tree_flatten(like)
+    columns = [leaves_up_to(tree, like) for tree in trees]
+    sums: list[Any] = [None] * len(leaves)
+    for column in columns:
+        for i, tangent in enumerate(column):
+            if tangent is not None:
+                sums[i] = tangent if sums[i] is None else sums[i] + tangent
+    return _torch.tree_unflatten(sums, spec)

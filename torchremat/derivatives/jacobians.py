@@ -1,0 +1,165 @@
+"""`jacfwd`, `jacrev` and `hessian`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.derivatives.flattened import Flattened, check_callable, positions
+from torchremat.derivatives.gradients import pull_back_of, push_forward
+from torchremat.derivatives.rule_arguments import name_of
+from torchremat.derivatives.rules import is_inexact
+from torchremat.errors import DerivativeTypeError
+
+
+def jacfwd(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Make a function that gives the Jacobian of `fun`, a column at a time in forward mode.
+
+    Args:
+        fun: a function of trees of tensors and Python values, or an `nn.Module`.
+        argnums: the position, or positions, of the arguments to differentiate, which must hold
+            floating-point tensors alone.
+        has_aux: whether `fun` returns a pair, of which only the first is differentiated.
+
+    Returns:
+        A function of the arguments of `fun`. It gives a tree like the result, in which each tensor
+        is a tree like the argument, or a tuple of such if `argnums` is a sequence, of tensors of
+        shape `(*output.shape, *input.shape)`. With `has_aux`, a pair of it and the auxiliary data.
+
+    Raises:
+        TypeError: for an argument or result without derivatives, or `argnums` out of range.
+
+    After `jax.jacfwd`.
+
+    >>> import torch
+    >>> jacfwd(lambda x: x**2)(torch.tensor([1.0, 2.0]))
+    tensor([[2., 0.],
+            [0., 4.]])
+    """
+    return _jacobian(fun, argnums, has_aux, "jacfwd", _columns)
+
+
+def jacrev(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Make a function that gives the Jacobian of `fun`, a row at a time in reverse mode.
+
+    As `jacfwd`.
+
+    After `jax.jacrev`.
+
+    >>> import torch
+    >>> jacrev(lambda x, y: {"sum": x.sum() * y}, argnums=(0, 1))(torch.ones(2), torch.tensor(3.0))
+    {'sum': (tensor([3., 3.]), tensor(2.))}
+    """
+    return _jacobian(fun, argnums, has_aux, "jacrev", _rows)
+
+
+def hessian(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Make a function that gives the second derivatives of `fun`, forward mode over reverse.
+
+    As `jacfwd` of `jacrev`. (A function with `custom_vjp` rules has them too: forward mode meets
+    only what the rules compute.)
+
+    After `jax.hessian`.
+
+    >>> import torch
+    >>> hessian(lambda x: (x**3).sum())(torch.tensor([1.0, 2.0]))
+    tensor([[ 6.,  0.],
+            [ 0., 12.]])
+    """
+    return jacfwd(jacrev(fun, argnums, has_aux), argnums, has_aux)
+
+
+def _jacobian(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    what: str,
+    blocks_of: Callable[[Flattened], tuple[list[list[Tensor]], Sequence[Tensor]]],
+) -> Callable[..., Any]:
+    check_callable(fun, what)
+
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        chosen = positions(argnums, args)
+        flat = Flattened(fun, args, kwargs, chosen, has_aux, _checked_result(what))
+        for leaf in flat.leaves:
+            if not is_inexact(leaf):
+                given = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
+                raise DerivativeTypeError(
+                    f"{what} requires real- or complex-valued inputs (input dtype that is "
+                    f"floating-point or complex), but got {given}."
+                )
+        blocks, rest = blocks_of(flat)
+        rows = [flat.in_trees(row) for row in blocks]
+        if isinstance(argnums, int):
+            rows = [row[0] for row in rows]
+        result, aux = flat.result_of(rows, rest)
+        return (result, aux) if has_aux else result
+
+    jacobian.__name__ = jacobian.__qualname__ = f"{what}({name_of(fun)})"
+    return jacobian
+
+
+def _checked_result(what: str) -> Callable[[Any], None]:
+    def check(result: Any) -> None:
+        for leaf in _torch.tree_flatten(result)[0]:
+            if not is_inexact(leaf):
+                given = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
+                raise DerivativeTypeError(
+                    f"{what} requires outputs with a floating-point or complex dtype, but got "
+                    f"{given}. Return it as auxiliary data: has_aux=True."
+                )
+
+    return check
+
+
+def _rows(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
+    """For each output, the derivative with respect to each input."""
+    outputs, rest, pull = pull_back_of(flat)
+    sizes = [t.numel() for t in outputs]
+    found = torch.func.vmap(lambda *cts: tuple(pull(cts)))(*_basis(outputs))
+    blocks = []
+    for i, output in enumerate(outputs):
+        rows = [t.split(sizes)[i] for t in found]
+        blocks.append(
+            [r.reshape((*output.shape, *t.shape)) for r, t in zip(rows, flat.values, strict=True)]
+        )
+    return blocks, rest
+
+
+def _columns(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
+    def push(*tangents: Tensor) -> Any:
+        found, moved, others = push_forward(flat, tangents)
+        return tuple(moved), tuple(found), tuple(others)
+
+    values = flat.values
+    sizes = [t.numel() for t in values]
+    out_dims: Any = (-1, None, None)
+    mapped, outputs, rest = torch.func.vmap(push, out_dims=out_dims)(*_basis(values))
+    blocks = [
+        [
+            part.reshape((*output.shape, *t.shape))
+            for part, t in zip(columns.split(sizes, -1), values, strict=True)
+        ]
+        for columns, output in zip(mapped, outputs, strict=True)
+    ]
+    return blocks, rest
+
+
+def _basis(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """For each tensor, all unit vectors of the space of all, one after the other."""
+    total = sum(t.numel() for t in tensors)
+    start = 0
+    for tensor in tensors:
+        count = tensor.numel()
+        unit = torch.zeros(total, count, dtype=tensor.dtype, device=tensor.device)
+        unit[start : start + count] = torch.eye(count, dtype=tensor.dtype, device=tensor.device)
+        yield unit.view((total, *tensor.shape))
+        start += count

@@ -1,0 +1,319 @@
+"""`linearize` and `linear_transpose`: linear functions as graphs.
+
+y, dy = jvp(f)(x, dx)       known       y, c = f(x), f'(x)
+                            staged      dy = c dx                   linearize's function
+                            transposed  ct_x = ct_y c               linear_transpose of that
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.api_util import StaticArguments
+from torchremat.autodiff.graph_transforms import jvp_graph
+from torchremat.autodiff.transpose_graph import transpose_graph
+from torchremat.avals import Aval
+from torchremat.derivatives.flattened import Flattened, check_callable, fits, like
+from torchremat.derivatives.rule_arguments import leaves_up_to, name_of, outline
+from torchremat.errors import DerivativeShapeError, DerivativeTypeError, GraphError
+from torchremat.graph.dce import copied, eliminate_dead, set_outputs
+from torchremat.graph.structure import HOLE, Structure
+from torchremat.graph.typed_graph import TypedGraph, eval_graph
+from torchremat.remat.make_graph import trace_graph
+from torchremat.remat.partial_eval_graph import partial_eval_graph
+
+aten = torch.ops.aten
+_CHANGES_OF_FORM = {aten.expand.default, aten._to_copy.default}
+
+
+def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """The value of `fun`, and its derivative there as a linear function of tangents.
+
+        y = f(x)        t_y = J t_x       (J the Jacobian at x)
+
+    What depends on the primals alone is computed once, here: the linear function computes what is
+    left, a graph, as often as it is called. `fun` is traced, so that it cannot branch on values.
+
+    Args:
+        fun: a function of trees of tensors and Python values, or an `nn.Module`.
+        *primals: its arguments.
+        has_aux: whether `fun` returns a pair, of which only the first is differentiated.
+
+    Returns:
+        `(out, linear)`, with `has_aux` `(out, linear, aux)`. `linear(*tangents)` takes trees like
+        the primals (`None` for what has no derivatives) and gives one like `out`, with `None` for
+        what has none. `linear.graph` is a `TypedGraph`, whose constants are what was computed.
+
+    Raises:
+        TypeError: if `fun` cannot be traced, and by `linear`, if the tangents are other trees;
+            `ValueError`, by `linear`, if they have other shapes or dtypes.
+
+    After `jax.linearize`.
+
+    >>> import torch, torchremat as tr
+    >>> out, linear = linearize(lambda x: torch.sin(x) * 3.0, torch.tensor([0.0, 1.0]))
+    >>> linear(torch.ones(2))
+    tensor([3.0000, 1.6209])
+    >>> linearize(torch.sin, torch.ones(2))[1].graph
+    { lambda a:f32[2]; b:f32[2]. let
+        c:f32[2] = aten.mul.Tensor b a
+      in (c,) }
+    """
+    check_callable(fun, "linearize")
+    flat = Flattened(fun, primals, {}, tuple(range(len(primals))), has_aux)
+    out, linear, aux = _linearized(flat)
+    return (out, linear, aux) if has_aux else (out, linear)
+
+
+def _linearized(flat: Flattened) -> tuple[Any, "Linearized", Any]:
+    values = flat.values
+    g = trace_graph(flat, tuple(values), {}, StaticArguments(flat, (), ()))
+    count = len(g.outputs)
+    pushed = jvp_graph(g)
+    outputs, staged = stage(pushed, values, len(values))
+    found, rest = g.out_structure.unflatten(outputs[:count])
+    out, aux = flat.result_of(found, rest)
+    return out, Linearized(flat, replace(staged, outputs=outputs[count:])), aux
+
+
+_LATER = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """What is left of a graph once some of its inputs are known."""
+
+    graph: TypedGraph
+    residuals: Sequence[Tensor]
+    outputs: Sequence[Any]
+    """Those of the whole, for as far as they are known."""
+
+    def __call__(self, *inputs: Tensor) -> list[Any]:
+        """The outputs, for the other inputs."""
+        found = iter(eval_graph(self.graph, *self.residuals, *inputs))
+        return [next(found) if value is _LATER else value for value in self.outputs]
+
+
+def stage(
+    g: TypedGraph, known_inputs: Sequence[Tensor], num_later: int
+) -> tuple[list[Any], Staged]:
+    """Run of a graph what its first inputs let run: outputs, as far as they are known; the rest."""
+    unknown = [False] * len(known_inputs) + [True] * num_later
+    known, staged, are_unknown, residuals = partial_eval_graph(g, unknown, policy="none")
+    results = list(eval_graph(known, *known_inputs))
+    kept = results[len(results) - len(residuals) :]
+    left = iter(results)
+    outputs = [_LATER if later else next(left) for later in are_unknown]
+    return outputs, Staged(_tidied(staged), kept, outputs)
+
+
+def _tidied(g: TypedGraph) -> TypedGraph:
+    """`g` without what forward mode leaves of sums with zero: expansions and copies to the same.
+
+    t' = expand(t);  t" = _to_copy(t')      t" is t
+    """
+    module, copies = copied(g)
+    outputs = [copies.get(value, value) for value in g.outputs]
+    for node in module.graph.nodes:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or node.target not in _CHANGES_OF_FORM:
+            continue
+        if _is_same(node.meta["val"], source.meta["val"]):
+            node.replace_all_uses_with(source)
+            outputs = [source if value is node else value for value in outputs]
+    set_outputs(module.graph, outputs)
+    eliminate_dead(module)
+    module.recompile()
+    return replace(g, graph_module=module)
+
+
+def _is_same(value: Tensor, source: Tensor) -> bool:
+    return Aval.of(value) == Aval.of(source) and value.layout == source.layout
+
+
+@dataclass(eq=False)
+class Linearized:
+    """What `linearize` gives: a linear function from tangents of the arguments to the result's."""
+
+    flat: Flattened
+    staged: Staged
+
+    def __call__(self, *tangents: Any) -> Any:
+        """The tangents of the result."""
+        return self._run(*self._checked(tangents))
+
+    def _run(self, *tangents: Tensor) -> Any:
+        found = self.staged(*tangents)
+        return self.flat.tangents_of_result(found[: self.flat.num_inexact])
+
+    @cached_property
+    def graph(self) -> TypedGraph:
+        """The function as a graph."""
+        examples = self.flat.in_trees(self.flat.values)
+        return trace_graph(self._of_trees, examples, {}, StaticArguments(self._of_trees, (), ()))
+
+    def _of_trees(self, *tangents: Any) -> Any:
+        leaves = _torch.tree_flatten(tangents)[0]
+        return self._run(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+
+    def _checked(self, tangents: tuple[Any, ...]) -> list[Tensor]:
+        leaves, spec = _torch.tree_flatten(tangents)
+        if spec != self.flat.spec:
+            raise DerivativeTypeError(
+                "linearized function called with tangents of another structure than the primal "
+                f"values: got {outline(tangents)}, expected {outline(self.flat.args)}"
+            )
+        wrt = self.flat.wrt
+        return [
+            _tangent(leaves[i], Aval.of(value))
+            for i, value in zip(wrt, self.flat.values, strict=True)
+        ]
+
+
+def _tangent(tangent: Any, aval: Aval) -> Tensor:
+    tangent = like(tangent, aval)
+    if not isinstance(tangent, Tensor) or not fits(tangent, aval):
+        given = Aval.of(tangent) if isinstance(tangent, Tensor) else repr(tangent)
+        raise DerivativeShapeError(
+            "linearized function called on tangent values inconsistent with the original primal "
+            f"values: got tangent {given} for primal {aval}"
+        )
+    return tangent
+
+
+def pull_back_graph(
+    flat: Flattened, value_and_pull_back: Callable[[Flattened], tuple[Any, Any, Any]]
+) -> TypedGraph:
+    """The graph from cotangents of the result to those of the arguments, in their trees.
+
+    What the backward pass computes from the arguments alone is computed now.
+    """
+
+    def pull(values: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Any:
+        _, _, back = value_and_pull_back(flat.at(values))
+        return tuple(back(cotangents))
+
+    avals = [a for a, yes in zip(flat.out_avals, flat.is_inexact, strict=True) if yes]
+    examples = tuple(map(_example, avals))
+    values = tuple(flat.values)
+    g = trace_graph(pull, (values, examples), {}, StaticArguments(pull, (), ()))
+    _, staged = stage(g, values, len(examples))
+
+    def of_trees(cotangents: Any) -> Any:
+        leaves = _torch.tree_flatten(cotangents)[0]
+        return flat.in_trees(staged(*(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+
+    tree = flat.tangents_of_result(examples)
+    return trace_graph(of_trees, (tree,), {}, StaticArguments(of_trees, (), ()))
+
+
+def _transposed(g: TypedGraph, in_tree: Any) -> TypedGraph:
+    """The transpose of a linear graph, with results in the trees of its arguments."""
+    return replace(transpose_graph(g), out_structure=Structure(in_tree))
+
+
+# --- linear_transpose -----------------------------------------------------------------------------
+
+
+def linear_transpose(fun: Callable[..., Any], *primals: Any) -> "Transposed":
+    """The transpose of a linear function.
+
+        y = A x        ct_x = A' ct_y
+
+    It is the transpose, not the adjoint: nothing is conjugated. `fun` runs only to be traced.
+
+    Args:
+        fun: a linear function of trees of tensors.
+        *primals: examples of its arguments: trees of tensors, of which only shape, dtype and
+            device count, `Aval`s, or tensors of the device `meta` (for the default device).
+
+    Returns:
+        A function that takes a tree like the result of `fun` and gives a tuple, one entry an
+        argument. It has the attribute `graph`, a `TypedGraph`.
+
+    Raises:
+        TypeError: if an argument has no derivatives.
+        GraphError: (a `ValueError`) if `fun` is not linear, with the operator and the line.
+
+    After `jax.linear_transpose`.
+
+    >>> import torch
+    >>> transposed = linear_transpose(lambda x: 2.0 * x.sum(), Aval((2,), torch.float32))
+    >>> transposed(torch.tensor(3.0))
+    (tensor([6., 6.]),)
+    """
+    check_callable(fun, "linear_transpose")
+    examples = _torch.tree_map(_example, primals)
+    for leaf in _torch.tree_flatten(examples)[0]:
+        if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+            raise DerivativeTypeError(
+                f"linear_transpose only supports float and complex inputs, but got {Aval.of(leaf)}"
+            )
+    g = trace_graph(fun, examples, {}, StaticArguments(fun, (), ()))
+    try:
+        graph = _transposed(g, Structure.of(examples).tree)
+    except GraphError as error:
+        raise GraphError(f"linear_transpose of {name_of(fun)}: {error}") from error
+    return Transposed(g, graph)
+
+
+def _example(value: Any) -> Tensor:
+    if isinstance(value, float | complex):
+        return torch.tensor(value)
+    if isinstance(value, Aval):
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    if isinstance(value, Tensor):
+        if value.device.type == "meta":
+            return torch.empty(value.shape, dtype=value.dtype, device=torch.get_default_device())
+        return value.detach()
+    raise DerivativeTypeError(
+        "linear_transpose takes trees of tensors or Avals as examples of arguments, but it was "
+        f"given {value!r} ({type(value).__name__})"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Transposed:
+    """What `linear_transpose` gives."""
+
+    forward: TypedGraph
+    """The function that was transposed."""
+    graph: TypedGraph
+
+    def __call__(self, cotangents: Any) -> tuple[Any, ...]:
+        """The cotangents of the arguments, a tuple."""
+        tree = self.forward.out_structure.tree
+        try:
+            leaves = leaves_up_to(cotangents, tree)
+        except ValueError:
+            raise DerivativeTypeError(
+                f"cotangent tree does not match function output, expected {tree} but got "
+                f"{outline(cotangents)}"
+            ) from None
+        kinds = _torch.tree_flatten(tree)[0]
+        given = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is HOLE]
+        checked = [
+            _cotangent(value, aval)
+            for value, aval in zip(given, self.forward.out_avals, strict=True)
+        ]
+        ct = self.graph.in_structure.tree[0][0]
+        left = iter(checked)
+        found = [value for value in left if value is not None]
+        return eval_graph(self.graph, Structure(ct).unflatten(found))  # type: ignore[no-any-return]
+
+
+def _cotangent(value: Any, aval: Aval) -> Tensor | None:
+    if not (aval.dtype.is_floating_point or aval.dtype.is_complex):
+        return None
+    value = like(value, aval)
+    if not isinstance(value, Tensor) or not fits(value, aval):
+        given = Aval.of(value) if isinstance(value, Tensor) else repr(value)
+        raise DerivativeShapeError(
+            f"cotangent type does not match function output, expected {aval} and got {given}"
+        )
+    return value

@@ -1,0 +1,159 @@
+"""Arguments of functions with rules: bound to the signature, and taken apart into tensors."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.api_util import as_argnums
+from torchremat.avals import Aval
+from torchremat.errors import RuleTypeError
+from torchremat.graph.structure import HOLE, Structure, tuple_of
+
+
+def name_of(fun: Callable[..., Any]) -> str:
+    """What to call a function or module in an error."""
+    return getattr(fun, "__name__", None) or type(fun).__name__
+
+
+class Signature:
+    """The parameters of a function with rules, and which arguments are not differentiated."""
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Any) -> None:
+        self.name = name_of(fun)
+        self.nondiff_argnums = as_argnums(nondiff_argnums, "nondiff_argnums")
+        self._signature: inspect.Signature | None
+        try:
+            self._signature = inspect.signature(fun)
+        except (TypeError, ValueError):  # some builtins have none
+            self._signature = None
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = self._signature.parameters.values() if self._signature else ()
+        self._num_positional = sum(p.kind in kinds for p in parameters)
+
+    def resolve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
+        """All arguments by position, with defaults; rules take none by keyword."""
+        if self._signature is not None and (kwargs or len(args) < self._num_positional):
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        if kwargs:
+            raise RuleTypeError(
+                f"the rules of {self.name} take arguments by position, but the argument(s) "
+                f"{sorted(kwargs)} can only be given by keyword. Make them positional parameters"
+            )
+        for n in self.nondiff_argnums:
+            if not -len(args) <= n < len(args):
+                raise RuleTypeError(
+                    f"{self.name} has nondiff_argnums={self.nondiff_argnums}, but was given "
+                    f"{len(args)} positional argument(s)"
+                )
+        nondiff = {n % len(args) for n in self.nondiff_argnums} if args else set()
+        return Arguments(self.name, args, tuple(sorted(nondiff)))
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """The arguments of one call."""
+
+    name: str
+    args: tuple[Any, ...]
+    nondiff_argnums: tuple[int, ...]
+
+    @property
+    def nondiff(self) -> tuple[Any, ...]:
+        """Those that are handed to rules first, as they are."""
+        return tuple(self.args[i] for i in self.nondiff_argnums)
+
+    @cached_property
+    def _apart(self) -> tuple[Structure, list[Tensor]]:
+        return take_apart(
+            tuple(a for i, a in enumerate(self.args) if i not in self.nondiff_argnums)
+        )
+
+    @property
+    def structure(self) -> Structure:
+        """The others, a tuple of trees with holes for tensors."""
+        return self._apart[0]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the others."""
+        return self._apart[1]
+
+    def others(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments that are differentiated, with other tensors."""
+        return put_together(self.structure, tensors)  # type: ignore[no-any-return]
+
+    def all(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """All arguments, in the order of the function."""
+        if not self.nondiff_argnums:
+            return self.others(tensors)
+        others = iter(self.others(tensors))
+        return tuple(
+            a if i in self.nondiff_argnums else next(others) for i, a in enumerate(self.args)
+        )
+
+
+def take_apart(tree: Any) -> tuple[Structure, list[Tensor]]:
+    """The structure of a tree and its tensors; quickly for a tensor, and a tuple of some."""
+    if isinstance(tree, Tensor):
+        return _TENSOR, [tree]
+    if type(tree) is tuple and all(isinstance(item, Tensor) for item in tree):
+        return tuple_of(len(tree)), list(tree)
+    structure = Structure.of(tree)
+    return structure, structure.flatten(tree)
+
+
+_TENSOR = Structure(HOLE)
+
+
+def put_together(structure: Structure, values: Sequence[Any]) -> Any:
+    """The tree of a structure with `values` for its tensors."""
+    tree = structure.tree
+    if tree is HOLE:
+        return values[0]
+    if type(tree) is tuple and all(item is HOLE for item in tree):
+        return tuple(values)
+    return structure.unflatten(values)
+
+
+def leaves_up_to(given: Any, like: Any) -> list[Any]:
+    """The leaves of `given`, which is a tree as `like`, or has `None` for subtrees of that.
+
+    Raises `ValueError` if it is not.
+    """
+    if like is HOLE or isinstance(like, Tensor):
+        if given is not None and not _torch.tree_flatten(given)[1].is_leaf():
+            raise ValueError("the trees differ")
+        return [given]
+    if given is None:
+        return [None] * len(_torch.tree_flatten(like)[0])
+    children, kind = _torch.tree_flatten(like, is_leaf=lambda x: x is not like)
+    ours, our_kind = _torch.tree_flatten(given, is_leaf=lambda x: x is not given)
+    if kind != our_kind:
+        raise ValueError("the trees differ")
+    if kind.is_leaf():
+        return [given]
+    pairs = zip(ours, children, strict=True)
+    return list(chain.from_iterable(leaves_up_to(g, c) for g, c in pairs))
+
+
+def outline(tree: Any) -> str:
+    """The structure of a tree, with `*` for tensors."""
+    return repr(Structure.of(tree).tree)
+
+
+def aval_of_value(value: Any) -> Any:
+    """The aval of a tensor, or what else stands in its place."""
+    return Aval.of(value) if isinstance(value, Tensor) else value
+
+
+def holes_of(structure: Structure) -> list[bool]:
+    """For each leaf of a structure, whether it is a tensor."""
+    return [leaf is HOLE for leaf in _torch.tree_flatten(structure.tree)[0]]

@@ -1,0 +1,407 @@
+"""Functions of flat tensors that bring their own derivative, and what `vmap` makes of them.
+
+A rule knows nothing of the levels of `torch.func` around it: `calls.py` applies it level by level,
+on tensors as the levels below see them. Mapped over an axis a rule is a rule again:
+
+    bwd(residuals, ct)      -> ct of inputs
+    mapped                  -> each example's; summed for an input that all examples share
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchremat import _torch
+from torchremat.errors import ForwardModeError
+from torchremat.graph.named_axes import AxisName, run_mapped
+from torchremat.graph.tracing import map_arguments
+
+Tensors = Sequence[Tensor]
+Cotangents = Sequence[Tensor | None]
+Dims = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A function as it runs to be differentiated: its outputs, and the way back.
+
+    `pull(residuals, cotangents)` gives the cotangents of the inputs, `None` for zero. Beside
+    `residuals` it may hold tensors of its own (`holds_more`).
+    """
+
+    outputs: list[Tensor]
+    residuals: list[Tensor]
+    pull: Callable[[Tensors, Cotangents], list[Tensor | None]]
+    holds_more: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis that a rule is mapped over, and where it is in each input."""
+
+    in_dims: Dims
+    size: int
+    randomness: str
+    name: AxisName = None
+    level: int = 0
+    """The level of `torch.func` that maps over it where the function is called."""
+
+    def run(self, function: Callable[..., Any], dims: Dims, values: Tensors) -> tuple[Any, Dims]:
+        """Map `function`: outputs, and where the axis is in each, `None` if they do not vary."""
+
+        def seen(*inputs: Tensor) -> Any:
+            with _Mapped(self.level, _torch.transform_depth()):
+                return function(*inputs)
+
+        outputs, found = run_mapped(seen, dims, self.size, self.randomness, self.name)(*values)
+        return outputs, tuple(found)
+
+
+class _Mapped(TorchFunctionMode):
+    """What a function closes over is mapped by the level that runs it, not that of its call.
+
+    In between levels have been set aside, so that its number is another.
+    """
+
+    def __init__(self, level: int, now: int) -> None:
+        super().__init__()
+        self.level = level
+        self.now = now
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.now == self.level or _torch.transform_depth() >= self.level:
+            return func(*args, **kwargs)
+        return func(*map_arguments(self._seen, args), **map_arguments(self._seen, kwargs))
+
+    def _seen(self, tensor: Tensor) -> Tensor:
+        return _torch.with_batch_at(tensor, self.level, self.now)
+
+
+class Rule(ABC):
+    """A function of tensors with a derivative of its own."""
+
+    name: str
+    records_at_level = False
+    """Whether `record` runs in the level of `torch.func` that differentiates, not below it."""
+    out_dims: Dims = ()
+    """After a run of a mapped rule, where the axis is in each output."""
+
+    @abstractmethod
+    def primal(self, inputs: Tensors) -> list[Tensor]:
+        """The function where nothing is differentiated."""
+
+    @abstractmethod
+    def record(self, inputs: Tensors, perturbed: Sequence[bool]) -> Recorded:
+        """The function where its `perturbed` inputs are differentiated, in reverse mode.
+
+        It runs below the level that differentiates, unless it `records_at_level`.
+        """
+
+    @abstractmethod
+    def push(
+        self, primals: Tensors, tangents: Cotangents
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Outputs and tangents of the outputs, `None` for zero."""
+
+    @abstractmethod
+    def mapped(self, axis: Axis) -> "Rule":
+        """The rule of the function mapped over an axis."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+# --- a rule for reverse mode ----------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class VjpRule(Rule):
+    """A function with forward and backward rules.
+
+    `fwd(inputs, perturbed)` gives outputs, residuals and what else `bwd(rest, residuals,
+    cotangents)` has to know.
+    """
+
+    name: str
+    primal_fun: Callable[[Tensors], list[Tensor]]
+    fwd: Callable[[Tensors, Sequence[bool]], tuple[list[Tensor], list[Tensor], Any]]
+    bwd: Callable[[Any, Tensors, Cotangents], list[Tensor | None]]
+
+    def primal(self, inputs: Tensors) -> list[Tensor]:
+        """The function where nothing is differentiated."""
+        return self.primal_fun(inputs)
+
+    def record(self, inputs: Tensors, perturbed: Sequence[bool]) -> Recorded:
+        """The forward rule, and the way back that the backward rule is."""
+        outputs, residuals, rest = self.fwd(inputs, perturbed)
+        return Recorded(outputs, residuals, partial(self._pull, rest))
+
+    def _pull(self, rest: Any, residuals: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
+        # autograd hands over, and wants, the conjugates
+        found = self.bwd(rest, residuals, [_conjugated(ct) for ct in cotangents])
+        return [_conjugated(gradient) for gradient in found]
+
+    def push(
+        self, primals: Tensors, tangents: Cotangents
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Outputs and tangents of the outputs."""
+        if all(tangent is None for tangent in tangents):
+            outputs = self.primal(primals)
+            return outputs, [None] * len(outputs)
+        raise ForwardModeError(
+            "can't apply forward-mode differentiation (jvp) to a custom_vjp function. "
+            f"{self.name} has only a rule for reverse mode: give it one for forward mode, from "
+            "which reverse mode follows, with custom_jvp."
+        )
+
+    def mapped(self, axis: Axis) -> "Rule":
+        """The rule of the function mapped over an axis."""
+        return _mapped_vjp(self, axis)
+
+
+@dataclass(eq=False)
+class _VjpOverAxis:
+    """The functions of a `VjpRule`, mapped."""
+
+    of: VjpRule
+    axis: Axis
+    rule: VjpRule = field(init=False)
+
+    def primal(self, inputs: Tensors) -> list[Tensor]:
+        """The function where nothing is differentiated."""
+
+        def function(*values: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.of.primal(values))
+
+        outputs, self.rule.out_dims = self.axis.run(function, self.axis.in_dims, inputs)
+        return list(outputs)
+
+    def fwd(
+        self, inputs: Tensors, perturbed: Sequence[bool]
+    ) -> tuple[list[Tensor], list[Tensor], Any]:
+        rest: list[Any] = []
+
+        def function(*values: Tensor) -> tuple[Tensor, ...]:
+            outputs, residuals, inner = self.of.fwd(values, perturbed)
+            rest[:] = [inner, len(outputs)]
+            return (*outputs, *residuals)
+
+        results, dims = self.axis.run(function, self.axis.in_dims, inputs)
+        inner, count = rest
+        self.rule.out_dims = dims[:count]
+        return list(results[:count]), list(results[count:]), (inner, dims[:count], dims[count:])
+
+    def bwd(self, rest: Any, residuals: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
+        inner, out_dims, residual_dims = rest
+        given = [i for i, ct in enumerate(cotangents) if ct is not None]
+        found: list[int] = []
+
+        def function(*values: Tensor) -> tuple[Tensor, ...]:
+            count = len(residuals)
+            cts = scattered(values[count:], given, len(cotangents))
+            gradients = self.of.bwd(inner, values[:count], cts)
+            found[:] = [i for i, g in enumerate(gradients) if g is not None]
+            return tuple(g for g in gradients if g is not None)
+
+        values = [*residuals, *(ct for ct in cotangents if ct is not None)]
+        dims = (*residual_dims, *(out_dims[i] for i in given))
+        gradients, at = self.axis.run(function, dims, values)
+        in_dims = [self.axis.in_dims[i] for i in found]
+        placed = [
+            self._like_input(g, dim, in_dim)
+            for g, dim, in_dim in zip(gradients, at, in_dims, strict=True)
+        ]
+        return scattered(placed, found, len(self.axis.in_dims))
+
+    def _like_input(self, gradient: Tensor, dim: int | None, in_dim: int | None) -> Tensor:
+        """A cotangent with the axis where its input has it; summed if that is nowhere."""
+        if in_dim is None:
+            return gradient if dim is None else gradient.sum(dim)
+        return placed_at(gradient, dim, in_dim, self.axis.size)
+
+
+def _mapped_vjp(rule: VjpRule, axis: Axis) -> VjpRule:
+    over = _VjpOverAxis(rule, axis)
+    over.rule = VjpRule(rule.name, over.primal, over.fwd, over.bwd)
+    return over.rule
+
+
+# --- a rule for forward mode ----------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class JvpRule(Rule):
+    """A function with a rule for tangents. In reverse mode, that is transposed."""
+
+    records_at_level = True
+
+    name: str
+    primal_fun: Callable[[Tensors], list[Tensor]]
+    jvp: Callable[[Tensors, Cotangents], tuple[list[Tensor], list[Tensor | None]]]
+
+    def primal(self, inputs: Tensors) -> list[Tensor]:
+        """The function where nothing is differentiated."""
+        return self.primal_fun(inputs)
+
+    def push(
+        self, primals: Tensors, tangents: Cotangents
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Outputs and tangents of the outputs."""
+        if all(tangent is None for tangent in tangents):
+            outputs = self.primal(primals)
+            return outputs, [None] * len(outputs)
+        return self.jvp(primals, tangents)
+
+    def record(self, inputs: Tensors, perturbed: Sequence[bool]) -> Recorded:
+        """Run the rule on tangents of zero, which are what is differentiated: it is linear there.
+
+        What depends on the primals alone is a constant to that. Inside of a level of `torch.func`,
+        it is that level that differentiates.
+        """
+        wrt = [i for i, chosen in enumerate(perturbed) if chosen]
+        is_level = _torch.innermost_transform() == _torch.TransformType.Grad
+        with torch.enable_grad():
+            zeros = [_zeros_like(inputs[i]) for i in wrt]
+            leaves = [
+                _torch.leaf_at_current_level(zero) if is_level else zero.requires_grad_()
+                for zero in zeros
+            ]
+            outputs, found = self.jvp(inputs, scattered(leaves, wrt, len(inputs)))
+
+        def pull(_: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
+            return scattered(_transposed(leaves, found, cotangents), wrt, len(inputs))
+
+        return Recorded(outputs, [], pull, holds_more=True)
+
+    def mapped(self, axis: Axis) -> "Rule":
+        """The rule of the function mapped over an axis."""
+        over = _JvpOverAxis(self, axis)
+        over.rule = JvpRule(self.name, over.primal, over.push)
+        return over.rule
+
+
+def _transposed(
+    leaves: Tensors, tangents: Cotangents, cotangents: Cotangents
+) -> Sequence[Tensor | None]:
+    """The cotangents of `leaves`, of which `tangents` are a linear function."""
+    pairs = [
+        (tangent, ct)
+        for tangent, ct in zip(tangents, cotangents, strict=True)
+        if tangent is not None and ct is not None and tangent.requires_grad
+    ]
+    if not pairs:
+        return [None] * len(leaves)
+    return torch.autograd.grad(
+        [tangent for tangent, _ in pairs],
+        list(leaves),
+        [ct for _, ct in pairs],
+        retain_graph=True,
+        create_graph=torch.is_grad_enabled(),
+        allow_unused=True,
+    )
+
+
+@dataclass(eq=False)
+class _JvpOverAxis:
+    """The functions of a `JvpRule`, mapped."""
+
+    of: JvpRule
+    axis: Axis
+    rule: JvpRule = field(init=False)
+
+    def primal(self, inputs: Tensors) -> list[Tensor]:
+        """The function where nothing is differentiated."""
+
+        def function(*values: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.of.primal(values))
+
+        outputs, self.rule.out_dims = self.axis.run(function, self.axis.in_dims, inputs)
+        return list(outputs)
+
+    def push(
+        self, primals: Tensors, tangents: Cotangents
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Outputs and tangents of the outputs."""
+        given = [i for i, t in enumerate(tangents) if t is not None]
+        nonzero: list[int] = []
+        count = len(primals)
+
+        def function(*values: Tensor) -> tuple[Tensor, ...]:
+            outputs, found = self.of.jvp(
+                values[:count], scattered(values[count:], given, len(tangents))
+            )
+            nonzero[:] = [i for i, t in enumerate(found) if t is not None]
+            return (*outputs, *(t for t in found if t is not None))
+
+        in_dims = self.axis.in_dims
+        dims = (*in_dims, *(in_dims[i] for i in given))
+        values = [*primals, *(t for t in tangents if t is not None)]
+        results, at = self.axis.run(function, dims, values)
+        num_outputs = len(results) - len(nonzero)
+        return self._aligned(results, at, nonzero, num_outputs)
+
+    def _aligned(
+        self, results: Tensors, at: Dims, nonzero: Sequence[int], num_outputs: int
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Each output and its tangent with the axis in the same place."""
+        tangents = scattered(results[num_outputs:], nonzero, num_outputs)
+        tangent_dims = scattered(at[num_outputs:], nonzero, num_outputs)
+        out_dims = [
+            d if d is not None else t for d, t in zip(at[:num_outputs], tangent_dims, strict=True)
+        ]
+        self.rule.out_dims = tuple(out_dims)
+        size = self.axis.size
+        outputs = [
+            placed_at(output, dim, to, size)
+            for output, dim, to in zip(results, at, out_dims, strict=False)
+        ]
+        moved = [
+            None if t is None else placed_at(t, dim, to, size)
+            for t, dim, to in zip(tangents, tangent_dims, out_dims, strict=True)
+        ]
+        return outputs, moved
+
+
+# --- what both share -----------------------------------------------------------------------------
+
+
+def placed_at(tensor: Tensor, dim: int | None, to: int | None, size: int) -> Tensor:
+    """`tensor` with its axis moved from `dim` to `to`; repeated along a new one if it has none."""
+    if to is None or dim == to:
+        return tensor
+    if dim is not None:
+        return tensor.movedim(dim, to)
+    shape = list(tensor.shape)
+    shape.insert(to, size)
+    return tensor.unsqueeze(to).expand(shape)
+
+
+def scattered(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+    """`values` at `positions` of a list of `count`, `None` elsewhere."""
+    result: list[Any] = [None] * count
+    for position, value in zip(positions, values, strict=True):
+        result[position] = value
+    return result
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether `value` is a tensor of floating-point or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros of that shape in the memory of one."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _conjugated(tensor: Tensor | None) -> Tensor | None:
+    return tensor.conj().resolve_conj() if tensor is not None and tensor.is_complex() else tensor

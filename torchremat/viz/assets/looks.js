@@ -1,0 +1,83 @@
+// What each kind of value looks like: a colour, a hatch and an outline, so that it can be told
+// without colours too.
+
+const LOOKS = {
+  saved: { fill: "#2f7fc1", ink: "#ffffff", hatch: "none", shape: "box" },
+  offloaded: { fill: "#c58bb8", ink: "#20121d", hatch: "dots", shape: "slanted" },
+  recomputed: { fill: "#f2b84b", ink: "#2b1d00", hatch: "diagonal", shape: "cut", dashed: true },
+  temporary: { fill: "#e4e7eb", ink: "#1f2933", hatch: "none", shape: "box" },
+  output: { fill: "#3b4654", ink: "#ffffff", hatch: "none", shape: "box", double: true },
+  gradient: { fill: "#dd6f4f", ink: "#2a0b02", hatch: "horizontal", shape: "box", double: true },
+  input: { fill: "#69b591", ink: "#06231a", hatch: "none", shape: "slanted" },
+  parameter: { fill: "#b9d8c6", ink: "#10291d", hatch: "none", shape: "hexagon" },
+  constant: { fill: "#cfcabb", ink: "#26231a", hatch: "none", shape: "hexagon" },
+  view: { fill: "#f7f8f9", ink: "#52606d", hatch: "none", shape: "round" },
+  call: { fill: "#f7f8f9", ink: "#1f2933", hatch: "none", shape: "round" },
+  resident: { fill: "#b9d8c6", ink: "#10291d", hatch: "vertical", shape: "box" },
+  cotangent: { fill: "#9a8fd0", ink: "#150f33", hatch: "none", shape: "slanted" },
+};
+
+const HATCHES = {
+  diagonal: (c) => { c.moveTo(0, 8); c.lineTo(8, 0); c.moveTo(-2, 2); c.lineTo(2, -2);
+    c.moveTo(6, 10); c.lineTo(10, 6); },
+  horizontal: (c) => { c.moveTo(0, 2); c.lineTo(8, 2); c.moveTo(0, 6); c.lineTo(8, 6); },
+  vertical: (c) => { c.moveTo(2, 0); c.lineTo(2, 8); c.moveTo(6, 0); c.lineTo(6, 8); },
+  dots: (c) => { c.rect(1, 1, 1.5, 1.5); c.rect(5, 5, 1.5, 1.5); },
+};
+
+const patterns = new Map();
+
+// The fill of a kind: its colour with its hatch.
+function fillOf(kind) {
+  if (!patterns.has(kind)) {
+    const { fill, hatch } = LOOKS[kind];
+    if (hatch === "none") patterns.set(kind, fill);
+    else {
+      const tile = element("canvas", { width: 8, height: 8 });
+      const c = tile.getContext("2d");
+      c.fillStyle = fill;
+      c.fillRect(0, 0, 8, 8);
+      c.beginPath();
+      HATCHES[hatch](c);
+      c.strokeStyle = "rgba(0,0,0,.28)";
+      c.lineWidth = 1.2;
+      c.stroke();
+      patterns.set(kind, c.createPattern(tile, "repeat"));
+    }
+  }
+  return patterns.get(kind);
+}
+
+// Begins the outline of a kind's shape round the box x, y, w, h.
+function outline(context, shape, x, y, w, h) {
+  const d = Math.min(8, h / 3);
+  context.beginPath();
+  if (shape === "round") context.roundRect(x, y, w, h, h / 2);
+  else if (shape === "box") context.roundRect(x, y, w, h, 3);
+  else {
+    const corners = {
+      slanted: [[x + d, y], [x + w, y], [x + w - d, y + h], [x, y + h]],
+      hexagon: [[x + d, y], [x + w - d, y], [x + w, y + h / 2], [x + w - d, y + h],
+        [x + d, y + h], [x, y + h / 2]],
+      cut: [[x, y], [x + w - d, y], [x + w, y + d], [x + w, y + h], [x + d, y + h],
+        [x, y + h - d]],
+    }[shape];
+    corners.forEach(([a, b], i) => (i ? context.lineTo(a, b) : context.moveTo(a, b)));
+    context.closePath();
+  }
+}
+
+// A small picture of a kind, for the legend.
+function swatch(kind) {
+  const canvas = element("canvas", { width: 60, height: 36, class: "swatch" });
+  const c = canvas.getContext("2d"), look = LOOKS[kind];
+  c.scale(2, 2);
+  outline(c, look.shape, 2, 2, 26, 14);
+  c.fillStyle = fillOf(kind);
+  c.fill();
+  c.strokeStyle = "#52606d";
+  c.setLineDash(look.dashed ? [3, 2] : []);
+  c.lineWidth = look.double ? 2 : 1;
+  c.stroke();
+  return canvas;
+}

@@ -23,6 +23,7 @@ COMMANDS = [
     ["train_gpt.py", *SMALL_GPT, "--policy", "dots|modules:*.mlp"],
     ["train_gpt.py", *SMALL_GPT, "--dropout", "0.2", "--attention", "eager", "--seed", "1"],
 ]
+RULES = ["custom_rules.py", "--steps", "20"]
 DONATED = ["jit_donation.py", "--steps", "3"]
 COMPILED = ["compile_policy.py", "--layers", "2"]
 PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]
@@ -53,7 +54,7 @@ def run_example(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_run():
-    single = (DONATED, COMPILED, PLANNED, NAMED_AXES)
+    single = (RULES, DONATED, COMPILED, PLANNED, NAMED_AXES)
     assert {command[0] for command in (*COMMANDS, *single)} == set(EXAMPLES)
 
 
@@ -142,6 +143,13 @@ def test_a_compiled_model_keeps_what_it_keeps_in_eager_mode():
     assert len(kept) == 3
     assert all(compiled == eager for compiled, eager in kept)
     assert done.stdout.count("gradients differ by 0.0e+00") == 3
+
+
+def test_functions_bring_their_own_derivatives():
+    done = run_example(RULES)
+    assert done.returncode == 0, done.stderr
+    assert "softplus'  = [0.0, 0.5, 1.0]" in done.stdout
+    assert "function_p[body=CustomVjpCall(rounded, *)]" in done.stdout
 
 
 def test_examples_of_a_batch_know_of_one_another():

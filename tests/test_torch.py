@@ -92,6 +92,89 @@ def forward_at_a_level():
     assert [t.tolist() for t in found] == [[2, 2], [6, 6]]
 
 
+@check("record_at_current_level", "RecordRule", "leaf_at_current_level", "unwrap_dead_wrappers")
+def recorded_at_a_level():
+    def rule(inputs, perturbed, lower):
+        seen.append((list(perturbed), _torch.transform_depth()))
+        with lower():
+            seen.append(_torch.transform_depth())
+            outputs = [inputs[0] * 2]
+        leaf = _torch.leaf_at_current_level(torch.zeros(2))
+        assert leaf.requires_grad
+        return outputs, inputs, lambda kept, cts: [cts[0] * kept[0], None]
+
+    seen = []
+    x = torch.full((2,), 3.0)
+    fun = lambda x: _torch.record_at_current_level(rule, [x, torch.ones(2)])[0].sum()  # noqa: E731
+    gradient, value = torch.func.grad_and_value(fun)(x)
+    assert (gradient.tolist(), value) == ([3, 3], 12)
+    assert seen == [([True, False], 1), 0]
+    kept = []
+    torch.func.grad(lambda x: kept.append(x) or x.sum())(x)
+    assert _torch.unwrap_dead_wrappers(tuple(kept))[0] is x
+
+
+@check("map_at_current_level")
+def mapped_at_a_level():
+    def rule(inputs, in_dims, size, randomness):
+        assert (in_dims, size, randomness) == ((1,), 3, "error")
+        return [inputs[0] * 2], [1]
+
+    fun = lambda x: _torch.map_at_current_level(rule, [x])[0]  # noqa: E731
+    assert torch.func.vmap(fun, in_dims=1)(torch.ones(2, 3)).tolist() == [[2, 2]] * 3
+
+
+@check("without_level")
+def closures_below_a_level():
+    def rule(primals, tangents):
+        seen.extend(_torch.without_level(t, 1)[1] for t in closures)
+        return [primals[0] + _torch.without_level(closures[0], 1)[0]], tangents
+
+    def fun(x):
+        closures[:] = [x * 1, torch.ones(2) * 1]
+        return _torch.push_forward_at_current_level(rule, [x])[0]
+
+    seen, closures = [], []
+    found = torch.func.jvp(fun, (torch.ones(2),), (torch.ones(2),))[0]
+    assert (seen, found.tolist()) == ([True, False], [2, 2])
+
+
+@check("with_batch_at")
+def batch_at_another_level():
+    def fun(x):
+        return torch.func.vmap(lambda y: _torch.with_batch_at(y, 2, 2) + x)(torch.arange(3.0))
+
+    assert torch.func.vmap(fun)(torch.ones(2)).tolist() == [[1, 2, 3]] * 2
+
+
+@check("dual_level_as_functorch_level")
+def dual_level_inside():
+    with forward_ad.dual_level(), _torch.dual_level_as_functorch_level():
+        assert torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))[1].tolist() == [1]
+
+
+@check("keeps_graph_after_backward")
+def keeps_graph():
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    seen = []
+    y.register_hook(lambda _: seen.append(_torch.keeps_graph_after_backward()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [True, False]
+
+
+@check("out_of_compiler")
+def out_of_compiler():
+    @_torch.out_of_compiler("because")
+    def fun(x):
+        return x, torch.compiler.is_compiling()
+
+    assert torch.compile(lambda x: fun(x + 1), backend="eager")(torch.ones(1)) == (2, False)
+    with pytest.raises(Exception, match="because"):
+        torch.compile(lambda x: fun(x + 1), backend="eager", fullgraph=True)(torch.ones(1))
+
+
 @check("push_dual_numbers_forward", "has_tangents", "in_dual_level")
 def dual_numbers():
     assert not _torch.in_dual_level()

@@ -29,6 +29,11 @@ from torchremat.batching.exchanges import (
 )
 from torchremat.batching.vmap import vmap
 from torchremat.compile.jit import jit
+from torchremat.derivatives.custom_jvp import custom_jvp
+from torchremat.derivatives.custom_vjp import custom_vjp
+from torchremat.derivatives.gradients import grad, jvp, value_and_grad, vjp
+from torchremat.derivatives.jacobians import hessian, jacfwd, jacrev
+from torchremat.derivatives.linearize import linear_transpose, linearize
 from torchremat.errors import (
     BudgetError,
     ConcretizationError,
@@ -85,6 +90,8 @@ __all__ = [
     "checkpoint_policies",
     "compare",
     "config",
+    "custom_jvp",
+    "custom_vjp",
     "custom_vmap",
     "dce_graph",
     "device_count",
@@ -93,10 +100,17 @@ __all__ = [
     "estimate",
     "eval_graph",
     "explain",
+    "grad",
+    "hessian",
     "host_count",
     "host_id",
+    "jacfwd",
+    "jacrev",
     "jit",
+    "jvp",
     "jvp_graph",
+    "linear_transpose",
+    "linearize",
     "local_device_count",
     "local_devices",
     "make_graph",
@@ -121,5 +135,7 @@ __all__ = [
     "saved_residuals",
     "sequential_vmap",
     "transpose_graph",
+    "value_and_grad",
+    "vjp",
     "vmap",
 ]

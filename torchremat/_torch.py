@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import SymInt
 from torch._C import DispatchKey as DispatchKey
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._C._functorch import TransformType as TransformType
 from torch._C._functorch import (
@@ -26,8 +27,11 @@ from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
     maybe_get_level,
     peek_interpreter_stack,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
     unwrap_if_dead,
 )
 from torch._dispatch.python import enable_python_dispatcher
@@ -38,7 +42,9 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._functorch.utils import unwrap_dead_wrappers as unwrap_dead_wrappers
 from torch._functorch.vmap import restore_vmap as restore_vmap
+from torch._functorch.vmap import unwrap_batched
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -79,6 +85,8 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 from torch.utils._sympy.printers import PythonPrinter
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # --- trees ---------------------------------------------------------------------------------------
 
@@ -185,7 +193,7 @@ def push_forward_at_current_level(
         tangent = forward_ad.unpack_dual(tensor).tangent
         primals.append(_unwrap_for_grad(tensor, level))
         tangents.append(None if tangent is None else _unwrap_for_grad(tangent, level))
-    with interpreter.lower():
+    with _lowered(interpreter):
         outputs, out_tangents = rule(primals, tangents)
     wrapped = []
     for output, tangent in zip(outputs, out_tangents, strict=True):
@@ -215,6 +223,128 @@ def push_dual_numbers_forward(
 def has_tangents(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one of `tensors` is a dual number, of a `forward_ad.dual_level`."""
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+class _AtLevel(_SingleLevelFunction):
+    """What a level of `torch.func.grad` records for an operator: see `record_at_current_level`."""
+
+    @staticmethod
+    def forward(ctx: Any, interpreter: Any, records: bool, rule: Any, *inputs: Any) -> Any:
+        level = interpreter.level()
+
+        @contextmanager
+        def lower() -> Iterator[None]:
+            with torch.set_grad_enabled(records), interpreter.lower():
+                yield
+
+        inner = [_unwrap_for_grad(tensor, level) for tensor in inputs]
+        # outer levels need what the call of an autograd function switches off
+        with forward_ad._set_fwd_grad_enabled(True):
+            outputs, residuals, ctx.pull = rule(inner, ctx.needs_input_grad[3:], lower)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*residuals)
+        wrapped = [_wrap_for_grad(_unwrap_for_grad(output, level), level) for output in outputs]
+        discrete = (t for t in wrapped if not (t.is_floating_point() or t.is_complex()))
+        ctx.mark_non_differentiable(*discrete)
+        return tuple(wrapped)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return (None, None, None, *ctx.pull(ctx.saved_tensors, cotangents))
+
+
+RecordRule = Callable[
+    [list[torch.Tensor], Sequence[bool], Callable[[], AbstractContextManager[None]]],
+    tuple[Any, Any, Any],
+]
+"""Takes inputs as lower levels see them, which of them are differentiated, and a context in which
+operators run in the levels below. Gives outputs, tensors to keep, and a function from those and
+cotangents to cotangents of the inputs."""
+
+
+def record_at_current_level(
+    rule: RecordRule, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Apply the rule of an operator for the innermost level, a `torch.func.grad` or `vjp`."""
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    lifted, _ = interpreter.lift(tuple(inputs), {})  # or they might require a gradient elsewhere
+    with enable_single_level_autograd_function():
+        return _AtLevel.apply(interpreter, torch.is_grad_enabled(), rule, *lifted)  # type: ignore[attr-defined,no-any-return]
+
+
+def leaf_at_current_level(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a new starting point of what the innermost level, a `grad`, records."""
+    level = retrieve_current_functorch_interpreter().level()
+    with eager_transforms.enable_inplace_requires_grad(True):
+        return _wrap_for_grad(_unwrap_for_grad(tensor, level), level).requires_grad_()
+
+
+def map_at_current_level(
+    rule: Callable[[Sequence[torch.Tensor], Any, int, str], tuple[Any, Any]],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Apply the rule of an operator for the innermost level, a `torch.func.vmap`.
+
+    `rule` takes the tensors of all examples, where the axis is in each, its size and what random
+    operators do; and gives outputs and where the axis is in each.
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    inner, in_dims = unwrap_batched(tuple(inputs), level)
+    with interpreter.lower():
+        outputs, out_dims = rule(inner, in_dims, interpreter.batch_size(), interpreter.randomness())
+    return tuple(
+        output if dim is None else _add_batch_dim(output, dim, level)
+        for output, dim in zip(outputs, out_dims, strict=True)
+    )
+
+
+class _Lowered(threading.local):
+    def __init__(self) -> None:
+        self.layers: list[tuple[int, Any]] = []
+
+
+_lowered_layers = _Lowered()
+
+
+@contextmanager
+def _lowered(interpreter: Any) -> Iterator[None]:
+    """`interpreter.lower()` for a `torch.func.jvp`, whose tangents can be asked for meanwhile."""
+    level = interpreter.level()
+    with ExitStack() as stack:
+        if not interpreter.prev_fwd_grad_mode():
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
+        layer = pop_dynamic_layer_stack()
+        stack.callback(push_dynamic_layer_stack, layer)
+        _lowered_layers.layers.append((level, layer))
+        stack.callback(_lowered_layers.layers.pop)
+        yield
+
+
+def without_level(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, bool]:
+    """`tensor` as the levels of `torch.func` below `level`, which differentiates, see it.
+
+    And whether that level, which has been lowered, differentiates with respect to it.
+    """
+    if not is_gradtrackingtensor(tensor) or maybe_get_level(tensor) != level:
+        return tensor, False
+    varies = tensor.requires_grad
+    layers = _lowered_layers.layers
+    if not varies and layers and layers[-1][0] == level:
+        push_dynamic_layer_stack(layers[-1][1])
+        try:
+            varies = forward_ad.unpack_dual(tensor).tangent is not None
+        finally:
+            pop_dynamic_layer_stack()
+    return get_unwrapped(tensor), varies
+
+
+def with_batch_at(tensor: torch.Tensor, level: int, now: int) -> torch.Tensor:
+    """`tensor`, which a `torch.func.vmap` at `level` maps over, as one that level `now` does."""
+    if not is_batchedtensor(tensor) or maybe_get_level(tensor) != level:
+        return tensor
+    value, dim = _unwrap_batched(tensor, level)
+    return value if dim is None else _add_batch_dim(value, dim, now)
 
 
 def apply_to_functional(
@@ -256,6 +386,12 @@ def run_backward(
     )
 
 
+keeps_graph_after_backward: Callable[[], bool] = (
+    torch._C._autograd._get_current_graph_task_keep_graph
+)
+"""Whether what the running backward pass reads may be read again (`retain_graph`)."""
+
+
 def _will_run(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
@@ -278,7 +414,7 @@ def isolated_from_surroundings() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(disable_autocast_cache())
         stack.enter_context(_captures_suspended())
-        stack.enter_context(_dual_level_as_functorch_level())
+        stack.enter_context(dual_level_as_functorch_level())
         yield
 
 
@@ -325,7 +461,7 @@ def saved_tensors_hooks_set_aside() -> Iterator[None]:
 
 
 @contextmanager
-def _dual_level_as_functorch_level() -> Iterator[None]:
+def dual_level_as_functorch_level() -> Iterator[None]:
     """Let `torch.func.jvp` run inside a `dual_level`, of which there can be only one."""
     inside = in_dual_level() and eager_transforms.JVP_NESTING == 0
     eager_transforms.JVP_NESTING += inside
@@ -660,7 +796,8 @@ def is_function_of_user(cls: type) -> bool:
     derivatives, nor those that `torch.func` makes for each of its levels.
     """
     internal = cls.__module__.startswith(("torchremat.", "torch._"))
-    return issubclass(cls, torch.autograd.Function) and not internal
+    holds_rule = getattr(cls, "holds_rule_of_user", False)
+    return issubclass(cls, torch.autograd.Function) and (holds_rule or not internal)
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -969,6 +1106,22 @@ def is_compiled_by_inductor(fun: Any) -> bool:
         return getattr(context, "compiler_config", None) is not None
     config = getattr(fun, "get_compiler_config", None)
     return hasattr(fun, "_torchdynamo_orig_callable") and bool(config and config())
+
+
+def out_of_compiler(reason: str) -> Callable[[_F], _F]:
+    """Mark a function as one that Dynamo does not look into, nor what it calls, for `reason`.
+
+    That is what `torch.compiler.disable` does too, which takes a second to import.
+    """
+
+    def mark(function: _F) -> _F:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        set_code_exec_strategy(function.__code__, skip)
+        return function
+
+    return mark
 
 
 def is_in_stock_compiler() -> bool:

@@ -48,6 +48,34 @@ class DonationError(TorchrematError, RuntimeError):
     """A tensor that must not be donated was, or the values of one that was donated are used."""
 
 
+class DerivativeTypeError(TorchrematError, TypeError):
+    """A derivative was asked for of, or given, what has none: integers, other trees or dtypes."""
+
+
+class DerivativeShapeError(TorchrematError, ValueError):
+    """A tangent or cotangent has another shape than the value that it belongs to."""
+
+
+class MissingRuleError(TorchrematError, AttributeError):
+    """A function with rules of its own for derivatives is called before they are defined."""
+
+
+class RuleTypeError(TorchrematError, TypeError):
+    """A rule for derivatives gives, or is given, what is not of the right structure."""
+
+
+class RuleValueError(TorchrematError, ValueError):
+    """A rule for derivatives gives cotangents of the wrong shapes or dtypes."""
+
+
+class ForwardModeError(TorchrematError, TypeError):
+    """A function that has only a rule for reverse mode is differentiated in forward mode."""
+
+
+class ClosureError(TorchrematError, RuntimeError):
+    """A function with rules is differentiated with respect to a tensor that it closes over."""
+
+
 class DonationWarning(UserWarning):
     """A donated tensor's storage is of no use: no output has its size and dtype."""
 

@@ -145,7 +145,9 @@ class FunctionalCheckpoint(torch.autograd.Function):
         given = tuple(cotangents[i] is not None for i in program.differentiable)
         if not any(given):
             return (None,) * (count + 3)
-        inputs, residuals = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        # of a level that is over: the function of `torch.func.vjp` runs outside of its own
+        saved = _torch.unwrap_dead_wrappers(ctx.saved_tensors)
+        inputs, residuals = saved[:count], saved[count:]
         vjp = program.vjp(given, frozenset())
         body = inputs[: vjp.num_body]
         known = inputs[vjp.num_body :][: len(program.known)]

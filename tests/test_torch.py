@@ -5,6 +5,7 @@ A new release of PyTorch is ready for use when these pass.
 
 import ast
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -430,6 +431,55 @@ def higher_order_operators():
     assert (found.shape, dims) == ((3, 2), 0)
 
 
+@check("flash_attention_on_cpu", "flash_attention_on_cpu_backward")
+def attention_on_the_cpu():
+    q, cotangent = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
+    k, v = torch.randn(2, 2, 7, 3), torch.randn(2, 2, 7, 3)  # fewer heads, other lengths
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *inputs, is_causal=True, scale=0.3, enable_gqa=True
+    )
+    with torch.no_grad():
+        out, lse = _torch.flash_attention_on_cpu(*inputs, 0.0, True, scale=0.3)
+        grads = _torch.flash_attention_on_cpu_backward(
+            cotangent, *inputs, out, lse, 0.0, True, scale=0.3
+        )
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, inputs, cotangent))
+    assert lse.shape == (2, 4, 5)
+
+
+@check("ragged_flash_attention", "ragged_flash_attention_backward")
+def attention_on_a_gpu():
+    """What there is without a GPU: the arguments are those that it is called with."""
+    forward, backward = aten._flash_attention_forward, aten._flash_attention_backward
+    names = [[a.name for a in op.default._schema.arguments] for op in (forward, backward)]
+    inputs, cuts = ["query", "key", "value"], ["cum_seq_q", "cum_seq_k", "max_q", "max_k"]
+    options = ["dropout_p", "is_causal"]
+    assert names[0][:10] == [*inputs, *cuts, *options, "return_debug_mask"]
+    results = ["out", "logsumexp"]
+    random = ["rng_state", "unused"]
+    assert names[1][:14] == ["grad_out", *inputs, *results, *cuts, *options, *random]
+    assert all("scale" in each for each in names)
+
+
+@check("autograd_as_at_the_top")
+def differentiating_in_a_kernel():
+    def tangent_of_cube(x):
+        return torch.func.jvp(lambda x: x**3, (x,), (torch.ones_like(x),))[1]
+
+    @torch.library.custom_op("torchremat_test_torch::cube_twice", mutates_args=())
+    def cube_twice(x: torch.Tensor) -> torch.Tensor:
+        with _torch.autograd_as_at_the_top():
+            return torch.func.grad(tangent_of_cube)(x)
+
+    x = torch.tensor(2.0)
+    with _torch.below_autograd(), torch.utils.flop_counter.FlopCounterMode(display=False):
+        actual = cube_twice(x.clone().requires_grad_())
+    assert actual.item() == 12
+    assert not actual.requires_grad
+
+
 @check("register_function")
 def derivatives_of_a_custom_operator():
     class Triple(torch.autograd.Function):
@@ -462,6 +512,44 @@ def derivatives_of_a_custom_operator():
         for inner in (torch.func.jacfwd, torch.func.jacrev):
             second = outer(inner(lambda x: op(x).sin()))(torch.tensor(2.0))
             torch.testing.assert_close(second, -9 * torch.tensor(6.0).sin())
+    derivatives_of_an_operator_that_is_not_linear()
+
+
+def derivatives_of_an_operator_that_is_not_linear():
+    class Squares(torch.autograd.Function):
+        @staticmethod
+        def forward(run, *xs_and_factor):
+            return run(*xs_and_factor)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            _, *xs, ctx.factor = inputs
+            ctx.save_for_backward(*xs)
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            pairs = zip(cotangents, ctx.saved_tensors, strict=True)
+            return None, *(2 * ctx.factor * c * x for c, x in pairs), None
+
+    def squares(xs: Sequence[torch.Tensor], factor: float) -> list[torch.Tensor]:
+        return [factor * x * x for x in xs]
+
+    def push(args, tangents):
+        return [2 * args[-1] * x * t for x, t in zip(args[:-1], tangents[:-1], strict=True)]
+
+    torch.library.custom_op("torchremat_test_torch::squares", squares, mutates_args=())
+    op = torch.ops.torchremat_test_torch.squares.default
+    _torch.register_function(op, Squares, push)
+    x = torch.tensor(2.0, requires_grad=True)
+    (grad,) = torch.autograd.grad(op([x], 3.0)[0], x)
+    assert grad == 12
+    for outer in (torch.func.jacfwd, torch.func.jacrev):
+        for inner in (torch.func.jacfwd, torch.func.jacrev):
+            assert outer(inner(lambda x: op([x], 3.0)[0]))(torch.tensor(2.0)) == 6
+    with forward_ad.dual_level():  # forward over reverse, at one level
+        dual = forward_ad.make_dual(x, torch.tensor(1.0))
+        (grad,) = torch.autograd.grad(op([dual], 3.0)[0], dual, create_graph=True)
+        assert forward_ad.unpack_dual(grad).tangent == 6
 
 
 @check("is_mapped_at", "mapped_at")
@@ -941,6 +1029,19 @@ def levels_wrap_lifted():
         assert torch.func.grad(lambda x: (x * x).sum())(x).tolist() == [4.0, 4.0]
         assert torch.func.vmap(torch.sum)(x).tolist() == [2.0, 2.0]
     assert torch.func.vmap(torch.sum)(x).tolist() == [1.0, 1.0]
+
+
+@check("decomposition_table")
+def decomposition_table():
+    table = _torch.decomposition_table()
+    assert callable(table[torch.ops.aten.mse_loss.default])
+
+
+@check("ragged_dim_of")
+def ragged_dim_of():
+    rows = torch.nested.nested_tensor([torch.ones(2, 3)] * 2, layout=torch.jagged)
+    assert _torch.ragged_dim_of(rows) == 1
+    assert _torch.ragged_dim_of(rows.transpose(1, 2)) == 2
 
 
 @check("register_pytree_node")

@@ -606,6 +606,11 @@ def let_modes_see_views_of_zeros() -> torch.library.Library:
     return library
 
 
+def ragged_dim_of(nested: Any) -> int:
+    """The dim of a jagged nested tensor whose size differs; the batch is dim 0."""
+    return nested._ragged_idx  # type: ignore[no-any-return]
+
+
 # --- sizes that vary -----------------------------------------------------------------------------
 
 NAMES_IN_SIZES = dict(SYMPY_INTERP)
@@ -976,20 +981,35 @@ def without_dead_levels(tensor: torch.Tensor) -> torch.Tensor:
     return unwrap_if_dead(tensor)
 
 
-def register_function(op: OpOverload, function: type[torch.autograd.Function]) -> None:
+def register_function(
+    op: OpOverload,
+    function: type[torch.autograd.Function],
+    push: Callable[[list[Any], list[torch.Tensor | None]], Sequence[torch.Tensor]] | None = None,
+) -> None:
     """Give a custom operator the derivatives of `function`, under autograd and `torch.func` alike.
 
-    `function.apply` takes, before the arguments of `op`, what runs `op` beneath autograd; it needs
+    `function.apply` takes, before the arguments of `op`, what runs `op` beneath autograd; lists
+    among the arguments are taken apart, and a list of results is a tuple. It needs
     `setup_context`, and `jvp` for tangents. What `torch.library.register_autograd` registers raises
     under `torch.func.grad` and gives tangents of zero. Each level of `torch.func` calls it on
-    tensors of its own, so that no rule for levels is needed. For linear operators, or linear in
-    pieces: PyTorch runs `jvp` without forward mode, so that forward over forward misses what comes
-    of a coefficient in it that depends on an input.
+    tensors of its own, so that no rule for levels is needed. `jvp` is for linear operators, or
+    linear in pieces: PyTorch runs it without forward mode, so that forward over forward misses what
+    comes of a coefficient in it that depends on an input. For others there is `push`, of the
+    arguments and their tangents, made of operators that have derivatives themselves.
     """
     apply = direct_apply(function)
+    gives_list = isinstance(op._schema.returns[0].type, torch._C.ListType)
+    takes_list = any(isinstance(a.type, torch._C.ListType) for a in op._schema.arguments)
 
     def autograd(*args: Any) -> Any:
         records, pushes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        spec = None
+        if takes_list:
+            args, spec = tree_flatten(args)  # type: ignore[assignment]
+
+        def call(*args: Any) -> Any:
+            result = op(*args) if spec is None else op(*tree_unflatten(args, spec))
+            return tuple(result) if gives_list else result
 
         def run(*args: Any) -> Any:
             # `apply` switches both off; outer levels of torch.func need them, and traces note them
@@ -998,12 +1018,23 @@ def register_function(op: OpOverload, function: type[torch.autograd.Function]) -
                 torch.set_grad_enabled(records),
                 forward_ad._set_fwd_grad_enabled(pushes),
             ):
-                return op(*args)
+                return call(*args)
 
-        if in_dual_level() or (records and any(getattr(a, "requires_grad", False) for a in args)):
+        def record(*args: Any) -> Any:
+            if records and any(getattr(a, "requires_grad", False) for a in args):
+                with enable_single_level_autograd_function():
+                    return apply(run, *args)
+            return run(*args)
+
+        if push is not None:
+            is_dual = in_dual_level() and _has_tangents(args)
+            result = _pushed(record, push, args) if is_dual else record(*args)
+        elif in_dual_level():
             with enable_single_level_autograd_function():
-                return apply(run, *args)
-        return run(*args)
+                result = apply(run, *args)
+        else:
+            result = record(*args)
+        return list(result) if gives_list else result
 
     namespace, name = op.name().partition(".")[0].split("::")
     library = torch.library.Library(namespace, "FRAGMENT")
@@ -1013,7 +1044,108 @@ def register_function(op: OpOverload, function: type[torch.autograd.Function]) -
         library.impl(name, autograd, "Autograd", allow_override=True)
 
 
+def _has_tangents(args: Sequence[Any]) -> bool:
+    return has_tangents([a for a in args if isinstance(a, torch.Tensor)])
+
+
+def _pushed(record: Callable[..., Any], push: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The results of an operator as dual numbers; the backward finds its inputs as such too."""
+    with forward_ad._set_fwd_grad_enabled(False):
+        outputs = record(*args)
+    pairs = [forward_ad.unpack_dual(a) if isinstance(a, torch.Tensor) else (a, None) for a in args]
+    tangents = push(*map(list, zip(*pairs, strict=True)))
+    return tuple(forward_ad.make_dual(x, t) for x, t in zip(outputs, tangents, strict=True))
+
+
 _libraries: list[torch.library.Library] = []
+
+
+@contextmanager
+def autograd_as_at_the_top() -> Iterator[None]:
+    """Let the kernel of an operator differentiate by `torch.func`, below autograd and user's modes.
+
+    What autograd records of its arguments, and their tangents, go no further than here.
+    """
+    keys = (
+        DispatchKey.AutogradCPU,  # and those of the other devices
+        DispatchKey.AutogradOther,
+        DispatchKey.AutogradNestedTensor,
+        DispatchKey.ADInplaceOrView,
+        DispatchKey.FuncTorchDynamicLayerFrontMode,
+        DispatchKey.FuncTorchDynamicLayerBackMode,
+        DispatchKey.FuncTorchGradWrapper,
+    )
+    with isolated_from_surroundings():
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key in keys:
+            excluded = excluded.remove(key)
+        views = torch._C.DispatchKeySet(DispatchKey.ADInplaceOrView)
+        included = torch._C._dispatch_tls_local_include_set() | views
+        with (
+            torch._C._ForceDispatchKeyGuard(included, excluded),
+            torch.no_grad(),
+            forward_ad._set_fwd_grad_enabled(False),
+        ):
+            yield
+
+
+flash_attention_on_cpu: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._op
+"""`(q, k, v, dropout_p, is_causal, *, scale)`, `[batch, heads, length, dim]`: output, logsumexp.
+
+It takes any strides with numbers side by side and rows that do not overlap, fewer heads of keys
+than of queries, and lengths that differ. No size may be 0: it divides by the length of queries.
+"""
+
+flash_attention_on_cpu_backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+flash_attention_on_cpu_backward = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
+)
+"""`(cotangent, q, k, v, out, logsumexp, dropout_p, is_causal, *, scale)`: those of q, k and v."""
+
+
+def ragged_flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cuts: tuple[torch.Tensor, torch.Tensor],
+    most: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and logsumexp `[heads, total]` of segments on a GPU, of halves.
+
+    `cuts` are cumulative lengths in int32, `most` the greatest length; of queries and of keys. What
+    `torch.nn.attention.varlen` calls, whose public function has no backward of its own.
+    """
+    results = torch.ops.aten._flash_attention_forward.default(
+        q, k, v, *cuts, *most, 0.0, is_causal, False, scale=scale
+    )
+    return results[0], results[1]
+
+
+def ragged_flash_attention_backward(
+    cotangent: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+    cuts: tuple[torch.Tensor, torch.Tensor],
+    most: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The cotangents of `inputs` of `ragged_flash_attention`, added up in a fixed order."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=cotangent.device)
+    unused = cotangent.new_empty(0)
+    arguments = (cotangent, *inputs, *results, *cuts, *most, 0.0, is_causal, no_dropout, unused)
+    is_set = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)  # else it adds to the cotangent of q by atomics
+    try:
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        grads = torch.ops.aten._flash_attention_backward.default(*arguments, scale=scale)
+    finally:
+        torch.use_deterministic_algorithms(is_set, warn_only=only_warns)
+    return grads
 
 
 def _as_proxy(value: Any, tracer: Any) -> Any:
@@ -1209,6 +1341,13 @@ def inductor_partitioner(partition: Partitioner, key: str) -> Any:
             return str, (key,)
 
     return Custom()
+
+
+def decomposition_table() -> Mapping[Any, Callable[..., Any]]:
+    """How PyTorch says operators with others, in Python that knows symbols for sizes."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:

@@ -1,5 +1,9 @@
 """The commands and their options; what they do is imported when one runs, for PyTorch is slow."""
 
+# ruff: noqa: PLC0415  (a command imports what it needs of PyTorch; help needs nothing)
+
+from typing import Any
+
 import click
 
 from torchremat.cli import options
@@ -73,17 +77,11 @@ def main() -> None:
 @options.html
 @options.json
 @options.debug
-def plan(
-    target: str, budget: str, save: str | None, solver: str, optimizer: str | None,
-    device: str | None, on: str | None, html: str | None, json_path: str | None,
-) -> None:  # fmt: skip
+def plan(**given: Any) -> None:
     """Plan what to save and what to compute again within a budget of peak memory."""
     from torchremat.cli.plans import PlanOptions, run_plan
 
-    run_plan(PlanOptions(
-        target, budget, save=save, solver=solver, optimizer=optimizer, device=device, on=on,
-        html=html, json_path=json_path,
-    ))  # fmt: skip
+    run_plan(PlanOptions(**given))
 
 
 @main.command(
@@ -104,17 +102,11 @@ def plan(
 @options.html
 @options.json
 @options.debug
-def residuals(
-    target: str, policy: str | None, budget: str | None, select: str | None, lines: bool,
-    by_module: bool, device: str | None, html: str | None, json_path: str | None,
-) -> None:  # fmt: skip
+def residuals(**given: Any) -> None:
     """Show what is kept from the forward pass for the backward, what is computed again, and why."""
     from torchremat.cli.residuals import ResidualsOptions, run_residuals
 
-    run_residuals(ResidualsOptions(
-        target, policy=policy, budget=budget, select=select, lines=lines, by_module=by_module,
-        device=device, html=html, json_path=json_path,
-    ))  # fmt: skip
+    run_residuals(ResidualsOptions(**given))
 
 
 @main.command(
@@ -133,17 +125,11 @@ def residuals(
 @options.html
 @options.json
 @options.debug
-def graph(
-    target: str, policy: str | None, budget: str | None, select: str | None, sources: bool,
-    device: str | None, html: str | None, json_path: str | None,
-) -> None:  # fmt: skip
+def graph(**given: Any) -> None:
     """Print the traced graph with types, or draw it with what is saved and what computed again."""
     from torchremat.cli.graphs import GraphOptions, run_graph
 
-    run_graph(GraphOptions(
-        target, policy=policy, budget=budget, select=select, sources=sources, device=device,
-        html=html, json_path=json_path,
-    ))  # fmt: skip
+    run_graph(GraphOptions(**given))
 
 
 @main.command(
@@ -162,10 +148,7 @@ def graph(
 @options.html
 @options.json
 @options.debug
-def compare(
-    target: str, policies: tuple[str, ...], budgets: tuple[str, ...], select: str | None,
-    device: str | None, on: str | None, html: str | None, json_path: str | None,
-) -> None:  # fmt: skip
+def compare(**given: Any) -> None:
     """Compare policies side by side, without running the model.
 
     Bytes held are exact; the peak is simulated to the byte, and the time is that of a cost model.
@@ -173,10 +156,7 @@ def compare(
     """
     from torchremat.cli.comparing import CompareOptions, run_compare
 
-    run_compare(CompareOptions(
-        target, policies=policies, budgets=budgets, select=select, device=device, on=on, html=html,
-        json_path=json_path,
-    ))  # fmt: skip
+    run_compare(CompareOptions(**given))
 
 
 @main.command(
@@ -201,10 +181,7 @@ def compare(
 @options.device
 @options.json
 @options.debug
-def bench(
-    target: str, policies: tuple[str, ...], budgets: tuple[str, ...], select: str | None,
-    rounds: int, device: str | None, json_path: str | None,
-) -> None:  # fmt: skip
+def bench(**given: Any) -> None:
     """Measure the time and the peak memory of a step under each policy, on this machine.
 
     A step is a forward pass and the backward pass from the sum of its outputs. Policies take turns,
@@ -213,10 +190,7 @@ def bench(
     """
     from torchremat.cli.benchmarks import BenchOptions, run_bench
 
-    run_bench(BenchOptions(
-        target, policies=policies, budgets=budgets, select=select, rounds=rounds, device=device,
-        json_path=json_path,
-    ))  # fmt: skip
+    run_bench(BenchOptions(**given))
 
 
 @main.command(

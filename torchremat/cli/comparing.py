@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from torchremat.cli.decisions import read_policies, under
-from torchremat.cli.output import note, show, write_json
-from torchremat.cli.output import working
+from torchremat.cli.output import note, show, working, write_json
 from torchremat.cli.pages import write_diff
 from torchremat.cli.plans import check_rates
 from torchremat.cli.targets import Target, load_target

@@ -102,9 +102,10 @@ def under(target: Target, chosen: Policy | None, select: str | None) -> Callable
         )
     model = _copy_with_same_state(target.fun)
     try:
-        return wrap(model, chosen, select=select)
+        wrap(model, chosen, select=select)
     except (NoMatchError, ValueError) as error:
         raise click.BadParameter(str(error), param_hint="'--select'") from error
+    return model
 
 
 def _copy_with_same_state(model: nn.Module) -> nn.Module:

@@ -98,9 +98,9 @@ json = click.option(
 
 
 def examples(*lines: str) -> str:
-    """An epilogue for a command's help; the lines stay as they are.
+    r"""An epilogue for a command's help; the lines stay as they are.
 
     >>> examples("torchremat env")
-    '\\x08\\nExamples:\\n  torchremat env'
+    '\x08\nExamples:\n  torchremat env'
     """
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])

@@ -28,6 +28,7 @@ DONATED = ["jit_donation.py", "--steps", "3"]
 COMPILED = ["compile_policy.py", "--layers", "2"]
 PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]
 NAMED_AXES = ["named_axes.py", "--batch", "8", "--width", "16"]
+RAGGED = ["ragged_gradients.py"]
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict
 ROW = re.compile(
     r"^  (\S.*?) +([\d.]+) +([\d.]+) +x ([\d.]+) +([\d.]+) -> ([\d.]+) +(yes|NO) *$", re.MULTILINE
@@ -159,3 +160,10 @@ def test_examples_of_a_batch_know_of_one_another():
     assert len(found) == 3, done.stdout
     assert all(float(error) < 1e-12 for pair in found for error in pair), done.stdout
     assert done.stdout.count("f64[16] output of psum from named_axes.py") == 2
+
+
+def test_gradients_of_sequences_of_different_lengths():
+    done = run_example(RAGGED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (error,) = re.findall(r"greatest difference from a loop: ([\d.e+-]+)", done.stdout)
+    assert float(error) < 1e-5

@@ -431,7 +431,10 @@ def higher_order_operators():
     assert (found.shape, dims) == ((3, 2), 0)
 
 
-@check("flash_attention_on_cpu", "flash_attention_on_cpu_backward")
+@check(
+    "flash_attention_on_cpu", "flash_attention_on_cpu_backward", "FLASH_ATTENTION",
+    "FLASH_ATTENTION_BACKWARD",
+)  # fmt: skip
 def attention_on_the_cpu():
     q, cotangent = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
     k, v = torch.randn(2, 2, 7, 3), torch.randn(2, 2, 7, 3)  # fewer heads, other lengths

@@ -757,8 +757,8 @@ def function_calls_handled(handler: FunctionHandler) -> Iterator[None]:
 
 _lifts: dict[int, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
 _WRAPPERS = (
-    (eager_transforms, "_wrap_for_grad", eager_transforms._wrap_for_grad),
-    (functorch_vmap, "_add_batch_dim", functorch_vmap._add_batch_dim),
+    (eager_transforms, "_wrap_for_grad", vars(eager_transforms)["_wrap_for_grad"]),
+    (functorch_vmap, "_add_batch_dim", vars(functorch_vmap)["_add_batch_dim"]),
 )
 
 
@@ -1089,8 +1089,12 @@ def autograd_as_at_the_top() -> Iterator[None]:
             yield
 
 
+FLASH_ATTENTION: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_ATTENTION_BACKWARD: OpOverload = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
 flash_attention_on_cpu: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._op
+flash_attention_on_cpu = FLASH_ATTENTION._op
 """`(q, k, v, dropout_p, is_causal, *, scale)`, `[batch, heads, length, dim]`: output, logsumexp.
 
 It takes any strides with numbers side by side and rows that do not overlap, fewer heads of keys
@@ -1098,9 +1102,7 @@ than of queries, and lengths that differ. No size may be 0: it divides by the le
 """
 
 flash_attention_on_cpu_backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-flash_attention_on_cpu_backward = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
-)
+flash_attention_on_cpu_backward = FLASH_ATTENTION_BACKWARD._op
 """`(cotangent, q, k, v, out, logsumexp, dropout_p, is_causal, *, scale)`: those of q, k and v."""
 
 

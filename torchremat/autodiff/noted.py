@@ -7,14 +7,15 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchremat.autodiff.bodies import Body
+from torchremat.graph.sizes import Interpreter
 from torchremat.graph.tracing import Tracing
 
 
-class NotedInterpreter(fx.Interpreter):
+class NotedInterpreter(Interpreter):
     """Runs a graph in a trace; what an operator turns into gets its module and source line."""
 
     def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(module)
         self.tracing = tracing
 
     def run_node(self, n: fx.Node) -> Any:

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from torchremat import _torch
 from torchremat.batching.positions import bdim_at_front
 from torchremat.batching.rules import rules_where_torch_has_none
 
-_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_attention = _torch.FLASH_ATTENTION
+_backward = _torch.FLASH_ATTENTION_BACKWARD
 
 
 @cache
@@ -58,7 +58,7 @@ class _Fold:
         return bdim_at_front(x, dim, self.size).flatten(0, 1)
 
     def out_of_batch(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.size, self.batch))
+        return x.unflatten(0, (self.size, self.batch))  # type: ignore[no-any-return]
 
     def mask_of(self, vals: Sequence[Tensor], dims: Sequence[int | None]) -> dict[str, Any]:
         """The mask as the kernel takes it: `[L, S]`, or `[B, H, L, S]` where `B`, `H` may be 1."""

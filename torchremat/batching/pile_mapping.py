@@ -74,9 +74,9 @@ class _Outputs:
         leaves, spec = _torch.tree_flatten(result)
         statics = tuple(WrapHashably(_TENSOR if _varies(x) else x) for x in leaves)
         kept = cls(spec, statics)
-        if kept not in _structures:
-            _structures.append(kept)
-        return [*(x for x in leaves if _varies(x)), _structures.index(kept)]
+        number = _numbers.setdefault(kept, len(_numbers))
+        _structures[number] = kept
+        return [*(x for x in leaves if _varies(x)), number]
 
     @classmethod
     def unflatten(cls, found: Sequence[Dense | Ragged], mapping: "Mapping", size: int) -> Any:
@@ -99,7 +99,8 @@ class _Outputs:
 
 
 _TENSOR = "a tensor, or a size that differs"
-_structures: list[_Outputs] = []
+_numbers: dict[_Outputs, int] = {}
+_structures: dict[int, _Outputs] = {}
 
 
 def _varies(leaf: Any) -> bool:

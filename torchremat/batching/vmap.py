@@ -45,7 +45,8 @@ class Mapped(Checkpointed):
         statics = StaticArguments(fun, (), (), lenient=True)
         super().__init__(fun, plain_autograd, True, statics, lenient=True)
         axes = _torch.tree_flatten((mapping.in_axes, mapping.out_axes), is_leaf=is_spec)[0]
-        self._has_containers = any(map(is_spec, axes))
+        # a trace does not know the tensors of containers, nor where those of a mesh are
+        self._is_never_traced = any(map(is_spec, axes)) or mapping.spmd_axis_name is not None
 
     @property
     def around(self) -> Callable[..., Any]:  # type: ignore[override]
@@ -65,7 +66,7 @@ class Mapped(Checkpointed):
         """Call the function on all examples at once."""
         if torch.compiler.is_dynamo_compiling():
             return _call_in_compiler(self.fun, self._mapping, *args, **kwargs)
-        if self._has_containers:  # trees of which only `vmap` knows the tensors
+        if self._is_never_traced:
             return self._mapping(self.fun, *args, **kwargs)
         return super().__call__(*args, **kwargs)
 

@@ -12,7 +12,7 @@ import click
 import torch
 
 from torchremat.cli.decisions import read_policies, under
-from torchremat.cli.output import show, working, write_json
+from torchremat.cli.output import check_writable, show, working, write_json
 from torchremat.cli.targets import Target, load_target
 from torchremat.planning.plan import human_seconds
 from torchremat.planning.progress import shown_progress
@@ -60,6 +60,7 @@ class Measured:
 def run_bench(options: BenchOptions) -> None:
     """Measure, and print a table."""
     chosen = read_policies(options.policies, options.budgets)
+    check_writable(json=options.json_path)
     with working(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     measured = measure(target, chosen, options.select, options.rounds)

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from torchremat.cli.decisions import read_policies, under
-from torchremat.cli.output import note, show, working, write_json
-from torchremat.cli.pages import write_diff
+from torchremat.cli.output import check_writable, note, show, working, write_json
+from torchremat.cli.pages import check_pages, write_diff
 from torchremat.cli.plans import check_rates
 from torchremat.cli.targets import Target, load_target
 from torchremat.planning.estimate import estimate
@@ -43,6 +43,8 @@ def run_compare(options: CompareOptions) -> None:
             f"{len(chosen)} policies"
         )
     check_rates(options.on)
+    check_writable(json=options.json_path)
+    check_pages(options.html, "diff_html")
     with working(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     found = _compared(target, chosen, options)

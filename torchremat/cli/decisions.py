@@ -74,10 +74,7 @@ def read_policies(policies: Sequence[str], budgets: Sequence[str]) -> dict[str, 
 def one_policy(policy_text: str | None, budget: str | None, select: str | None) -> Policy | None:
     """The one policy of a command that takes one; `None` without any."""
     if policy_text is not None and budget is not None:
-        raise click.UsageError(
-            f"--policy and --budget are two policies: join them as --policy '{policy_text}"
-            f"|budget:{budget}', or give one"
-        )
+        raise click.UsageError("--policy and --budget are two policies: give one of them")
     if policy_text is None and budget is None:
         if select is not None:
             raise click.UsageError("--select says where a policy goes: give --policy or --budget")
@@ -94,7 +91,8 @@ def under(target: Target, chosen: Policy | None, select: str | None) -> Callable
     if chosen is None:
         return target.fun
     if select is None:
-        return checkpoint(target.fun, policy=chosen)
+        fun: Callable[..., Any] = checkpoint(target.fun, policy=chosen)
+        return fun
     if not isinstance(target.fun, nn.Module):
         raise click.BadParameter(
             f"it picks modules of a model, and {target.text} is a function",
@@ -122,7 +120,7 @@ def read_optimizer(text: str | None) -> type[torch.optim.Optimizer] | None:
     if text is None:
         return None
     if ":" in text:
-        found = find(*split(text))[1]
+        found: Any = find(*split(text))[1]
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
             return found
         raise click.BadParameter(f"{text} is no optimizer's class", param_hint="'--optimizer'")

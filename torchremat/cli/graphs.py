@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchremat.cli.decisions import one_policy, under
-from torchremat.cli.output import show, working, write_json
-from torchremat.cli.pages import write_page
+from torchremat.cli.output import check_writable, show, working, write_json
+from torchremat.cli.pages import check_pages, write_page
 from torchremat.cli.targets import load_target
 from torchremat.graph.typed_graph import TypedGraph
 from torchremat.planning.plans import plan
@@ -29,6 +29,8 @@ class GraphOptions:
 def run_graph(options: GraphOptions) -> None:
     """Trace and print the graph, or write it as a page or JSON."""
     chosen = one_policy(options.policy, options.budget, options.select)
+    check_writable(json=options.json_path)
+    check_pages(options.html)
     with working(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     fun = under(target, chosen, options.select)

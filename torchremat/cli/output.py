@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -46,6 +47,28 @@ def show(text: str) -> None:
         return
     console = Console(theme=_THEME, highlighter=_Decisions())
     console.print(text, markup=False, emoji=False, soft_wrap=True)
+
+
+def check_writable(**paths: str | None) -> None:
+    """`click.BadParameter` if a file cannot be written that an option of that name gives.
+
+    It is asked before long work is done for the file.
+
+    >>> check_writable(save="no/such/folder/plan.json")
+    Traceback (most recent call last):
+    click.exceptions.BadParameter: no/such/folder/plan.json: there is no folder no/such/folder
+    """
+    for option, path in paths.items():
+        if path is None or path == "-":
+            continue
+        folder = Path(path).parent
+        there = Path(path) if Path(path).exists() else folder
+        if not folder.is_dir():
+            raise click.BadParameter(
+                f"{path}: there is no folder {folder}", param_hint=f"'--{option}'"
+            )
+        if not os.access(there, os.W_OK):
+            raise click.BadParameter(f"{path}: it may not be written", param_hint=f"'--{option}'")
 
 
 def write_json(content: Any, path: str) -> None:

@@ -3,8 +3,19 @@
 import importlib
 from typing import Any
 
-from torchremat.cli.output import note
+from torchremat.cli.output import check_writable, note
 from torchremat.errors import NotAvailableError
+
+
+def check_pages(path: str | None, function: str = "graph_html") -> None:
+    """Before long work: whether a page can be drawn and written, if `path` asks for one.
+
+    Raises `click.BadParameter`, and `NotAvailableError` (a `NotImplementedError`) where
+    `torchremat.viz` lacks the function.
+    """
+    if path is not None:
+        check_writable(html=path)
+        _viz(function)
 
 
 def write_page(drawn: Any, path: str) -> None:

@@ -3,9 +3,11 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchremat.cli.decisions import check_budget, given_by, read_optimizer
-from torchremat.cli.output import note, show, working, write_json
-from torchremat.cli.pages import write_page
+import click
+
+from torchremat.cli.decisions import check_budget, read_optimizer
+from torchremat.cli.output import check_writable, note, show, working, write_json
+from torchremat.cli.pages import check_pages, write_page
 from torchremat.cli.targets import load_target
 from torchremat.planning.devices import rates_of
 from torchremat.planning.plan import Plan
@@ -32,6 +34,8 @@ def run_plan(options: PlanOptions) -> None:
     check_budget(options.budget)
     optimizer = read_optimizer(options.optimizer)
     check_rates(options.on)
+    check_writable(save=options.save, json=options.json_path)
+    check_pages(options.html)
     with working(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     found = plan(
@@ -57,8 +61,10 @@ def run_plan(options: PlanOptions) -> None:
 def check_rates(name: str | None) -> None:
     """`click.BadParameter` if `--on` names no device."""
     if name is not None:
-        with given_by("--on"):
+        try:
             rates_of(name)
+        except (ValueError, RuntimeError) as error:
+            raise click.BadParameter(str(error), param_hint="'--on'") from error
 
 
 def figures_of(found: Plan) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import click
 
 from torchremat.cli.decisions import one_policy, under
-from torchremat.cli.output import show, working, write_json
-from torchremat.cli.pages import write_page
+from torchremat.cli.output import check_writable, show, working, write_json
+from torchremat.cli.pages import check_pages, write_page
 from torchremat.cli.targets import Target, load_target
 from torchremat.remat.explain import explain
 from torchremat.remat.report import Report, human_bytes, table
@@ -33,6 +33,8 @@ def run_residuals(options: ResidualsOptions) -> None:
     if options.lines and options.by_module:
         raise click.UsageError("--lines and --by-module are two ways to print: give one")
     chosen = one_policy(options.policy, options.budget, options.select)
+    check_writable(json=options.json_path)
+    check_pages(options.html)
     with working(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     fun = under(target, chosen, options.select)

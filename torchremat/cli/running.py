@@ -3,6 +3,7 @@
 0: done. 1: it failed. 2: it was asked for wrongly. 130: Ctrl-C. 141: nobody read what it wrote.
 """
 
+import io
 import os
 import sys
 import traceback
@@ -31,6 +32,16 @@ class UserCodeError(click.ClickException):
 class Command(click.Group):
     """A group of commands whose errors are told as a shell's user expects."""
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; nobody needs to be told that nobody reads what it writes."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # or a closed pipe is noticed only when Python ends
+        except BrokenPipeError:
+            _discard_output()
+            ctx.exit(PIPE_CLOSED)
+        return result
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands in the order in which they are written."""
         return list(self.commands)
@@ -44,13 +55,9 @@ class Command(click.Group):
         try:
             with _warnings_told():
                 code = super().main(args, prog_name, obj=settings, **extra)
-            sys.stdout.flush()  # or a closed pipe is noticed only when Python ends
         except (KeyboardInterrupt, click.Abort):
-            click.echo("\ninterrupted", err=True)
+            click.echo("interrupted", err=True)
             code = INTERRUPTED
-        except BrokenPipeError:
-            _discard_output()
-            code = PIPE_CLOSED
         except Exception as error:
             code = _tell(error, debug=settings.get("debug", False))
         sys.exit(code if isinstance(code, int) else 0)
@@ -118,7 +125,7 @@ def _discard_output() -> None:
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = io.StringIO()  # it is no file
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def load_target(text: str, device: str | None = None) -> Target:
         fun, arguments = _made(text, found)
         if arguments is None:
             arguments = _examples(text, fun, vars(module).get("example_inputs"))
-        args, kwargs = _checked_arguments(text, arguments)
+        args, kwargs = _split(arguments)
         return _moved(Target(text, fun, args, kwargs), device)
 
 
@@ -74,9 +74,11 @@ def _made(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
         return found, None
     with _user_code(f"{text}()"):
         result = found()
-    if isinstance(result, tuple) and len(result) in (2, 3) and callable(result[0]):
-        arguments = result[1] if len(result) == 2 else (result[1], result[2])
-        return result[0], (_as_tuple(arguments) if len(result) == 2 else arguments)
+    match result:
+        case (fun, args) if isinstance(result, tuple) and callable(fun):
+            return fun, _as_tuple(args)
+        case (fun, args, dict() as kwargs) if isinstance(result, tuple) and callable(fun):
+            return fun, (_as_tuple(args), kwargs)
     if callable(result):
         return result, None
     raise click.ClickException(
@@ -113,16 +115,11 @@ def _as_tuple(arguments: Any) -> Any:
     return arguments if isinstance(arguments, tuple | list) else (arguments,)
 
 
-def _checked_arguments(text: str, arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments, from a tuple or from a pair of a tuple and a dict."""
     args, kwargs = arguments, {}
     if len(args) == 2 and isinstance(args[0], tuple | list) and isinstance(args[1], dict):
         args, kwargs = args
-    if not isinstance(args, tuple | list) or not isinstance(kwargs, dict):
-        raise click.ClickException(
-            f"{text} gave arguments that are {_described(arguments)}. They are a tuple, or a pair "
-            "of a tuple and a dict of keyword arguments"
-        )
     return tuple(args), dict(kwargs)
 
 

@@ -7,78 +7,124 @@ to the module whose derivative it is part of, as far as what it reads tells:
     dx   = mm(dy, t)                 fc      so does this, through a view
     db   = sum(dy)                   fc      it reads what mm reads
     dx_1 = view(dx)                  fc      a view goes with its base
-    sum  = add(dx_1, dres)           block   the least module that contains what it joins
+    zero = scalar_tensor(0)          fc      it goes with what reads it
+    all  = add(dx_1, dres)           block   the least module that contains what it joins
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-
-import torch  # noqa: F401 - for the example
-from torch import fx
-
-from torchremat.graph.aliases import is_item, is_view
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 _PARAMETER = 3
-"""A parameter tells more than a value does: that may have come from the module before."""
-
-
-def backward_modules(nodes: Sequence[fx.Node], known: Mapping[str, str]) -> dict[str, str]:
-    """The module of each of `nodes`, by name; `known` are those of the forward pass.
-
-    >>> graph = fx.Graph()
-    >>> w, dy = graph.placeholder("w"), graph.placeholder("dy")
-    >>> mm = graph.call_function(torch.ops.aten.mm.default, (dy, w))
-    >>> sum_1 = graph.call_function(torch.ops.aten.sum.default, (dy,))
-    >>> backward_modules([mm, sum_1], {"w": "fc"})
-    {'mm': 'fc', 'sum_1': 'fc'}
-    """
-    found = dict(known)
-    for node in nodes:  # what it reads of the forward pass
-        module = node.meta.get("module") or _of_what_it_reads(node, known)
-        if module is None and _follows(node):
-            module = found.get(node.all_input_nodes[0].name)
-        if module is not None:
-            found[node.name] = module
-    for node in nodes:  # what others read beside it
-        if node.name not in found and not _follows(node):
-            near = Counter(
-                found[user.name]
-                for source in node.all_input_nodes
-                if source.name not in known
-                for user in source.users
-                if user is not node and user.name in found and len(source.users) <= _FEW
-            )
-            if len(near) == 1:
-                found[node.name] = next(iter(near))
-    for node in nodes:  # what it joins
-        if node.name not in found:
-            around = [found.get(n.name) for n in (*node.all_input_nodes, *node.users)]
-            paths = [path for path in around if path is not None]
-            inputs = [p for n in node.all_input_nodes if (p := found.get(n.name)) is not None]
-            found[node.name] = inputs[0] if _follows(node) and inputs else common(paths)
-    return {node.name: found[node.name] for node in nodes}
-
+"""A parameter tells more than a value does, which may come from the module before."""
 
 _FEW = 3
 """A gradient that more operators read is where branches meet, and says nothing of any."""
 
 
-def _follows(node: fx.Node) -> bool:
-    return (is_item(node) or is_view(node)) and len(node.all_input_nodes) == 1
+@dataclass(frozen=True)
+class Operators:
+    """Operators by name, in the order in which they run.
+
+    Attributes:
+        reads: the names of what each reads.
+        views: those that lie in the memory of the one value that they read, or are one of its
+            items.
+        parameters: what is an input.
+        modules: the modules that are known.
+    """
+
+    reads: Mapping[str, Sequence[str]]
+    views: frozenset[str]
+    parameters: frozenset[str]
+    modules: Mapping[str, str]
+
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[str]]:
+        """The names of what reads each."""
+        found: dict[str, list[str]] = {}
+        for name, reads in self.reads.items():
+            for read in reads:
+                found.setdefault(read, []).append(name)
+        return found
+
+    @cached_property
+    def unknown(self) -> list[str]:
+        """Those whose modules are not known."""
+        return [name for name in self.reads if name not in self.modules]
 
 
-def _of_what_it_reads(node: fx.Node, known: Mapping[str, str]) -> str | None:
-    """The module of most of the forward values among what `node` reads, views seen through."""
+def backward_modules(operators: Operators) -> dict[str, str]:
+    """The module of each operator, by name: those that are known, and those that are found.
+
+    >>> reads = {"w": [], "dy": [], "mm": ["dy", "w"], "sum": ["dy"]}
+    >>> backward_modules(Operators(reads, frozenset(), frozenset(["w"]), {"w": "fc"}))
+    {'w': 'fc', 'mm': 'fc', 'sum': 'fc', 'dy': 'fc'}
+    """
+    found = dict(operators.modules)
+    for step in (
+        _of_what_it_reads,
+        _of_what_it_stands_beside,
+        _of_what_reads_it,
+        _of_what_it_joins,
+    ):
+        for name in operators.unknown:
+            if name not in found:
+                module = step(operators, name, found)
+                if module is not None:
+                    found[name] = module
+    return {name: found.get(name, "") for name in (*found, *operators.unknown)}
+
+
+def _of_what_it_reads(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
+    """The module of most of the forward values that it reads, views seen through."""
+    reads = operators.reads[name]
     votes: Counter[str] = Counter()
-    for source in node.all_input_nodes:
-        while source.name not in known and is_view(source):
-            source = source.all_input_nodes[0]
-        if source.name in known:
-            votes[known[source.name]] += _PARAMETER if source.op == "placeholder" else 1
-    if not votes:
+    for read in reads:
+        source = read
+        while source not in operators.modules and source in operators.views:
+            (source,) = operators.reads[source]
+        if source in operators.modules:
+            weight = _PARAMETER if source in operators.parameters else 1
+            votes[operators.modules[source]] += weight
+    if votes:
+        most = max(votes.values())
+        return max((path for path, count in votes.items() if count == most), key=_depth)
+    return found.get(reads[0]) if name in operators.views else None
+
+
+def _of_what_it_stands_beside(
+    operators: Operators, name: str, found: Mapping[str, str]
+) -> str | None:
+    """The module of all others that read a gradient that it reads."""
+    near = {
+        found[reader]
+        for read in operators.reads[name]
+        if read not in operators.modules and len(operators.readers[read]) <= _FEW
+        for reader in operators.readers[read]
+        if reader in found
+    }
+    return near.pop() if len(near) == 1 and name not in operators.views else None
+
+
+def _of_what_reads_it(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
+    """Of what reads nothing."""
+    if operators.reads[name]:
         return None
-    best = max(votes.values())
-    return max((path for path, count in votes.items() if count == best), key=_depth)
+    return _common_of(operators.readers.get(name, ()), found)
+
+
+def _of_what_it_joins(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
+    reads = operators.reads[name]
+    if name in operators.views and reads[0] in found:
+        return found[reads[0]]
+    return _common_of((*reads, *operators.readers.get(name, ())), found)
+
+
+def _common_of(names: Iterable[str], found: Mapping[str, str]) -> str | None:
+    paths = [found[name] for name in names if name in found]
+    return common(paths) if paths else None
 
 
 def _depth(path: str) -> tuple[int, str]:
@@ -93,9 +139,8 @@ def common(paths: Sequence[str]) -> str:
     """
     if not paths:
         return ""
-    split = [path.split(".") for path in paths]
     shared = []
-    for parts in zip(*split, strict=False):
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])

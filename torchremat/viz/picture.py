@@ -70,7 +70,9 @@ class Picture:
         figures: its numbers, each with what it is.
         values: the values.
         timeline: the bytes alive at each operator, if known.
-        resident: bytes that are there all the time, in addition to the timeline: by what they are.
+        resident: bytes that are there all the time, beside those of the timeline: parameters and
+            inputs.
+        resident_counts: whether the peak and the budget are with these.
         levels: bytes to mark in the timeline (a budget, the peak without rematerialisation).
     """
 
@@ -79,6 +81,7 @@ class Picture:
     values: tuple[Value, ...]
     timeline: Timeline | None = None
     resident: tuple[tuple[str, int], ...] = ()
+    resident_counts: bool = False
     levels: tuple[tuple[str, int], ...] = ()
 
     @cached_property

@@ -1,11 +1,12 @@
 """Reading pictures off plans, reports and graphs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
+from torchremat.autodiff.bodies import FunctionBody
 from torchremat.avals import Aval
 from torchremat.errors import GraphError
 from torchremat.graph.aliases import base_of, is_item, is_view
@@ -16,9 +17,10 @@ from torchremat.planning.plan import Plan, human_seconds
 from torchremat.planning.simulate import simulate
 from torchremat.planning.steps import graphs_of
 from torchremat.planning.timeline import Timeline
+from torchremat.remat.bound import InputLabel, labels_of_state
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.report import Report, Row, human_bytes
-from torchremat.viz.modules import backward_modules
+from torchremat.viz.modules import Operators, backward_modules
 from torchremat.viz.picture import Picture, Value
 
 Drawable = Plan | TypedGraph | Report | fx.GraphModule
@@ -67,7 +69,8 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     timeline = plan.timeline()
     forward, backward = plan.forward_graph, plan.backward_graph
     model = cost_model or getattr(plan, "cost_model", None)
-    told = _Told(plan.decisions, _reasons_of(forward), timeline, model)
+    labels = _labels_of(forward.meta.get("program"))
+    told = _Told(plan.decisions, _reasons_of(forward), labels, timeline, model)
     values = _Values(told).of(forward, backward)
     resident = plan.peak_bytes - timeline.peak
     base = plan.baseline
@@ -77,17 +80,34 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
         ("budget", human_bytes(plan.budget)),
         ("saved", human_bytes(plan.saved_bytes)),
         ("saved without", human_bytes(base.saved_bytes)),
-        ("time added", human_seconds(plan.recompute_seconds)),
-        ("of", human_seconds(base.seconds)),
+        ("time added", f"{human_seconds(plan.recompute_seconds)}{_share(plan)}"),
+        ("time without", human_seconds(base.seconds)),
     )
     return Picture(
         title,
         figures,
         values,
         timeline,
-        (("parameters, inputs, optimizer", resident),) if resident else (),
+        _resident(values, resident),
+        resident > 0,
         (("budget", plan.budget), ("peak without rematerialisation", base.peak_bytes)),
     )
+
+
+def _resident(values: Iterable[Value], total: int = 0) -> tuple[tuple[str, int], ...]:
+    """Parameters and inputs; what there is beside them of a `total` is an optimizer's."""
+    there = [value for value in values if value.phase == "forward"]
+    found = {
+        f"{kind}s": sum(value.nbytes for value in there if value.kind == kind)
+        for kind in ("parameter", "input")
+    }
+    found["optimizer"] = max(0, total - sum(found.values()))
+    return tuple((name, nbytes) for name, nbytes in found.items() if nbytes)
+
+
+def _share(plan: Plan) -> str:
+    seconds = plan.baseline.seconds
+    return f" ({100 * plan.recompute_seconds / seconds:.1f} %)" if seconds else ""
 
 
 def _reasons_of(forward: fx.GraphModule) -> dict[str, str]:
@@ -101,18 +121,38 @@ def _reasons_of(forward: fx.GraphModule) -> dict[str, str]:
     return {n.name: c.reason.replace(policy, said) for n, c in choices.choices.items()}
 
 
+def _labels_of(program: FunctionProgram | None) -> dict[str, InputLabel]:
+    """What the user calls inputs, by the names of nodes, as far as the modules are still there."""
+    if program is None:
+        return {}
+    region = program.region
+    nodes = program.root_joint.inputs
+    noted = {n.name: n.meta["label"] for n in nodes if "label" in n.meta}
+    if noted or not isinstance(region.body, FunctionBody) or region.body.captured is None:
+        return noted
+    known = labels_of_state(region.paths)
+    captured = list(region.body.captured())
+    closed_over = nodes[len(region.specs) - len(captured) :]
+    pairs = zip(closed_over, captured, strict=True)
+    return {node.name: known[id(tensor)] for node, tensor in pairs if id(tensor) in known}
+
+
 # --- reports -------------------------------------------------------------------------------------
 
 
 def _of_report(report: Report, cost_model: CostModel | None, title: str) -> Picture:
     program = getattr(report, "program", None)
-    figures = tuple((kind, human_bytes(size)) for kind, size in report.by_decision().items())
+    sizes = {"saved": 0, "recomputed": 0} | report.by_decision()
+    figures = tuple((kind, human_bytes(size)) for kind, size in sizes.items())
     if isinstance(program, FunctionProgram):
         forward, backward = (compiled.module for compiled in graphs_of(program))
         timeline = simulate(forward, backward)
-        told = _Told(_decisions_of(program), _reasons_of(forward), timeline, cost_model)
+        told = _Told(
+            _decisions_of(program), _reasons_of(forward), _labels_of(program), timeline, cost_model
+        )
         peak = (("peak", human_bytes(timeline.peak)),)
-        return Picture(title, peak + figures, _Values(told).of(forward, backward), timeline)
+        values = _Values(told).of(forward, backward)
+        return Picture(title, peak + figures, values, timeline, _resident(values))
     return Picture(title, figures, tuple(map(_value_of_row, report)))
 
 
@@ -120,7 +160,7 @@ def _decisions_of(program: FunctionProgram) -> dict[str, str]:
     """What becomes of the values of the forward pass that the backward pass needs."""
     choices = program.choices.choices
     kept = {base_of(node) for node in program.residuals}
-    found = {
+    found: dict[str, str] = {
         node.name: choices[node].decision if node in choices else "saved"
         for node in kept
         if node.op != "placeholder"
@@ -156,12 +196,12 @@ def _of_graph(
     graph: fx.GraphModule, cost_model: CostModel | None, title: str, num_consts: int
 ) -> Picture:
     timeline = _timeline_of(graph)
-    told = _Told({}, {}, timeline, cost_model, num_consts)
+    told = _Told({}, {}, {}, timeline, cost_model, num_consts)
     values = _Values(told).of(graph, None)
     figures = [("values", str(len(values)))]
     if timeline is not None:
         figures.insert(0, ("peak", human_bytes(timeline.peak)))
-    return Picture(title, tuple(figures), values, timeline)
+    return Picture(title, tuple(figures), values, timeline, _resident(values))
 
 
 def _timeline_of(graph: fx.GraphModule) -> Timeline | None:
@@ -178,6 +218,7 @@ class _Told:
 
     decisions: Mapping[str, str]
     reasons: Mapping[str, str]
+    labels: Mapping[str, InputLabel]
     timeline: Timeline | None
     cost_model: CostModel | None
     num_consts: int = 0
@@ -200,31 +241,26 @@ class _Values:
         self.values: list[Value] = []
         self.numbers: dict[str, int] = {}
         self.results: set[str] = set()
-        self.kept: dict[str, str] = {}
 
     def of(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> tuple[Value, ...]:
         nodes = _nodes_of(forward)
+        names = {node.name for node in nodes}
+        later = [] if backward is None else [n for n in _nodes_of(backward) if n.name not in names]
+        modules = backward_modules(_operators([*nodes, *later]))
         roles = forward.meta.get("roles")
         results = _results_of(forward)
         if roles is not None:
             results = [r for r, role in zip(results, roles, strict=True) if role == "output"]
         self.results = {base_of(r).name for r in results if isinstance(r, fx.Node)}
-        inputs = forward.graph.find_nodes(op="placeholder")
         for i, node in enumerate(nodes):
-            is_const = i < self.told.num_consts and node.op == "placeholder"
-            self._add(node, "forward", node.meta.get("module") or "", is_const or _closes(node))
+            is_const = i < self.told.num_consts or self._is_parameter(node)
+            self._add(node, "forward", modules[node.name], is_const)
         if backward is not None:
-            self._add_backward(backward, {n.name for n in inputs})
-        return tuple(self.values)
-
-    def _add_backward(self, backward: fx.GraphModule, inputs: set[str]) -> None:
-        known = {v.name: v.module for v in self.values if v.op or v.kind != "input"}
-        later = [n for n in _nodes_of(backward) if n.name not in self.numbers]
-        modules = backward_modules(later, known)
-        results = _results_of(backward)
-        self.results = {base_of(r).name for r in results if isinstance(r, fx.Node)}
+            results = _results_of(backward)
+            self.results = {base_of(r).name for r in results if isinstance(r, fx.Node)}
         for node in later:
             self._add(node, "backward", modules[node.name], False)
+        return tuple(self.values)
 
     def _add(self, node: fx.Node, phase: str, module: str, is_const: bool) -> None:
         self.numbers[node.name] = len(self.values)
@@ -234,7 +270,7 @@ class _Values:
         self.values.append(
             Value(
                 name=node.name,
-                label=_label(node),
+                label=self._label(node),
                 op=_op_name(node),
                 phase=phase,
                 kind=kind,
@@ -249,6 +285,22 @@ class _Values:
                 ),
             )
         )
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        """Whether it is what a function closes over, which is a parameter if no label tells."""
+        label = self.told.labels.get(node.name)
+        if label is not None:
+            return label.kind == "parameter"
+        return node.op == "placeholder" and node.name.startswith("captured_")
+
+    def _label(self, node: fx.Node) -> str:
+        """What to call a node: in the user's words, else by its operator."""
+        if is_item(node):
+            return f"[{node.args[1]}]"
+        if node.op == "call_function":
+            return packet_name(node.target).removeprefix("aten.").removeprefix("higher_order.")
+        label = self.told.labels.get(node.name)
+        return node.name if label is None else label.text
 
     def _kind(self, node: fx.Node, phase: str, is_const: bool) -> str:
         name = node.name
@@ -284,27 +336,21 @@ def _results_of(graph: fx.GraphModule) -> list[Any]:
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
-def _closes(node: fx.Node) -> bool:
-    """Whether an input is a parameter: what a function closes over and differentiates."""
-    label = node.meta.get("label")
-    if label is not None:
-        return str(label).startswith("parameter ")
-    return node.op == "placeholder" and node.name.startswith("captured_")
+def _operators(nodes: Sequence[fx.Node]) -> Operators:
+    known = {n.name: n.meta.get("module") or "" for n in nodes if n.meta.get("phase") != "backward"}
+    return Operators(
+        {n.name: [i.name for i in n.all_input_nodes] for n in nodes},
+        frozenset(n.name for n in nodes if is_item(n) or (is_view(n) and _reads_one(n))),
+        frozenset(n.name for n in nodes if n.op == "placeholder"),
+        known,
+    )
 
 
-def _label(node: fx.Node) -> str:
-    """What to call a node: in the user's words, else by its operator."""
-    if is_item(node):
-        return f"[{node.args[1]}]"
-    if node.op == "call_function":
-        return packet_name(node.target).removeprefix("aten.").removeprefix("higher_order.")
-    label = node.meta.get("label")
-    return str(label).partition(" ")[2] if label is not None else node.name
+def _reads_one(node: fx.Node) -> bool:
+    return len(node.all_input_nodes) == 1
 
 
 def _op_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
     return "getitem" if is_item(node) else str(node.target)
-
-

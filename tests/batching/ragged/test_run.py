@@ -1,12 +1,14 @@
 """Functions mapped over piles are those of a loop over the elements: values and gradients."""
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.batching.ragged.checks import LENGTHS, check, looped, mapped, pile_of
 from torchremat import checkpoint, jit
@@ -170,6 +172,7 @@ SIZES = {
     "arange": lambda n: torch.arange(n),
     "sum_of_arange": lambda n: torch.arange(n).sum(),
     "zeros": lambda n: torch.zeros(n, 2) + n,
+    "twice_the_same": lambda n: torch.arange(n) * torch.ones(n),
     "square": lambda n: torch.ones(n, n).sum(1),
     "fill": lambda n: torch.full((n,), 2.0) * n,
 }
@@ -192,6 +195,27 @@ def test_lookups():
     check(lambda i: table(i), tokens)
     check(lambda i: table.weight[i], tokens)
     check(lambda x, i: x[i], pile_of((3, 2, 4), 5), torch.tensor([[0, 2], [1, 1], [-1, 0]]))
+
+
+def test_attention_of_modules_is_one_operator():
+    layer = torch.nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, dtype=torch.float64)
+    pile = pile_of(NONEMPTY, 6)
+    check(lambda x: layer(x), pile)
+    met = Counter()
+    with Counted(met):
+        mapped(lambda x: layer(x), pile)
+    assert met["torchremat.ragged_attention"] == 1
+    assert not any("softmax" in name for name in met)
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self, met):
+        super().__init__()
+        self.met = met
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.met[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 # --- transformations -----------------------------------------------------------------------------

@@ -6,7 +6,8 @@ serve.
 """
 
 import math
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchremat import _torch
 from torchremat.batching.ragged.calls import RULES, Call, as_padded
 from torchremat.batching.ragged.values import Packed, Value, masked, padded
-
-if find_spec("torchremat.kernels.ragged_attention") is not None:
-    from torchremat.kernels.ragged_attention import ragged_attention
-else:
-    ragged_attention = None
+from torchremat.kernels.ragged_attention import ragged_attention
 
 
 def _scale_of(q: Tensor, scale: float | None) -> float:
@@ -109,7 +106,26 @@ class KeptAttention(TorchFunctionMode):
             kept = _kept(*args, **kwargs)
             if kept is not None:
                 return kept
+        if func is F.multi_head_attention_forward:  # no mode sees what it calls
+            with _kept_inside():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _kept_inside() -> Iterator[None]:
+    """Attention that PyTorch's own functions call is kept too. The lock of traces is held."""
+    plain = F.scaled_dot_product_attention
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        kept = _kept(*args, **kwargs)
+        return plain(*args, **kwargs) if kept is None else kept
+
+    F.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain
 
 
 def _kept(
@@ -134,13 +150,13 @@ def _rule(call: Call) -> Any:
     q, k, v = call.args[:3]
     is_causal, scale = call.bound["is_causal"], call.bound["scale"]
     along = [isinstance(x, Packed) and x.dim == x.rank - 2 for x in (q, k, v)]
-    if ragged_attention is None or not all(along) or k.extent is not v.extent:
+    if not all(along) or k.extent is not v.extent:
         return _on_padded(call, q, k, v)
-    rows = [
+    queries, keys, values = (
         x.data.flatten(0, -3).movedim(-2, 0) if x.rank > 2 else x.data[:, None] for x in (q, k, v)
-    ]
-    offsets_k = None if k.extent is q.extent else k.extent.offsets
-    out = ragged_attention(*rows, q.extent.offsets, offsets_k, is_causal=is_causal, scale=scale)
+    )
+    ends = q.extent.offsets, None if k.extent is q.extent else k.extent.offsets
+    out = ragged_attention(queries, keys, values, *ends, is_causal=is_causal, scale=scale)
     data = out.movedim(0, -2).reshape(*q.data.shape[:-1], v.data.shape[-1])
     return Packed(data, q.dim, q.extent)
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torchremat.batching.ragged.calls import Batch
 from torchremat.batching.ragged.extents import Extent, Sizes
 from torchremat.batching.ragged.interpret import interpret
+from torchremat.batching.ragged.lowering import lowered_body
 from torchremat.batching.ragged.values import Packed, Padded, Shared, Value
 from torchremat.graph.sizes import symbols_in
 from torchremat.remat.checkpoint import checkpoint
@@ -39,11 +40,9 @@ class _Body:
     def __init__(self, module: fx.GraphModule, form: _Form) -> None:
         self.kinds: list[tuple[Any, ...]] = []
         self.computed = form.computed
-        reference = weakref.ref(module)
+        body = lowered_body(module)
 
         def run(operands: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
-            body = reference()
-            assert body is not None
             sizes = _sizes(form, lengths, operands)
             batch = Batch(form.batch[0], sizes, *form.batch[1:])
             pairs = zip(operands, form.kinds, strict=True)

@@ -4,13 +4,11 @@ It is traced as `make_graph` traces, once for all lengths. Where the function as
 an integer tensor (`torch.arange(n)`), it gets a symbol too.
 """
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,12 +18,13 @@ from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions, trace_joint
 from torchremat.batching.ragged.attention import KeptAttention
-from torchremat.batching.ragged.lowering import decomposition
-from torchremat.errors import RaggedError, TorchrematError
+from torchremat.batching.ragged.extents import reading
+from torchremat.batching.ragged.lowering import BreakingUp
+from torchremat.batching.ragged.refusals import explained_mismatches, refusing_branches
+from torchremat.errors import RaggedError
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.no_grad import mark_no_grad
 from torchremat.graph.sizes import literal_size, printed
-from torchremat.graph.sources import Source, current_source, is_user_file, source_of_error
 from torchremat.graph.surroundings import Surroundings
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.guards import (
@@ -86,10 +85,8 @@ class ElementGraph:
         return tensors if specs == self.captured_specs else None
 
 
-class _Lowering(_torch.TorchDispatchMode):
-    """Breaks up operators without a rule, and gives a symbol to who asks for an integer's value."""
-
-    supports_higher_order_operators = True
+class _Lowering(BreakingUp):
+    """Breaks up operators, and gives a symbol to who asks for the value of an integer."""
 
     def __init__(self, shapes: _torch.ShapeEnv) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,16 +95,11 @@ class _Lowering(_torch.TorchDispatchMode):
         self.gave_numbers = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is aten.size.default:  # code in C++ that knows no symbols
             return self._numbers_for_sizes(args[0])
         if func is aten._local_scalar_dense.default:
             return self._read(func, *args)
-        broken_up = decomposition(func, args)
-        if broken_up is None:
-            return func(*args, **kwargs)
-        with self:
-            return broken_up(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _numbers_for_sizes(self, tensor: Tensor) -> list[int]:
         """Numbers to compare sizes with; `refuse_numbers` sees to it that the graph has none."""
@@ -129,6 +121,9 @@ class _Lowering(_torch.TorchDispatchMode):
     def _read(self, func: Any, tensor: Tensor) -> Any:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
             return func(tensor)
+        for size, known in self.found:
+            if known is tensor:
+                return size
         number = len(self.found)
         size = _torch.new_symbol(self.shapes, _HINT * 2 + 2 * number, f"item_{number}")
         mode = _torch.innermost_proxy_mode()
@@ -179,7 +174,7 @@ def trace_element(
     unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
     def flat(tensors: list[Tensor]) -> list[Any]:
-        with KeptAttention(), lowering, _refusing_branches(shapes):
+        with KeptAttention(), lowering, refusing_branches(shapes), _symbols_for_values():
             outputs = list(function(tensors[: len(specs)]))
         return [*outputs, *(tensor for _, tensor in lowering.found)]
 
@@ -188,7 +183,7 @@ def trace_element(
         paths.add_root(module, name)
     body = FunctionBody(lambda: flat, len(inputs))
     names = [f"arg{i}" for i in range(len(inputs))]
-    with torch.inference_mode(False), _explained_mismatches(specs, symbols):
+    with torch.inference_mode(False), explained_mismatches([s.shape for s in specs], symbols):
         options = TraceOptions(
             with_gradients=False, whole_calls=True, grad_enabled=torch.is_grad_enabled()
         )
@@ -245,82 +240,12 @@ def _input_spec(
 
 
 @contextmanager
-def _explained_mismatches(
-    specs: Sequence[ElementSpec], symbols: dict[int, torch.SymInt]
-) -> Iterator[None]:
-    """Say whose sizes they are that an operator finds not to fit."""
-    try:
-        yield
-    except RuntimeError as error:
-        names = {printed(size): number for number, size in symbols.items()}
-        met = [name for name in names if name in str(error)]
-        if isinstance(error, TorchrematError) or not met:
-            raise
-        places = "; ".join(
-            f"{name} is the size of dim {spec.shape.index(names[name])} of input {i}"
-            for name in met
-            for i, spec in enumerate(specs)
-            if names[name] in spec.shape
-        )
-        raise RaggedError(
-            f"sizes that differ from element to element do not fit at {source_of_error(error)}: "
-            f"{error} Here {places}. Two sizes are one if their lengths are equal in all elements."
-        ) from error
-
-
-@contextmanager
-def _refusing_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
-    """Raise where the user's own Python code needs a size that differs as a number.
-
-    PyTorch's code, which asks for much, is answered as for a large size.
-    """
-    evaluate = shapes.evaluate_sym_node
-
-    def checked(node: Any, *args: Any, **kwargs: Any) -> Any:
-        if not node.expr.free_symbols:
-            return evaluate(node, *args, **kwargs)
-        source = _user_who_asks()
-        if source is None and node.pytype is int:
-            raise RaggedError(
-                f"an operator of PyTorch, called at {current_source()}, needs a size as a number "
-                f"that differs from element to element ({node.expr}): it has no form for such. Use "
-                "other operators, or map over a dense batch."
-            )
-        if source is not None:
-            raise RaggedError(
-                f"Python needs the value of a size that differs from element to element, at "
-                f"{source} (of {node.expr}): an `if`, `int` or `range` of it has one answer in the "
-                "graph of all elements. Use operators of tensors: torch.where, torch.arange(n), "
-                "x[:k] with a number k."
-            )
-        return evaluate(node, *args, **kwargs)
-
-    shapes.evaluate_sym_node = checked  # type: ignore[method-assign,assignment]
+def _symbols_for_values() -> Iterator[None]:
+    before, reading.gives_symbols = reading.gives_symbols, True
     try:
         yield
     finally:
-        del shapes.evaluate_sym_node
-
-
-_SYMBOLS_OF_TORCH = tuple(
-    os.path.join(os.path.dirname(torch.__file__), *place)
-    for place in (("__init__.py",), ("fx", "experimental"))
-)
-
-
-_CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__", "__round__", "__trunc__")
-
-
-def _user_who_asks() -> Source | None:
-    """The line of the user's that needs the value of a size; none if PyTorch's code does."""
-    frame: FrameType | None = sys._getframe(2)
-    asked = ""
-    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS_OF_TORCH):
-        asked = frame.f_code.co_name
-        frame = frame.f_back
-    if frame is None or asked not in _CONVERSIONS or not is_user_file(frame.f_code.co_filename):
-        return None
-    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        reading.gives_symbols = before
 
 
 # --- the cache -----------------------------------------------------------------------------------

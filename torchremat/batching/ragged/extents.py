@@ -6,6 +6,7 @@ and `4*s0`. For a batch each is an `Extent`: the lengths of all elements.
     lengths  2 0 3        offsets  0 2 2 5        total  5        longest  3
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,15 @@ from torchremat import _torch
 from torchremat.errors import RaggedError
 from torchremat.graph.sizes import SYMBOLIC, Size, printed, value_of
 from torchremat.kernels.segments import offsets_of, segment_expand
+
+
+class _Reading(threading.local):
+    """What is made of the value of a tensor while a graph is traced."""
+
+    gives_symbols = False
+
+
+reading = _Reading()
 
 
 @dataclass(eq=False)
@@ -73,8 +83,10 @@ class Extent:
             )
         return list(_torch.innermost_tensor(self.lengths).tolist())
 
-    def _read(self, of: Callable[[Tensor], Tensor]) -> int:
+    def _read(self, of: Callable[[Tensor], Tensor]) -> Any:
         lengths = _torch.innermost_tensor(self.lengths)
+        if _torch.is_fake(lengths) and reading.gives_symbols:
+            return of(self.lengths).item()
         if _torch.is_fake(lengths):
             raise RaggedError(
                 f"the size {self.text} differs from element to element, and how much memory it "

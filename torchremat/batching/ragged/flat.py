@@ -1,6 +1,6 @@
 """Values that differ in several dims, from and to the flat data of a pile."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ def flat_pile_data(value: Padded) -> Tensor:
     return take_rows(rows, source, inverse_of(source, rows.shape[0]))
 
 
-def padded_of_flat(data: Tensor, shape: Sequence[Any], extents: Mapping[int, Extent]) -> Padded:
-    """The value with flat `data`; sizes below 0 of `shape` are those of `extents`."""
-    sizes = tuple(extents[s] if s < 0 else s for s in shape)
+def padded_of_flat(data: Tensor, sizes: Sequence[Any]) -> Padded:
+    """The value with flat `data`, of elements of these sizes."""
     whole = _numel(sizes)
     whole.known_total = data.shape[0]
     place = _places_in_padded(sizes, whole)

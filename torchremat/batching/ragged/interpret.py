@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 
-from torchremat.batching.ragged import indexing, structural  # noqa: F401  (they register rules)
+from torchremat.batching.ragged import indexing, nested, structural  # noqa: F401  (they register rules)
 from torchremat.batching.ragged.attention import attention
 from torchremat.batching.ragged.calls import RULES, Batch, Call, plain
 from torchremat.batching.ragged.extents import Extent
@@ -40,8 +40,8 @@ def interpret(
     named: dict[fx.Node, list[str]] = {}
     for name, node in items.items():
         named.setdefault(node, []).append(name)
-    last, needed = _uses(module.graph, [o for o in outputs if isinstance(o, fx.Node)])
-    needed |= set(items.values())
+    wanted = [o for o in outputs if isinstance(o, fx.Node)]
+    last, needed = _uses(module.graph, [*wanted, *items.values()])
     for node in module.graph.nodes:
         if node.op == "output":
             break

@@ -1,13 +1,21 @@
 """Which operators of the graph of an element are broken up into others, that have rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.autodiff.bodies import Body
+from torchremat.autodiff.graph_transforms import spec_of
+from torchremat.autodiff.joint import TraceOptions, trace_joint
+from torchremat.autodiff.noted import NotedBody
 from torchremat.batching.ragged.calls import RULES
+from torchremat.graph.modules import ModulePaths
+from torchremat.graph.slicing import slice_graph
+from torchremat.graph.tracing import Tracing
 
 aten = torch.ops.aten
 
@@ -25,6 +33,43 @@ def decomposition(op: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     if op is aten.native_layer_norm.default:  # over dims whose size differs there is none
         has_rule = not _has_symbols(args[1])
     return None if has_rule else _torch.decomposition_table().get(op)
+
+
+class BreakingUp(_torch.TorchDispatchMode):
+    """Breaks up operators without a rule."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        broken_up = decomposition(func, args)
+        if broken_up is None:
+            return func(*args, **kwargs)
+        with self:
+            return broken_up(*args, **kwargs)
+
+
+def lowered_body(module: fx.GraphModule) -> fx.GraphModule:
+    """The body of a checkpoint, with operators without a rule broken up.
+
+    It was traced by itself, out of sight of what breaks up those around it; or it is a derivative.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    specs = [spec_of(node) for node in placeholders]
+    names = [node.name for node in placeholders]
+    options = TraceOptions(with_gradients=False, whole_calls=True)
+    joint, _ = trace_joint(_LoweredBody(NotedBody(module)), specs, names, ModulePaths({}), options)
+    outputs = [value for value in joint.outputs if isinstance(value, fx.Node)]
+    return slice_graph(joint.module, joint.inputs, outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _LoweredBody(Body):
+    of: Body
+
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        with BreakingUp():  # type: ignore[no-untyped-call]
+            return self.of.run(tracing, inputs)
 
 
 def layer_norm_backward(

@@ -160,7 +160,9 @@ class _Inputs:
             number = shape[dims[0]]
             self.pending.append(lambda extents: Packed(data, dims[0], extents[number]))
         else:
-            self.pending.append(lambda extents: padded_of_flat(data, shape, extents))
+            self.pending.append(
+                lambda extents: padded_of_flat(data, [extents[s] if s < 0 else s for s in shape])
+            )
         return _spec(data, tuple(shape))
 
     def _number(self, size: IndexedSize, total: Any) -> int:

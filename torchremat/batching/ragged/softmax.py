@@ -52,10 +52,10 @@ def _run(x: Tensor, offsets: Tensor, log: bool) -> Tensor:
 
 def _one_by_one(x: Tensor, ends: list[int], log: bool) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    function = torch.ops.aten._log_softmax if log else torch.ops.aten._softmax
+    function = torch.log_softmax if log else torch.softmax
     for start, end in pairwise(ends):
         if end > start:
-            function.out(x[start:end], 0, False, out=y[start:end])
+            function(x[start:end], 0, out=y[start:end])
     return y
 
 

@@ -72,7 +72,7 @@ def _cat(call: Call) -> Any:
     extent = call.sizes_of(call.result)[dim]
     parts = []
     for value in call.values:
-        part = _part_of(value, dim, call.batch.axis_size)
+        part = part_of(value, dim, call.batch.axis_size)
         if part is None:
             return NotImplemented
         parts.append((part[0], part[1].lengths))
@@ -118,18 +118,18 @@ def _slice_scatter(call: Call) -> Any:
     value, part = call.values
     dim, axis_size = call.bound["dim"] % value.rank, call.batch.axis_size
     start, step = call.bound["start"] or 0, call.bound["step"]
-    return _put(call, value, _part_of(part, dim, axis_size), dim, start, step)
+    return _put(call, value, part_of(part, dim, axis_size), dim, start, step)
 
 
 def _select_scatter(call: Call) -> Any:
     value, part = call.values
     dim = call.bound["dim"] % value.rank
     full = with_dim(padded(part, call.batch.axis_size), dim)
-    return _put(call, value, _part_of(full, dim, call.batch.axis_size), dim, call.bound["index"], 1)
+    return _put(call, value, part_of(full, dim, call.batch.axis_size), dim, call.bound["index"], 1)
 
 
-def _part_of(value: Value, dim: int, axis_size: int) -> tuple[Tensor, Extent] | None:
-    """Rows along `dim`, and how many each element has."""
+def part_of(value: Value, dim: int, axis_size: int) -> tuple[Tensor, Extent] | None:
+    """The rows of a value along `dim`, and how many each element has."""
     if isinstance(value, Packed):
         return (value.data.movedim(dim, 0), value.extent) if value.dim == dim else None
     full = padded(value, axis_size)

@@ -6,8 +6,9 @@ from typing import Any
 
 from torchremat.batching.ragged.calls import Call, as_padded, on_packed, on_padded, rule
 from torchremat.batching.ragged.extents import Extent
+from torchremat.batching.ragged.flat import flat_pile_data, padded_of_flat
 from torchremat.batching.ragged.rows import flat_rows, from_flat_rows
-from torchremat.batching.ragged.values import Packed, Padded, Value, is_ragged, padded
+from torchremat.batching.ragged.values import Packed, Padded, Value, is_ragged, packed, padded
 
 Dims = Callable[[Call, int], Sequence[int]]
 
@@ -146,7 +147,11 @@ def view_as(call: Call, value: Value, sizes: tuple[Any, ...]) -> Any:
             return _view_packed(value, sizes, places[0])
     full = padded(value, call.batch.axis_size)
     if not _in_step(value.sizes, sizes):
-        return NotImplemented
+        rows = flat_rows(value) if isinstance(value, Packed) else flat_pile_data(full)
+        places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+        if len(places) == 1:
+            return from_flat_rows(rows, sizes, places[0])
+        return packed(padded_of_flat(rows, sizes))
     shape = [s.longest if isinstance(s, Extent) else s for s in sizes]
     return as_padded(full.data.reshape(call.batch.axis_size, *shape), sizes)
 

@@ -1,4 +1,6 @@
-// Numbers for people, as in the text reports.
+// What the page is given, and numbers for people as in the text reports.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
 
 function humanBytes(nbytes) {
   if (Math.abs(nbytes) < 1024) return `${nbytes} B`;

@@ -19,6 +19,10 @@ function sizeOfValue(value, mostBytes) {
 // The row of each item of a module, which folding does not change.
 function rowsOf(module) {
   if (module.rows) return module.rows;
+  if (!module.links.length && module.items.length > 2) { // nothing is known of how values flow: one below the other
+    module.rows = new Map(module.items.map((item, i) => [item, i]));
+    return module.rows;
+  }
   const below = new Map(module.items.map((item) => [item, new Set()]));
   for (const [from, to, side] of module.links)
     if (side === "forward") below.get(from).add(to);

@@ -1,21 +1,7 @@
-// What each kind of value looks like: a colour, a hatch and an outline, so that it can be told
-// without colours too.
+// How kinds of values are drawn: a colour, a hatch and an outline, so that they can be told without
+// colours too.
 
-const LOOKS = {
-  saved: { fill: "#2f7fc1", ink: "#ffffff", hatch: "none", shape: "box" },
-  offloaded: { fill: "#c58bb8", ink: "#20121d", hatch: "dots", shape: "slanted" },
-  recomputed: { fill: "#f2b84b", ink: "#2b1d00", hatch: "diagonal", shape: "cut", dashed: true },
-  temporary: { fill: "#e4e7eb", ink: "#1f2933", hatch: "none", shape: "box" },
-  output: { fill: "#3b4654", ink: "#ffffff", hatch: "none", shape: "box", double: true },
-  gradient: { fill: "#dd6f4f", ink: "#2a0b02", hatch: "horizontal", shape: "box", double: true },
-  input: { fill: "#69b591", ink: "#06231a", hatch: "none", shape: "slanted" },
-  parameter: { fill: "#b9d8c6", ink: "#10291d", hatch: "none", shape: "hexagon" },
-  constant: { fill: "#cfcabb", ink: "#26231a", hatch: "none", shape: "hexagon" },
-  view: { fill: "#f7f8f9", ink: "#52606d", hatch: "none", shape: "round" },
-  call: { fill: "#f7f8f9", ink: "#1f2933", hatch: "none", shape: "round" },
-  resident: { fill: "#b9d8c6", ink: "#10291d", hatch: "vertical", shape: "box" },
-  cotangent: { fill: "#9a8fd0", ink: "#150f33", hatch: "none", shape: "slanted" },
-};
+const LOOKS = DATA.looks;
 
 const HATCHES = {
   diagonal: (c) => { c.moveTo(0, 8); c.lineTo(8, 0); c.moveTo(-2, 2); c.lineTo(2, -2);
@@ -76,8 +62,8 @@ function swatch(kind) {
   c.fillStyle = fillOf(kind);
   c.fill();
   c.strokeStyle = "#52606d";
-  c.setLineDash(look.dashed ? [3, 2] : []);
-  c.lineWidth = look.double ? 2 : 1;
+  c.setLineDash(look.border === "dashed" ? [3, 2] : []);
+  c.lineWidth = look.border === "double" ? 2 : 1;
   c.stroke();
   return canvas;
 }

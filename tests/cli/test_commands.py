@@ -1,0 +1,148 @@
+import json
+
+import pytest
+import torch
+
+import torchremat as tr
+from tests.cli.commands import in_folder, output_of, run  # noqa: F401
+from torchremat.cli.targets import load_target
+
+pytestmark = pytest.mark.usefixtures("in_folder")
+MODEL = "model.py:make"
+
+
+def bound():
+    """The function of MODEL, and its arguments."""
+    target = load_target(MODEL)
+    return target.fun, *target.args
+
+
+def test_plan_prints_its_summary_and_what_is_saved_replays():
+    text = output_of("plan", MODEL, "--budget", "80%", "--save", "plan.json", "--on", "h100")
+    plan = tr.planning.Plan.load("plan.json")
+    assert text == f"{plan.summary()}\n"
+    replayed = output_of("residuals", MODEL, "--policy", "plan:plan.json", "--json", "-")
+    assert json.loads(replayed)["total"] == plan.saved_bytes
+
+
+def test_plan_as_json_has_the_figures_of_the_plan():
+    found = json.loads(output_of("plan", MODEL, "--budget", "80%", "--json", "-"))
+    plan = tr.plan(*bound(), budget="80%")
+    assert found["peak_bytes"] == plan.peak_bytes <= found["budget"]
+    assert found["decisions"] == plan.decisions
+    assert found["baseline"]["flops"] == plan.baseline.flops
+
+
+def test_plan_counts_an_optimizer_on_the_meta_device():
+    args = ["plan", MODEL, "--budget", "95%", "--json", "-", "--device", "meta"]
+    without = json.loads(output_of(*args))
+    with_adam = json.loads(output_of(*args, "--optimizer", "adamw"))
+    parameters = sum(p.nbytes for p in bound()[0].parameters())
+    assert with_adam["baseline"]["peak_bytes"] > without["baseline"]["peak_bytes"] + 3 * parameters
+
+
+def test_a_budget_that_cannot_be_met_says_the_least_that_can():
+    result = run("plan", MODEL, "--budget", "1kB")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "The least that was found is" in result.stderr
+
+
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_residuals_are_those_of_explain(policy):
+    report = tr.explain(*bound(), policy=policy)
+    assert output_of("residuals", MODEL, "--policy", policy) == f"{report}\n"
+    assert output_of("residuals", MODEL, "--policy", policy, "--json", "-") == (
+        f"{report.to_json()}\n"
+    )
+
+
+def test_residuals_of_selected_modules_are_those_of_wrap():
+    model, *args = bound()
+    report = tr.explain(tr.nn.wrap(model, "full", select="layers.*"), *args)
+    assert output_of("residuals", MODEL, "--policy", "full", "--select", "layers.*") == (
+        f"{report}\n"
+    )
+
+
+def test_residuals_a_line_each(capsys):
+    tr.print_saved_residuals(*bound())
+    assert output_of("residuals", MODEL, "--lines") == capsys.readouterr().out
+
+
+def test_residuals_by_module_add_up():
+    text = output_of("residuals", MODEL, "--by-module")
+    lines = [line.split("  ") for line in text.splitlines()]
+    assert [line[-1] for line in lines] == ["module", *(f"layers.{i}" for i in range(3)), "in all"]
+
+
+def test_graph_is_that_of_make_graph():
+    model, *args = bound()
+    graph = tr.make_graph(model)(*args)
+    assert output_of("graph", MODEL) == f"{graph}\n"
+    eqns = json.loads(output_of("graph", MODEL, "--json", "-"))["eqns"]
+    assert [eqn["op"] for eqn in eqns] == [str(eqn.op) for eqn in graph.eqns]
+
+
+def test_graph_with_sources_and_a_policy():
+    text = output_of("graph", MODEL, "--policy", "dots", "--sources")
+    assert "policy=dots_saveable" in text
+    assert "model.py:12 (forward)" in text
+
+
+def test_compare_has_the_figures_of_explain_and_estimate():
+    rows = json.loads(
+        output_of("compare", MODEL, "--policy", "full", "--budget", "80%", "--json", "-")
+    )
+    assert [row["policy"] for row in rows] == ["plain", "full", "budget:80%"]
+    for row in rows:
+        policy = "none" if row["policy"] == "plain" else row["policy"]
+        estimate = tr.estimate(*bound(), policy=policy)
+        assert row["peak_bytes"] == estimate.peak_bytes
+        assert row["held_bytes"] == tr.explain(*bound(), policy=policy).total
+
+
+def test_compare_of_selected_modules_simulates_no_peak():
+    result = run("compare", MODEL, "--policy", "full", "--select", "layers.*", "--device", "meta")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].split()[-3:] == ["-", "-", "-"]
+    assert "not simulated" in result.stderr
+
+
+@pytest.mark.parametrize("select", [[], ["--select", "layers.*"]])
+def test_bench_measures_each_policy_as_often(select):
+    text = output_of("bench", MODEL, "--policy", "full", *select, "--rounds", "2", "--json", "-")
+    rows = {row["policy"]: row for row in json.loads(text)["rows"]}
+    assert list(rows) == ["plain", "full", "plain again"]
+    assert {len(row["seconds"]) for row in rows.values()} == {2}
+    assert rows["plain"]["peak_bytes"] == rows["plain again"]["peak_bytes"]
+    assert (rows["full"]["peak_bytes"] < rows["plain"]["peak_bytes"]) == bool(select)
+
+
+def test_bench_prints_a_table():
+    lines = output_of("bench", MODEL, "--policy", "dots", "--rounds", "1").splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["policy", "plain", "dots", "plain again"]
+
+
+def test_bench_needs_values():
+    result = run("bench", MODEL, "--policy", "full", "--device", "meta")
+    assert result.exit_code == 1
+    assert "bench runs the step" in result.stderr
+
+
+def test_env_has_versions_and_no_secrets(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/home/ann/cache")
+    text = output_of("env")
+    assert torch.__version__ in text
+    assert "OMP_NUM_THREADS" in text
+    assert not {"hf_secret", "/home/ann"} & set(text.split())
+    assert json.loads(output_of("env", "--json", "-"))["packages"]["torch"] == torch.__version__
+
+
+def test_json_goes_to_a_file_beside_the_text():
+    result = run("residuals", MODEL, "--json", "report.json")
+    assert "held for the backward pass" in result.stdout
+    assert result.stderr == "wrote report.json\n"
+    with open("report.json", encoding="utf-8") as file:
+        assert json.load(file)["total"] == tr.explain(*bound()).total

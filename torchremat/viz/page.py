@@ -1,0 +1,158 @@
+"""Pages: a graph with its timeline as one HTML file that opens offline."""
+
+import json
+from dataclasses import asdict
+from functools import cache
+from importlib import resources
+from string import Template
+from typing import Any
+
+from torchremat.planning.cost_model import CostModel
+from torchremat.planning.timeline import Timeline
+from torchremat.viz.looks import LOOKS, STACK
+from torchremat.viz.picture import KINDS, Picture
+from torchremat.viz.reading import Drawable, picture_of
+from torchremat.viz.writing import PathLike, suffix_of, write_text
+
+SCRIPTS = ("format", "looks", "model", "layout", "drawing", "timeline", "panel", "main")
+"""In this order: together they are one module."""
+
+
+def graph_html(
+    plan_or_graph: Drawable,
+    path: PathLike,
+    *,
+    title: str | None = None,
+    cost_model: CostModel | None = None,
+) -> None:
+    """Draw the forward and backward graph as a page, with the bytes alive over the step under it.
+
+    The forward pass is the column at the left, read downwards; the backward pass the one at the
+    right, read upwards: a module and its derivative stand side by side, and between them run what
+    is saved and what is computed again. Modules fold and unfold by a click. The page is one file,
+    asks nothing of the network, and is byte-equal whenever the same plan is drawn.
+
+    Args:
+        plan_or_graph: a `Plan`, a `Report` of `explain`, a `TypedGraph` of `make_graph`, or an
+            `fx.GraphModule` of ATen operators.
+        path: the file, with the suffix `.html`.
+        title: what the page is of.
+        cost_model: what the operators cost in seconds; by default that of the plan.
+
+    Raises:
+        TypeError: if there is nothing to draw in `plan_or_graph`.
+        PlanError: (a `ValueError`) for a plan that was loaded, which has no graphs.
+        ValueError: if the suffix is another.
+        OSError: if the path cannot be written.
+
+    >>> import tempfile, torch, torchremat as tr
+    >>> def f(x, w):
+    ...     return torch.tanh(x @ w).sum()
+    >>> found = tr.plan(f, torch.ones(8, 8), torch.ones(8, 8), budget="100%")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     graph_html(found, folder + "/plan.html", title="a product")
+    ...     "a product" in open(folder + "/plan.html").read()
+    True
+    """
+    suffix_of(path, (".html",), "a page")
+    picture = picture_of(plan_or_graph, cost_model=cost_model, title=title)
+    write_text(path, page_of(picture), "the page")
+
+
+def diff_html(
+    a: Drawable,
+    b: Drawable,
+    path: PathLike,
+    *,
+    titles: tuple[str, str] = ("before", "after"),
+    cost_model: CostModel | None = None,
+) -> None:
+    """Draw two plans, reports or graphs of one function side by side; what differs is ringed.
+
+    Both fold, move and select together. Arguments and errors are those of `graph_html`.
+
+    Args:
+        a: what to draw at the left.
+        b: what to draw at the right.
+        path: the file, with the suffix `.html`.
+        titles: what to call them.
+        cost_model: what the operators cost in seconds.
+    """
+    suffix_of(path, (".html",), "a page")
+    pictures = [
+        picture_of(drawable, cost_model=cost_model, title=title)
+        for drawable, title in zip((a, b), titles, strict=True)
+    ]
+    write_text(path, page_of(*pictures), "the page")
+
+
+def page_of(*pictures: Picture, only_timeline: bool = False) -> str:
+    """The page of one picture, or of two side by side."""
+    data = {
+        "format": 1,
+        "kinds": dict(KINDS),
+        "looks": {kind: asdict(look) for kind, look in LOOKS.items()},
+        "stack": STACK,
+        "pictures": [packed(p) for p in pictures],
+    }
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return Template(_asset("page.html")).substitute(
+        title=_escaped(" | ".join(picture.title for picture in pictures)),
+        shows="only-timeline" if only_timeline else "",
+        style=_asset("page.css"),
+        data=text.replace("<", "\\u003c"),
+        script="\n".join(_asset(f"{name}.js") for name in SCRIPTS),
+    )
+
+
+def packed(picture: Picture) -> dict[str, Any]:
+    """A picture as JSON for the page: rows, in which texts are positions in a list of texts."""
+    texts: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    values = [
+        [
+            v.name, number(v.label), number(v.op), number(v.phase), number(v.kind),
+            number(v.module), number(v.source), number(v.aval), v.nbytes,
+            None if v.seconds is None else float(f"{v.seconds:.4g}"),
+            number(v.reason), list(v.reads),
+        ]
+        for v in picture.values
+    ]  # fmt: skip
+    return {
+        "title": picture.title,
+        "figures": picture.figures,
+        "values": values,
+        "texts": list(texts),
+        "timeline": picture.timeline and _packed_timeline(picture, picture.timeline),
+        "resident": picture.resident,
+        "residentCounts": picture.resident_counts,
+        "levels": picture.levels,
+    }
+
+
+def _packed_timeline(picture: Picture, timeline: Timeline) -> dict[str, Any]:
+    points = timeline.points
+    forward = [point.phase == "forward" for point in points]
+    return {
+        "points": [picture.position_of(point.name) for point in points],
+        "live": timeline.live,
+        "backward": sum(forward),
+        "saved": timeline.saved_bytes,
+        "lifetimes": [
+            [picture.position_of(t.value.name), t.value.nbytes,
+             STACK.index(t.value.category), t.first, t.last]
+            for t in timeline.lifetimes
+        ],
+    }  # fmt: skip
+
+
+@cache
+def _asset(name: str) -> str:
+    return (resources.files("torchremat.viz") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,4 +1,4 @@
-"""The ways that `bench_ragged.py` compares: packed, padded and nested, of each task."""
+"""The ways that `bench_ragged.py` compares: piles, padding and nested tensors, of each task."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchremat.kernels.ragged_attention import ragged_attention
-from torchremat.kernels.segments import offsets_of, segment_expand, segment_max, segment_sum
+import torchremat as tr
+from torchremat.batching import Pile, pile_axis
+from torchremat.kernels.segments import offsets_of
 
 HEADS, DIM = 8, 64
 LAYER_WIDTH = 256
@@ -115,6 +116,28 @@ def ways(
     return {"ours": of_packed(ours), "padding": of_padded, "torch.nested": of_packed(nested)}
 
 
+def mapped(
+    function: Callable[..., Tensor], num_rows: int, *, gives_rows: bool = True
+) -> Callable[[Batch], Callable[..., Tensor]]:
+    """Ours: `function`, of the rows of one sequence and of weights, mapped over piles.
+
+    The first `num_rows` arguments are rows.
+    """
+
+    def make(batch: Batch) -> Callable[..., Tensor]:
+        bound = 1 << (batch.longest - 1).bit_length()
+
+        def run(*args: Tensor) -> Tensor:
+            piles = [Pile.of(x, [batch.lengths], [0], x.shape, [bound]) for x in args[:num_rows]]
+            axes = (*[pile_axis] * num_rows, *[None] * (len(args) - num_rows))
+            out = tr.vmap(function, axes, pile_axis if gives_rows else 0)(*piles, *args[num_rows:])
+            return out.data if gives_rows else out
+
+        return run
+
+    return make
+
+
 def nest(batch: Batch) -> Callable[[Tensor], Tensor]:
     offsets, longest = batch.offsets, batch.longest
     return lambda x: torch.nested.nested_tensor_from_jagged(
@@ -134,15 +157,8 @@ def channels_to_sums(batch: Batch) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return channels(batch)[0], [], batch.rand(len(batch.lengths), CHANNELS, seed=2)
 
 
-def softmax_of_segments(batch: Batch) -> Callable[[Tensor], Tensor]:
-    offsets, total = batch.offsets, batch.total
-
-    def softmax(x: Tensor) -> Tensor:
-        most = segment_expand(segment_max(x.detach(), offsets), offsets, total)
-        weights = (x - most).exp()
-        return weights / segment_expand(segment_sum(weights, offsets), offsets, total)
-
-    return softmax
+def softmax_of_one(x: Tensor) -> Tensor:
+    return x.softmax(0)
 
 
 def softmax_padded(batch: Batch) -> Callable[[Tensor], Tensor]:
@@ -155,9 +171,8 @@ def softmax_nested(batch: Batch) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.softmax(nested(x), 1).values()
 
 
-def sum_of_segments(batch: Batch) -> Callable[[Tensor], Tensor]:
-    offsets = batch.offsets
-    return lambda x: segment_sum(x, offsets)
+def sum_of_one(x: Tensor) -> Tensor:
+    return x.sum(0)
 
 
 def sum_padded(batch: Batch) -> Callable[[Tensor], Tensor]:
@@ -178,9 +193,9 @@ def heads(batch: Batch) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return rows, [], cotangent
 
 
-def attention_of_segments(batch: Batch) -> Callable[..., Tensor]:
-    offsets = batch.offsets
-    return lambda q, k, v: ragged_attention(q, k, v, offsets)
+def attention_of_one(*args: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1) for x in args)
+    return F.scaled_dot_product_attention(q, k, v).transpose(0, 1)
 
 
 def attention_padded(batch: Batch) -> Callable[..., Tensor]:
@@ -251,13 +266,14 @@ def layer_nested(batch: Batch) -> Callable[..., Tensor]:
     return lambda x, *weights: layer(nested(x), *weights)
 
 
+_layer_of_one = layer_of(attention_of_one)
 TASKS: dict[str, dict[str, Way]] = {
-    "softmax": ways(channels, softmax_of_segments, softmax_padded, softmax_nested),
-    "sum": ways(channels_to_sums, sum_of_segments, sum_padded, sum_nested),
-    "attention": ways(heads, attention_of_segments, attention_padded, attention_nested),
+    "softmax": ways(channels, mapped(softmax_of_one, 1), softmax_padded, softmax_nested),
+    "sum": ways(channels_to_sums, mapped(sum_of_one, 1, gives_rows=False), sum_padded, sum_nested),
+    "attention": ways(heads, mapped(attention_of_one, 3), attention_padded, attention_nested),
     "layer": ways(
         layer_inputs,
-        lambda batch: layer_of(attention_of_segments(batch)),
+        mapped(_layer_of_one, 1),
         lambda batch: layer_of(attention_padded(batch)),
         layer_nested,
     ),

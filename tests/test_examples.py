@@ -29,6 +29,7 @@ COMPILED = ["compile_policy.py", "--layers", "2"]
 PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]
 NAMED_AXES = ["named_axes.py", "--batch", "8", "--width", "16"]
 RAGGED = ["ragged_gradients.py"]
+NAMED_ARRAYS = ["named_arrays.py"]
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict
 ROW = re.compile(
     r"^  (\S.*?) +([\d.]+) +([\d.]+) +x ([\d.]+) +([\d.]+) -> ([\d.]+) +(yes|NO) *$", re.MULTILINE
@@ -167,3 +168,12 @@ def test_gradients_of_sequences_of_different_lengths():
     assert done.returncode == 0, done.stdout + done.stderr
     (error,) = re.findall(r"greatest difference from a loop: ([\d.e+-]+)", done.stdout)
     assert float(error) < 1e-5
+
+
+def test_arrays_are_mapped_along_a_name():
+    done = run_example(NAMED_ARRAYS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "('batch', 'row') [[3.0, 21.0], [12.0, 30.0]]",
+        "gradient: [[6.0, 12.0], [8.0, 14.0], [10.0, 16.0]]",
+    ]

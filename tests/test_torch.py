@@ -1065,6 +1065,14 @@ def asks_for_value():
     assert not _torch.asks_for_value(RuntimeError("another"))
 
 
+@check("expression_of")
+def expression_of():
+    size = _torch.new_symbol(_torch.new_shape_env(), 5, "n")
+    assert len(_torch.expression_of(size * 2).free_symbols) == 1
+    assert not _torch.expression_of(size > 0).free_symbols
+    assert not _torch.expression_of(3).free_symbols
+
+
 def public_names():
     """What `_torch` defines or imports for others: `import x as x`."""
     found = set()

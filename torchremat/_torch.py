@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from sympy import sympify
 from torch import SymInt
 from torch._C import DispatchKey as DispatchKey
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -634,6 +635,11 @@ def new_symbol(shapes: ShapeEnv, size: int, name: str) -> torch.SymInt:
     source = ConstantSource(name)
     symbol = shapes.create_symbol(size, source, DimDynamic.DYNAMIC, constraint_dim=None)
     return shapes.create_symintnode(symbol, hint=size, source=source)  # type: ignore[return-value]
+
+
+def expression_of(size: Any) -> Any:
+    """The expression of SymPy that a symbolic size or comparison is; a number's is the number."""
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymBool) else sympify(size)
 
 
 def shape_env_of(size: torch.SymInt) -> ShapeEnv:

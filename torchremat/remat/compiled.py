@@ -119,8 +119,8 @@ def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 def accept_any_layout(graph: fx.Graph) -> None:
     """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
 
-    `view` becomes `reshape`, which is a view where it can be; pairs that `view_as_complex` takes are
-    put side by side.
+    `view` becomes `reshape`, which is a view where it can be; `view_as_complex` is given pairs that
+    lie side by side.
     """
     for node in list(graph.nodes):
         if is_forward(node):

@@ -14,7 +14,18 @@ from torchremat.viz.picture import KINDS, Picture
 from torchremat.viz.reading import Drawable, picture_of
 from torchremat.viz.writing import PathLike, suffix_of, write_text
 
-SCRIPTS = ("format", "looks", "model", "layout", "drawing", "timeline", "panel", "main")
+SCRIPTS = (
+    "format",
+    "looks",
+    "model",
+    "layout",
+    "edges",
+    "drawing",
+    "pointer",
+    "timeline",
+    "panel",
+    "main",
+)
 """In this order: together they are one module."""
 
 
@@ -45,13 +56,13 @@ def graph_html(
         ValueError: if the suffix is another.
         OSError: if the path cannot be written.
 
-    >>> import tempfile, torch, torchremat as tr
+    >>> import pathlib, tempfile, torch, torchremat as tr
     >>> def f(x, w):
     ...     return torch.tanh(x @ w).sum()
     >>> found = tr.plan(f, torch.ones(8, 8), torch.ones(8, 8), budget="100%")
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     graph_html(found, folder + "/plan.html", title="a product")
-    ...     "a product" in open(folder + "/plan.html").read()
+    ...     "a product" in pathlib.Path(folder, "plan.html").read_text(encoding="utf-8")
     True
     """
     suffix_of(path, (".html",), "a page")

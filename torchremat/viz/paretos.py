@@ -55,10 +55,10 @@ def pareto(
         ImportError: for `.png` without matplotlib.
         OSError: if the path cannot be written.
 
-    >>> import tempfile
+    >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     pareto([(2**30, 0.0), (2**29, 0.012)], folder + "/p.svg", named={"full": (2**29, 0.02)})
-    ...     "full" in open(folder + "/p.svg").read()
+    ...     "full" in pathlib.Path(folder, "p.svg").read_text(encoding="utf-8")
     True
     """
     suffix_of(path, SUFFIXES, "a curve")

@@ -1,16 +1,12 @@
 """Reading pictures off plans, reports and graphs."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
-from torch import Tensor, fx
+from torch import fx
 
 from torchremat.autodiff.bodies import FunctionBody
-from torchremat.avals import Aval
 from torchremat.errors import GraphError
-from torchremat.graph.aliases import base_of, is_item, is_view
-from torchremat.graph.ops import packet_name
+from torchremat.graph.aliases import base_of
 from torchremat.graph.typed_graph import TypedGraph
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.plan import Plan, human_seconds
@@ -20,8 +16,8 @@ from torchremat.planning.timeline import Timeline
 from torchremat.remat.bound import InputLabel, labels_of_state
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.report import Report, Row, human_bytes
-from torchremat.viz.modules import Operators, backward_modules
 from torchremat.viz.picture import Picture, Value
+from torchremat.viz.values import Told, Values
 
 Drawable = Plan | TypedGraph | Report | fx.GraphModule
 """What can be drawn."""
@@ -70,8 +66,9 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     forward, backward = plan.forward_graph, plan.backward_graph
     model = cost_model or getattr(plan, "cost_model", None)
     labels = _labels_of(forward.meta.get("program"))
-    told = _Told(plan.decisions, _reasons_of(forward), labels, timeline, model)
-    values = _Values(told).of(forward, backward)
+    inputs = _inputs_of(forward.meta.get("program"))
+    told = Told(plan.decisions, _reasons_of(forward), labels, timeline, model, inputs)
+    values = Values(told).of(forward, backward)
     resident = plan.peak_bytes - timeline.peak
     base = plan.baseline
     figures = (
@@ -121,6 +118,10 @@ def _reasons_of(forward: fx.GraphModule) -> dict[str, str]:
     return {n.name: c.reason.replace(policy, said) for n, c in choices.choices.items()}
 
 
+def _inputs_of(program: FunctionProgram | None) -> tuple[str, ...]:
+    return () if program is None else tuple(node.name for node in program.root_joint.inputs)
+
+
 def _labels_of(program: FunctionProgram | None) -> dict[str, InputLabel]:
     """What the user calls inputs, by the names of nodes, as far as the modules are still there."""
     if program is None:
@@ -147,11 +148,16 @@ def _of_report(report: Report, cost_model: CostModel | None, title: str) -> Pict
     if isinstance(program, FunctionProgram):
         forward, backward = (compiled.module for compiled in graphs_of(program))
         timeline = simulate(forward, backward)
-        told = _Told(
-            _decisions_of(program), _reasons_of(forward), _labels_of(program), timeline, cost_model
+        told = Told(
+            _decisions_of(program),
+            _reasons_of(forward),
+            _labels_of(program),
+            timeline,
+            cost_model,
+            _inputs_of(program),
         )
         peak = (("peak", human_bytes(timeline.peak)),)
-        values = _Values(told).of(forward, backward)
+        values = Values(told).of(forward, backward)
         return Picture(title, peak + figures, values, timeline, _resident(values))
     return Picture(title, figures, tuple(map(_value_of_row, report)))
 
@@ -196,8 +202,8 @@ def _of_graph(
     graph: fx.GraphModule, cost_model: CostModel | None, title: str, num_consts: int
 ) -> Picture:
     timeline = _timeline_of(graph)
-    told = _Told({}, {}, {}, timeline, cost_model, num_consts)
-    values = _Values(told).of(graph, None)
+    told = Told({}, {}, {}, timeline, cost_model, num_consts=num_consts)
+    values = Values(told).of(graph, None)
     figures = [("values", str(len(values)))]
     if timeline is not None:
         figures.insert(0, ("peak", human_bytes(timeline.peak)))
@@ -210,147 +216,3 @@ def _timeline_of(graph: fx.GraphModule) -> Timeline | None:
         return simulate(graph)
     except GraphError:
         return None
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What is known of a graph beside its nodes."""
-
-    decisions: Mapping[str, str]
-    reasons: Mapping[str, str]
-    labels: Mapping[str, InputLabel]
-    timeline: Timeline | None
-    cost_model: CostModel | None
-    num_consts: int = 0
-
-    def storages(self) -> dict[str, int]:
-        """The bytes of each value by its name; of one computed twice, the larger."""
-        found: dict[str, int] = {}
-        for lifetime in self.timeline.lifetimes if self.timeline else ():
-            value = lifetime.value
-            found[value.name] = max(value.nbytes, found.get(value.name, 0))
-        return found
-
-
-class _Values:
-    """Writes the values of a forward and a backward graph."""
-
-    def __init__(self, told: _Told) -> None:
-        self.told = told
-        self.storages = told.storages()
-        self.values: list[Value] = []
-        self.numbers: dict[str, int] = {}
-        self.results: set[str] = set()
-
-    def of(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> tuple[Value, ...]:
-        nodes = _nodes_of(forward)
-        names = {node.name for node in nodes}
-        later = [] if backward is None else [n for n in _nodes_of(backward) if n.name not in names]
-        modules = backward_modules(_operators([*nodes, *later]))
-        roles = forward.meta.get("roles")
-        results = _results_of(forward)
-        if roles is not None:
-            results = [r for r, role in zip(results, roles, strict=True) if role == "output"]
-        self.results = {base_of(r).name for r in results if isinstance(r, fx.Node)}
-        for i, node in enumerate(nodes):
-            is_const = i < self.told.num_consts or self._is_parameter(node)
-            self._add(node, "forward", modules[node.name], is_const)
-        if backward is not None:
-            results = _results_of(backward)
-            self.results = {base_of(r).name for r in results if isinstance(r, fx.Node)}
-        for node in later:
-            self._add(node, "backward", modules[node.name], False)
-        return tuple(self.values)
-
-    def _add(self, node: fx.Node, phase: str, module: str, is_const: bool) -> None:
-        self.numbers[node.name] = len(self.values)
-        value = node.meta.get("val")
-        kind = self._kind(node, phase, is_const)
-        computed = node.op == "call_function"
-        self.values.append(
-            Value(
-                name=node.name,
-                label=self._label(node),
-                op=_op_name(node),
-                phase=phase,
-                kind=kind,
-                module=module,
-                source=str(node.meta.get("source") or "") if phase == "forward" else "",
-                aval=str(Aval.of(value)) if isinstance(value, Tensor) else "",
-                nbytes=self._nbytes(node, value),
-                seconds=self._seconds(node) if computed else None,
-                reason=self.told.reasons.get(node.name, ""),
-                reads=tuple(
-                    self.numbers[n.name] for n in node.all_input_nodes if n.name in self.numbers
-                ),
-            )
-        )
-
-    def _is_parameter(self, node: fx.Node) -> bool:
-        """Whether it is what a function closes over, which is a parameter if no label tells."""
-        label = self.told.labels.get(node.name)
-        if label is not None:
-            return label.kind == "parameter"
-        return node.op == "placeholder" and node.name.startswith("captured_")
-
-    def _label(self, node: fx.Node) -> str:
-        """What to call a node: in the user's words, else by its operator."""
-        if is_item(node):
-            return f"[{node.args[1]}]"
-        if node.op == "call_function":
-            return packet_name(node.target).removeprefix("aten.").removeprefix("higher_order.")
-        label = self.told.labels.get(node.name)
-        return node.name if label is None else label.text
-
-    def _kind(self, node: fx.Node, phase: str, is_const: bool) -> str:
-        name = node.name
-        if node.op == "get_attr":
-            return "constant"
-        if node.op == "placeholder":
-            return "parameter" if is_const else "input"
-        if is_view(node):
-            return "view"
-        if name in self.results:
-            return "output" if phase == "forward" else "gradient"
-        return self.told.decisions.get(name, "temporary")
-
-    def _nbytes(self, node: fx.Node, value: Any) -> int:
-        if is_view(node) or not isinstance(value, Tensor):
-            return 0
-        if node.name in self.storages:
-            return self.storages[node.name]
-        return Aval.of(value).nbytes
-
-    def _seconds(self, node: fx.Node) -> float | None:
-        model = self.told.cost_model
-        return None if model is None or is_item(node) else model.seconds(node)
-
-
-def _nodes_of(graph: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in graph.graph.nodes if node.op != "output"]
-
-
-def _results_of(graph: fx.GraphModule) -> list[Any]:
-    (output,) = graph.graph.find_nodes(op="output")
-    results = output.args[0]
-    return list(results) if isinstance(results, tuple | list) else [results]
-
-
-def _operators(nodes: Sequence[fx.Node]) -> Operators:
-    known = {n.name: n.meta.get("module") or "" for n in nodes if n.meta.get("phase") != "backward"}
-    return Operators(
-        {n.name: [i.name for i in n.all_input_nodes] for n in nodes},
-        frozenset(n.name for n in nodes if is_item(n) or (is_view(n) and _reads_one(n))),
-        frozenset(n.name for n in nodes if n.op == "placeholder"),
-        known,
-    )
-
-
-def _reads_one(node: fx.Node) -> bool:
-    return len(node.all_input_nodes) == 1
-
-
-def _op_name(node: fx.Node) -> str:
-    if node.op != "call_function":
-        return ""
-    return "getitem" if is_item(node) else str(node.target)

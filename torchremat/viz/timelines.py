@@ -57,11 +57,11 @@ def timeline(
         ImportError: for `.png` without matplotlib.
         OSError: if the path cannot be written.
 
-    >>> import tempfile, torch, torchremat as tr
+    >>> import pathlib, tempfile, torch, torchremat as tr
     >>> found = tr.plan(lambda x: x.sin().sin().sum(), torch.ones(256), budget="100%")
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     timeline(found, folder + "/step.svg")
-    ...     "peak 2.00 KiB" in open(folder + "/step.svg").read()
+    ...     "peak 3.01 KiB" in pathlib.Path(folder, "step.svg").read_text(encoding="utf-8")
     True
     """
     suffix = suffix_of(path, SUFFIXES, "a timeline")
@@ -176,7 +176,7 @@ class _Drawing:
             nbytes = human_bytes(sum(value.nbytes for value in rest))
             alive = [*alive[:_NAMED], f"{nbytes}  in {len(rest)} more"]
         head = f"peak {human_bytes(self.peak)} at {self._name(self.timeline.points[where].name)}"
-        width = max(7 * len(head), *(6.1 * len(line) for line in alive)) + 14
+        width = max(7.5 * len(head), *(6.1 * len(line) for line in alive)) + 14
         left = x + 14 if x + 14 + width < WIDTH - RIGHT else x - 14 - width
         top = max(y - 8, TOP)
         corners = [(left, top), (left + width, top), (left + width, top + 24 + 15 * len(alive)),
@@ -194,8 +194,7 @@ class _Drawing:
         if number is None:
             return name
         value = self.picture.values[number]
-        label = value.name if value.label.startswith("[") else value.label
-        text = f"{value.module}.{label}" if value.module else label
+        text = f"{value.module}.{value.label}" if value.module else value.label
         return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
 
     def legend(self) -> list[Shape]:

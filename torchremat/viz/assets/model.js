@@ -29,14 +29,35 @@ class Module {
   }
 }
 
+// Whether something that reads of one part of a module is read by another: as what stands between
+// the layers of a list does, which runs nothing of its own.
+function runsApart(module) {
+  if (!module.parent || module.modules.size < 2) return false;
+  if (module.items.some((item) => item.value && item.side === "forward")) return false;
+  const reads = new Set(), read = new Set();
+  for (const [from, to, side] of module.parent.links) {
+    if (side !== "forward") continue;
+    if (from === module) read.add(to);
+    if (to === module) reads.add(from);
+  }
+  return [...reads].some((item) => read.has(item));
+}
+
 class Tree {
   // `shown(value)`: whether a value is there at all; what reads one that is not reads its base.
   constructor(values, shown) {
     this.values = values;
+    this.loose = new Set(); // paths of lists whose modules run apart: these are no boxes
+    this._build(shown);
+    for (const module of this.modules.values()) if (runsApart(module)) this.loose.add(module.path);
+    if (this.loose.size) this._build(shown);
+  }
+
+  _build(shown) {
     this.root = new Module("", "", null);
     this.modules = new Map([["", this.root]]);
-    this.leaves = values.map(() => null);
-    for (const value of values) if (shown(value)) this._add(value);
+    this.leaves = this.values.map(() => null);
+    for (const value of this.values) if (shown(value)) this._add(value);
     this.edges = this._edges();
     for (const edge of this.edges) this._link(edge);
   }
@@ -57,9 +78,9 @@ class Tree {
   _module(path) {
     let module = this.modules.get(path);
     if (!module) {
-      const dot = path.lastIndexOf(".");
-      const parent = this._module(dot < 0 ? "" : path.slice(0, dot));
-      module = new Module(path, path.slice(dot + 1), parent);
+      const parent = this._module(path.slice(0, Math.max(0, path.lastIndexOf("."))));
+      if (this.loose.has(path)) return parent;
+      module = new Module(path, path.slice(parent.path.length + (parent.path ? 1 : 0)), parent);
       parent.modules.set(module.name, module);
       parent.items.push(module);
       this.modules.set(path, module);

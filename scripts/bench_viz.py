@@ -1,0 +1,92 @@
+"""How long pages take to make and to draw, and how large they are.
+
+    python scripts/bench_viz.py [--depths 4 12 48 86] [--keep FOLDER]
+
+Models are GPTs of so many layers on the meta device, planned at the full budget: what counts here is
+the drawing. A page is opened in headless Chromium, where there is one (see tests/viz/browser.js):
+the time until everything is drawn folded, and the time to open all modules, lay them out and draw.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from planning_models import Block, Gpt
+from torch import nn
+
+import torchremat as tr
+from torchremat import viz
+from torchremat.planning import Plan
+from torchremat.viz.reading import picture_of
+
+BROWSER = Path(__file__).parent.parent / "tests" / "viz" / "browser.js"
+
+OPEN_ALL = """(() => {
+  const start = performance.now();
+  torchremat.setAll(true);
+  torchremat.views[0].context.getImageData(0, 0, 1, 1);
+  return performance.now() - start;
+})()"""
+
+FRAME = """(() => {
+  const start = performance.now();
+  for (let i = 0; i < 10; i++) { torchremat.zoom(1.1); torchremat.draw(); }
+  torchremat.views[0].context.getImageData(0, 0, 1, 1);
+  return (performance.now() - start) / 10;
+})()"""
+
+READY = "performance.now()"
+
+
+def planned(depth: int) -> Plan:
+    with torch.device("meta"):
+        layers: list[nn.Module] = [Block(256, 4, causal=True) for _ in range(depth)]
+        model, tokens = Gpt(layers, 256, 1000), torch.zeros(4, 128, dtype=torch.long)
+    return tr.plan(model, tokens, budget="100%", device="h100", solver="local")
+
+
+def browsed(page: Path) -> list[float]:
+    """Milliseconds: to the page drawn, to open all, to draw it again; none without Chromium."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    node = shutil.which("node")
+    if chromium is None or node is None:
+        return []
+    playwright = os.environ.get("PLAYWRIGHT_CORE", "playwright-core")
+    steps = [{"ask": READY}, {"ask": OPEN_ALL}, {"ask": FRAME}]
+    done = subprocess.run(
+        [node, BROWSER, chromium, playwright, page],
+        input=json.dumps(steps),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return json.loads(done.stdout)["answers"] if done.returncode == 0 else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 48, 86])
+    parser.add_argument("--keep", type=Path, help="a folder for the pages")
+    options = parser.parse_args()
+    print("layers  values  made      size    drawn folded  all open  a frame then")
+    with tempfile.TemporaryDirectory() as scratch:
+        for depth in options.depths:
+            plan = planned(depth)
+            page = (options.keep or Path(scratch)) / f"gpt-{depth}.html"
+            start = time.perf_counter()
+            viz.graph_html(plan, page)
+            made = time.perf_counter() - start
+            values = len(picture_of(plan).values)
+            times = "".join(f"{t:10.0f} ms" for t in browsed(page)) or "   no Chromium"
+            size = page.stat().st_size / 1e6
+            print(f"{depth:6d} {values:7d} {made:5.2f} s {size:6.2f} MB {times}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

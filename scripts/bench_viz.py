@@ -1,9 +1,9 @@
 """How long pages take to make and to draw, and how large they are.
 
-    python scripts/bench_viz.py [--depths 4 12 48 86] [--keep FOLDER]
+    python scripts/bench_viz.py [--depths 4 12 40] [--keep FOLDER]
 
-Models are GPTs of so many layers on the meta device, planned at the full budget: what counts here is
-the drawing. A page is opened in headless Chromium, where there is one (see tests/viz/browser.js):
+Models are GPTs of so many layers on the meta device, planned at the full budget: what counts here
+is the drawing. A page is opened in headless Chromium, where there is one (see tests/viz/browser.js):
 the time until everything is drawn folded, and the time to open all modules, lay them out and draw.
 """
 
@@ -71,7 +71,7 @@ def browsed(page: Path) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 48, 86])
+    parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 40])
     parser.add_argument("--keep", type=Path, help="a folder for the pages")
     options = parser.parse_args()
     print("layers  values  made      size    drawn folded  all open  a frame then")

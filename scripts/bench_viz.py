@@ -3,8 +3,9 @@
     python scripts/bench_viz.py [--depths 4 12 40] [--keep FOLDER]
 
 Models are GPTs of so many layers on the meta device, planned at the full budget: what counts here
-is the drawing. A page is opened in headless Chromium, where there is one (see tests/viz/browser.js):
-the time until everything is drawn folded, and the time to open all modules, lay them out and draw.
+is the drawing. A page is opened in headless Chromium, where there is one (tests/viz/browser.js
+says how): the time until all is drawn, folded; the time to open all modules, lay them out and draw;
+and that of a frame then.
 """
 
 import argparse

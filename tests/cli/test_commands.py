@@ -87,6 +87,7 @@ def test_graph_with_sources_and_a_policy():
     text = output_of("graph", MODEL, "--policy", "dots", "--sources")
     assert "policy=dots_saveable" in text
     assert "model.py:12 (forward)" in text
+    assert "core.py" not in text  # what called the command is no line of the user's
 
 
 def test_compare_has_the_figures_of_explain_and_estimate():

@@ -308,3 +308,15 @@ def test_a_plan_of_a_model_with_logits_holds_where_it_is_trained():
         outputs = fun(x)
         torch.autograd.grad(outputs[0], list(model.parameters()))
     assert memory.peak == plan.peak_bytes
+
+
+def test_the_report_says_who_keeps_what_only_the_backward_pass_needs():
+    def f(x):
+        return torch.sin(torch.sin(torch.sin(x))).square().mean()
+
+    report = tr.explain(f, torch.ones(1024), policy=memory_budget("80%"))
+    assert {row.reason.partition(": ")[0] for row in report if row.decision == "saved"} == {
+        "budget:80% keeps it"
+    }
+    sources = {row.op: row.source and row.source.function for row in report if row.op}
+    assert set(sources.values()) <= {"f", None}

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -229,3 +230,12 @@ def test_json_of_an_explanation_does_not_depend_on_the_run():
         return tr.explain(model, torch.ones(2, 4), policy="dots").to_json()
 
     assert text() == text()
+
+
+def test_functions_are_left_out_before_names_are_cut():
+    rows = layer_rows(range(2), name=f"{'a' * 50}.mm", nbytes=8)
+    long = [replace(row, source=Source("/home/ann/model.py", 31, "b" * 40)) for row in rows]
+    text = str(Report(tuple(long)))
+    assert f"layers.0-1.{'a' * 50}.mm" in text
+    assert text.splitlines()[-1].endswith("model.py:31")
+    assert max(map(len, text.splitlines())) <= WIDTH

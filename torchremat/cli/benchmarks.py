@@ -17,11 +17,10 @@ from torchremat.cli.targets import Target, load_target
 from torchremat.planning.plan import human_seconds
 from torchremat.planning.progress import shown_progress
 from torchremat.remat.bound import BoundCall
-from torchremat.remat.compare import _restored as restored
-from torchremat.remat.compare import _Step as Step
 from torchremat.remat.held import Observation, is_real, observe
 from torchremat.remat.policies import Policy
 from torchremat.remat.report import human_bytes, table
+from torchremat.remat.steps import Step, restored
 
 PLAIN, AGAIN = "plain", "plain again"
 

@@ -10,6 +10,7 @@ from types import FrameType
 import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COMMAND = os.path.join(_PACKAGE, "cli") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = tuple(
     os.path.join(os.path.dirname(os.__file__), name)
@@ -40,12 +41,14 @@ def is_user_file(file: str) -> bool:
 
 
 def current_source() -> Source | None:
-    """The innermost line of the user's on the stack."""
+    """The innermost line of the user's on the stack; none is below the command `torchremat`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if is_user_file(code.co_filename):
             return Source(code.co_filename, frame.f_lineno, code.co_name)
+        if code.co_filename.startswith(_COMMAND):
+            return None
         frame = frame.f_back
     return None
 
@@ -54,8 +57,11 @@ def source_of_error(error: BaseException) -> Source | None:
     """The innermost line of the user's that `error` passed through."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if is_user_file(frame.f_code.co_filename):
-            found = Source(frame.f_code.co_filename, line, frame.f_code.co_name)
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            found = Source(file, line, frame.f_code.co_name)
+        elif file.startswith(_COMMAND):
+            found = None  # what called the command
     return found
 
 

@@ -1,22 +1,16 @@
 """Several policies side by side: bytes held, peak, and the time that recomputation adds."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from torchremat import _torch
 from torchremat.remat.bound import BoundCall
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.explain import report_of
-from torchremat.remat.held import Observation, is_real, observe
-from torchremat.remat.measure import LiveBytes
+from torchremat.remat.held import is_real, observe
 from torchremat.remat.policies import PolicyLike, as_policy
 from torchremat.remat.report import Report, human_bytes, table
+from torchremat.remat.steps import Step, restored
 
 _ROUNDS = 3
 
@@ -124,8 +118,8 @@ def compare(
     plain = observed["plain"]
     if not all(is_real(i.tensor) for i in plain.inputs):
         return Comparison(tuple(Compared(name, report) for name, report in reports.items()))
-    steps = {name: _Step(bound, plain) for name, bound in calls.items()}
-    with _restored(plain):
+    steps = {name: Step(bound, plain) for name, bound in calls.items()}
+    with restored(plain):
         peaks = {name: step.peak() for name, step in steps.items()}
         seconds = _best_seconds(steps)
     return Comparison(
@@ -145,95 +139,13 @@ def _checked(policies: Any) -> list[Any]:
     return [as_policy(policy) for policy in policies]
 
 
-# --- running -------------------------------------------------------------------------------------
-
-
-class _Step:
-    """A forward and a backward pass that leave no gradients behind."""
-
-    def __init__(self, call: BoundCall, observation: Observation) -> None:
-        self._call = call
-        inputs = observation.differentiated_inputs()
-        arguments = [i for i in inputs if i.label.kind == "argument"]
-        self._differentiated = {id(i.tensor) for i in arguments}
-        self._written = {id(i.tensor) for i in observation.inputs if i.is_written}
-        self._closed_over = [i.tensor for i in inputs if i.label.kind != "argument"]
-        self._devices = {i.tensor.device for i in observation.inputs}
-
-    def _arguments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What to pass, and what to differentiate with respect to."""
-        args: dict[int, Tensor] = {}
-        wrt = []
-        for tensor in self._call.tensors:
-            if id(tensor) in args:
-                continue
-            arg = tensor
-            if id(tensor) in self._differentiated:
-                arg = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
-                wrt.append(arg)
-            args[id(tensor)] = arg.clone() if id(tensor) in self._written else arg
-        return [args[id(tensor)] for tensor in self._call.tensors], wrt
-
-    def peak(self) -> int:
-        """The most bytes alive at one time of what a step makes; the function is traced before."""
-        self.seconds()
-        with torch.enable_grad():
-            args, wrt = self._arguments()
-        with LiveBytes() as memory:
-            self._run(args, wrt)
-        return int(memory.peak)
-
-    def seconds(self) -> float:
-        """The time of a step."""
-        with torch.enable_grad():
-            args, wrt = self._arguments()
-        self._wait()
-        start = time.perf_counter()
-        self._run(args, wrt)
-        self._wait()
-        return time.perf_counter() - start
-
-    def _run(self, args: list[Tensor], wrt: list[Tensor]) -> None:
-        with torch.enable_grad():
-            leaves, _ = _torch.tree_flatten(self._call.run(args))
-            sums = [_real_sum(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-        del leaves
-        if sums:
-            torch.autograd.grad(sums, [*wrt, *self._closed_over], allow_unused=True)
-
-    def _wait(self) -> None:
-        for device in self._devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-
-def _real_sum(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum()
-
-
-def _best_seconds(steps: Mapping[str, _Step]) -> dict[str, float]:
+def _best_seconds(steps: Mapping[str, Step]) -> dict[str, float]:
     """The best time of each, taken in turn so that what slows the machine slows all."""
     best = dict.fromkeys(steps, float("inf"))
     for _ in range(_ROUNDS):
         for name, step in steps.items():
             best[name] = min(best[name], step.seconds())
     return best
-
-
-@contextmanager
-def _restored(observation: Observation) -> Iterator[None]:
-    """After the block, generators and the tensors closed over that are written to are as before."""
-    closed_over = [i for i in observation.inputs if i.label.kind != "argument"]
-    written = [i.tensor for i in closed_over if i.is_written]
-    devices = {i.tensor.device for i in observation.inputs}
-    gpus = [device.index or 0 for device in devices if device.type == "cuda"]
-    copies = [tensor.detach().clone() for tensor in written]
-    with torch.random.fork_rng(gpus):
-        try:
-            yield
-        finally:
-            for tensor, copy in zip(written, copies, strict=True):
-                tensor.detach().copy_(copy)
 
 
 def _human_seconds(seconds: float | None, *, signed: bool = False) -> str:

@@ -226,6 +226,11 @@ def _choice_on(held: Held) -> Choice | None:
 
 def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:
     choice = program.choices.choices.get(residual)
+    schedule = program.choices.schedule
+    if choice is None and schedule is not None and residual in schedule.saved:
+        return Choice(
+            "saved", f"{program.choices.policy} keeps it: only the backward pass has a use for it"
+        )
     if choice is None:
         return Choice("saved", "a copy, made before the function writes to it")
     if residual in {program.residuals[i] for i in program.drawn_again}:

@@ -325,8 +325,16 @@ def _section(decision: Decision, heading: str, rows: list[Row]) -> str:
          fold.rows[0].aval, str(fold.rows[0].source or ""))
         for fold in folded(rows)
     ]  # fmt: skip
+    if not _fits(cells):  # names tell more than functions do
+        cells = [(*cell[:-1], cell[-1].partition(" (")[0]) for cell in cells]
     room = WIDTH - len(nbytes) - 2
     return "\n".join(["", f"{_shortened(title, room)}, {nbytes}", *table(cells, numeric=(0, 1))])
+
+
+def _fits(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether a table of these rows, indented, shows every cell whole."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return sum(widths) + 2 * sum(map(bool, widths)) <= WIDTH
 
 
 def table(

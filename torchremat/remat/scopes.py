@@ -173,8 +173,8 @@ class Computed:
 
     @property
     def source(self) -> Source | None:
-        """The user's line."""
-        return self.call.meta.get("source")
+        """The user's line; none for what the backward pass adds, whoever asked for that."""
+        return self.call.meta.get("source") if is_forward(self.call) else None
 
     @property
     def aval(self) -> Aval | None:

@@ -10,6 +10,7 @@ from typing import Any
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.timeline import Timeline
 from torchremat.viz.looks import LOOKS, STACK
+from torchremat.viz.parts import groups_of
 from torchremat.viz.picture import KINDS, Picture
 from torchremat.viz.reading import Drawable, picture_of
 from torchremat.viz.writing import PathLike, suffix_of, write_text
@@ -123,14 +124,15 @@ def packed(picture: Picture) -> dict[str, Any]:
     def number(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
+    groups = groups_of(picture.values)
     values = [
         [
             v.name, number(v.label), number(v.op), number(v.phase), number(v.kind),
             number(v.module), number(v.source), number(v.aval), v.nbytes,
             None if v.seconds is None else float(f"{v.seconds:.4g}"),
-            number(v.reason), list(v.reads),
+            number(v.reason), list(v.reads), number(group),
         ]
-        for v in picture.values
+        for v, group in zip(picture.values, groups, strict=True)
     ]  # fmt: skip
     return {
         "title": picture.title,

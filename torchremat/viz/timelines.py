@@ -156,6 +156,7 @@ class _Drawing:
     def levels(self) -> list[Shape]:
         shapes: list[Shape] = []
         above = []
+        end = (0.0, 0.0)  # of the text before, beside which another at this height stands
         for name, nbytes in self.marked:
             text = f"{name} {human_bytes(nbytes)}"
             if nbytes > self.y.high:
@@ -163,7 +164,9 @@ class _Drawing:
                 continue
             y = self.y(nbytes)
             shapes.append(Line([(LEFT, y), (WIDTH - RIGHT, y)], INK, dashed=True))
-            shapes.append(Text(LEFT + 4, y - 5, text, 11))
+            x = end[0] + 14 if abs(y - end[1]) < 14 else LEFT + 4
+            shapes.append(Text(x, y - 5, text, 11))
+            end = (x + 6 * len(text), y)
         shapes.append(Text(WIDTH - RIGHT, 26, "   ".join(above), 11, "end", QUIET))
         return shapes
 

@@ -206,7 +206,7 @@ class GraphView {
       c.setLineDash([]);
     }
     this._ring(c, colours, this.app.selected === value, this.differs.has(value.name), box);
-    if (this.scale * h > 13) {
+    if (this.scale * h > (h < 30 ? 9 : 13)) {
       const bytes = value.nbytes ? humanBytes(value.nbytes) : "";
       if (h < 30) {
         this._text(c, value.label, x + 10, y + h / 2 + 4, w - 20, 11, look.ink, 400);

@@ -111,12 +111,16 @@ function sweep(rows, down, measured, move) {
   for (const row of down ? rows : [...rows].reverse()) {
     for (const entry of row) {
       const near = entry.near.filter((n) => (down ? n.row < entry.row : n.row > entry.row));
-      entry.wish = near.length ? near.reduce((s, n) => s + measured(n), 0) / near.length : null;
+      const total = near.reduce((s, n) => s + weightOf(entry, n), 0);
+      const wished = near.reduce((s, n) => s + weightOf(entry, n) * measured(n), 0);
+      entry.wish = total ? wished / total : null;
     }
     move(row);
   }
 }
 
+// Boxes one below the other stand straight; lanes give way.
+const weightOf = (a, b) => (a.item ? 8 : 1) * (b.item ? 8 : 1);
 const orderOf = (entry) => entry.order;
 const centreOf = (entry) => entry.x + entry.w / 2;
 
@@ -134,8 +138,8 @@ function shift(row) {
     const x = Math.max(wish, end);
     end = x + entry.w + GAP.x;
     if (entry.wish !== null) {
-      error += wish - x;
-      count += 1;
+      error += weightOf(entry, entry) * (wish - x);
+      count += weightOf(entry, entry);
     }
     return x;
   });

@@ -1,11 +1,12 @@
 // A picture as a tree of modules with values at its leaves, and what of it is visible.
 
 const FIELDS = ["name", "label", "op", "phase", "kind", "module", "source", "aval", "nbytes",
-  "seconds", "reason", "reads"];
+  "seconds", "reason", "reads", "group"];
 
 // The values of a picture as objects; in the page they are rows, and texts stand in a list.
 function valuesOf(picture) {
-  const texts = new Set(["op", "phase", "kind", "module", "source", "aval", "reason", "label"]);
+  const texts = new Set(["op", "phase", "kind", "module", "source", "aval", "reason", "label",
+    "group"]);
   return picture.values.map((row, index) => {
     const value = { index };
     FIELDS.forEach((field, i) => {
@@ -63,7 +64,7 @@ class Tree {
   }
 
   _add(value) {
-    const module = this._module(value.module);
+    const module = this._module(value.group);
     const leaf = { value, parent: module, side: value.phase, sides: { [value.phase]: true } };
     this.leaves[value.index] = leaf;
     module.items.push(leaf);

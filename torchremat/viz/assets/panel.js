@@ -9,7 +9,7 @@ function barTable(rows, most = Math.max(1, ...rows.map((row) => row.nbytes))) {
   const table = element("div", { class: "bars" });
   for (const row of rows) {
     const bar = element("span", { class: "bar" });
-    bar.style.width = `${(100 * row.nbytes) / most}%`;
+    bar.style.width = `${Math.min(100, (100 * row.nbytes) / most)}%`;
     bar.style.background = LOOKS[row.kind ?? "saved"].fill;
     const line = element(row.click ? "button" : "div", { class: "row", title: row.note ?? row.text },
       element("span", { class: "name" }, row.text),
@@ -24,8 +24,10 @@ function barTable(rows, most = Math.max(1, ...rows.map((row) => row.nbytes))) {
 function limited(rows, most) {
   const rest = rows.slice(most);
   if (!rest.length) return barTable(rows);
+  const largest = Math.max(1, ...rows.slice(0, most).map((row) => row.nbytes));
   const nbytes = rest.reduce((total, row) => total + row.nbytes, 0);
-  return barTable([...rows.slice(0, most), { text: `${rest.length} more`, nbytes, kind: "view" }]);
+  return barTable([...rows.slice(0, most), { text: `${rest.length} more`, nbytes, kind: "temporary" }],
+    largest);
 }
 
 function figuresOf(pictures) {

@@ -155,6 +155,8 @@ class TimelineView {
     c.fillText(above.map(([text, nbytes]) => `↑ ${text} ${humanBytes(nbytes)}`).join("   "),
       this.width - MARGIN.right - 2, MARGIN.top - 8);
     c.fillStyle = c.strokeStyle = colours.ink;
+    c.textAlign = "left";
+    let end = [0, 0]; // of the text before, beside which another at this height stands
     for (const [text, nbytes] of this.levels.filter((level) => !above.includes(level))) {
       const y = this.top(nbytes);
       c.setLineDash([6, 4]);
@@ -164,8 +166,10 @@ class TimelineView {
       c.lineTo(this.width - MARGIN.right, y);
       c.stroke();
       c.setLineDash([]);
-      c.textAlign = "left";
-      c.fillText(`${text} ${humanBytes(nbytes)}`, MARGIN.left + 4, y - 4);
+      const said = `${text} ${humanBytes(nbytes)}`;
+      const x = Math.abs(y - end[1]) < 14 ? end[0] + 14 : MARGIN.left + 4;
+      c.fillText(said, x, y - 4);
+      end = [x + c.measureText(said).width, y];
     }
     c.textAlign = "left";
   }

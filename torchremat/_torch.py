@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from sympy import sympify
 from torch import SymInt
 from torch._C import DispatchKey as DispatchKey
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -637,9 +636,9 @@ def new_symbol(shapes: ShapeEnv, size: int, name: str) -> torch.SymInt:
     return shapes.create_symintnode(symbol, hint=size, source=source)  # type: ignore[return-value]
 
 
-def expression_of(size: Any) -> Any:
-    """The expression of SymPy that a symbolic size or comparison is; a number's is the number."""
-    return size.node.expr if isinstance(size, torch.SymInt | torch.SymBool) else sympify(size)
+def depends_on_symbols(size: Any) -> bool:
+    """Whether a size, or a comparison of sizes, is not the same for all values of symbols."""
+    return isinstance(size, torch.SymInt | torch.SymBool) and bool(size.node.expr.free_symbols)
 
 
 def shape_env_of(size: torch.SymInt) -> ShapeEnv:

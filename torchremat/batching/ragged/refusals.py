@@ -91,7 +91,7 @@ def _refusing_comparisons(shapes: _torch.ShapeEnv) -> Iterator[None]:
             or size.node.shape_env is not shapes
             or not is_user_file(frame.f_code.co_filename)
             or not _is_settled(result)
-            or not _torch.expression_of(size - other).free_symbols
+            or not _torch.depends_on_symbols(size - other)
         ):
             return result
         source = Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
@@ -118,7 +118,7 @@ def _method(checked: Any, name: str) -> Any:
 
 
 def _is_settled(result: Any) -> bool:
-    return isinstance(result, bool) or not _torch.expression_of(result).free_symbols
+    return not _torch.depends_on_symbols(result)
 
 
 _SYMBOLS_OF_TORCH = tuple(

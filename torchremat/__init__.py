@@ -7,7 +7,7 @@
 >>> block(x, w).sum().backward()
 """
 
-from torchremat import batching, checkpoint_policies, config, errors, nn, planning
+from torchremat import batching, checkpoint_policies, config, errors, nn, planning, viz
 from torchremat.autodiff.graph_transforms import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.batching.batch_graph import batch_graph
@@ -137,5 +137,6 @@ __all__ = [
     "transpose_graph",
     "value_and_grad",
     "vjp",
+    "viz",
     "vmap",
 ]

@@ -18,6 +18,7 @@ from torchremat.errors import (
 )
 from torchremat.planning.budgets import Budget
 from torchremat.remat.measure import LiveBytes
+from torchremat.remat.report import human_bytes
 
 TOKENS = torch.randint(0, 64, (2, 32))
 
@@ -291,6 +292,6 @@ def test_settings_that_are_none(settings, error, match):
         tr.plan(nn.Linear(3, 3), torch.ones(2, 3), budget=0.9, **settings)
 
 
-def test_pictures_are_yet_to_come(plan):
-    with pytest.raises(NotImplementedError, match=r"pictures are not available in this version"):
-        plan.to_html("plan.html")
+def test_a_plan_draws_itself(plan, tmp_path):
+    plan.to_html(tmp_path / "plan.html")
+    assert human_bytes(plan.peak_bytes) in (tmp_path / "plan.html").read_text(encoding="utf-8")

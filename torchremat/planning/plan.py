@@ -5,12 +5,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib import import_module
 
 from torch import fx
 
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import NotAvailableError, PlanError
+from torchremat.planning.cost_model import CostModel
 from torchremat.planning.elsewhere import kept_elsewhere
 from torchremat.planning.fingerprints import difference, fingerprint_of, lines_of
 from torchremat.planning.simulate import simulate
@@ -84,6 +86,8 @@ class Plan:
     offloaded_bytes: int = 0
     link_seconds: float = 0.0
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
+    cost_model: CostModel | None = field(default=None, repr=False)
+    """What says what each operator takes; `None` for a plan that was loaded."""
 
     @property
     def gap(self) -> float:
@@ -167,11 +171,9 @@ class Plan:
         return self.summary()
 
     def to_html(self, path: "str | os.PathLike[str]") -> None:
-        """Draw the plan as a page: not in this version."""
-        raise NotAvailableError(
-            f"Plan.to_html({os.fspath(path)!r}): pictures are not available in this version. "
-            "summary() has the figures, timeline() the bytes alive at each operator"
-        )
+        """Draw the plan as a page: `torchremat.viz.graph_html(plan, path)`."""
+        # by name: pictures are a layer above
+        import_module("torchremat.viz").graph_html(self, path)
 
     # --- on disk ---------------------------------------------------------------------------------
 

@@ -290,6 +290,7 @@ class _Planning:
             offloaded_bytes=planned.offloaded_bytes,
             link_seconds=planned.costs.link_seconds,
             graphs=graphs,
+            cost_model=self.model,
         )
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments
+from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import TraceError
@@ -83,7 +84,19 @@ def region_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
             "that it closes over, leads to an output with a gradient. Pass such a tensor, or call "
             "requires_grad_() on the one that it closes over."
         )
+    _label_inputs(region, BoundCall(fun, args, kwargs))
     return region
+
+
+def _label_inputs(region: Region, bound: BoundCall) -> None:
+    """Note on each input what the user calls it; a model off the meta device is soon gone."""
+    body = region.body
+    captured = body.captured() if isinstance(body, FunctionBody) and body.captured else ()
+    labels = [*bound.labels, *bound.labels_of_captured(captured, region.paths)]
+    for joint in (region.joint, region.joint_for(region.usual_given)):
+        if len(labels) == len(joint.inputs):  # else a tensor is passed twice
+            for node, label in zip(joint.inputs, labels, strict=True):
+                node.meta["label"] = label
 
 
 def _traced(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Region:

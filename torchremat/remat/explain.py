@@ -1,6 +1,7 @@
 """Explanations: what becomes of each value of a forward pass under a policy, and why."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -72,7 +73,15 @@ def explain(
     call = BoundCall(f, args, kwargs)  # before it is wrapped: a wrong `f` is told about by name
     if policy is not None:
         call = BoundCall(checkpoint(f, policy=policy), args, kwargs)
-    return report_of(observe(call))
+    observation = observe(call)
+    report = report_of(observation)
+    return report if policy is None else replace(report, program=_only_program(observation))
+
+
+def _only_program(observation: Observation) -> FunctionProgram | None:
+    """The program of the whole function, if it is one."""
+    calls = observation.scope.calls
+    return program_of(calls[0]) if len(calls) == 1 else None
 
 
 def report_of(observation: Observation) -> Report:

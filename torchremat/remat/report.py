@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -75,6 +75,8 @@ class Report:
     """
 
     rows: tuple[Row, ...]
+    program: Any = field(default=None, repr=False, compare=False)
+    """What runs, if one policy decides on the whole function: its graphs can be drawn."""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

@@ -136,7 +136,7 @@ __all__ = [
     "sequential_vmap",
     "transpose_graph",
     "value_and_grad",
-    "vjp",
     "viz",
+    "vjp",
     "vmap",
 ]

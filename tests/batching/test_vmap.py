@@ -361,3 +361,14 @@ def test_bad_input_is_said_as_jax_says_it(name):
     call, kind, text = BAD[name]
     with pytest.raises(kind, match=re.escape(text)):
         call()
+
+
+def test_explain_names_what_runs_in_a_loop():
+    def fun(x):
+        return torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 2])).sin().sum()
+
+    x = torch.rand(2, 3, requires_grad=True)
+    with pytest.warns(LoopWarning, match="aten::segment_reduce"):
+        report = tr.explain(tr.vmap(fun), x)
+    looped = [row for row in report if "vmap has no rule for it" in row.reason]
+    assert [row.op.split(".")[0] for row in looped] == ["segment_reduce", "segment_reduce"]

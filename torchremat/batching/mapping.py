@@ -19,6 +19,7 @@ from torchremat.batching.vmappable import is_vmappable, vmappable_of
 from torchremat.errors import AxisTypeError, LoopWarning
 from torchremat.graph.named_axes import run_mapped
 from torchremat.graph.sources import current_source, warn_user
+from torchremat.graph.tracing import current_tracing
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,10 @@ def _loops_said() -> Iterator[None]:
         warnings.filterwarnings("always", message=_torch.LOOP_WARNING)
         shown, warnings.showwarning = warnings.showwarning, note
         yield
+    tracing = current_tracing()
     for name, source in found.items():
+        if tracing is not None:
+            tracing.note_loop(name)
         warn_user(
             f"{name}, at {source}, has no batching rule in PyTorch: vmap runs it in a loop, once "
             "for each example. Register a rule (torchremat.batching.primitive_batchers), or call "

@@ -100,9 +100,10 @@ def _refuse_kind(tensor: Tensor) -> None:
         )
 
 
-NOTES = ("phase", "module", "source", "grad_enabled")
-"""What a trace notes on each node: `forward` or `backward`, the module's name, the user's line, and
-whether grad mode was on where the user's code, not an `autograd.Function` that it calls, ran it."""
+NOTES = ("phase", "module", "source", "grad_enabled", "looped")
+"""What a trace notes on each node: `forward` or `backward`, the module's name, the user's line;
+whether grad mode was on where the user's code, not an `autograd.Function` that it calls, ran it;
+whether it is one call of an operator that `vmap` ran in a loop."""
 
 
 def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
@@ -256,6 +257,12 @@ class Tracing:
             yield
         finally:
             self._outer_grad_mode = outer
+
+    def note_loop(self, operator: str) -> None:
+        """Note on operators written so far, of that name (`aten::histc`), that a loop ran them."""
+        for node in self.graph.nodes:
+            if isinstance(node.target, _torch.OpOverload) and node.target.name() == operator:
+                node.meta["looped"] = True
 
     @property
     def graph(self) -> fx.Graph:

@@ -200,8 +200,11 @@ class _Rows:
         if value.key in self._rows:
             return
         label = self.labels.of_value(value)
+        reason = choice.reason
+        if value.node.meta.get("looped"):
+            reason += "; vmap has no rule for it, and runs it once for each example"
         row = Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype, nbytes,
-                  choice.decision, choice.reason)  # fmt: skip
+                  choice.decision, reason)  # fmt: skip
         self._rows[value.key] = (self.labels.position(value), row)
 
 

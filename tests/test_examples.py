@@ -56,7 +56,7 @@ def run_example(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_run():
-    single = (RULES, DONATED, COMPILED, PLANNED, NAMED_AXES)
+    single = (RULES, DONATED, COMPILED, PLANNED, NAMED_AXES, RAGGED, NAMED_ARRAYS)
     assert {command[0] for command in (*COMMANDS, *single)} == set(EXAMPLES)
 
 

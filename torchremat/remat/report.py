@@ -78,6 +78,10 @@ class Report:
     program: Any = field(default=None, repr=False, compare=False)
     """What runs, if one policy decides on the whole function: its graphs can be drawn."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled report has its rows alone."""
+        return type(self), (self.rows,)
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 

@@ -252,3 +252,10 @@ def test_options_are_checked(options, error, message):
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="jit takes a function or an nn.Module"):
         tr.jit(torch.ones(3))
+
+
+def test_a_jit_of_a_jit_keeps_its_own_options():
+    inner = tr.jit(lambda x: x + 1, backend="eager")
+    outer = tr.jit(inner, backend="aot_eager")
+    assert (outer.backend, inner.backend) == ("aot_eager", "eager")
+    assert torch.equal(outer(torch.ones(2)), torch.full((2,), 2.0))

@@ -25,6 +25,7 @@ from torchremat.autodiff.joint import Joint, TraceOptions, is_forward
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.graph.aliases import base_of
+from torchremat.graph.codegen import is_identity
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.named_axes import AxisName, axis_names_in
 from torchremat.graph.ops import is_factorisation
@@ -472,7 +473,7 @@ class FunctionProgram(Program):
         joint = self.root_joint
         outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
         writes = [value for _, value in joint.mutations]
-        results = [*outputs, *writes, *self.residuals]
+        results = [*outputs, *writes, *_as_outputs(self.residuals, outputs)]
         if self.schedule is None:
             module = slice_graph(joint.module, joint.inputs, results, must_run=draws_forward)
         else:
@@ -607,6 +608,20 @@ class VjpProgram(Program):
         )
         _keep_apart(compiled.module, self.of.prevent_cse)
         return compiled
+
+
+def _as_outputs(residuals: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """The residuals; one that an output hands on (a name's, say) as that output.
+
+    So a write to the output before the backward pass is noticed: the two are one tensor.
+    """
+    handed_on: dict[fx.Node, fx.Node] = {}
+    for output in outputs:
+        node = output
+        while is_identity(node) and isinstance(source := node.args[0], fx.Node):
+            handed_on.setdefault(source, output)
+            node = source
+    return [handed_on.get(node, node) for node in residuals]
 
 
 class BatchedProgram(Program):

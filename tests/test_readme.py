@@ -30,7 +30,8 @@ def run_blocks(text: str, filename: str, capture: pytest.CaptureFixture[str]) ->
     return num_run
 
 
-def test_readme_runs(capsys):
+def test_readme_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes pages
     assert run_blocks(README.read_text(encoding="utf-8"), str(README), capsys) > 0
 
 

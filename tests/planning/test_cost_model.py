@@ -66,8 +66,8 @@ def meta(*shape, dtype=torch.float32) -> Tensor:
 
 def nodes_of(fun, *args, with_gradients=True) -> list[fx.Node]:
     """The nodes of the joint graph of `fun`."""
-    body = FunctionBody(lambda: lambda tensors: [fun(*tensors)], len(args))
     specs = [InputSpec.of(arg) for arg in args]
+    body = FunctionBody(lambda: lambda tensors: [fun(*tensors)], specs)
     names = [f"arg{i}" for i in range(len(args))]
     joint, _ = trace_joint(body, specs, names, ModulePaths({}), TraceOptions(with_gradients))
     return list(joint.module.graph.nodes)

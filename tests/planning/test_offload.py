@@ -28,6 +28,7 @@ from tests.planning.test_oracles import (
     problems,
     runs_allowed,
 )
+from torchremat.planning.facts import Facts
 from torchremat.planning.moments import Moment
 from torchremat.planning.ordering import Decisions, replay_of
 from torchremat.planning.problem import (
@@ -39,7 +40,7 @@ from torchremat.planning.problem import (
     costs_of,
     plain_schedule,
 )
-from torchremat.planning.program import Facts, SavingProgram
+from torchremat.planning.program import SavingProgram
 from torchremat.planning.solver import Options, Solution, solve
 
 FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD

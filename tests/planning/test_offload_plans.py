@@ -1,4 +1,4 @@
-"""Plans that offload: what they say, what refuses them, and that nobody else offloads."""
+"""Plans that offload: what they say, that they run as they say, and that nobody else offloads."""
 
 import doctest
 import json
@@ -10,12 +10,19 @@ import torch
 from torch import nn
 
 import torchremat as tr
+from tests.helpers import assert_same
 from torchremat import planning
-from torchremat.checkpoint_policies import from_plan
-from torchremat.errors import NotAvailableError, PlanError
+from torchremat.checkpoint_policies import everything_saveable, from_plan, memory_budget
+from torchremat.errors import OffloadWarning, PlanError
 from torchremat.planning import CostModel, Plan
 from torchremat.planning.devices import rates_of
 from torchremat.planning.step import LEAST_OFFLOAD
+from torchremat.planning.steps import timeline_of
+from torchremat.remat import host_copies, host_pool
+from torchremat.remat.measure import HeldBytes, LiveBytes
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.report import human_bytes
+from torchremat.viz.reading import picture_of
 
 
 def tower(depth: int, width: int) -> nn.Module:
@@ -96,20 +103,101 @@ def test_the_curve_with_offloading_lies_below():
         assert below.recompute_seconds <= above.recompute_seconds
 
 
-def test_plans_that_offload_cannot_be_run_yet(pair, tmp_path):
-    _, found = pair
+FAST_LINK = CostModel.of(replace(rates_of("h100"), host_bytes_per_second=1e13))
+
+
+@pytest.fixture(scope="module")
+def step() -> tuple[nn.Module, torch.Tensor]:
+    """A step that is small enough to run, with values large enough to be offloaded."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(6)]
+    return nn.Sequential(*layers), torch.randn(512, 64)
+
+
+def gradients(fun, model, x) -> list[torch.Tensor]:
+    loss = fun(x).square().sum()
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("budget", [0.7, 0.75])
+def test_plans_that_offload_run_as_they_say(step, budget, tmp_path):
+    model, x = step
+    found = tr.plan(model, x, budget=budget, cost_model=FAST_LINK, offload=True)
+    assert found.offloaded_bytes > 0
     path = tmp_path / "plan.json"
     found.save(path)
-    first = next(name for name, what in found.decisions.items() if what == "offloaded")
-    for use in (
-        lambda: from_plan(found),
-        lambda: from_plan(str(path)),
-        lambda: found.forward_graph,
-        lambda: found.timeline(),
-        lambda: Plan.load(path).backward_graph,
+    for given in (found, str(path)):
+        f = tr.checkpoint(model, policy=from_plan(given))
+        assert_same(gradients(f, model, x), gradients(model, model, x))
+    with LiveBytes() as memory, HeldBytes(model, x) as held:
+        out = f(x)
+    assert host_pool.stats().nbytes == found.offloaded_bytes == found.timeline().offloaded_bytes
+    assert held.total - out.nbytes == found.saved_bytes
+    cotangent = torch.ones_like(out)
+    memory.add(cotangent)
+    with memory:
+        torch.autograd.grad(out, list(model.parameters()), cotangent)
+    assert memory.peak == found.timeline().peak <= found.peak_bytes <= found.budget
+    assert host_pool.stats().nbytes == 0
+    report = tr.explain(f, x)
+    assert report.offloaded_total == found.offloaded_bytes
+
+
+def test_a_budget_may_offload(step):
+    model, x = step
+    parameters = list(model.parameters())
+    alone, policy = (
+        memory_budget(0.7, cost_model=FAST_LINK, offload=offload) for offload in (False, True)
+    )
+    f = tr.checkpoint(model, policy=policy)
+    assert_same(gradients(f, model, x), gradients(model, model, x))
+    assert_same(gradients(tr.checkpoint(model, policy=alone), model, x), gradients(f, model, x))
+    timeline = timeline_of(f.last_program)
+    with LiveBytes() as memory, HeldBytes(model, x) as held:
+        out = f(x)
+    assert host_pool.stats().nbytes == timeline.offloaded_bytes > 0
+    assert held.total - out.nbytes == timeline.saved_bytes
+    cotangent = torch.ones_like(out)
+    memory.add(cotangent)
+    with memory:
+        torch.autograd.grad(out, parameters, cotangent)
+    plain = timeline_of(FunctionProgram(f.last_program.region, everything_saveable))
+    assert memory.peak == timeline.peak <= 0.7 * plain.peak
+    report = tr.explain(f, x)
+    assert report.total == held.total
+    assert report.offloaded_total == timeline.offloaded_bytes
+    assert repr(policy) == f"memory_budget(0.7, cost_model={FAST_LINK!r}, offload=True)"
+    assert policy.spelling is None
+
+
+def test_a_budget_needs_a_link_to_offload_over(step):
+    model, x = step
+    for offloads in (
+        lambda: memory_budget(0.7, cost_model=CostModel.of("m1"), offload=True),
+        lambda: tr.checkpoint(model, policy=memory_budget(0.7, offload=True))(x),
     ):
-        with pytest.raises(NotAvailableError, match=rf"offloads '{first}'.*with offload=False"):
-            use()
+        with pytest.raises(PlanError, match="offload=True: .* has no link to a host"):
+            offloads()
+
+
+def test_a_value_begins_to_come_back_one_operator_of_the_backward_pass_ahead(step):
+    model, x = step
+    found = tr.plan(model, x, budget=0.65, cost_model=FAST_LINK, offload=True)
+    nodes = [n for n in found.backward_graph.graph.nodes if n.op == "call_function"]
+    for i, node in enumerate(nodes):
+        if node.target is host_copies.start_fetch:
+            between = nodes[i + 1 : nodes.index(next(iter(node.users)))]
+            steps = [n for n in between if n.name.startswith(("sigmoid_backward", "mm", "sum"))]
+            assert len(steps) == 1
+
+
+def test_a_compiler_saves_what_a_plan_offloads(step):
+    model, x = step
+    found = tr.plan(model, x, budget=0.72, cost_model=FAST_LINK, offload=True)
+    options = {"policy": from_plan(found), "codegen": "eager"}
+    f = torch.compile(model, backend="torchremat", options=options)
+    with pytest.warns(OffloadWarning, match="saved on their device"):
+        assert_same(gradients(f, model, x), gradients(model, model, x))
 
 
 def test_a_plan_that_offloads_is_read_as_it_was_written(pair):
@@ -127,7 +215,21 @@ def test_plans_written_before_there_was_offloading_are_read(pair):
 
 
 def test_the_examples_of_the_page_about_offloading():
-    page = Path(__file__).parents[2] / "docs" / "offloading.md"
+    page = Path(__file__).parents[2] / "docs" / "explanation" / "offloading.md"
     found = doctest.testfile(str(page), module_relative=False)
     assert found.attempted >= 6
     assert not found.failed
+
+
+def test_a_plan_that_offloads_is_drawn(step):
+    model, x = step
+    found = tr.plan(model, x, budget=0.72, cost_model=FAST_LINK, offload=True)
+    picture = picture_of(found)
+    assert picture.totals()["offloaded"] == found.offloaded_bytes
+    assert ("on the host", human_bytes(found.offloaded_bytes)) in picture.figures
+    copies = [value for value in picture.values if value.op == "start_copy"]
+    fetches = [value for value in picture.values if value.op == "start_fetch"]
+    assert len(copies) == len(fetches) == len(found.order.offloaded)
+    assert sum(value.nbytes for value in copies) == 0
+    assert sum(value.nbytes for value in fetches) == found.offloaded_bytes
+    assert all(value.seconds is None for value in (*copies, *fetches))

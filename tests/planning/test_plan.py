@@ -156,6 +156,38 @@ def test_estimates_are_what_is_measured(model, policy):
     assert found.seconds > 0
 
 
+@pytest.mark.parametrize("policy", ["full", "dots", "none"])
+def test_without_a_policy_the_checkpoints_inside_decide(policy):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    tr.nn.wrap(model, policy, select="layers.*")
+    x = torch.randn(2, 8, 16)
+    found = tr.estimate(model, x)
+    model(x)
+    with LiveBytes() as memory:
+        y = model(x)
+        torch.autograd.grad(y, list(model.parameters()), torch.ones_like(y))
+    assert found.saved_bytes == tr.explain(model, x).total
+    # autograd holds the cotangent of a checkpoint until its backward pass has ended
+    assert memory.peak - y.nbytes <= found.peak_bytes <= memory.peak
+
+
+@pytest.mark.parametrize(("policy", "select"), [("full", None), ("dots", "layers.*")])
+def test_a_plan_decides_on_what_is_in_the_checkpoints_inside(policy, select):
+    model = GPT()
+    alone = tr.plan(model, TOKENS, budget="60%")
+    wrapped = tr.plan(tr.nn.wrap(model, policy, select=select), TOKENS, budget="60%")
+    assert wrapped.fingerprint == alone.fingerprint
+    assert wrapped.peak_bytes <= wrapped.budget == alone.budget
+    run = tr.checkpoint(model, policy=tr.checkpoint_policies.from_plan(wrapped))
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(tr.nn.unwrap(model)(TOKENS), parameters)
+    with LiveBytes() as memory:
+        found = torch.autograd.grad(run(TOKENS), parameters)
+    assert memory.peak <= wrapped.budget
+    assert all(map(torch.equal, found, expected))
+
+
 def test_estimates_say_what_does_not_fit_a_page(model):
     assert max(map(len, str(tr.estimate(model, TOKENS)).splitlines())) <= 60
     with pytest.raises(TypeError, match=r"fits\(0.5\): memory is bytes"):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, note
 
 from tests.planning.test_oracles import cases, examples, least_seconds
+from torchremat.planning.facts import Facts
 from torchremat.planning.linear import LinearProgram, silence
 from torchremat.planning.moments import Moment
 from torchremat.planning.ordering import Decisions, replay_of
@@ -18,7 +19,7 @@ from torchremat.planning.problem import (
     costs_of,
     plain_schedule,
 )
-from torchremat.planning.program import Facts, SavingProgram
+from torchremat.planning.program import SavingProgram
 from torchremat.planning.reorder import floor_of, reordered
 from torchremat.planning.solver import Options, solve
 from torchremat.planning.trials import Trier

@@ -61,6 +61,25 @@ class Budget:
         return int(self.fraction * plain_peak)
 
 
+def bytes_of_limit(given: int | str) -> int:
+    """The bytes of a limit on what is saved, which may be 0, and is no fraction.
+
+    Raises `BudgetTypeError` (a `TypeError`) and `BudgetSpellingError` (a `ValueError`).
+
+    >>> bytes_of_limit("2KiB"), bytes_of_limit(0), bytes_of_limit("0B")
+    (2048, 0, 0)
+    """
+    if given in (0, "0B") and not isinstance(given, bool | float):
+        return 0
+    nbytes = Budget.of(given).nbytes
+    if nbytes is None:
+        raise BudgetTypeError(
+            f"saved={given!r} is a fraction, and there is nothing that it is one of: give bytes "
+            "('200MiB', an int), or a budget of peak memory, of which fractions are known"
+        )
+    return nbytes
+
+
 def _read(text: str) -> Budget:
     match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([A-Za-z]*|%)\s*", text)
     if match is None:

@@ -99,7 +99,7 @@ class CostModel:
         return replace(measure(here), timer=NodeTimer(here))
 
     def fused(self) -> "CostModel":
-        """The model for a plan that a compiler runs.
+        """The model for a plan that a compiler runs; budgets under inductor use it by themselves.
 
         A pointwise operator all of whose consumers are pointwise or reductions runs in their
         kernel: it costs what it reads from outside, and writes and launches nothing.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from torchremat.planning.budgets import Budget
 from torchremat.planning.cost_model import CostModel
@@ -17,7 +18,10 @@ from torchremat.planning.optimizers import (
 from torchremat.planning.plan import human_seconds
 from torchremat.planning.plans import device_of
 from torchremat.planning.steps import graphs_of, region_of, timeline_of
-from torchremat.remat.policies import PolicyLike, as_policy, everything_saveable
+from torchremat.planning.timeline import Timeline
+from torchremat.remat.host_copies import COPIES
+from torchremat.remat.plain_autograd import plain_autograd
+from torchremat.remat.policies import PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.report import human_bytes, table
 
@@ -30,6 +34,7 @@ class Estimate:
         peak_bytes: the most that is alive at one time of what the step makes: values, outputs and
             gradients.
         saved_bytes: what is held from the forward pass for the backward pass.
+        offloaded_bytes: what the host holds for it.
         parameter_bytes: the tensors that get a gradient.
         gradient_bytes: their gradients, which are part of the peak.
         optimizer_bytes: the optimizer's state.
@@ -44,6 +49,7 @@ class Estimate:
     optimizer_bytes: int
     input_bytes: int
     seconds: float
+    offloaded_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -68,6 +74,8 @@ class Estimate:
             ("in all", human_bytes(self.total_bytes)),
             ("time", human_seconds(self.seconds)),
         ]
+        if self.offloaded_bytes:
+            rows.insert(-1, ("on the host", human_bytes(self.offloaded_bytes)))
         return "\n".join(table(rows, numeric=(1,), indent=""))
 
 
@@ -86,7 +94,8 @@ def estimate(
         fun_or_module: a function of trees of tensors, or an `nn.Module`; on any device, the meta
             device too.
         *args: its arguments; only their shapes, dtypes and devices matter.
-        policy: what may be saved, see `checkpoint`; `None` is plain PyTorch.
+        policy: what may be saved, see `checkpoint`; with `None` the checkpoints inside decide (the
+            peak may then be higher by the cotangent of one, which autograd holds until it ends).
         optimizer: an optimizer or its class; the bytes of its state are counted.
         cost_model: what operators cost in seconds; by default a roofline of `device`.
         device: where the step is to run; by default where the tensors are.
@@ -103,13 +112,13 @@ def estimate(
     >>> found.fits("32MiB"), found.fits("8MiB")
     (True, False)
     """
-    region = region_of(fun_or_module, args, kwargs)
+    chosen = plain_autograd if policy is None else as_policy(policy)
+    region = region_of(fun_or_module, args, kwargs, chosen)
     model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
-    program = FunctionProgram(region, everything_saveable if policy is None else as_policy(policy))
-    program.choices.warn_of_unmatched()
+    program = FunctionProgram(region, chosen)
+    program.warn_of_policy()
     timeline = timeline_of(program)
     forward, backward = graphs_of(program)
-    nodes = [*forward.module.graph.nodes, *backward.module.graph.nodes]
     parameters = parameter_nbytes(region)
     gradients: Any = backward.module.graph.output_node().args[0]
     return Estimate(
@@ -119,8 +128,16 @@ def estimate(
         gradient_bytes=sum(_nbytes(value) for value in gradients if value is not None),
         optimizer_bytes=state_nbytes(region, optimizer),
         input_bytes=input_nbytes(region) - parameters,
-        seconds=sum(model.seconds(node) for node in nodes if node.op == "call_function"),
+        seconds=sum(_seconds(c.module, timeline, model) for c in (forward, backward)),
+        offloaded_bytes=timeline.offloaded_bytes,
     )
+
+
+def _seconds(module: fx.GraphModule, timeline: Timeline, model: CostModel) -> float:
+    """The time of a pass: of its operators, or of its copies beside them if these take longer."""
+    calls = (node for node in module.graph.nodes if node.op == "call_function")
+    seconds = sum(model.seconds(node) for node in calls if node.target not in COPIES)
+    return max(seconds, model.transfer_seconds(timeline.offloaded_bytes) or 0.0)
 
 
 def _nbytes(node: Any) -> int:

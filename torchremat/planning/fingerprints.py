@@ -7,14 +7,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchremat import _torch
 from torchremat.avals import Aval
 from torchremat.graph.ops import op_name
 
 
 def lines_of(graph: fx.Graph) -> tuple[str, ...]:
-    """One line for each node: what it is, what it reads, and what comes out. Devices are left out.
+    """One line for each node: what it is, what it reads, and what comes out; last, the outputs.
 
-    A plan that was made on the meta device holds for any other on which the graph is the same.
+    Devices are left out.
+
+    A plan that was made on the meta device holds for any other on which the graph is the same, and
+    one that was made in one process for the others: what a group of processes is called is left out
+    too, as those in one column of a mesh have another group than those in the next.
 
     >>> import torchremat as tr
     >>> g = tr.make_graph(lambda x, n: x * n, static_argnums=1)(torch.ones(3), 2.0)
@@ -22,7 +27,7 @@ def lines_of(graph: fx.Graph) -> tuple[str, ...]:
     'aten.mul.Tensor(%0, 2.0) -> f32[3]'
     """
     numbers = {node: i for i, node in enumerate(graph.nodes)}
-    return tuple(_line(node, numbers) for node in graph.nodes if node.op != "output")
+    return tuple(_line(node, numbers) for node in graph.nodes)
 
 
 def fingerprint_of(lines: Sequence[str]) -> str:
@@ -49,12 +54,26 @@ def difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
 def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
     if node.op == "get_attr":
         return f"constant -> {_result(node)}"
+    if node.op == "output":
+        return f"outputs {_text(node.args[0], numbers)}"
     if node.op == "placeholder":
         return f"input -> {_result(node)}"
-    arguments = [_text(a, numbers) for a in node.args]
-    named = sorted(item for item in node.kwargs.items() if item[0] != "device")
+    of_group = _places_of_group(node)
+    arguments = [_text(a, numbers) for i, a in enumerate(node.args) if i not in of_group]
+    named = sorted(item for item in node.kwargs.items() if item[0] not in _OF_A_PROCESS)
     arguments += [f"{name}={_text(value, numbers)}" for name, value in named]
     return f"{op_name(node.target)}({', '.join(arguments)}) -> {_result(node)}"
+
+
+_OF_A_PROCESS = ("device", "group", "group_name")
+
+
+def _places_of_group(node: fx.Node) -> list[int]:
+    """The positions of arguments that name a group of processes."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return []
+    arguments = enumerate(_torch.schema_arguments(node.target))
+    return [i for i, argument in arguments if argument.name == "group_name"]
 
 
 def _text(value: Any, numbers: dict[fx.Node, int]) -> str:

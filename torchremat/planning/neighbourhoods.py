@@ -2,7 +2,8 @@
 
 relaxation    x = 0, 1, 0.4, 1, 0        what it is least sure of is left free
 answer        x = 0, 1, 1,   1, 0        what the two disagree about is left free, or what
-                                         belongs to a stretch of the forward pass, or to two
+                                         belongs to a stretch of the forward pass, or to two, or
+                                         to one of the backward pass, or to some values
 """
 
 import time
@@ -27,18 +28,21 @@ class Neighbourhoods:
         relaxation: its answer in fractions, if there is one.
         integral: the variables that are to be integers.
         ranks: where in the forward pass each of them belongs, from 0 to 1.
+        places: where in the backward pass, from 0 to 1; -1 for what is saved.
     """
 
     program: LinearProgram
     relaxation: Relaxation | None
     integral: Integers
     ranks: Floats
+    places: Floats
 
     @classmethod
     def of(cls, program: SavingProgram, relaxation: Relaxation | None) -> "Neighbourhoods":
         """Those of `program`."""
         integral = program.linear.integral
-        return cls(program.linear, relaxation, integral, program.ranks()[integral])
+        ranks, places = program.ranks()[integral], program.places()[integral]
+        return cls(program.linear, relaxation, integral, ranks, places)
 
     def first(self, free: int, seconds: Callable[[], float], gap: float) -> Answer:
         """An answer near the relaxation, with as few as `free` variables free if that goes."""
@@ -57,10 +61,12 @@ class Neighbourhoods:
     ) -> Iterator[Answer]:
         """Better and better answers, until nothing better was found for a while."""
         random = np.random.default_rng(0)
-        size, vain, turn = min(0.6, max(0.05, 800 / len(self.integral))), 0, 0
+        sizes = [min(0.6, max(0.05, 500 / len(self.integral)))] * _KINDS
+        vain, turn = 0, 0
         while vain < _PATIENCE and seconds() > 0:
             assert answer.x is not None
-            free = self._free(turn, answer.x, size, random)
+            kind = turn % _KINDS
+            free = self._free(kind, answer.x, sizes[kind], random)
             started = time.monotonic()
             fixing = Fixing(self.integral[~free], np.round(answer.x[self.integral[~free]]))
             found = self.program.solve(seconds=min(seconds(), _SLICE), gap=gap, fixed=fixing)
@@ -70,7 +76,8 @@ class Neighbourhoods:
             if found.x is not None and found.value < answer.value * (1 - 1e-6) - 1e-15:
                 answer, vain = found, 0
                 yield answer
-            size = max(size * 0.7, 0.02) if took > _SLICE * 0.9 else min(size * 1.1, 0.8)
+            factor = 0.7 if took > _SLICE * 0.9 else 1.15
+            sizes[kind] = min(max(factor * sizes[kind], 0.02), 0.8)
 
     def _where_sure(self, free: int) -> Fixing | None:
         """The values of the relaxation, but for the `free` ones of which it is least sure."""
@@ -88,22 +95,27 @@ class Neighbourhoods:
         return away
 
     def _free(
-        self, turn: int, x: Floats, size: float, random: np.random.Generator
+        self, kind: int, x: Floats, size: float, random: np.random.Generator
     ) -> NDArray[np.bool_]:
         """Which of the integers are left free."""
         relaxed = None if self.relaxation is None else self.relaxation.answer.x
-        kind = turn % 3
         free = np.zeros(len(self.integral), dtype=bool)
         if kind == 0 and relaxed is not None:
             differ = np.abs(x[self.integral] - relaxed[self.integral]) + 0.3 * self._away(relaxed)
             differ += 1e-3 * random.random(len(free))
             free[np.argsort(-differ)[: int(size * len(free))]] = True
             return free
+        if kind == 3:  # a stretch of the backward pass, and what is saved
+            return (self.places < 0) | (np.abs(self.places - random.random()) < size / 2)
+        if kind == 4:  # some values throughout
+            ranks = np.unique(self.ranks)
+            return np.isin(self.ranks, ranks[random.random(len(ranks)) < size])
         for _ in range(kind or 1):
             centre = random.random()
             free |= np.abs(self.ranks - centre) < size / 2 / (kind or 1)
         return free
 
 
-_PATIENCE = 15
+_KINDS = 5
+_PATIENCE = 20
 _SLICE = 1.0

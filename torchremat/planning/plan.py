@@ -11,7 +11,7 @@ from torch import fx
 
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
-from torchremat.errors import NotAvailableError, PlanError
+from torchremat.errors import PlanError
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.elsewhere import kept_elsewhere
 from torchremat.planning.fingerprints import difference, fingerprint_of, lines_of
@@ -111,19 +111,7 @@ class Plan:
         """From inputs, what is saved, and cotangents, to gradients; names are the forward's."""
         return self._graphs()[1]
 
-    def check_runs(self, asked: str) -> None:
-        """Raise `NotAvailableError` (a `NotImplementedError`) if the plan offloads values."""
-        if self.order.offloaded:
-            names = [name for name, what in self.decisions.items() if what == "offloaded"]
-            raise NotAvailableError(
-                f"{asked}: the plan offloads {names[0]!r}"
-                f"{f' and {len(names) - 1} other values' if len(names) > 1 else ''} to the host, "
-                "and plans that do can be read but not yet run in this version. Make it with "
-                "offload=False"
-            )
-
     def _graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self.check_runs("the graphs and the timeline of a plan")
         if self.graphs is None:
             raise PlanError(
                 "a plan that was loaded has no graphs: checkpoint(f, policy=from_plan(plan)) makes "
@@ -250,12 +238,12 @@ class Plan:
 
         In a compiler's trace, whose own matter is what runs when, it says only what is kept.
         """
-        self.check_runs("a plan as a policy")
         lines = lines_of(joint.module.graph)
         if joint.by_compiler and lines != self.graph:
             kept = kept_elsewhere(self.graph, self.order.saved, joint)
-            if kept is not None:
-                return GraphSchedule(frozenset(kept), (), ())
+            away = kept_elsewhere(self.graph, self.order.offloaded, joint)
+            if kept is not None and away is not None:
+                return GraphSchedule(frozenset(kept), (), (), frozenset(away))
         if lines != self.graph:
             raise PlanError(
                 f"the plan is for another graph: {difference(self.graph, lines)}. A plan holds for "
@@ -267,6 +255,7 @@ class Plan:
             frozenset(nodes[i] for i in self.order.saved),
             tuple(nodes[i] for i in self.order.forward),
             tuple(nodes[i] for i in self.order.backward),
+            frozenset(nodes[i] for i in self.order.offloaded),
         )
 
 
@@ -280,16 +269,14 @@ _LATER_FIELDS = ("offloaded_bytes", "link_seconds")
 """They are not in the first files of this version."""
 
 
-def order_of(
-    schedule: GraphSchedule, joint: Joint, offloaded: frozenset[fx.Node] = frozenset()
-) -> Order:
-    """A schedule by the positions of the nodes of `joint`, with what is `offloaded`."""
+def order_of(schedule: GraphSchedule, joint: Joint) -> Order:
+    """A schedule by the positions of the nodes of `joint`."""
     numbers = {node: i for i, node in enumerate(joint.module.graph.nodes)}
     return Order(
         tuple(sorted(numbers[node] for node in schedule.saved)),
         tuple(numbers[node] for node in schedule.forward),
         tuple(numbers[node] for node in schedule.backward),
-        tuple(sorted(numbers[node] for node in offloaded)),
+        tuple(sorted(numbers[node] for node in schedule.offloaded)),
     )
 
 

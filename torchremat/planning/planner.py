@@ -13,10 +13,13 @@ from torchremat.graph.aliases import base_of, call_of
 from torchremat.graph.slicing import nodes_read_by
 from torchremat.planning.budgets import Budget
 from torchremat.planning.cost_model import CostModel
+from torchremat.planning.fingerprints import lines_of
+from torchremat.planning.held_limits import with_limit, without_wait
 from torchremat.planning.ordering import replay_of
 from torchremat.planning.problem import Costs, Problem, Schedule, costs_of
 from torchremat.planning.progress import shown_progress
-from torchremat.planning.reorder import floor_of, reordered
+from torchremat.planning.reorder import reordered
+from torchremat.planning.sharing import solved_once, text_of
 from torchremat.planning.solver import Options, Solution, solve
 from torchremat.planning.step import Step
 from torchremat.remat.report import human_bytes
@@ -130,38 +133,43 @@ class Planner:
         """The budget in bytes."""
         return budget.bytes_of(self.resident + self.plain.costs.peak)
 
-    def plan(self, budget: Budget, asked: str) -> PlannedStep:
+    def plan(self, budget: Budget | None, asked: str, saved: int | None = None) -> PlannedStep:
         """The schedule of least added time within `budget`, which the user wrote as `asked`.
 
-        Raises `BudgetError` with the least budget that can be met if none was found.
+        It hands no more than `saved` bytes to the backward pass, if that is given; then there may
+        be no budget. Raises `BudgetError` with the least budget that can be met if none was found.
         """
-        nbytes = self.bytes_of(budget)
+        plain = self.plain
+        within = saved is None or plain.saved_bytes <= saved
+        nbytes = _ENOUGH * plain.costs.peak if budget is None else self.bytes_of(budget)
         room = nbytes - self.resident
-        copied = self.step.copied_nbytes
-        if room >= self.plain.costs.peak:
-            return PlannedStep(self.step, self.plain.schedule, self.plain.costs, 0.0, nbytes)
-        solution = _solved(self._reordered, room - copied, self.solver, self.seconds)
+        if room >= plain.costs.peak and within:
+            return PlannedStep(self.step, plain.schedule, plain.costs, 0.0, nbytes)
+        room -= self.step.copied_nbytes
+        problem = self._reordered
+        if saved is not None:
+            problem = with_limit(problem, room, saved - self.step.copied_nbytes)
+        solution = self._solved(room, problem)
+        if solution.schedule is None and problem is not self._reordered:
+            raise self._cannot_save(asked, saved, nbytes, solution.least_peak - room)
         if solution.schedule is None:
-            raise self._cannot(asked, nbytes, self._lowest(solution, room - copied))
-        costs = costs_of(self._reordered, solution.schedule)
-        return PlannedStep(
-            self.step, solution.schedule, costs, solution.lower_bound_seconds, nbytes
-        )
+            raise self._cannot(asked, nbytes, solution)
+        schedule = without_wait(self.step.problem, solution.schedule)
+        costs = costs_of(self._reordered, schedule)
+        return PlannedStep(self.step, schedule, costs, solution.lower_bound_seconds, nbytes)
 
     @cached_property
     def _reordered(self) -> Problem:
         return reordered(self.step.problem)
 
-    def _lowest(self, solution: Solution, room: int) -> Solution:
-        """The lower of `solution`, which is of a budget of `room` bytes, and of one in reach.
+    def _solved(self, room: int, problem: Problem) -> Solution:
+        """The schedule for `room` bytes, which one process looks for where there are several."""
 
-        What is found for a budget that no order allows is far from the least that can be met.
-        """
-        floor = floor_of(self._reordered)
-        if room >= floor:
-            return solution
-        found = _solved(self._reordered, floor, self.solver, self.seconds)
-        return min(solution, found, key=lambda s: s.least_peak)
+        def describe() -> str:
+            asked = f"{room} {self.solver} {self.seconds} {self.cost_model!r}"
+            return "\n".join([asked, text_of(problem), *lines_of(self.joint.module.graph)])
+
+        return solved_once(describe, lambda: _solved(problem, room, self.solver, self.seconds))
 
     def _cannot(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
@@ -175,6 +183,15 @@ class Planner:
             least,
         )
 
+    def _cannot_save(self, asked: str, saved: int | None, nbytes: int, excess: int) -> BudgetError:
+        assert saved is not None
+        return BudgetError(
+            f"{asked}: no schedule was found that saves at most {human_bytes(saved)} at a peak of "
+            f"{human_bytes(nbytes)}; values that must not be computed again have to be saved. Let "
+            f"{excess} bytes more be saved, and the peak be as much higher",
+            nbytes + excess,
+        )
+
     def _worst(self, solution: Solution) -> str:
         """What the operator at the peak is, and where the user wrote it."""
         if solution.lowest is None:
@@ -185,7 +202,11 @@ class Planner:
         return "" if call is None else f"At that peak runs {_described(call)}. "
 
 
-@functools.lru_cache(maxsize=32)  # layers of a model that are wrapped one by one are alike
+_ENOUGH = 4
+"""Times the peak without rematerialisation: with so much all may be computed again."""
+
+
+@functools.lru_cache(maxsize=64)  # layers of a model that are wrapped one by one are alike
 def _solved(problem: Problem, room: int, solver: str, seconds: float | None) -> Solution:
     with shown_progress(f"planning {len(problem.operators)} operators") as progress:
         return solve(problem, room, Options(seconds=seconds, solver=solver, progress=progress))

@@ -16,7 +16,7 @@ from torchremat.planning.optimizers import OptimizerLike, resident_nbytes
 from torchremat.planning.plan import Figures, Plan, human_seconds, order_of
 from torchremat.planning.planner import PlannedStep, Planner
 from torchremat.planning.problem import Part
-from torchremat.planning.steps import Ready, graphs_of, region_of, timeline_of
+from torchremat.planning.steps import Ready, WholeGraphPolicy, graphs_of, region_of, timeline_of
 from torchremat.remat.policies import everything_saveable
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.region import Region
@@ -38,7 +38,8 @@ def plan(
 
     The forward and the backward pass of `fun_or_module` at these arguments are traced, on fake
     tensors: nothing the size of the model is allocated, and the model may be on the meta device.
-    Chosen is the schedule that adds the least time. The peak is of what the passes make: values,
+    Checkpoints inside (`nn.wrap`) are opened: the plan decides on what is in them, too. Chosen is
+    the schedule that adds the least time. The peak is of what the passes make: values,
     outputs and gradients, each storage once. With an `optimizer` it is of the whole step, and what
     is there anyway counts too: parameters, buffers, inputs and the optimizer's state.
 
@@ -49,12 +50,12 @@ def plan(
             without rematerialisation (a `float`, or `"50%"`).
         optimizer: an optimizer or its class (`torch.optim.AdamW`).
         solver: `"auto"`, `"milp"` (integer programs) or `"local"` (without them).
-        cost_model: what operators cost in seconds; by default a roofline of `device`.
+        cost_model: what operators cost in seconds; by default a roofline of `device`. For a step
+            that inductor is to run, `CostModel.of(device).fused()`.
         device: where the step is to run (`"cuda"`, `"h100"`); by default where the tensors are, or
             this machine if they are on the meta device.
         offload: whether values may be copied to the host and back, where the device has a link to
-            one. Such a plan is for reading for now: it says what offloading would bring, has no
-            graphs, and `from_plan` refuses it.
+            one. `from_plan` runs such a plan in eager mode; a compiler saves what it offloads.
         **kwargs: keyword arguments of `fun_or_module`.
 
     Returns:
@@ -220,7 +221,7 @@ def _planning(
     device: str | torch.device | None,
     offload: bool,
 ) -> "_Planning":
-    region = region_of(fun, args, kwargs)
+    region = region_of(fun, args, kwargs, WholeGraphPolicy())
     model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
     if not isinstance(model, CostModel):
         raise TypeError(
@@ -266,30 +267,27 @@ class _Planning:
 
     def plan(self, budget: Budget, asked: str) -> Plan:
         planned = self.planner.plan(budget, asked)
-        peak = planned.costs.peak + planned.step.copied_nbytes
-        saved = planned.saved_bytes
-        graphs = None
-        if not planned.offloaded:
-            program = FunctionProgram(self.region, Ready(planned.graph_schedule))
-            timeline = timeline_of(program)
-            peak, saved = timeline.peak, timeline.saved_bytes
-            forward, backward = graphs_of(program)
-            graphs = (forward.module, backward.module)
+        program = FunctionProgram(self.region, Ready(planned.graph_schedule))
+        timeline = timeline_of(program)
+        peak = timeline.peak
+        if planned.offloaded:  # which counts a copy as done by the next operator of some weight
+            peak = max(peak, planned.costs.peak + planned.step.copied_nbytes)
+        forward, backward = graphs_of(program)
         return Plan(
             budget=planned.budget,
             peak_bytes=peak + self.resident,
-            saved_bytes=saved,
+            saved_bytes=timeline.saved_bytes,
             recompute_seconds=planned.costs.added_seconds,
             recompute_flops=self._added_flops(planned),
             baseline=self._baseline,
             lower_bound_seconds=min(planned.lower_bound_seconds, planned.costs.added_seconds),
             decisions=_decisions(planned),
             device=repr(self.model),
-            order=order_of(planned.graph_schedule, self.joint, planned.offloaded),
+            order=order_of(planned.graph_schedule, self.joint),
             graph=self._lines,
-            offloaded_bytes=planned.offloaded_bytes,
+            offloaded_bytes=timeline.offloaded_bytes,
             link_seconds=planned.costs.link_seconds,
-            graphs=graphs,
+            graphs=(forward.module, backward.module),
             cost_model=self.model,
         )
 

@@ -25,62 +25,16 @@ With a link to a host values may be offloaded instead of saved, see `host_rows`.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import numpy as np
 
+from torchremat.planning.facts import Facts
 from torchremat.planning.host_rows import HostRows
+from torchremat.planning.intervals import Intervals
 from torchremat.planning.linear import Floats, LinearProgram
 from torchremat.planning.moments import Moment
 from torchremat.planning.ordering import Decisions, Replay
-from torchremat.planning.peak_rows import BackwardBytes, ForwardBytes
-from torchremat.planning.problem import Part, Problem
-
-
-class Facts:
-    """What the programs of a problem have in common."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.values = sorted(problem.known - problem.outputs)
-        chosen = set(self.values)
-        self.operators = sorted({problem.producers[v] for v in self.values})
-        self.rank = {o: i for i, o in enumerate(self.operators)}
-        self.reads = {
-            o: tuple(u for u in problem.operators[o].reads if u in chosen) for o in self.operators
-        }
-        self.writes = {
-            o: tuple(v for v in problem.operators[o].writes if v in chosen) for o in self.operators
-        }
-        self.direct = [
-            tuple(v for v in problem.operators[b].reads if v in chosen) for b in problem.backward
-        ]
-        self.forward_bytes = ForwardBytes.of(problem)
-        self.backward_bytes = BackwardBytes.of(problem)
-        self.may_run = {
-            o
-            for o in self.operators
-            if problem.operators[o].repeatable or problem.operators[o].part is Part.KNOWN
-        }
-
-    @cached_property
-    def direct_steps(self) -> dict[int, list[int]]:
-        """The steps that read each value themselves."""
-        found: dict[int, list[int]] = {}
-        for step, reads in enumerate(self.direct):
-            for v in reads:
-                found.setdefault(v, []).append(step)
-        return found
-
-    @cached_property
-    def front(self) -> list[int]:
-        """How far into the forward pass the backward pass is at each step, by ranks."""
-        front, found = len(self.operators), []
-        for reads in self.direct:
-            if reads:
-                front = min(front, max(self.rank[self.problem.producers[v]] for v in reads))
-            found.append(front)
-        return found
+from torchremat.planning.problem import Part
 
 
 class SavingProgram:
@@ -116,7 +70,7 @@ class SavingProgram:
         self.moments = sorted(set(moments))
         self.window = window
         self.linear = LinearProgram()
-        self._find_intervals()
+        self.times = Intervals(facts, self.moments, window, outer=outer)
         self._add_variables()
         self._add_reads()
         self._add_relaxation()
@@ -127,65 +81,6 @@ class SavingProgram:
             self.linear.at_most([(self.saved[v], 1.0) for v in values], len(values) - 1.0)
         for number, moment in enumerate(self.moments, 1):
             self._add_bytes(number, moment)
-
-    # --- when each operator may run ------------------------------------------------------------
-
-    def _find_intervals(self) -> None:
-        facts = self.facts
-        self.interval = [
-            bisect_left(self.moments, Moment(step)) for step in range(len(facts.direct))
-        ]
-        self.last_step = [*(m.step for m in self.moments), len(facts.direct) - 1]
-        self.last_direct: dict[int, int] = {}
-        first_direct: dict[int, int] = {}
-        for v, steps in facts.direct_steps.items():
-            self.last_direct[v] = self.interval[steps[-1]]
-            first_direct[v] = self.interval[steps[0]]
-        self.last_value = dict(self.last_direct)
-        self.last: dict[int, int] = {}
-        for o in reversed(facts.operators):
-            self.last[o] = max(self.last_value.get(v, -1) for v in facts.writes[o])
-            for u in facts.reads[o]:
-                self.last_value[u] = max(self.last_value.get(u, -1), self.last[o])
-        for number, moment in enumerate(self.moments, 1):
-            if moment.is_burst:  # what is read then is alive, though it may be for the last time
-                for v in self._busy(moment):
-                    self.last_value[v] = max(self.last_value.get(v, -1), number)
-        self.first = self._first_intervals(first_direct)
-
-    def _busy(self, moment: Moment) -> tuple[int, ...]:
-        return (*self.facts.reads[moment.operator], *self.facts.writes[moment.operator])
-
-    def _first_intervals(self, first_direct: dict[int, int]) -> dict[int, int]:
-        facts, window = self.facts, self.window
-        if window is None:
-            return dict.fromkeys(facts.operators, 0)
-        reached = [facts.front[m.step] - window for m in self.moments]  # it only falls
-        falling = [-rank for rank in reached]
-        first = {}
-        for o in facts.operators:
-            near = bisect_left(falling, -facts.rank[o])
-            first[o] = min([near, *(first_direct.get(v, near) for v in facts.writes[o])])
-        producers = self.problem.producers
-        for p in reversed(facts.operators):
-            for u in facts.reads[p]:
-                o = producers[u]
-                if facts.rank[p] - facts.rank[o] > window:
-                    first[o] = min(first[o], first[p])
-        if self.outer:  # the one before stands for all earlier ones
-            return {o: max(j - 1, 0) for o, j in first.items()}
-        return first
-
-    def _allowed(self, o: int, interval: int) -> bool:
-        """Whether `o` may run in the interval; between moments of one step they say in which."""
-        before = self.moments[interval - 1] if interval else Moment(-1)
-        if interval < len(self.moments):
-            after = self.moments[interval]
-            if after.is_burst and before.step >= after.step - 1 and o > after.operator:
-                return False
-            if before.is_burst and after.step == before.step and o <= before.operator:
-                return False
-        return True
 
     # --- variables -----------------------------------------------------------------------------
 
@@ -199,29 +94,29 @@ class SavingProgram:
             seconds = problem.operators[o].seconds
             if o in facts.may_run:
                 self.again[o] = linear.variable()
-                for j in range(self.first[o], self.last[o] + 1):
-                    if self._allowed(o, j):
+                for j in range(self.times.first[o], self.times.last[o] + 1):
+                    if self.times.allowed(o, j):
                         self.runs[o, j] = linear.variable(seconds, integral=True)
             for v in facts.writes[o]:
-                for m in range(self.first[o] + 1, self.last_value.get(v, -1) + 1):
+                for m in range(self.times.first[o] + 1, self.times.last_value.get(v, -1) + 1):
                     self.kept[v, m] = linear.variable(integral=True)
         spans = {
-            v: (self.first[problem.producers[v]], self.last_value[v])
+            v: (self.times.first[problem.producers[v]], self.times.last_value[v])
             for v in facts.values
-            if v in self.last_value
+            if v in self.times.last_value
         }
         self.host = HostRows.of(problem, linear, self.moments, self.saved, spans, outer=self.outer)
 
     def _alive(self, v: int, number: int) -> list[tuple[int, float]]:
         """Whether `v` is kept beyond a moment, as terms."""
-        if number > self.last_value.get(v, -1):
+        if number > self.times.last_value.get(v, -1):
             return []
         variable = self.kept.get((v, number))
         return [(self.saved[v] if variable is None else variable, 1.0)]
 
     def _run(self, o: int, interval: int) -> list[tuple[int, float]]:
         if self.outer:
-            interval = max(interval, self.first[o])
+            interval = max(interval, self.times.first[o])
         variable = self.runs.get((o, interval))
         return [] if variable is None else [(variable, 1.0)]
 
@@ -230,7 +125,7 @@ class SavingProgram:
     def _add_reads(self) -> None:
         linear, producers = self.linear, self.problem.producers
         read = {
-            (v, self.interval[step]): step
+            (v, self.times.interval[step]): step
             for v, steps in self.facts.direct_steps.items()
             for step in reversed(steps)
         }
@@ -239,13 +134,13 @@ class SavingProgram:
             linear.at_least([*self._alive(v, j), *made], 1.0)
         for (p, j), variable in self.runs.items():
             for u in self.facts.reads[p]:
-                if self.outer and 0 < j == self.first[p]:  # u was there at some time by then
+                if self.outer and 0 < j == self.times.first[p]:  # u was there at some time by then
                     there = self._runs_between(producers[u], 0, j)
                     terms = [*self._saved(u), *(there or self._run(producers[u], j))]
                 else:
                     made = [
                         *self._run(producers[u], j),
-                        *self.host.fetched(u, j, self.last_step[j]),
+                        *self.host.fetched(u, j, self.times.last_step[j]),
                     ]
                     terms = [*self._alive(u, j), *made]
                 linear.at_least([*terms, (variable, -1.0)], 0.0)
@@ -262,10 +157,10 @@ class SavingProgram:
         return [(self.saved[v], 1.0), *self.host.kept(v)]
 
     def _later_runs(self, o: int, interval: int) -> list[tuple[int, float]]:
-        return self._runs_between(o, interval, self.last[o])
+        return self._runs_between(o, interval, self.times.last[o])
 
     def _runs_between(self, o: int, first: int, last: int) -> list[tuple[int, float]]:
-        intervals = range(max(first, self.first[o]), min(last, self.last[o]) + 1)
+        intervals = range(max(first, self.times.first[o]), min(last, self.times.last[o]) + 1)
         return [(i, 1.0) for j in intervals if (i := self.runs.get((o, j))) is not None]
 
     def _add_relaxation(self) -> None:
@@ -290,9 +185,9 @@ class SavingProgram:
         deferred: dict[int, list[tuple[int, float]]] = {}
         near: set[int] = set()
         for o in facts.operators:
-            if self.last[o] < number or o not in self.again:
+            if self.times.last[o] < number or o not in self.again:
                 continue
-            if number <= self.first[o]:
+            if number <= self.times.first[o]:
                 deferred[o] = self._again(o)
             else:
                 near.add(o)
@@ -300,14 +195,14 @@ class SavingProgram:
                 deferred[o] = [(variable, 1.0)]
                 linear.at_least([*self._later_runs(o, number), (variable, -1.0)], 0.0)
         for o in facts.operators:
-            if self.first[o] < number:
+            if self.times.first[o] < number:
                 for v in facts.writes[o]:
-                    if self.last_direct.get(v, -1) >= number:
+                    if self.times.last_direct.get(v, -1) >= number:
                         later = [*deferred.get(o, ()), *self.host.fetched_from(v, number)]
                         linear.at_least([*self._alive(v, number), *later], 1.0)
         for p in sorted(near):
             for u in facts.reads[p]:
-                if self.outer and number <= self.first[producers[u]]:
+                if self.outer and number <= self.times.first[producers[u]]:
                     continue
                 ((variable, _),) = deferred[p]
                 later = [*deferred.get(producers[u], ()), *self.host.fetched_from(u, number)]
@@ -374,8 +269,8 @@ class SavingProgram:
             o = self.problem.producers[v]
             if v in read:
                 continue
-            if self.outer and number <= self.first[o] and o in self.again:
-                if self.last_direct.get(v, -1) >= number:  # alive, or computed again
+            if self.outer and number <= self.times.first[o] and o in self.again:
+                if self.times.last_direct.get(v, -1) >= number:  # alive, or computed again
                     held += nbytes[v]
                     terms.append((self.again[o], -nbytes[v]))
                     terms += [(variable, -nbytes[v]) for variable, _ in self.host.kept(v)]
@@ -385,7 +280,7 @@ class SavingProgram:
             run = self._run(moment.operator, number - 1)
             inside = self.problem.operators[moment.operator].nbytes_inside
             terms += [(variable, float(inside)) for variable, _ in run]
-            for v in self._busy(moment):
+            for v in self.times.busy(moment):
                 running = [(variable, -1.0) for variable, _ in run]
                 self.linear.at_least([*self._alive(v, number), *running], 0.0)
         self.linear.at_most(terms, self.budget - held)
@@ -401,6 +296,15 @@ class SavingProgram:
         for (o, _), i in self.runs.items():
             found[i] = rank[o]
         return found / max(len(rank), 1)
+
+    def places(self) -> Floats:
+        """Where in the backward pass each variable belongs, from 0 to 1; -1 for what is saved."""
+        found = np.full(self.linear.num_variables, -1.0)
+        for (_, m), i in self.kept.items():
+            found[i] = self.moments[m - 1].step / len(self.facts.direct)
+        for (_, j), i in self.runs.items():
+            found[i] = self.times.last_step[j] / len(self.facts.direct)
+        return found
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -431,7 +335,7 @@ class SavingProgram:
                 since.update((v, interval) for v in self.facts.writes[o])
                 moment = self.moments[interval] if interval < len(self.moments) else None
                 if moment == Moment(step, o):
-                    for v in self._busy(moment):
+                    for v in self.times.busy(moment):
                         if (v, interval + 1) in self.kept:
                             x[self.kept[v, interval + 1]] = 1.0
         return x

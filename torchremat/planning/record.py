@@ -69,6 +69,11 @@ class Record:
         self.clock.tell()
         return trial
 
+    def note_lowest(self, trial: Trial) -> None:
+        """Remember `trial`, of another budget, if its peak is the least."""
+        if self.lowest is None or trial.costs.peak < self.lowest.costs.peak:
+            self.lowest = trial
+
     def prove(self, bound: float) -> None:
         """Remember that no schedule that fits adds less than `bound`."""
         if bound < float("inf"):

@@ -8,13 +8,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchremat.planning.ordering import Decisions, replay_of
+from torchremat.planning.peak_rows import BackwardBytes
 from torchremat.planning.problem import Problem, costs_unchecked
 
 
 def reordered(problem: Problem) -> Problem:
-    """`problem` with the order of the backward pass in which operators need the least memory."""
+    """`problem` with the order of the backward pass in which operators need the least memory.
+
+    Of orders in which they need as much, the one that leaves more room for what is computed again;
+    with a link to a host the first: what comes back an operator ahead has less room in the other.
+    """
     early = with_backward(problem, _gradients_early(problem))
-    return min(problem, early, key=floor_of)
+    if problem.offloadable:
+        return min(problem, early, key=floor_of)
+    return min(problem, early, key=lambda p: (floor_of(p), _beside_recomputation(p)))
+
+
+def _beside_recomputation(problem: Problem) -> int:
+    """The bytes that are alive before what may be computed again is read, over all steps."""
+    before = BackwardBytes.of(problem).before
+    return sum(
+        nbytes
+        for o, nbytes in zip(problem.backward, before, strict=True)
+        if problem.known.intersection(problem.operators[o].reads)
+    )
 
 
 def with_backward(problem: Problem, order: Sequence[int]) -> Problem:

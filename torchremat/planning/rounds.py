@@ -9,12 +9,14 @@ steps 1, 3, 7       9 seconds   keeps within the budget
 import time
 from dataclasses import replace
 
+from torchremat.planning.eviction import Evictor, evicted
+from torchremat.planning.facts import Facts
 from torchremat.planning.linear import Answer, Relaxation
 from torchremat.planning.local_search import LocalSearch
 from torchremat.planning.moments import Moment
 from torchremat.planning.neighbourhoods import Neighbourhoods
 from torchremat.planning.problem import Part
-from torchremat.planning.program import Facts, SavingProgram
+from torchremat.planning.program import SavingProgram
 from torchremat.planning.record import Record
 from torchremat.planning.trials import Trial, Trier
 
@@ -28,12 +30,14 @@ class Rounds:
         self.clock = record.clock
         self.problem = trier.problem
         self.facts = Facts(trier.problem)
+        self.evictor = Evictor(trier.problem, self.clock.deadline(1.0))
         num = len(self.facts.operators)
         self.window: int | None = None if num <= _WHOLE else max(_LEAST_WINDOW, num // 16)
         self.most_hills = 12 if num <= _WHOLE else 6
         self.moments: dict[Moment, None] = {}  # in the order in which they were found
         self.positions: set[int] = set()
         self.conflicts: set[frozenset[int]] = set()
+        self.tried: list[Trial] = []  # answers of programs
         self.program = self._program()
 
     def run(self) -> None:
@@ -50,6 +54,23 @@ class Rounds:
             self._solve(relaxation)
         if not self.record.is_good:
             self._prove()
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether a program with all moments is small enough to search around its answers."""
+        return len(self.facts.values) * len(self.facts.direct) <= _MOST_FINE
+
+    def refine(self) -> None:
+        """Search around the best schedule, with all moments of the backward pass as rows."""
+        self.window = None
+        self.moments.update((Moment(step), None) for step in range(len(self.facts.direct)))
+        self.positions.update(self.facts.forward_bytes.made.values())
+        for _ in range(_MOST_ROUNDS):
+            self.program = self._program()
+            if self._improve(Neighbourhoods.of(self.program, None)) or self._left() <= 0:
+                break
+            if not any([self._add_moments(trial, narrow=True) for trial in self.tried[-2:]]):
+                break
 
     def _program(self) -> SavingProgram:
         """The program with the rows that were found so far."""
@@ -92,15 +113,19 @@ class Rounds:
         assert answer.x is not None
         decisions = self.program.decisions(answer.x)
         late = self.record.note(self.trier(replace(decisions, early={})))
+        self.tried.append(late)
         if late.fits and late.costs.added_seconds <= answer.value * (1 + 1e-6):
             return late
-        return self.record.note(self.trier(decisions))
+        self.tried.append(self.record.note(self.trier(decisions)))
+        return self.tried[-1]
 
     def _rescue(self) -> None:
         """Find some schedule that fits: from the relaxation, or by computing everything again."""
-        for trial in (self.record.trials[-1], self.record.trials[1]):
-            if self.record.best is None:
-                self._repair(trial, _RESCUE_SHARE)
+        relaxed = self.record.trials[-1]
+        if not relaxed.fits:
+            self._repair(relaxed, _RESCUE_SHARE)
+        if self.record.best is None:
+            self._repair(self.record.trials[1], _RESCUE_SHARE)
 
     # --- in integers -----------------------------------------------------------------------------
 
@@ -109,8 +134,7 @@ class Rounds:
         for _ in range(_MOST_ROUNDS):
             if self._search(found) or self._left() <= 0:
                 break
-            tried = self.record.trials[-3:]
-            if not any([self._add_moments(trial, narrow=True) for trial in tried]):
+            if not any([self._add_moments(trial, narrow=True) for trial in self.tried[-2:]]):
                 break
             found = self._relax()
             if found is None and self.record.best is None:
@@ -170,6 +194,9 @@ class Rounds:
         """Bring `trial` under the budget if that is quick and it promises to be the best."""
         best = self.record.best
         if best is None or trial.costs.added_seconds < best.costs.added_seconds:
+            if not trial.decisions.offloaded:  # the walk would have all of those computed again
+                for found in evicted(self.trier, self.evictor, trial.decisions.saved):
+                    self.record.note(found)
             seconds = min(share * self.clock.seconds, self.clock.until(1.0))
             self.record.note(LocalSearch(self.trier, time.monotonic() + seconds).repair(trial))
 
@@ -243,6 +270,8 @@ def _is_optimal(answer: Answer, gap: float) -> bool:
 
 
 _WHOLE = 260
+_MOST_FINE = 6000
+"""Values times steps of the largest program with all moments."""
 _AT_ONCE_SHARE = 0.1
 _LEAST_WINDOW = 100
 _SMALL = 1200

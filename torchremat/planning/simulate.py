@@ -8,7 +8,8 @@ each once, from the operator that makes one until the last tensor in it is dropp
     s = sin(y)      y, s          g = mul(ct, c)     s, ct, c, g      y was saved,
     return s, y                   dw = mm(xT, g)     s, ct, g, dw     ct is held to the end
 
-Inputs and parameters, which are there anyway, are not counted.
+Inputs and parameters, which are there anyway, are not counted. What is offloaded is alive until it
+is copied, and again from when it begins to come back.
 """
 
 from collections.abc import Sequence
@@ -79,6 +80,7 @@ def simulate(
     walk.hold(residuals, "saved")
     walk.release(results)
     saved = {id(s): s.nbytes for s in storages_in(residuals) if s.category == "saved"}
+    away = {id(s): s.host_nbytes for s in storages_in(residuals)}
     if backward_graph is not None:
         walk.phase = "backward"
         walk.computed = frozenset(n.name for n in forward_graph.graph.nodes)
@@ -89,7 +91,7 @@ def simulate(
         walk.hold(operands)
         walk.release(residuals)
         walk.hold(walk.run(backward_graph, operands), "gradient")
-    return walk.timeline(sum(saved.values()))
+    return walk.timeline(sum(saved.values()), sum(away.values()))
 
 
 def _check(graph: Any, name: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torchremat.planning.cuts import saved_by_cuts
+from torchremat.planning.eviction import Evictor, evicted, lowest_trial
 from torchremat.planning.local_search import LocalSearch
 from torchremat.planning.ordering import Decisions
 from torchremat.planning.problem import Problem, Schedule, costs_of
@@ -101,8 +102,18 @@ def _searched(problem: Problem, budget: int, options: Options, seconds: float) -
         if problem.offloadable:
             kept = (problem.needed | trier.fixed) - problem.offloadable
             record.note(trier(Decisions(kept, offloaded=problem.offloadable)))
-        if budget < _LOW * floor_of(problem):
-            _from_nothing(record, LocalSearch(trier, clock.deadline(_LOW_SHARE)))
+        if budget < floor_of(problem):
+            _lower(record, Evictor(problem, clock.deadline(1.0)), budget)
+            return record
+        if not problem.offloadable:  # the walk knows no link: from what it finds none is used
+            share = _EVICTION_SHARE if is_small else _LARGE_SHARE
+            evictor = Evictor(problem, clock.deadline(share))
+            for saved in (problem.known, trier.fixed):
+                for trial in evicted(trier, evictor, saved):
+                    record.note(trial)
+        if record.best is not None and budget < _LOW * floor_of(problem):
+            local = LocalSearch(trier, clock.deadline(_LOW_SHARE))
+            record.note(local.improve(record.best))
         if options.solver != "local":
             Rounds(trier, record).run()
         if record.best is None:
@@ -111,7 +122,11 @@ def _searched(problem: Problem, budget: int, options: Options, seconds: float) -
         if record.best is None and record.lowest is not None:  # rather late than not at all
             late = LocalSearch(trier, time.monotonic() + _SPARE * clock.seconds)
             record.note(late.repair(record.lowest))
-        if is_small and not record.is_near(_FAR):
+        if record.best is None:
+            _lower(record, Evictor(problem, time.monotonic() + _SPARE * clock.seconds), budget)
+        elif is_small and not record.is_near(_FAR):
+            left = max(end - time.monotonic(), 0.0)
+            _refine(trier, record, _REFINE_SHARE * left)
             left = max(end - time.monotonic(), 0.0)
             for factor in _EASIER:
                 _from_above(trier, record, factor, left / len(_EASIER))
@@ -154,12 +169,24 @@ def _polish(trier: Trier, record: Record) -> None:
         record.note(local.improve(record.best))
 
 
-def _from_nothing(record: Record, local: LocalSearch) -> None:
-    """Start from nothing saved: so low budgets are met, at which much is computed many times."""
-    nothing = local.trier(Decisions(local.trier.fixed))
-    fitting = record.note(local.repair(nothing))
-    if fitting.fits:
-        record.note(local.improve(fitting))
+def _lower(record: Record, evictor: Evictor, budget: int) -> None:
+    """How low the peak can be, where `budget` cannot be met."""
+    assert record.lowest is not None
+    low = max(budget + 1, floor_of(evictor.problem))
+    lowest = lowest_trial(evictor, low, record.lowest.costs.peak)
+    if lowest is not None:
+        record.note_lowest(lowest)
+
+
+def _refine(trier: Trier, record: Record, seconds: float) -> None:
+    """Search around the best with all moments as rows, where there are not too many."""
+    near = Record(Clock(seconds), record.gap)
+    near.best, near.lowest, near.bound = record.best, record.lowest, record.bound
+    rounds = Rounds(trier, near)
+    if rounds.is_fine:
+        rounds.refine()
+        if near.best is not None:
+            record.note(near.best)
 
 
 def _from_above(trier: Trier, record: Record, factor: float, seconds: float) -> None:
@@ -191,9 +218,12 @@ _LINKED_SHARE = 0.6
 _ALONE_SHARE = 0.7
 _TIDY_SHARE = 0.1
 _SPARE = 0.5
+_EVICTION_SHARE = 0.3
+_LARGE_SHARE = 0.1
 _LOW_SHARE = 0.3
-_FIRST_SHARE = 0.7
-_FAR = 0.05
+_FIRST_SHARE = 0.5
+_REFINE_SHARE = 0.8
+_FAR = 0.03
 _EASIER = (1.04, 1.1, 1.2)
 _EASIER_SHARE = 0.6
 _MOST_OPERATORS = 3000

@@ -13,6 +13,7 @@ from torchremat.graph.slicing import nodes_read_by
 from torchremat.planning.ordering import Decisions
 from torchremat.planning.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.storages import nbytes_of
+from torchremat.planning.walk import peak_inside
 from torchremat.remat.draws import state_nbytes
 from torchremat.remat.replay import draws_forward, why_kept, why_not_replayed
 
@@ -90,7 +91,7 @@ class Step:
         return sum(nbytes_of(node, node.meta["val"]) for node in written & read)
 
     def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
-        """`schedule` as nodes of the graph; what is offloaded is neither saved nor made again."""
+        """`schedule` as nodes of the graph."""
         # an output is there for the backward pass, which must be handed it
         read = {v for o in schedule.backward for v in self.problem.operators[o].reads}
         saved = (self.values[v] for v in {*schedule.saved, *(self.problem.outputs & read)})
@@ -98,6 +99,7 @@ class Step:
             frozenset(node for node in saved if node is not None),
             self._nodes(schedule.forward),
             self._nodes(schedule.backward),
+            frozenset(node for v in schedule.offloaded if (node := self.values[v]) is not None),
         )
 
     def _nodes(self, operators: Iterable[int]) -> tuple[fx.Node, ...]:
@@ -157,6 +159,7 @@ class _Builder:
                 part,
                 repeatable=not once,
                 draws=again,
+                nbytes_inside=_nbytes_inside(call, sum(self.nbytes[v] for v in writes)),
             )
         )
         self.calls.append(call)
@@ -171,6 +174,16 @@ class _Builder:
             if number is not None and number not in seen:
                 seen.add(number)
                 yield number
+
+
+def _nbytes_inside(call: fx.Node, written: int) -> int:
+    """The bytes that graphs inside `call` need besides what it writes, `written` bytes.
+
+    A checkpoint and a branch of a `cond` make the results; loops hold theirs beside a round's.
+    """
+    peak = peak_inside(call)
+    makes_results = hasattr(call.target, "runner_of") or str(call.target) == "cond"
+    return max(0, peak - written) if makes_results else peak
 
 
 def _values_of_call(call: fx.Node) -> list[fx.Node]:

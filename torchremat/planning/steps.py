@@ -29,7 +29,8 @@ from torchremat.remat.region import Region
 class WholeGraphPolicy(Policy):
     """A policy that decides on all values at once.
 
-    Asked of one operator it lets nothing be saved: of a checkpoint inside it says nothing.
+    Asked of one operator it lets nothing be saved. Checkpoints inside are opened: it decides on
+    what is in them as well.
     """
 
     @property
@@ -48,7 +49,7 @@ class Ready(WholeGraphPolicy):
     def __init__(self, schedule: GraphSchedule) -> None:
         self._schedule = schedule
 
-    def schedule(self, joint: Joint) -> GraphSchedule:
+    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
         """The schedule, of the graph that it was found for."""
         return self._schedule
 
@@ -65,8 +66,13 @@ def forward_alone(joint: Joint) -> GraphSchedule:
     return GraphSchedule(frozenset(), order, ())
 
 
-def region_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Region:
-    """What `fun` is at these arguments; nothing runs on their values.
+def region_of(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy = everything_saveable,
+) -> Region:
+    """What `fun` is at these arguments, for such a policy; nothing runs on their values.
 
     Differentiated are the tensors that require a gradient, else all floating arguments. Raises
     `TypeError` if `fun` is not callable, and `TraceError` (a `TypeError`) if there is nothing to
@@ -75,9 +81,10 @@ def region_of(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     bound = BoundCall(fun, args, kwargs)
     fun, args, kwargs = off_meta(fun, args, kwargs)
     with _default_device_off_meta(), torch.enable_grad():
-        region = _traced(fun, args, kwargs)
+        region = _traced(fun, args, kwargs, policy)
         if not region.wrt:
-            region = _traced(fun, *_torch.tree_map(_differentiated, (args, dict(kwargs))))
+            args, kwargs = _torch.tree_map(_differentiated, (args, dict(kwargs)))
+            region = _traced(fun, args, kwargs, policy)
     if not region.wrt or not region.differentiable:
         raise TraceError(
             f"{bound.name} has nothing to differentiate: no floating-point argument, and nothing "
@@ -99,10 +106,10 @@ def _label_inputs(region: Region, bound: BoundCall) -> None:
                 node.meta["label"] = label
 
 
-def _traced(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Region:
-    checkpointed = Checkpointed(
-        fun, everything_saveable, True, StaticArguments(fun, (), ()), lenient=True
-    )
+def _traced(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> Region:
+    checkpointed = Checkpointed(fun, policy, True, StaticArguments(fun, (), ()), lenient=True)
     call = flatten_call(args, kwargs, checkpointed.statics, lenient=True)
     return checkpointed.trace_usual(call, args, kwargs).region
 

@@ -61,6 +61,7 @@ class Timeline:
         points: the operators, those of the forward pass first.
         lifetimes: the values, in the order in which they are made.
         saved_bytes: bytes kept from the forward pass for the backward pass, outputs excluded.
+        offloaded_bytes: bytes that the host keeps for it.
 
     >>> points = (Point("sin", "forward", 8, 8), Point("mul", "backward", 20, 12))
     >>> sin, g = LiveValue("sin", 8, "saved"), LiveValue("mul", 12, "gradient")
@@ -74,6 +75,7 @@ class Timeline:
     points: tuple[Point, ...]
     lifetimes: tuple[Lifetime, ...]
     saved_bytes: int
+    offloaded_bytes: int = 0
 
     @cached_property
     def live(self) -> tuple[int, ...]:

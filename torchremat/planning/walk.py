@@ -11,12 +11,20 @@ from torchremat.graph.codegen import all_items, is_identity, last_uses
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.planning.storages import nbytes_of
 from torchremat.planning.timeline import Lifetime, LiveValue, Point, Timeline
+from torchremat.remat.host_copies import (
+    bring_next,
+    copied,
+    fetched,
+    start_copy,
+    start_fetch,
+    to_host,
+)
 
 
 class Storage:
     """Memory, and how many variables hold it."""
 
-    __slots__ = ("category", "first", "holders", "last", "name", "nbytes")
+    __slots__ = ("category", "first", "holders", "host_nbytes", "last", "name", "nbytes")
 
     def __init__(self, name: str, nbytes: int, category: str, first: int) -> None:
         self.name = name
@@ -25,6 +33,8 @@ class Storage:
         self.first = first
         self.last = first
         self.holders = 1
+        self.host_nbytes = 0
+        """How many bytes of the host's memory it is, if it is there and not on the device."""
 
 
 Memory = Any
@@ -52,14 +62,16 @@ class Walk:
         self.points: list[list[Any]] = []
         self.storages: list[Storage] = []
 
-    def timeline(self, saved_bytes: int) -> Timeline:
+    def timeline(self, saved_bytes: int, offloaded_bytes: int = 0) -> Timeline:
         """What has been seen."""
         end = len(self.points) - 1
         lifetimes = tuple(
             Lifetime(LiveValue(s.name, s.nbytes, s.category), s.first, end if s.holders else s.last)
             for s in self.storages
         )
-        return Timeline(tuple(Point(*p) for p in self.points), lifetimes, saved_bytes)
+        return Timeline(
+            tuple(Point(*p) for p in self.points), lifetimes, saved_bytes, offloaded_bytes
+        )
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -160,6 +172,22 @@ class Walk:
         if is_item(node):
             memory = env[node.args[0]][node.args[1]]  # type: ignore[index]
             self.hold(memory)
+        elif node.target is to_host:
+            memory = self._copied(node, env, path)
+        elif node.target is start_fetch:
+            memory = self._fetched(node, env, path)
+        elif node.target is start_copy:  # it holds what it copies
+            source = env[node.args[0]]  # type: ignore[index]
+            self.hold(source)
+            memory = [self._copied(node, env, path), source]
+        elif node.target is copied:
+            memory = env[node.args[0]][0]  # type: ignore[index]
+            self.hold(memory)
+        elif node.target is fetched:
+            memory = env[node.args[0]]  # type: ignore[index]
+            self.hold(memory)
+        elif node.target is bring_next:  # for another graph
+            memory = None
         elif is_view(node):
             memory = env[node.args[0]]  # type: ignore[index]
             if isinstance(node.meta.get("val"), tuple | list):  # as split gives
@@ -170,6 +198,26 @@ class Walk:
         else:
             memory = self._compute(node, env, path)
         return memory
+
+    def _copied(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:
+        """Copy to the host: one copy for all that share memory."""
+        if len(node.args) > 1:
+            memory = env[node.args[1]]  # type: ignore[index]
+            self.hold(memory)
+            return memory
+        memory = self.allocate(path + node.name, 0, "temporary")
+        source = env[node.args[0]]  # type: ignore[index]
+        memory.host_nbytes = sum(storage.nbytes for storage in storages_in(source))
+        return memory
+
+    def _fetched(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:
+        memory = env[node.args[0]]  # type: ignore[index]
+        if not isinstance(memory, Storage) or not memory.host_nbytes:
+            self.hold(memory)  # it stayed on the device
+            return memory
+        made = self.allocate(path + node.name, memory.host_nbytes, "saved")
+        self._point(path + node.name, self.live)
+        return made
 
     def _compute(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:
         before = self.live
@@ -189,20 +237,27 @@ class Walk:
             memory = [made(v, i, _item_name(node, i, path)) for i, v in enumerate(value)]
         else:
             memory = made(value, 0, path + node.name)
-        peak = max((self._peak_inside(body) for body in inner_graphs_of(node)), default=0)
+        peak = peak_inside(node, self.device_type)
         # a branch of a cond makes the results; loops hold theirs beside what a round needs
         start = before if str(node.target) == "cond" else self.live
         self._point(path + node.name, max(self.live, start + peak))
         return memory
 
-    def _peak_inside(self, body: fx.GraphModule) -> int:
-        """The bytes that an operator needs to run `body`; what it is given is held outside."""
-        walk = Walk(self.device_type)
-        walk.run(body, [None] * len(body.graph.find_nodes(op="placeholder")))
-        return max((point[2] for point in walk.points), default=0)
-
     def _point(self, name: str, live: int) -> None:
         self.points.append([name, self.phase, live, self.live])
+
+
+def peak_inside(node: fx.Node, device_type: str | None = None) -> int:
+    """The most bytes of what the graphs inside `node` make at one time; 0 if there are none.
+
+    What they are given is held outside, and not counted.
+    """
+    peaks = [0]
+    for body in inner_graphs_of(node):
+        walk = Walk(device_type)
+        walk.run(body, [None] * len(body.graph.find_nodes(op="placeholder")))
+        peaks += [point[2] for point in walk.points]
+    return max(peaks)
 
 
 def _is_forward(node: fx.Node, computed: frozenset[str]) -> bool:

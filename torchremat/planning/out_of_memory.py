@@ -1,0 +1,84 @@
+"""What to tell a user whose step, though planned, runs out of memory."""
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from torchremat.graph.aliases import call_of
+from torchremat.planning.simulate import simulate
+from torchremat.planning.steps import graphs_of
+from torchremat.planning.timeline import LiveValue, Timeline
+from torchremat.remat.policy_protocol import Failed
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.report import human_bytes
+
+_SHOWN = 5
+
+
+def told_of_plan(program: FunctionProgram, failed: Failed, asked: str) -> str:
+    """The plan's peak, what is alive by it where the step failed, and what to change.
+
+    `asked` is how the user wrote the policy of `program`.
+    """
+    forward, backward = graphs_of(program)
+    timeline = simulate(forward.module, backward.module)
+    nodes = {n.name: n for module in (backward.module, forward.module) for n in module.graph.nodes}
+    point = timeline.points[timeline.live.index(timeline.peak)]
+    where = _position(timeline, failed)
+    ran = f" at {_described(failed.node)}" if failed.node is not None else ""
+    lines = [
+        f"torchremat: memory ran out in the {failed.phase} pass of a step under {asked}{ran}.",
+        f"  By the plan the peak is {human_bytes(timeline.peak)}, at {point.name} "
+        f"({point.phase}), of what the step makes.",
+    ]
+    alive = timeline.peak
+    if where is not None:
+        alive = timeline.live[where]
+        lines.append(
+            f"  Here, at operator {where + 1} of {len(timeline)}, {human_bytes(alive)} are alive:"
+        )
+        lines += _alive(timeline, where, nodes)
+    lines += [
+        "  Not in the plan are parameters, gradients and states of an optimizer that were there "
+        "before, and what else is on the device.",
+        f"  Give a budget below {human_bytes(alive)} ('budget:{_suggested(alive)}'), or a smaller "
+        "batch. torchremat.plan(model, *args, budget=...) tells beforehand what can be met, and "
+        "its timeline() what is alive when.",
+    ]
+    return "\n".join(lines)
+
+
+def _position(timeline: Timeline, failed: Failed) -> int | None:
+    if failed.node is None:
+        return None
+    name = call_of(failed.node).name
+    for i, point in enumerate(timeline.points):
+        if point.phase == failed.phase and point.name in (name, failed.node.name):
+            return i
+    return None
+
+
+def _alive(timeline: Timeline, where: int, nodes: Mapping[str, fx.Node]) -> list[str]:
+    found = [t.value for t in timeline.lifetimes if t.first <= where <= t.last and t.value.nbytes]
+    found.sort(key=lambda value: -value.nbytes)
+    lines = [f"    {value}{_from(value, nodes)}" for value in found[:_SHOWN]]
+    if rest := found[_SHOWN:]:
+        lines.append(f"    {human_bytes(sum(v.nbytes for v in rest))} in {len(rest)} more")
+    return lines
+
+
+def _from(value: LiveValue, nodes: Mapping[str, fx.Node]) -> str:
+    node = nodes.get(value.name)
+    source = None if node is None else node.meta.get("source")
+    return f" from {source}" if source is not None else ""
+
+
+def _described(node: fx.Node) -> str:
+    call = call_of(node)
+    source = call.meta.get("source")
+    return f"{call.target}" + (f" from {source}" if source is not None else "")
+
+
+def _suggested(alive: int) -> str:
+    """Nine tenths of `alive` bytes, as a budget is spelled."""
+    return f"{max(1, alive * 9 // 10 >> 20)}MiB" if alive >> 20 else f"{max(1, alive * 9 // 10)}B"

@@ -8,13 +8,16 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from types import FrameType, UnionType
+from typing import Any, TypeVar, get_origin
 
 import torch
-from torch import SymInt
+from torch import SymInt, distributed
 from torch._C import DispatchKey as DispatchKey
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
@@ -55,6 +58,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctorchFunct
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed import device_mesh
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
@@ -86,7 +90,40 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._sympy.printers import PythonPrinter
 
+if distributed.is_available():
+    from torch.distributed import distributed_c10d
+
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+# --- processes -----------------------------------------------------------------------------------
+
+process_collectives = torch.ops._c10d_functional
+"""Collectives of processes that take the name of their group; `wait_tensor` gives the result."""
+
+
+def group_named(name: str) -> Any:
+    """The process group of that name; `RuntimeError` if there is none."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
+
+
+def store_of_processes() -> Any:
+    """Where all processes of the default group can set and read keys."""
+    return distributed_c10d._get_default_store()
+
+
+def timeout_of_processes() -> timedelta:
+    """How long the default process group waits for a process, in a collective."""
+    group = distributed_c10d._get_default_group()
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    found = getattr(options, "_timeout", None)
+    return distributed_c10d.default_pg_timeout if found is None else found
+
+
+def current_mesh() -> Any:
+    """The device mesh of the innermost `with mesh:` of this thread, if any."""
+    resources = getattr(device_mesh, "_mesh_resources", None)  # none without torch.distributed
+    return resources.mesh_stack[-1] if resources is not None and resources.mesh_stack else None
+
 
 # --- trees ---------------------------------------------------------------------------------------
 
@@ -458,6 +495,11 @@ def saved_tensors_hooks_set_aside() -> Iterator[None]:
             torch._C._autograd._saved_tensors_hooks_disable(disabled)
         for pack, unpack in reversed(aside):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether `saved_tensors_hooks` of the surroundings are handed what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @contextmanager
@@ -1219,6 +1261,33 @@ GLOBAL_MODULE_HOOKS = (
 """Hooks that run on every module, by handle."""
 
 
+@contextmanager
+def module_trackers_set_aside() -> Iterator[None]:
+    """A block in which PyTorch's own `ModuleTracker`s see no module run.
+
+    `CommDebugMode` has one, which loses count of modules that run on traced tensors.
+    """
+    kept = [dict(hooks) for hooks in GLOBAL_MODULE_HOOKS]
+    for hooks in GLOBAL_MODULE_HOOKS:
+        for key, hook in list(hooks.items()):
+            if type(getattr(hook, "__self__", None)).__module__ in _MODULES_OF_TRACKERS:
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in zip(GLOBAL_MODULE_HOOKS, kept, strict=True):
+            added = {key: hook for key, hook in hooks.items() if key not in before}
+            hooks.clear()
+            hooks.update(before | added)
+
+
+_MODULES_OF_TRACKERS = (
+    "torch.utils.module_tracker",
+    "torch.distributed._tools.mod_tracker",
+    "torch.distributed.tensor.debug._comm_mode",
+)
+
+
 def is_transformed_or_watched() -> bool:
     """Whether `torch.func` or a dispatch mode is to see the operators that run."""
     return functorch_is_active() or torch._C._len_torch_dispatch_stack() > 0
@@ -1309,25 +1378,33 @@ def default_partition(
     return default_partition(module, inputs, **options)
 
 
-def simplify_for_inductor(module: torch.fx.GraphModule) -> None:
+def simplify_for_inductor(
+    module: torch.fx.GraphModule,
+    merge: Callable[[torch.fx.Graph], torch.fx.Graph] | None = None,
+) -> None:
     """What inductor and the minimum cut do to a joint graph in inductor's operators.
 
-    What is computed twice is computed once, and patterns are replaced.
+    What is computed twice is computed once, by `merge` if it is given, and patterns are replaced.
     """
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     joint_graph_passes(module)
-    module.graph = merge_alike(module.graph)
+    module.graph = (merge or merge_alike)(module.graph)
     module.recompile()
 
 
 def min_cut_partition(
-    module: torch.fx.GraphModule, inputs: Sequence[object], **options: Any
+    module: torch.fx.GraphModule, inputs: Sequence[object], *, merges: bool = True, **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """PyTorch's partitioner that keeps the least, if what can be fused is computed again."""
+    """PyTorch's partitioner that keeps the least, if what can be fused is computed again.
+
+    Unless `merges`, what is computed twice stays so.
+    """
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(module, inputs, compiler="inductor", **options)
+    with config.patch(cse=config.cse and merges):
+        return min_cut_rematerialization_partition(module, inputs, compiler="inductor", **options)
 
 
 def inductor_partitioner(partition: Partitioner, key: str) -> Any:
@@ -1371,11 +1448,41 @@ def inductor_option_names() -> list[str]:
     return torch._inductor.list_options()
 
 
+def inductor_option_type(name: str) -> type | UnionType | None:
+    """The type of one of inductor's settings, if `isinstance` can tell."""
+    from torch._inductor import config
+
+    kind = config.get_type(name)  # type: ignore[attr-defined]
+    return kind if isinstance(kind, type | UnionType) and get_origin(kind) is None else None
+
+
+def to_user(error: Exception, frame: FrameType) -> Exception:
+    """`error` so that Dynamo hands it to the user as it is, its traceback from `frame` on."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+    if not issubclass(kind, ShortenTraceback):
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        error.__class__ = type(kind.__name__, (kind, ShortenTraceback), names)
+        error.first_useful_frame = frame  # type: ignore[attr-defined]
+    return error
+
+
 def inductor_modes() -> dict[str, dict[str, Any]]:
     """The settings that each mode of `torch.compile` stands for."""
     import torch._inductor
 
     return torch._inductor.list_mode_options()
+
+
+_MayFuse = Callable[[list[AbstractSet[torch.fx.Node]], list[AbstractSet[torch.fx.Node]]], bool]
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed, for which inductor makes its kernels for GPUs."""
+    from torch.utils._triton import has_triton_package
+
+    return has_triton_package()
 
 
 def compile_fx(
@@ -1384,13 +1491,47 @@ def compile_fx(
     *,
     config: Mapping[str, Any],
     decompositions: dict[Any, Callable[..., Any]] | None = None,
+    may_fuse: _MayFuse | None = None,
 ) -> Callable[..., Any]:
-    """Compile with AOTAutograd and inductor."""
-    from torch._inductor.compile_fx import compile_fx
+    """Compile with AOTAutograd and inductor.
+
+    `may_fuse` is asked whether two kernels that do not read one another may become one: for each it
+    is given the nodes of the graph that every loop in it computes.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        assert may_fuse is not None
+        with V.set_choices_handler(_fusing(type(V.choices), may_fuse)):
+            return compile_fx_inner(*args, **kwargs)
 
     return compile_fx(  # type: ignore[return-value]
-        module, inputs, config_patches=dict(config), decompositions=decompositions
+        module,
+        inputs,
+        compile_fx_inner if may_fuse is None else compiled,
+        config_patches=dict(config),
+        decompositions=decompositions,
     )
+
+
+def _fusing(base: Any, may_fuse: _MayFuse) -> Any:
+    """What `base` decides for inductor, but for kernels that may not be fused."""
+
+    class Choices(base):  # type: ignore[misc]
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, one: Any, other: Any, score: int) -> bool:
+            return may_fuse(_nodes_in(one), _nodes_in(other)) and base.can_fuse_horizontal(
+                scheduler, one, other, score
+            )
+
+    return Choices()
+
+
+def _nodes_in(kernel: Any) -> list[AbstractSet[torch.fx.Node]]:
+    loops = (loop.node for loop in kernel.get_nodes())
+    return [loop.get_origins() for loop in loops if loop is not None]
 
 
 def aot_autograd(
@@ -1491,10 +1632,15 @@ def storage_uses(tensor: torch.Tensor) -> int:
 
 
 def without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of class `cls`, which has a `__torch_dispatch__`: the metadata of `like` alone."""
-    return torch.Tensor._make_wrapper_subclass(
+    """A tensor of class `cls`, which has a `__torch_dispatch__`: the metadata of `like` alone.
+
+    C++ code that asks for its memory raises `RuntimeError`: DLPack would hand on a null pointer.
+    """
+    tensor = torch.Tensor._make_wrapper_subclass(
         cls, like.shape, like.stride(), dtype=like.dtype, device=like.device
     )
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
 
 
 swap_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl

@@ -188,3 +188,37 @@ def test_forward_hooks_that_note_something(caplog):
         tr.checkpoint(net)(torch.ones(2, 3))
     assert "changes the closed-over seen" in caplog.text
     assert (len(seen), kept) == (1, {})
+
+
+def test_lists_and_dicts_that_are_arguments_stay_as_they_are_with_a_warning():
+    def attend(x, cache, options):
+        cache.append(x.sin())
+        options["steps"] = 2
+        return x.cos(), cache
+
+    x, cache, options = torch.ones(3, requires_grad=True), [], {"steps": 1}
+    match = r"attend changes argument (1|'options'), a list or dict"
+    with pytest.warns(EffectWarning, match=match) as said:
+        _, new = tr.checkpoint(attend)(x, cache, options=options)
+    assert len(said) == 2
+    assert (cache, options) == ([], {"steps": 1})
+    assert_same(new, [x.sin()])
+
+    def grows(x, static):
+        static.append(1)
+        return x.sin()
+
+    tr.checkpoint(grows, static_argnums=1)(x, static := [])  # the very list, when it is traced
+    assert static
+
+
+def test_an_attribute_of_the_class_that_a_module_makes_its_own():
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x.sin()
+
+    with pytest.raises(EffectError, match=r"'calls' of the module .*, which it did not have: a"):
+        tr.nn.wrap(Counted())(torch.ones(3))

@@ -764,3 +764,21 @@ def test_bad_input():
 def test_partials_of_explain():
     explain = functools.partial(tr.explain, two_layers, policy="dots")
     assert explain(*arguments()).total == 48
+
+
+def test_a_plan_that_draws_random_numbers_again_is_explained():
+    def f(x, w):
+        for _ in range(3):
+            x = F.dropout(torch.tanh(x @ w), 0.5)
+        return x.sum()
+
+    x, w = torch.ones(256, 64, requires_grad=True), torch.eye(64, requires_grad=True)
+    report = tr.explain(f, x, w, policy="budget:56%")
+    again = names_of(report, "recomputed")
+    assert set(again) <= {"mm", "tanh", "div", "mul", "mul_1", "mul_2"}
+    assert "div" in again  # of numbers that are drawn again, of which the state is kept
+    run = tr.checkpoint(f, policy="budget:56%")
+    with HeldBytes(x, w) as held:
+        loss = run(x, w)
+    assert report.total == held.total
+    loss.backward()

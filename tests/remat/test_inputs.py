@@ -470,9 +470,14 @@ def comes_out(mesh: Any) -> Callable[..., Any]:
     return lambda x: DTensor.from_local(x, mesh, [Shard(0)]).sin()
 
 
-def test_what_asks_for_the_subclass_is_refused(mesh):
-    with nothing_left_behind(), pytest.raises(TraceError, match=r"to_local.*test_inputs.py"):
-        tr.checkpoint(goes_local(mesh))(*placed(mesh, "0"))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", [goes_local, comes_out])
+def test_a_distributed_tensor_on_one_side(make, policy, mesh):
+    fun = make(mesh)
+    args = placed(mesh, "0") if make is goes_local else [leaf(6, 6)]
+    checkpointed = tr.checkpoint(fun, policy=policy)
+    for _ in range(2):
+        assert local_facts(fun, args, args) == local_facts(checkpointed, args, args)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -480,9 +485,9 @@ def test_a_distributed_tensor_made_inside(policy, mesh):
     check(stays_inside(mesh), of(leaf(6, 6)), policy)
 
 
-def test_a_distributed_tensor_made_inside_and_returned_is_refused(mesh):
-    with nothing_left_behind(), pytest.raises(TraceError, match="made and returned a DTensor"):
-        tr.checkpoint(comes_out(mesh))(leaf(6, 6))
+def test_a_graph_of_distributed_tensors_is_refused(mesh):
+    with nothing_left_behind(), pytest.raises(TraceError, match="to_local"):
+        tr.make_graph(torch.sin)(*placed(mesh, "0"))
 
 
 # --- wrappers of torch.func ----------------------------------------------------------------------

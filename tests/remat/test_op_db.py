@@ -29,7 +29,7 @@ POLICIES = {
     "everything": tr.checkpoint_policies.everything_saveable,
 }
 NUM_SAMPLES = 4
-DOCUMENT = Path(__file__).parents[2] / "docs" / "operators.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "operators.md"
 
 # --- what does not hold --------------------------------------------------------------------------
 

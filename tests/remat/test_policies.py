@@ -268,6 +268,19 @@ def test_a_nonsense_answer_names_policy_line_op_and_answer(policy, match, combin
             ask()
 
 
+def test_a_policy_that_does_not_take_what_it_is_asked_says_so():
+    policy = as_policy(lambda op, *avals: True)
+    match = r"from test_policies.py:\d+ .*cannot be asked about .*take \(f32.*, name\)"
+    with pytest.raises(PolicyError, match=match):
+        policy(name_p, X, name="a")
+
+    def wrong_inside(op, *avals, **params):
+        return len(3)
+
+    with pytest.raises(TypeError, match=r"has no len"):
+        as_policy(wrong_inside)(aten.sin.default, X)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.graph.named_axes import AxisName, run_mapped
+from torchremat.graph.mapped_functions import run_mapped
+from torchremat.graph.named_axes import AxisName
 from torchremat.graph.ops import draws_by_shape
+from torchremat.graph.shardings import CotangentPlacements, Sharding, put_together
 from torchremat.graph.sizes import Interpreter
 from torchremat.graph.surroundings import Surroundings
-from torchremat.graph.tracing import Tracing
+from torchremat.graph.tracing import InputSpec, Tracing
 
 FlatFunction = Callable[[list[Tensor]], list[Any]]
 
@@ -43,23 +45,37 @@ class FunctionBody(Body):
     there now, which the function will read when it is traced again.
     """
 
-    def __init__(self, get_function: Callable[[], FlatFunction], num_args: int) -> None:
+    def __init__(self, get_function: Callable[[], FlatFunction], args: Sequence[InputSpec]) -> None:
         self.get_function = get_function
-        self.num_args = num_args
+        self.num_args = len(args)
+        self.shardings: list[Sharding | None] = [spec.sharding for spec in args]
+        self.cotangent_placements = CotangentPlacements()
         self.surroundings = Surroundings.now()
         self.captured: Callable[[], Sequence[Tensor]] | None = None
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """Run the function; in the first trace, note what it closes over."""
-        args = list(inputs[: self.num_args])
         with self.surroundings.restored():
+            inputs = self._put_together(inputs)
+            args = list(inputs[: self.num_args])
             if self.captured is None:
+                tracing.cotangent_placements = self.cotangent_placements
                 outputs = [tracing.lift(value) for value in self.get_function()(args)]
                 found = list(tracing.captured)
                 self.captured = lambda: found
+                self.shardings += [spec.sharding for spec in tracing.captured_specs]
                 return outputs
             with tracing.bound(self.captured(), inputs[self.num_args :]):
                 return [tracing.lift(value) for value in self.get_function()(args)]
+
+    def _put_together(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        with torch.enable_grad():
+            return [
+                put_together(tensor, sharding, number, self.cotangent_placements)
+                for number, (tensor, sharding) in enumerate(
+                    zip(inputs, self.shardings, strict=True)
+                )
+            ]
 
 
 @dataclass(frozen=True, eq=False)

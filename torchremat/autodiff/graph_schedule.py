@@ -25,11 +25,19 @@ class GraphSchedule:
         forward: the calls of operators in the forward pass in order.
         backward: likewise; one that is there again runs again. Views are made where they are read.
             Both are empty where only what is kept is known.
+        offloaded: the values that the forward pass leaves to the host, and that begin to come back
+            before the last operator that needs cotangents, of those before what first reads them.
     """
 
     saved: frozenset[fx.Node]
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
+    offloaded: frozenset[fx.Node] = frozenset()
+
+    @property
+    def kept(self) -> frozenset[fx.Node]:
+        """What is there for the backward pass, on the device or on the host."""
+        return self.saved | self.offloaded
 
 
 def read_from_before(order: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> set[fx.Node]:
@@ -58,7 +66,7 @@ def scheduled_graph(
     """
     wanted = [node for node in outputs if isinstance(node, fx.Node)]
     running = _needed_runs(wanted, order, must_run or (lambda node: False))
-    builder = _Builder(inputs)
+    builder = Replayed(inputs)
     for call, runs in zip(order, running, strict=True):
         if runs:
             builder.run(call)
@@ -82,8 +90,11 @@ def _needed_runs(
     return running[::-1]
 
 
-class _Builder:
-    """A graph in the making. What a node of the old graph is now changes when it runs again."""
+class Replayed:
+    """A graph in the making, of calls that run in any order.
+
+    What a node of the old graph is now changes when it runs again.
+    """
 
     def __init__(self, inputs: Sequence[fx.Node | None]) -> None:
         self.graph = fx.Graph()

@@ -79,7 +79,8 @@ class TraceOptions:
 
     With `create_graph` the derivative is by the formulas of one that is differentiated again:
     PyTorch has two for some operators. With `whole_calls`, a checkpoint or a user's
-    `autograd.Function` is one operator, whose derivative is its own.
+    `autograd.Function` is one operator, whose derivative is its own. With `opens_calls` a
+    checkpoint is what its function does.
     """
 
     with_gradients: bool
@@ -88,6 +89,7 @@ class TraceOptions:
     grad_enabled: bool = True
     whole_calls: bool = False
     create_graph: bool = False
+    opens_calls: bool = False
 
 
 def trace_joint(
@@ -103,7 +105,9 @@ def trace_joint(
 
     Inputs that `body` closes over come after those of `specs`. `warns` of what a trace leaves out.
     """
-    tracing = Tracing(paths=paths, warns=warns, shapes=shapes_of(specs))
+    tracing = Tracing(
+        paths=paths, warns=warns, shapes=shapes_of(specs), opens_calls=options.opens_calls
+    )
     if options.whole_calls:
         tracing.on_function = FunctionCalls(tracing)
     with tracing.recording():

@@ -141,12 +141,13 @@ def _strides(spec: InputSpec, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 def is_alike(a: InputSpec, b: InputSpec) -> bool:
     """Whether two inputs differ in nothing but their sizes and strides."""
-    return len(a.shape) == len(b.shape) and (a.dtype, a.device, a.requires_grad, a.is_leaf) == (
-        b.dtype,
-        b.device,
-        b.requires_grad,
-        b.is_leaf,
-    )
+    return len(a.shape) == len(b.shape) and (
+        a.dtype,
+        a.device,
+        a.requires_grad,
+        a.is_leaf,
+        a.sharding,
+    ) == (b.dtype, b.device, b.requires_grad, b.is_leaf, b.sharding)
 
 
 def spec_at(spec: InputSpec, sizes: Sizes) -> InputSpec:

@@ -80,10 +80,18 @@ def _expose_batch_norm_updates(graph: fx.Graph) -> None:
                     write = graph.call_function(aten.copy_.default, (statistic, item))
                     write.meta = dict(node.meta, val=statistic.meta["val"])
         graph.erase_node(node)
+    drop_running_statistics(graph)
+
+
+def drop_running_statistics(graph: fx.Graph) -> None:
+    """Take the running statistics from derivatives of batch normalisation that do not read them.
+
+    In training the derivative reads the statistics of the batch alone.
+    """
     for node in graph.find_nodes(
         op="call_function", target=aten.native_batch_norm_backward.default
     ):
-        if node.args[7]:  # in training it reads the statistics of the batch alone
+        if node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 

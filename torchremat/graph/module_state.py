@@ -13,6 +13,8 @@ from torchremat.graph.sizes import SYMBOLIC
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _MOST_ITEMS = 4096
+_HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_kwargs")))
+"""Where a module has its hooks: one that is there after a trace makes the next call trace anew."""
 
 
 class _Missing:
@@ -88,7 +90,7 @@ class ModuleState:
         items = {
             name: _copied(value)
             for name, value in places[0].items()
-            if _is_container(value) and name not in ("_buffers", "_parameters")
+            if _is_container(value) and name not in ("_buffers", "_parameters", *_HOOKS)
         }
         self._noted[id(module)] = (module, places, items)
 

@@ -12,8 +12,11 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from torchremat.errors import TraceError
 from torchremat.graph.backward_hooks import hooks_written_down
 from torchremat.graph.module_state import Change, ModuleState
+from torchremat.graph.parallel_modules import parallel_kind
+from torchremat.graph.sources import current_source
 
 _COMPILED = "_orig_mod"
 """What `torch.compile(module)` calls the module that it wraps."""
@@ -58,9 +61,23 @@ class ModulePaths:
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if threading.get_ident() == self._thread and not self._is_generated(module):
             self._name(module)
+            self._refuse_parallel(module)
             self.seen.add(module)
             self._state.note(module)
             self._stack.append(module)
+
+    def _refuse_parallel(self, module: nn.Module) -> None:
+        kind = parallel_kind(module)
+        if kind is not None:
+            called = " ".join(filter(None, (self._names[id(module)], f"({type(module).__name__})")))
+            raise TraceError(
+                f"the module {called} {kind}, and runs inside a traced function at "
+                f"{current_source()}: what it gathers from other processes, and when, has no place "
+                "in a graph. Wrap that module itself, torchremat.nn.wrap(model, policy, "
+                "select='layers.*') say, whose hooks stay outside the graph; of a "
+                "DistributedDataParallel wrap its .module. plan, estimate and explain take the "
+                "model before it is made parallel; nn.split_budget plans for such layers."
+            )
 
     def _is_generated(self, module: nn.Module) -> bool:
         """Whether `module` is a graph that PyTorch made, for a `torch.cond` say."""

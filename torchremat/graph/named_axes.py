@@ -4,13 +4,16 @@ While a function runs under `torch.func.vmap`, the level of that is what the nam
 trace sets the levels around it aside (the function that it traces sees one example), so the name
 stands there for an axis of known size that nobody can reach yet: a collective over it is written
 down as an operator, which is worked out when the graph itself is mapped over the axis.
+
+An axis may also be one of processes: those of a group of `torch.distributed`, each an example. Then
+the operator says which group, and can be worked out wherever it runs: in a trace's graph, and in a
+backward pass that runs when the axis is no longer in scope.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +35,12 @@ class AxisFrame:
     level: int | None
     spmd_axis_name: Any = None
     """The axis of a device mesh that the examples are spread over, or several."""
+    group: str | None = None
+    """The name of the group of processes that are the examples, if they are processes."""
+    parts: tuple[AxisName, ...] = ()
+    """The axes that it is made of, the last varying fastest: processes, and devices of each."""
+    num_devices: int = 0
+    """Over how many devices of this process a `pmap` spreads it."""
 
 
 class _Frames(threading.local):
@@ -42,10 +51,30 @@ class _Frames(threading.local):
 _frames = _Frames()
 
 
-def axis_environment() -> tuple[tuple[AxisName, int], ...]:
-    """Names and sizes of the axes in scope, outermost first: what a trace depends on."""
+def let_surroundings_have_axes(ask: Callable[[], tuple[AxisFrame, ...]]) -> None:
+    """Let `ask` say which axes are in scope around everything: those of PyTorch's device mesh."""
+    _ask_surroundings.append(ask)
+
+
+_ask_surroundings: list[Callable[[], tuple[AxisFrame, ...]]] = []
+
+
+def axes_in_scope() -> tuple[AxisFrame, ...]:
+    """The axes in scope, outermost first."""
     frames = _frames.innermost_last
-    return tuple((frame.name, frame.size) for frame in frames if frame.name is not None)
+    for ask in _ask_surroundings:
+        if around := ask():
+            names = {frame.name for frame in frames}
+            frames = (*(frame for frame in around if frame.name not in names), *frames)
+    return frames
+
+
+def axis_environment() -> tuple[AxisFrame, ...]:
+    """The axes in scope, outermost first, without levels: what a trace depends on."""
+    frames = axes_in_scope()
+    return tuple(
+        replace(f, level=None) for f in frames if f.name is not None or f.num_devices
+    ) if frames else ()  # fmt: skip
 
 
 def axis_frame(name: AxisName) -> AxisFrame:
@@ -57,16 +86,33 @@ def axis_frame(name: AxisName) -> AxisFrame:
         NameError: if there is none.
     """
     depth = _torch.transform_depth()
-    in_scope = [f for f in _frames.innermost_last if f.level is None or f.level <= depth]
+    in_scope = [f for f in axes_in_scope() if f.level is None or f.level <= depth]
     for frame in reversed(in_scope):
         if frame.name == name:
             return frame
     known = ", ".join(repr(frame.name) for frame in in_scope if frame.name is not None)
     bound = f"the axes in scope are {known}" if known else "no axis has a name here"
     raise AxisNameError(
-        f"unbound axis name: {name}. A name is bound by vmap(fun, axis_name={name!r}) around the "
-        f"function that uses it; {bound}."
+        f"unbound axis name: {name}. A name is bound by vmap(fun, axis_name={name!r}) or pmap "
+        "around the function that uses it, or is that of a dimension of a device mesh in scope "
+        f"(mesh_axes); {bound}."
     )
+
+
+def group_of(name: AxisName) -> str | None:
+    """The group of processes that the axis of that name is, if it is one."""
+    if name is None or not (_frames.innermost_last or _ask_surroundings):
+        return None
+    depth = _torch.transform_depth()
+    for frame in reversed(axes_in_scope()):
+        if frame.name == name and (frame.level is None or frame.level <= depth):
+            return frame.group
+    return None
+
+
+def parts_of(name: AxisName) -> tuple[AxisName, ...]:
+    """The axes that the axis of that name is made of: mostly itself."""
+    return axis_frame(name).parts or (name,)
 
 
 def frame_at(level: int) -> AxisFrame | None:
@@ -88,86 +134,26 @@ def _in_scope(frames: tuple[AxisFrame, ...]) -> Iterator[None]:
         _frames.innermost_last = before
 
 
+def in_scope(*frames: AxisFrame) -> AbstractContextManager[None]:
+    """A block in which these axes are in scope too, innermost last."""
+    return _in_scope((*_frames.innermost_last, *frames))
+
+
 def out_of_reach() -> AbstractContextManager[None]:
     """A block in which the axes in scope keep their names, and no level can be reached."""
     return _in_scope(tuple(replace(f, level=None) for f in _frames.innermost_last))
 
 
-def restored(axes: tuple[tuple[AxisName, int], ...]) -> AbstractContextManager[None]:
+def restored(axes: tuple[AxisFrame, ...]) -> AbstractContextManager[None]:
     """A block with the axes of an earlier trace, inside them those that this trace maps over."""
-    outer = tuple(AxisFrame(name, size, None) for name, size in axes)
     reached = tuple(f for f in _frames.innermost_last if f.level is not None)
-    return _in_scope((*outer, *reached))
+    return _in_scope((*axes, *reached))
 
 
-def _bound(frame: AxisFrame) -> AbstractContextManager[None]:
+def bound_at_innermost(frame: AxisFrame) -> AbstractContextManager[None]:
     """A block in which the axis is that of the innermost level, a `vmap`."""
     reached = replace(frame, level=_torch.transform_depth())
     return _in_scope((*_frames.innermost_last, reached))
-
-
-@cache
-def _let_functions_know_axes() -> None:
-    _torch.let_functions_know_axes(_with_named_axis)
-
-
-def _with_named_axis(function: Any) -> Any:
-    """`function`, an `autograd.Function` that is about to be mapped, with the name of the axis."""
-    frame = frame_at(_torch.transform_depth())
-    if frame is None:
-        return function
-    varies = False
-
-    def forward(*args: Any) -> Any:
-        nonlocal varies
-        varies = any(isinstance(a, Tensor) and _is_mapped(a) for a in args)
-        return function.forward(*args)
-
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        if varies:  # what is one for all examples is the sum of their cotangents: each gets a part
-            cotangents = tuple(
-                ct / frame.size if isinstance(ct, Tensor) and not _is_mapped(ct) else ct
-                for ct in cotangents
-            )
-        return function.backward(ctx, *cotangents)
-
-    def named(method: Callable[..., Any]) -> Any:
-        def call(*args: Any) -> Any:
-            with _bound(frame):
-                return method(*args)
-
-        return staticmethod(call)
-
-    methods = {"forward": named(forward), "backward": named(backward)}
-    methods |= {key: named(getattr(function, key)) for key in ("setup_context", "jvp")}
-    return type(function.__name__, (function,), methods)
-
-
-def _is_mapped(x: Tensor) -> bool:
-    return _torch.is_mapped_at(x, _torch.transform_depth())
-
-
-def run_mapped(
-    function: Callable[..., Any],
-    in_dims: tuple[int | None, ...],
-    axis_size: int,
-    randomness: str,
-    name: AxisName = None,
-    spmd_axis_name: Any = None,
-) -> Callable[..., tuple[Any, Any]]:
-    """Map `function` over an axis, called `name` while it runs.
-
-    What is returned takes the tensors, and gives the outputs and where the axis is in each.
-    """
-
-    def named(*values: Any) -> Any:
-        if name is None and spmd_axis_name is None:
-            return function(*values)
-        _let_functions_know_axes()
-        with _bound(AxisFrame(name, axis_size, None, spmd_axis_name)):
-            return function(*values)
-
-    return _torch.restore_vmap(named, in_dims, axis_size, randomness)
 
 
 def as_names(axis_name: AxisName | Sequence[AxisName]) -> tuple[AxisName, ...]:
@@ -179,11 +165,15 @@ def as_names(axis_name: AxisName | Sequence[AxisName]) -> tuple[AxisName, ...]:
 
 
 def axis_names_in(module: fx.GraphModule) -> frozenset[AxisName]:
-    """The axes that operators in a graph, and in the bodies of its operators, are over."""
+    """The axes that operators in a graph, and in the bodies of its operators, are over.
+
+    Without those of processes, which need no level to be worked out.
+    """
     found: set[AxisName] = set()
     for node in module.graph.nodes:
         if getattr(node.target, "is_over_axis", False):
-            found.add(node.kwargs["axis_name"])
+            if "group" not in node.kwargs:
+                found.add(node.kwargs["axis_name"])
         elif node.op == "get_attr" and isinstance(
             body := getattr(module, str(node.target), None), fx.GraphModule
         ):

@@ -9,7 +9,7 @@ import torch
 
 from torchremat import _torch
 from torchremat.graph.modules import ModulePaths
-from torchremat.graph.named_axes import axis_environment, restored
+from torchremat.graph.named_axes import AxisFrame, axis_environment, restored
 
 
 class Rules:
@@ -46,8 +46,8 @@ class Surroundings:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     default_dtype: torch.dtype = torch.float32
     switches: tuple[Any, ...] = ()
-    axes: tuple[tuple[Any, int], ...] = ()
-    """Names and sizes of the axes in scope."""
+    axes: tuple[AxisFrame, ...] = ()
+    """The named axes in scope."""
 
     @classmethod
     def now(cls) -> "Surroundings":

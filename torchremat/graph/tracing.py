@@ -26,6 +26,7 @@ from torchremat.errors import (
 )
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.named_axes import out_of_reach
+from torchremat.graph.shardings import CotangentPlacements, Sharding, held_part, put_together
 from torchremat.graph.sizes import sizes_as_literals
 from torchremat.graph.sources import current_source, source_of_error, warn_user
 from torchremat.graph.surroundings import without_autocast
@@ -43,6 +44,8 @@ class InputSpec:
     is_leaf: bool
     storage_offset: int = field(default=0, compare=False)
     """Where in its storage it begins, which only `as_strided` asks."""
+    sharding: Sharding | None = None
+    """How the tensor is spread over processes; the rest is of what this one holds."""
 
     @classmethod
     def of(cls, tensor: Tensor, *, any_level: bool = False) -> "InputSpec":
@@ -52,14 +55,17 @@ class InputSpec:
             requires_grad = (
                 _torch.requires_grad_at_any_level(tensor) if any_level else tensor.requires_grad
             )
+            is_leaf, sharding = tensor.is_leaf, Sharding.of(tensor)
+            tensor = held_part(tensor)
             return cls(
                 tuple(tensor.shape),
                 tensor.stride(),
                 tensor.dtype,
                 tensor.device,
                 requires_grad,
-                tensor.is_leaf,
+                is_leaf,
                 _torch.offset_of(tensor),
+                sharding,
             )
 
     def empty(self) -> Tensor:
@@ -225,11 +231,13 @@ class Tracing:
     captured: list[Tensor] = field(default_factory=list)
     captured_inputs: list[Tensor] = field(default_factory=list)
     captured_specs: list[InputSpec] = field(default_factory=list)
+    cotangent_placements: CotangentPlacements = field(default_factory=CotangentPlacements)
     may_capture: bool = True
     warns: bool = False
     shapes: _torch.ShapeEnv | None = None
     phase: str = "forward"
     notes: Mapping[str, Any] | None = None
+    opens_calls: bool = False
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
     """What to do with a call of a user's `autograd.Function`: class, arguments, `apply`."""
 
@@ -278,6 +286,7 @@ class Tracing:
             stack.enter_context(out_of_reach())
             stack.enter_context(_torch.isolated_from_surroundings())
             stack.enter_context(_torch.saved_tensors_hooks_set_aside())
+            stack.enter_context(_torch.module_trackers_set_aside())
             stack.enter_context(without_autocast())
             stack.callback(self._say_what_was_undone)
             stack.enter_context(self.paths.recording())
@@ -433,8 +442,11 @@ class Tracing:
         self.captured.append(tensor)
         self.captured_inputs.append(fake)
         self.captured_specs.append(spec)
-        self._bindings[0] = {**self._bindings[0], id(tensor): fake}
-        return fake
+        number = len(self.placeholders) - 1
+        with torch.enable_grad():
+            whole = put_together(fake, spec.sharding, number, self.cotangent_placements)
+        self._bindings[0] = {**self._bindings[0], id(tensor): whole}
+        return whole
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.errors import TraceError
+from torchremat.graph.shardings import Sharding, is_spread, local_part
 from torchremat.graph.sizes import SYMBOLIC, Size, Sizes
 
 _SCALARS = (int, float, bool, complex, str, type(None))
@@ -118,6 +119,10 @@ def _holds(value: Any) -> bool:
 # --- skeletons: the shape of a call or a result, with holes for tensors --------------------------
 
 
+Parts = tuple[list[Any], _torch.TreeSpec]
+"""The leaves of a tree, and its structure."""
+
+
 @dataclass(frozen=True)
 class Skeleton:
     """Nested values with holes where tensors were."""
@@ -146,6 +151,13 @@ class Skeleton:
             {n: v if n in static_names else _filled(v, left) for n, v in kwargs.items()},
         )
 
+    def parts_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Parts]:
+        """What each argument that is no static one is made of."""
+        positions, _, _, static_names = self.value
+        labels = {f"argument {i}": a for i, a in enumerate(args) if i not in positions}
+        labels |= {f"argument {n!r}": v for n, v in kwargs.items() if n not in static_names}
+        return {label: _torch.tree_flatten(value) for label, value in labels.items()}
+
 
 def _holed(value: Any) -> Any:
     return _torch.tree_map(lambda leaf: _SLOT if isinstance(leaf, Tensor) else leaf, value)
@@ -165,18 +177,22 @@ class Result:
         leaves, self._spec = _torch.tree_flatten(value)
         self.tensors: list[Tensor] = []
         self._leaves: list[Any] = []
+        self._shardings: dict[int, Sharding] = {}
         numbers: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                if _torch.is_traceable_wrapper_subclass(leaf):
+                if _torch.is_traceable_wrapper_subclass(leaf) and not is_spread(leaf):
                     raise TraceError(
                         f"{describe()} made and returned a {type(leaf).__name__}, which a graph of "
-                        "plain tensors cannot. Return what it is made of (x.to_local(), "
-                        "x.values()), and put it together outside the checkpoint."
+                        "plain tensors cannot. Return what it is made of (x.values()), and put it "
+                        "together outside the checkpoint."
                     )
                 number = numbers.setdefault(id(leaf), len(self.tensors))
                 if number == len(self.tensors):
-                    self.tensors.append(leaf)
+                    sharding = Sharding.of(leaf)
+                    if sharding is not None:
+                        self._shardings[number] = sharding
+                    self.tensors.append(local_part(leaf))
                 self._leaves.append(number)
             elif isinstance(leaf, (*_SCALARS, *_CONSTANTS)):
                 self._leaves.append(WrapHashably(leaf))
@@ -196,6 +212,12 @@ class Result:
 
     def rebuild(self, tensors: tuple[Tensor, ...], sizes: Sizes | None = None) -> Any:
         """The result with `tensors` in place of those it was made of, for the values of symbols."""
+        if self._shardings:
+            shardings = (self._shardings.get(i) for i in range(len(tensors)))
+            tensors = tuple(
+                tensor if sharding is None else sharding.put_together(tensor)
+                for tensor, sharding in zip(tensors, shardings, strict=True)
+            )
         if self.is_tensor:
             return tensors[0]
         if self.is_tuple:

@@ -14,6 +14,8 @@ from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.graph.aliases import base_of
 from torchremat.graph.dynamic_inputs import DynamicInputs, shapes_of
+from torchremat.graph.named_axes import axis_environment
+from torchremat.graph.shardings import taken_apart
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.surroundings import switches
 from torchremat.graph.tracing import InputSpec, trace_lock
@@ -32,7 +34,7 @@ from torchremat.remat.guards import (
     variables_of,
     variables_of_modules,
 )
-from torchremat.remat.make_graph import call_in_graph, is_kept_whole
+from torchremat.remat.make_graph import call_in_graph, is_kept_whole, is_opened
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.region import Region
@@ -99,6 +101,7 @@ class Checkpointed:
             self.module_prefix,
             self.compiler,
             WrapHashably(self.prevent_cse),
+            self.policy.is_whole,
         )
 
     @property
@@ -141,6 +144,7 @@ class Checkpointed:
                 and trace.surroundings[0] is torch.is_grad_enabled()
                 and trace.surroundings[1].default_dtype is torch.get_default_dtype()
                 and trace.surroundings[1].switches == switches()
+                and trace.surroundings[1].axes == axis_environment()
                 and trace.tensor_guard.check(*tensors)
                 and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
                 and trace.has_offsets_of(tensors)
@@ -152,6 +156,8 @@ class Checkpointed:
         return self._slow_call(call, args, kwargs)
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
+        if self.policy.looks_inside and is_opened():  # the policy around decides on everything
+            return self.fun(*args, **kwargs)
         if is_kept_whole():
             return call_in_graph(
                 self.fun,
@@ -166,7 +172,9 @@ class Checkpointed:
         captured = trace.captured.current()
         assert captured is not None, "the trace has just been made, or found to fit"
         tensors = [*call.tensors, *captured]
-        if (
+        if trace.is_spread:
+            tensors = taken_apart(tensors, trace.cotangent_placements)
+        elif (
             not trace.surroundings[1].autocast
             and not _torch.functorch_is_active()
             and not any(isinstance(t, _torch.FakeTensor) for t in tensors)
@@ -195,7 +203,7 @@ class Checkpointed:
             program = trace.programs.get(key)
             if program is None:
                 program = self._new_program(trace, key, args, kwargs)
-                program.choices.warn_of_unmatched()
+                program.warn_of_policy()
                 trace.programs[key] = program
                 self._log(program, trace, args, kwargs, call)
             elif config.log_checkpoint_residuals and not program.is_logged:
@@ -205,13 +213,14 @@ class Checkpointed:
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
         """The program of `trace`, made for such arguments."""
         kind = VerifyingProgram if key.verified else FunctionProgram
-        program = kind(trace.region, self.policy, module_prefix=self.module_prefix)
+        program = kind(
+            trace.region, self.policy, module_prefix=self.module_prefix, compiler=self.compiler
+        )
         self._set_up(program, args, kwargs)
         return program
 
     def _set_up(self, program: FunctionProgram, args: Any, kwargs: Any) -> None:
         """What the program is told besides its policy."""
-        program.compiler = self.compiler
         flags = prevent_cse_of(self.prevent_cse, args, kwargs)
         others = len(program.region.specs) - len(flags)  # what it closes over
         program.prevent_cse = (*flags, *[True] * others)
@@ -263,7 +272,7 @@ class Checkpointed:
         warn_of_retraces(traced_name(self.fun), self._own, call, specs)
         trace = None
         dynamic = None
-        if self._may_be_dynamic():
+        if self._may_be_dynamic() and not any(spec.sharding for spec in specs):
             dynamic = DynamicInputs.of(specs, self._own.varying(call, specs))
         if dynamic is not None:
             with _torch.dispatch_restored():
@@ -293,7 +302,12 @@ class Checkpointed:
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
         def traced(*, with_gradients: bool) -> FunctionTrace:
-            options = TraceOptions(with_gradients, grad_enabled=state[0], only_usual=only_usual)
+            options = TraceOptions(
+                with_gradients,
+                grad_enabled=state[0],
+                only_usual=only_usual,
+                opens_calls=self.policy.is_whole,
+            )
             return traced_without_effects(
                 traced_name(self.fun),
                 lambda: trace_function(
@@ -325,6 +339,7 @@ class Checkpointed:
             modules=ModuleGuard(named_modules),
             variables=unchanged,
             dynamic=dynamic,
+            cotangent_placements=made.body.cotangent_placements,
             offsets=_offsets(made.region, [*call.tensors, *made.captured]),
         )
 

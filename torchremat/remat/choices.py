@@ -12,17 +12,18 @@ from torchremat.autodiff.graph_schedule import GraphSchedule, read_from_before
 from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.autodiff.partial_eval import Residuals, find_residuals
 from torchremat.avals import Aval
-from torchremat.errors import UnmatchedWarning
+from torchremat.errors import OffloadWarning, UnmatchedWarning
 from torchremat.graph.aliases import base_of, call_of, is_item, is_view
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.sources import warn_user
 from torchremat.remat.names import name_p
 from torchremat.remat.nested import is_staged_residual
+from torchremat.remat.offloading import OffloadRules
 from torchremat.remat.policies import Policy, Value
-from torchremat.remat.policy_protocol import MATCHES_NOTHING
+from torchremat.remat.policy_protocol import MATCHES_NOTHING, decide_for_compiler
 from torchremat.remat.replay import value_inside, why_kept, why_not_replayed
-from torchremat.remat.verdicts import Recompute, insists
+from torchremat.remat.verdicts import Offloadable, Recompute, insists
 
 Decision = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
 
@@ -33,23 +34,31 @@ class Choice:
 
     decision: Decision
     reason: str
+    place: str = ""
+    """Where it is kept, if it is offloaded."""
 
 
 class Choices:
     """A policy's choice for each value of the forward half of a joint graph.
 
     Values are calls of operators, or the outputs of one that has several. The policy is asked once
-    about each, in program order.
+    about each, in program order. `fuses`: see `Policy.schedule`.
     """
 
-    def __init__(self, joint: Joint, policy: Policy, module_prefix: str = "") -> None:
+    def __init__(
+        self, joint: Joint, policy: Policy, module_prefix: str = "", *, fuses: bool = False
+    ) -> None:
         self.policy = policy
+        self._by_compiler = joint.by_compiler
         self.values: dict[fx.Node, Value] = {}
         self.choices: dict[fx.Node, Choice] = {}
-        self.schedule = policy.schedule(joint) if policy.is_whole else None
+        self.schedule = policy.schedule(joint, fuses=fuses) if policy.is_whole else None
         names = _names_among(joint.forward_nodes)
         self.forced: set[fx.Node] = set()
         """Values that are saved against the policy: their operators must not run again."""
+        self.not_moved: dict[str, str] = {}
+        """What is asked of a policy that offloads and cannot be, with the first value's name."""
+        self._rules = OffloadRules(joint)
         self._in_branches: list[Value] = []
         for node in joint.forward_nodes:
             if node.target is torch.ops.higher_order.cond:
@@ -64,7 +73,12 @@ class Choices:
             return self._planned(node, self.schedule)
         if is_staged_residual(node):
             return Choice("recomputed", "a checkpoint inside keeps it while it is replayed")
-        verdict = self.policy.decide(value)
+        if self._by_compiler:
+            verdict = decide_for_compiler(self.policy, value)
+        else:
+            verdict = self.policy.decide(value)
+        if isinstance(verdict, Offloadable):
+            return self._offloaded(node, verdict)
         if not isinstance(verdict, Recompute):
             return Choice("saved", f"{self.policy}")
         forced = why_not_replayed(node)
@@ -75,9 +89,20 @@ class Choices:
             return Choice("saved", forced)
         return Choice("recomputed", f"{self.policy} does not let it be saved")
 
+    def _offloaded(self, node: fx.Node, verdict: Offloadable) -> Choice:
+        asked = self._rules.why_impossible(node, verdict)
+        if asked is not None:
+            self.not_moved.setdefault(asked, node.name)
+        reason = asked or self._rules.why_kept(node)
+        if reason is None:
+            return Choice("offloaded", f"{self.policy}", str(verdict.dst))
+        return Choice("saved", f"{self.policy} offloads it, but it stays: {reason}")
+
     def _planned(self, node: fx.Node, schedule: GraphSchedule) -> Choice:
         if node in schedule.saved:
             return Choice("saved", f"{self.policy} keeps it: {_why_planned(node)}")
+        if node in schedule.offloaded:
+            return Choice("offloaded", f"{self.policy}", "pinned_host")
         forced = why_not_replayed(node)
         if forced is not None:  # it is drawn again, from the state of the generator
             self.forced.add(node)
@@ -121,14 +146,33 @@ class Choices:
         """The same for any `wanted` values of `joint`."""
         known = {*joint.inputs, *joint.forward_nodes}
         if self.schedule is not None:
-            known |= self.schedule.saved
+            known |= self.schedule.kept
         return find_residuals(wanted, known.__contains__, self._may_keep)
 
     def _may_keep(self, node: fx.Node) -> bool:
-        if self.schedule is not None and node in self.schedule.saved:
+        if self.schedule is not None and node in self.schedule.kept:
             return True
         choice = self.choices.get(node)  # none for a call of which only the items are values
-        return choice is not None and choice.decision == "saved"
+        return choice is not None and choice.decision in ("saved", "offloaded")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a value may be offloaded."""
+        return any(choice.decision == "offloaded" for choice in self.choices.values())
+
+    def warn_of_places(self, *, is_compiled: bool) -> None:
+        """Warn, at the user's line, of what the policy says of places and cannot be.
+
+        `is_compiled`: the graphs are for a compiler, of which none can offload.
+        """
+        for reason, name in self.not_moved.items():
+            warn_user(f"{self.policy}: {name} stays where it is: {reason}", OffloadWarning)
+        if is_compiled and self.offloads:
+            warn_user(
+                f"{self.policy} offloads values, which graphs that are compiled do not: they are "
+                "saved on their device. Without the compiler they are offloaded",
+                OffloadWarning,
+            )
 
     def warn_of_unmatched(self) -> None:
         """Warn, at the user's line, of what the policy names and no value of the function has."""

@@ -1,13 +1,13 @@
 """The graphs that a program runs, compiled to Python functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from torchremat import config
 from torchremat.autodiff.graph_schedule import GraphSchedule, scheduled_graph
 from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.errors import EffectError
@@ -19,6 +19,7 @@ from torchremat.graph.slicing import slice_graph
 from torchremat.remat.compilers import Compiler
 from torchremat.remat.draws import draw_from_states
 from torchremat.remat.nested import prune_bodies
+from torchremat.remat.offloading import Memory, fetch_copies
 from torchremat.remat.replay import why_not_replayed
 
 aten = torch.ops.aten
@@ -45,38 +46,75 @@ class Compiled:
         return cls(module, compiler(module) if compiler else compile_graph(module, name))
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What the inputs of a backward graph are, and which of them are not the values themselves.
+
+    Attributes:
+        roles: what each is: an input, a residual, a cotangent.
+        draws: random values, by position, of which it is given a generator's state.
+        copies: values, by position, that it is given in the host's memory; where each lies.
+    """
+
+    roles: Sequence[str] = ()
+    draws: Mapping[int, fx.Node] = field(default_factory=dict)
+    copies: Mapping[int, Memory] = field(default_factory=dict)
+
+
+_AS_THEY_ARE = Given()
+
+
 def compile_backward(
     joint: Joint,
     inputs: Sequence[fx.Node | None],
     outputs: Sequence[Any],
     program: object,
-    draws: Mapping[int, fx.Node] = MappingProxyType({}),
+    *,
+    given: Given = _AS_THEY_ARE,
     schedule: GraphSchedule | None = None,
-    roles: Sequence[str] = (),
     compiler: Compiler | None = None,
 ) -> Compiled:
     """The graph from `inputs` to `outputs`, values of `joint`: a backward pass.
 
-    `draws` are those of its inputs, by position, for which it is given a generator's state; `roles`
-    what its inputs are.
     Operators run as `schedule` says, else in the order of the joint graph, those of the forward
     pass just before they are needed.
     """
     if schedule is None:
         module = slice_graph(joint.module, inputs, outputs, late=is_forward)
     else:
-        drawn = set(draws.values())
+        drawn = set(given.draws.values())
         order = [call for call in schedule.backward if call not in drawn]
         module = scheduled_graph(joint.module, inputs, outputs, order)
     prune_bodies(module)
     _refuse_replay(module.graph)
     accept_any_layout(module.graph)
-    if draws:
-        placeholders = module.graph.find_nodes(op="placeholder")
-        draw_from_states(module.graph, list(draws.values()), [placeholders[i] for i in draws])
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    if given.draws:
+        states = [placeholders[i] for i in given.draws]
+        draw_from_states(module.graph, list(given.draws.values()), states)
+    if given.copies:
+        module.meta["fetched_first"] = _fetch(module.graph, placeholders, given, schedule)
     module.meta["slice"] = (joint, list(inputs), list(outputs))
-    module.meta["roles"] = tuple(roles)
+    module.meta["roles"] = tuple(given.roles)
     return Compiled.of(module, "backward", program, compiler)
+
+
+def _fetch(
+    graph: fx.Graph,
+    placeholders: Sequence[fx.Node],
+    given: Given,
+    schedule: GraphSchedule | None,
+) -> tuple[int, ...]:
+    """Let `graph` bring its copies back; which of them, in their order, as soon as it starts."""
+    roles = zip(placeholders, given.roles, strict=True)
+    return fetch_copies(
+        graph,
+        [placeholders[i] for i in given.copies],
+        list(given.copies.values()),
+        [node for node, role in roles if role == "cotangent"],
+        lead=1 if schedule is not None else max(config.offload_prefetch, 1),
+        is_planned=schedule is not None,
+    )
 
 
 def _refuse_replay(graph: fx.Graph) -> None:

@@ -16,6 +16,10 @@ class Compiler(Protocol):
     def takes_symbols(self) -> bool:
         """Whether sizes may be symbols in the graph."""
 
+    @property
+    def fuses(self) -> bool:
+        """Whether it makes one kernel of pointwise work and what reads it."""
+
     def __call__(self, module: fx.GraphModule) -> Runner:
         """The function that runs the graph of `module`."""
 

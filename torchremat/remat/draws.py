@@ -96,6 +96,12 @@ def draw_from_states(
             user.replace_input_with(state, again)
 
 
+def draws_again(node: fx.Node) -> bool:
+    """Whether `node` draws from a state that was kept, or makes the tensor that is filled so."""
+    nodes = [node] if node.target is drawn_again else list(node.users)
+    return bool(nodes) and all(n.target is drawn_again for n in nodes)
+
+
 def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
     """What `drawn_again` is told: the operator, its arguments, and those given by name."""
     assert isinstance(draw.target, _torch.OpOverload)

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchremat.errors import EffectError, EffectWarning
 from torchremat.graph.blame import line_that_makes
-from torchremat.graph.module_state import Change, is_of_trace, same_items
+from torchremat.graph.module_state import MISSING, Change, is_of_trace, same_items
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.random_state import (
     RandomSource,
@@ -76,8 +76,9 @@ def traced_without_effects(
     line = line_that_makes(change.is_made, trace)
     change.undo()
     where = "" if line is None else f" at {line}"
+    was = ", which it did not have" if change.before is MISSING else f", from {change.before!r}"
     raise EffectError(
-        f"{name} changes {_described(change, made)}{where}, from {change.before!r}: a checkpoint "
+        f"{name} changes {_described(change, made)}{where}{was}: a checkpoint "
         "replays a graph, which would leave it as it is. Keep it in a buffer that is written in "
         "place (self.count.add_(1)), return it, or change it outside what is checkpointed."
     )

@@ -1,19 +1,22 @@
 """Explanations: what becomes of each value of a forward pass under a policy, and why."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
+from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import is_forward
 from torchremat.avals import Aval
+from torchremat.errors import TraceError
 from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.remat.bound import BoundCall, InputLabel, labels_of_state, name_of
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.choices import Choice, Decision
-from torchremat.remat.draws import state_aval
+from torchremat.remat.draws import draws_again, state_aval
 from torchremat.remat.held import Held, Observation, ObservedInput, observe
 from torchremat.remat.policies import PolicyLike
 from torchremat.remat.program import FunctionProgram
@@ -74,8 +77,53 @@ def explain(
     if policy is not None:
         call = BoundCall(checkpoint(f, policy=policy), args, kwargs)
     observation = observe(call)
-    report = report_of(observation)
-    return report if policy is None else replace(report, program=_only_program(observation))
+    program = ExplainedCall.of(f, args, kwargs) if policy is None else _only_program(observation)
+    return replace(report_of(observation), program=program)
+
+
+@dataclass(frozen=True, eq=False)
+class ExplainedCall:
+    """A call that was explained as it is, with fake tensors for its arguments.
+
+    It is traced with its derivative only when it is drawn, which few reports are.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "ExplainedCall":
+        """The call, without the memory of its arguments."""
+        mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        fakes: dict[int, Tensor] = {}
+
+        def faked(leaf: Any) -> Any:
+            if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
+                return leaf
+            if id(leaf) not in fakes:
+                with mode:
+                    fake = torch.empty_strided(
+                        leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+                    )
+                fakes[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
+            return fakes[id(leaf)]
+
+        return cls(fun, *_torch.tree_map(faked, (args, kwargs)))
+
+    def check_still(self, report: Report) -> None:
+        """Raise `TraceError` if the call is no longer what `report` tells of."""
+        again = explain(self.fun, *self.args, **self.kwargs)
+        known = {(row.name, row.decision) for row in report}
+        # the workspace of a kernel is not known of fake tensors
+        changed = [row for row in again if (row.name, row.decision) not in known]
+        if changed:
+            raise TraceError(
+                f"{name_of(self.fun)} has changed since it was explained: {changed[0].name} is now "
+                f"{changed[0].decision}. Explain it again, and draw that report."
+            )
 
 
 def _only_program(observation: Observation) -> FunctionProgram | None:
@@ -115,7 +163,7 @@ def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Repor
         found.add_replayed(scope, program)
         rows += _program_inputs(name, program)
         rows += found.in_order()
-    return Report(tuple(rows))
+    return Report(tuple(rows), programs[0][1] if len(programs) == 1 else None)
 
 
 class _Rows:
@@ -138,6 +186,8 @@ class _Rows:
             self._rows[id(held)] = (-1, row)
             return
         choice = _choice_on(held) or Choice("saved", _why_held(held))
+        if choice.decision == "offloaded" and not held.offloaded_to:
+            choice = Choice("saved", "under torch.func what is kept is an output: it stays")
         if value.is_constant:
             choice = Choice("constant", choice.reason)
         self._add(value, choice, held.nbytes, held.aval)
@@ -161,7 +211,8 @@ class _Rows:
         """
         given = (True,) * len(program.differentiable)
         needed = tuple(spec.requires_grad for spec in program.region.specs)
-        self._add_replays(scope, program.backward(given, needed).module, program)
+        backward = program.backward(given, needed, with_states=bool(program.drawn_again))
+        self._add_replays(scope, backward.module, program)
 
     def _add_replays(
         self, scope: Scope, backward: fx.GraphModule, program: FunctionProgram | None
@@ -179,7 +230,7 @@ class _Rows:
                     self._add_body(inner, body_of(node), reason)
                 else:
                     self._add_replays(inner, body_of(node), self.labels.programs.get(inner.path))
-            elif is_computed(node) and is_forward(node):
+            elif is_computed(node) and is_forward(node) and not draws_again(node):
                 reason = reasons.get(node.name, "the backward pass needs it")
                 self._add_again(Computed(node, scope), reason)
 
@@ -245,6 +296,8 @@ def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:
         )
     if choice is None:
         return Choice("saved", "a copy, made before the function writes to it")
+    if choice.decision == "offloaded" and not program.offloaded:
+        return Choice("saved", f"{choice.reason} offloads it, but {program.why_none_offloaded}")
     if residual in {program.residuals[i] for i in program.drawn_again}:
         return Choice("saved", "the state of the generator, from which it is drawn again")
     if choice.decision == "recomputed":

@@ -18,9 +18,11 @@ from torchremat.graph.named_axes import frame_being_mapped, mapped_over
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.tracing import InputSpec, lifted
 from torchremat.remat.draws import draw_now
+from torchremat.remat.host_copies import expect, fetched_now, note_kept, wait_for_copies
 from torchremat.remat.op import run_graph, run_program
 from torchremat.remat.program import Program
 from torchremat.remat.region import MappedAxis
+from torchremat.remat.split_backward import SecondPart, run_first
 
 
 def apply_program(
@@ -61,7 +63,8 @@ class Checkpoint(torch.autograd.Function):
         """Run the program, and keep what its derivative needs."""
         ctx.call = next(_calls)
         ctx.sizes = sizes
-        ctx.with_states = bool(program.drawn_again) and not _torch.is_faking()
+        offloads = bool(program.offloaded)
+        ctx.with_states = (offloads or bool(program.drawn_again)) and not _torch.is_faking()
         results = run_program(
             program,
             inputs,
@@ -70,12 +73,15 @@ class Checkpoint(torch.autograd.Function):
             notes_views=bool(program.views),
             with_states=ctx.with_states,
         )
+        if offloads and ctx.with_states and _torch.has_saved_tensors_hooks():
+            wait_for_copies()  # the hooks are handed them, and may read them
         num_outputs = program.num_outputs
         outputs = results[:num_outputs]
         if program.views:
             outputs = _as_views(program, outputs)
         ctx.program = program
         ctx.owner = owner
+        ctx.second_part = None
         ctx.set_materialize_grads(False)
         constant = program.non_differentiable
         if constant:
@@ -83,6 +89,9 @@ class Checkpoint(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             residuals = results[num_outputs:]
             ctx.save_for_backward(*(inputs[i] for i in program.saved_inputs), *residuals)
+            if offloads and ctx.with_states:
+                kept = [residuals[i] for i in program.offloaded]
+                ctx.kept_before = note_kept(kept, program.fetched_first)
             if program.absent:
                 ctx.are_tensors = tuple(isinstance(t, Tensor) for t in inputs)
             if program.edges:
@@ -189,14 +198,47 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
     if torch.is_grad_enabled():
         return _pull_back_differentiably(ctx, given, saved, chosen)
     ctx.maybe_clear_saved_tensors()
+    needed = _of_inputs(ctx, _torch.edges_that_run(ctx.next_functions))
+    if _torch.keeps_graph_after_backward() or ctx.second_part is not None:
+        found = _pull_back_in_parts(ctx, given, needed, saved, chosen)
+        if found is not None:
+            return (None, None, None, *found)
     saved += chosen
     del chosen
-    needed = _torch.edges_that_run(ctx.next_functions)
-    if program.absent:
-        edges = iter(needed)
-        needed = tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
     backward = program.backward_at(ctx.sizes, given, needed, with_states=ctx.with_states)
+    if ctx.with_states and program.offloaded:
+        expect(ctx.kept_before)
     return (None, None, None, *run_graph(backward, saved, ctx.call, ctx.sizes))
+
+
+def _of_inputs(ctx: Any, of_edges: tuple[bool, ...]) -> tuple[bool, ...]:
+    """What holds of each edge to a tensor, for each input."""
+    if not ctx.program.absent:
+        return of_edges
+    edges = iter(of_edges)
+    return tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
+
+
+def _pull_back_in_parts(
+    ctx: Any,
+    given: tuple[bool, ...],
+    needed: tuple[bool, ...],
+    saved: list[Tensor],
+    cotangents: list[Tensor],
+) -> tuple[Any, ...] | None:
+    """The gradients as one part of a backward pass that is asked for in two, if it is."""
+    second: SecondPart | None = ctx.second_part
+    ctx.second_part = None
+    if second is not None and second.is_of(given, needed, cotangents):
+        return second.run([*saved, *cotangents], ctx.call)
+    all_edges = _of_inputs(ctx, tuple(node is not None for node, _ in ctx.next_functions))
+    if needed == all_edges or ctx.sizes or not _torch.keeps_graph_after_backward():
+        return None
+    parts = ctx.program.backward_in_parts(given, all_edges, needed, with_states=ctx.with_states)
+    found, ctx.second_part = run_first(
+        parts, [*saved, *cotangents], ctx.call, given, needed, cotangents
+    )
+    return found
 
 
 def _pull_back_differentiably(
@@ -216,6 +258,8 @@ def _pull_back_differentiably(
     if ctx.with_states:
         for i in program.drawn_again:
             residuals[i] = draw_now(program.residuals[i], residuals[i])
+        for i in program.offloaded:
+            residuals[i] = fetched_now(residuals[i], program.residuals[i].meta["val"].device)
     body, known = inputs[: vjp.num_body], inputs[vjp.num_body :]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
     return (None, None, None, *_scattered(found, vjp.wrt, count))

@@ -1,5 +1,7 @@
 """One trace of a user's function: its region, and what it returned."""
 
+import operator
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +12,12 @@ from torch import Tensor, nn
 
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.errors import DeviceError, EffectWarning
 from torchremat.graph.dynamic_inputs import DynamicInputs
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.sources import source_of_error, warn_user
 from torchremat.graph.tracing import InputSpec
-from torchremat.remat.calls import Result, Skeleton
+from torchremat.remat.calls import Parts, Result, Skeleton
 from torchremat.remat.region import Region
 
 
@@ -51,18 +55,48 @@ def trace_function(
     def flat(tensors: list[Tensor]) -> list[Any]:
         function = get_function()
         filled, named = skeleton.filled(tensors)
+        before = None if results else skeleton.parts_of(filled, named)
         value = around(function, *filled, **named) if around else function(*filled, **named)
+        if before is not None:
+            _warn_of_changed_arguments(function, before, skeleton.parts_of(filled, named))
         result = Result(value, lambda: traced_name(function))
         if not results:  # a trace of a derivative runs this again
             results.append(result)
         return list(result.tensors)
 
-    body = FunctionBody(lambda: flat, len(specs))
+    body = FunctionBody(lambda: flat, specs)
     names = [f"arg{i}" for i in range(len(specs))]
     traced_specs = specs if dynamic is None else dynamic.specs
-    region = Region.traced(body, traced_specs, names, paths, options, dynamic)
+    try:
+        region = Region.traced(body, traced_specs, names, paths, options, dynamic)
+    except RuntimeError as error:
+        if not re.match(_NO_DEVICE, str(error)):
+            raise
+        raise DeviceError(
+            f"{traced_name(fun)} at {source_of_error(error)}: {error}. This machine, or this build "
+            "of PyTorch, has no such device. Ask torch.accelerator.is_available() first, or make "
+            "tensors where the arguments are (device=x.device)"
+        ) from error
     assert body.captured is not None
     return FunctionTrace(region, results[0], body, body.captured(), paths)
+
+
+_NO_DEVICE = r"PyTorch is not linked with support for \w+ devices"
+
+
+def _warn_of_changed_arguments(
+    fun: Callable[..., Any], before: dict[str, Parts], after: dict[str, Parts]
+) -> None:
+    """Say which lists and dicts among the arguments `fun` changes: they are not the caller's."""
+    for label, (leaves, structure) in before.items():
+        leaves_after, structure_after = after[label]
+        if structure != structure_after or any(map(operator.is_not, leaves, leaves_after)):
+            warn_user(
+                f"{traced_name(fun)} changes {label}, a list or dict that it is given: a "
+                "checkpoint replays a graph, which leaves the caller's as it is. Return what is "
+                "new (a cache, say), or change it outside the checkpoint",
+                EffectWarning,
+            )
 
 
 def traced_name(fun: Callable[..., Any]) -> str:

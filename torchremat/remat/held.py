@@ -26,10 +26,11 @@ from torchremat.avals import Aval
 from torchremat.errors import TraceError
 from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.shardings import Sharding, held_part, put_together
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.remat.bound import BoundCall, InputLabel
 from torchremat.remat.draws import state_aval
-from torchremat.remat.program import Program
+from torchremat.remat.program import FunctionProgram, Program
 from torchremat.remat.scopes import Computed, Scope, is_remat, item_index, op_base_name, program_of
 
 
@@ -38,7 +39,7 @@ class Held:
     """A storage that autograd holds. One of `input` and `value` says what lies in it, if known.
 
     `nodes` are what the tensors in it are in the trace, `readers` the nodes of autograd's graph
-    that hold them.
+    that hold them. `offloaded_to` is set if the host holds it in place of the device.
     """
 
     aval: Aval
@@ -47,6 +48,13 @@ class Held:
     input: "ObservedInput | None" = None
     value: Computed | None = None
     readers: list[Any] = field(default_factory=list)
+
+    @property
+    def offloaded_to(self) -> str:
+        """Where the value is, if a checkpoint under plain autograd offloads it; else `''`."""
+        if not all(node.name() == "CheckpointBackward" for node in self.readers):
+            return ""  # under `torch.func` it is an output, which stays on the device
+        return next((place for node in self.nodes if (place := _place_of(base_of(node)))), "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +150,12 @@ class _Observer:
         caches_casts = torch.is_autocast_cache_enabled()
         with tracing.recording(), torch.enable_grad(), _autocast_cache(caches_casts):
             fakes = self._inputs()
-            with tracing.bound(self.call.tensors, fakes), self._hooks():
-                output = self.call.run(fakes)
+            wholes = [
+                put_together(fake, Sharding.of(tensor), i, tracing.cotangent_placements)
+                for i, (fake, tensor) in enumerate(zip(fakes, self.call.tensors, strict=True))
+            ]
+            with tracing.bound(self.call.tensors, wholes), self._hooks():
+                output = self.call.run(wholes)
             records = [r for reference in self.records if (r := reference()) is not None]
             nodes = _autograd_nodes(output)
             for node in nodes:
@@ -156,6 +168,7 @@ class _Observer:
         held = self._held(records, scope, inputs)
         for record in records:
             del record.tensor  # autograd's graph and what it holds would keep each other alive
+        vars(self).clear()  # so would that graph, which has our hooks, and the arguments
         return Observation(scope, tuple(inputs.values()), tuple(held), live_calls)
 
     # --- before ----------------------------------------------------------------------------------
@@ -192,6 +205,7 @@ class _Observer:
 
     def _pack(self, tensor: Tensor) -> _Record:
         # a result comes with its node as grad_fn: kept so, it would be kept by what it keeps
+        tensor = held_part(tensor)
         record = _Record(tensor if tensor.is_leaf else tensor.detach())
         if not isinstance(tensor, _torch.FakeTensor) or tensor.fake_mode is self.tracing.fake_mode:
             self.records.append(weakref.ref(record))
@@ -286,15 +300,34 @@ class _Observer:
         return _rnn_workspace_nbytes(*args)
 
 
-def _state_of(node: fx.Node) -> Aval | None:
-    """What a checkpoint keeps, outside traces, in place of a random value: a generator's state."""
+def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
+    """The program of which `node` is a residual, and the number of that."""
     if not is_item(node) or not is_remat(call_of(node)):
         return None
     program = program_of(call_of(node))
     if program is None:
         return None
-    number = item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
+    return program, item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
+
+
+def _state_of(node: fx.Node) -> Aval | None:
+    """What a checkpoint keeps, outside traces, in place of a random value: a generator's state."""
+    found = _residual_of(node)
+    if found is None:
+        return None
+    program, number = found
     return state_aval(program.residuals[number]) if number in program.drawn_again else None
+
+
+def _place_of(node: fx.Node) -> str:
+    """Where a checkpoint keeps a value outside traces, if not on its device."""
+    found = _residual_of(node)
+    if found is None:
+        return ""
+    program, number = found
+    if number not in program.offloaded:
+        return ""
+    return program.choices.choices[program.residuals[number]].place
 
 
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default

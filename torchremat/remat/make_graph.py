@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions, trace_joint
+from torchremat.errors import TraceError
 from torchremat.graph.building import Input, build_graph, results_of
 from torchremat.graph.eqns import Number
 from torchremat.graph.modules import ModulePaths
@@ -114,12 +115,17 @@ def trace_graph(
 
     roots = {i: ".".join(p for p in (module_prefix, n) if p) for i, n in call.roots.items()}
     paths = ModulePaths(roots)
-    body = FunctionBody(lambda: flat, len(tensors))
     specs = [InputSpec.of(tensor, any_level=True) for tensor in tensors]
+    body = FunctionBody(lambda: flat, specs)
     names = [f"arg{i}" for i in range(len(specs))]
     with torch.inference_mode(False):
         options = TraceOptions(with_gradients=False, whole_calls=True)
         joint, tracing = trace_joint(body, specs, names, paths, options)
+    if any(spec.sharding for spec in (*specs, *tracing.captured_specs)):
+        raise TraceError(
+            f"{call.name} reads a tensor that is spread over processes (a DTensor), which a graph "
+            "cannot: make the graph of a function of local tensors (x.to_local())"
+        )
     mark_no_grad(joint.module.graph)
     captured = call.labels_of_captured(tracing.captured, paths)
     inputs = [
@@ -140,6 +146,12 @@ def is_kept_whole() -> bool:
     """Whether a trace is in progress in which a checkpoint is to be one operator."""
     tracing = current_tracing()
     return tracing is not None and tracing.on_function is not None
+
+
+def is_opened() -> bool:
+    """Whether a trace is in progress in which a checkpoint is what its function does."""
+    tracing = current_tracing()
+    return tracing is not None and tracing.opens_calls
 
 
 def call_in_graph(

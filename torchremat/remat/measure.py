@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from torchremat._torch import HigherOrderOperator, TorchDispatchMode, tree_flatten
+from torchremat.remat.host_pool import holds
 
 # torch.tensor(...) makes its storage unseen by dispatch modes and then passes it through this one
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -131,6 +132,7 @@ class HeldBytes:
     `torch.autograd.graph.saved_tensors_hooks`, from when it is saved until the node has run
     backward or is freed. The tensors are kept and given back as they are, so the numbers of the
     training do not change; one that is changed in place still raises when the backward reads it.
+    Not counted is what is offloaded: it is in the host's memory, and `host_pool.stats()` tells.
     What an `autograd.Function` stores on its `ctx` in another way is not seen. PyTorch refuses
     such hooks under `torch.func.grad`, `vjp` and `jacrev`.
 
@@ -188,6 +190,8 @@ class HeldBytes:
                 continue
             nbytes = 0
             for storage in storages_in(saved.tensor):
+                if holds(storage):
+                    continue
                 if storage not in seen and storage not in self._excluded:
                     seen.put(storage)
                     nbytes += storage.nbytes()

@@ -18,6 +18,7 @@ from torchremat.graph.codegen import Runner, compile_graph, symbols_of
 from torchremat.graph.sizes import Interpreter, Sizes
 from torchremat.graph.surroundings import without_autocast
 from torchremat.remat.compiled import Compiled
+from torchremat.remat.out_of_memory import note_if_out_of_memory
 from torchremat.remat.program import Program
 
 
@@ -62,7 +63,8 @@ def run_program(
 ) -> tuple[Any, ...]:
     """Outputs and residuals of `program`, after its writes to inputs.
 
-    `with_states`: states of generators in place of random residuals that are drawn again.
+    `with_states`: states of generators in place of random residuals that are drawn again, and
+    copies in the host's memory of those that are offloaded.
     With `notes_views` autograd knows which outputs are views, and refuses to have them written to.
     """
     writes = program.writes
@@ -116,14 +118,18 @@ def run_graph(
         return remat_p(compiled.module, *inputs, call=call)
     if sizes is not None:
         inputs[:0] = [sizes[name] for name in symbols_of(compiled.run)]
-    if notes_views:
-        with without_autocast(), torch.no_grad():
+    try:
+        if notes_views:
+            with without_autocast(), torch.no_grad():
+                return compiled.run(inputs)
+        if _torch.is_any_autocast_enabled():
+            with without_autocast(), _torch.below_autograd():
+                return compiled.run(inputs)
+        with _torch.below_autograd():
             return compiled.run(inputs)
-    if _torch.is_any_autocast_enabled():
-        with without_autocast(), _torch.below_autograd():
-            return compiled.run(inputs)
-    with _torch.below_autograd():
-        return compiled.run(inputs)
+    except RuntimeError as error:
+        note_if_out_of_memory(error, compiled)
+        raise
 
 
 def _interpret(body: fx.GraphModule, *inputs: Any, call: int | None = None) -> tuple[Any, ...]:

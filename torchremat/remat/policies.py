@@ -288,7 +288,7 @@ def save_only_these_names(*names: str) -> Policy:
     >>> save_only_these_names("attn", "mlp").spelling
     'names:attn,mlp'
     """
-    return SaveOnlyTheseNames(_checked("save_only_these_names", "name", names))
+    return SaveOnlyTheseNames(checked_items("save_only_these_names", "name", names))
 
 
 def save_any_names_but_these(*names: str) -> Policy:
@@ -297,7 +297,7 @@ def save_any_names_but_these(*names: str) -> Policy:
     >>> save_any_names_but_these("scores")
     save_any_names_but_these('scores')
     """
-    return SaveAnyNamesButThese(_checked("save_any_names_but_these", "name", names))
+    return SaveAnyNamesButThese(checked_items("save_any_names_but_these", "name", names))
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
@@ -309,7 +309,9 @@ def save_anything_except_these_names(*names: str) -> Policy:
     >>> save_anything_except_these_names("scores")
     save_anything_except_these_names('scores')
     """
-    return SaveAnythingExceptTheseNames(_checked("save_anything_except_these_names", "name", names))
+    return SaveAnythingExceptTheseNames(
+        checked_items("save_anything_except_these_names", "name", names)
+    )
 
 
 def save_ops(*ops: object) -> Policy:
@@ -345,7 +347,7 @@ def save_modules(*patterns: str) -> Policy:
     >>> save_modules("layers.*.attn").decide(Value(None, module="layers.0.attn.proj"))
     Saveable()
     """
-    return SaveModules(_checked("save_modules", "pattern", patterns))
+    return SaveModules(checked_items("save_modules", "pattern", patterns))
 
 
 def recompute_modules(*patterns: str) -> Policy:
@@ -354,7 +356,7 @@ def recompute_modules(*patterns: str) -> Policy:
     >>> recompute_modules("layers.*").decide(Value(None, module="head"))
     Saveable()
     """
-    return RecomputeModules(_checked("recompute_modules", "pattern", patterns))
+    return RecomputeModules(checked_items("recompute_modules", "pattern", patterns))
 
 
 def save_from_both_policies(p: PolicyLike, q: PolicyLike) -> Policy:
@@ -368,7 +370,7 @@ def save_from_both_policies(p: PolicyLike, q: PolicyLike) -> Policy:
     return as_policy(p) | as_policy(q)
 
 
-def _checked(function: str, kind: str, items: Iterable[object]) -> tuple[str, ...]:
+def checked_items(function: str, kind: str, items: Iterable[object]) -> tuple[str, ...]:
     """`items` without repetitions, if each is a string that is not empty."""
     checked = []
     for item in items:

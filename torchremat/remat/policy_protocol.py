@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+from torch import fx
+
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.avals import Aval
-from torchremat.errors import PolicyError
-from torchremat.graph.sources import Source
+from torchremat.errors import PolicyError, PolicyFailedError, TorchrematError
+from torchremat.graph.sources import Source, source_of_error
 from torchremat.remat import policy_spelling
 from torchremat.remat.names import name_p
 from torchremat.remat.verdicts import Verdict, as_answer, as_verdict, both, either, opposite
@@ -54,6 +56,19 @@ class Value:
 
 MATCHES_NOTHING = " matches nothing in what was traced"
 """What each message of `Policy.unmatched` says, after naming the policy and what it names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The operator at which memory ran out.
+
+    Attributes:
+        phase: of the step: `"forward"` or `"backward"`.
+        node: its node; `None` if it is not known, as behind a compiler.
+    """
+
+    phase: str
+    node: fx.Node | None
 
 
 class Policy(ABC):
@@ -97,9 +112,16 @@ class Policy(ABC):
         """Whether the policy decides on all values of a graph at once, through `schedule`."""
         return False
 
-    def schedule(self, joint: Joint) -> GraphSchedule:
-        """What a policy that decides on all values at once keeps of `joint`, and what runs when."""
+    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
+        """What a policy that decides on all values at once keeps of `joint`, and what runs when.
+
+        `fuses`: a compiler runs it, which makes one kernel of pointwise work and what reads it.
+        """
         raise AssertionError(f"{self!r} decides on one value at a time")
+
+    def out_of_memory(self, program: Any, failed: Failed) -> str | None:
+        """What to tell the user when memory runs out where `program`, under this policy, runs."""
+        return None
 
     def unmatched(self, values: Sequence[Value]) -> list[str]:
         """For each thing that the policy names and none of `values` has, a message that says so."""
@@ -223,6 +245,27 @@ def _operand(policy: Policy) -> str:
     return f"({policy!r})" if isinstance(policy, _Combination) else repr(policy)
 
 
+def decide_for_compiler(policy: Policy, value: Value) -> Verdict:
+    """`policy.decide(value)`, where a compiler would hand on the errors of a user as its own.
+
+    Raises `PolicyFailedError` (a `RuntimeError`) if the policy raises what is no error of ours.
+    """
+    try:
+        return policy.decide(value)
+    except TorchrematError:
+        raise
+    except Exception as error:
+        given = ", ".join([*map(str, value.avals), *value.params])
+        where = f", at {value.source}" if value.source else ""
+        line = source_of_error(error)
+        raise PolicyFailedError(
+            f"the policy {policy!r}, asked about {value.op}({given}){where}, raised "
+            f"{type(error).__name__}{f' at {line}' if line else ''}: {error}. A policy is "
+            "asked while the program is captured, about operators and avals (shape, dtype, "
+            "device): there are no values of tensors yet"
+        ) from error
+
+
 # --- what is taken for a policy ------------------------------------------------------------------
 
 
@@ -236,7 +279,18 @@ class FunctionPolicy(Policy):
         return as_answer(self._verdict(op, *avals, **params))
 
     def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
-        return as_verdict(self.function(op, *avals, **params), self, op)
+        try:
+            answer = self.function(op, *avals, **params)
+        except TypeError as error:
+            if _takes(self.function, op, *avals, **params):
+                raise
+            given = ", ".join([*map(str, avals), *params])
+            raise PolicyError(
+                f"the policy {self!r} from {self.source} cannot be asked about {op}: it does not "
+                f"take ({given}). Write it as policy(op, *avals, **params): the operator, the "
+                "avals of its tensors, its other arguments by name"
+            ) from error
+        return as_verdict(answer, self, op)
 
     @property
     def source(self) -> Source | None:
@@ -245,6 +299,17 @@ class FunctionPolicy(Policy):
 
     def __repr__(self) -> str:
         return f"as_policy({getattr(self.function, '__qualname__', repr(self.function))})"
+
+
+def _takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
+    """Whether `function` can be called so; also if nobody knows."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def policy(spelling: str) -> Policy:

@@ -33,13 +33,15 @@ from torchremat.graph.sizes import Sizes
 from torchremat.graph.slicing import slice_graph
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.choices import Choices
-from torchremat.remat.compiled import Compiled, compile_backward, copy_inputs_among_last
+from torchremat.remat.compiled import Compiled, Given, compile_backward, copy_inputs_among_last
 from torchremat.remat.compilers import Compiler
 from torchremat.remat.draws import put_out_states, state_nbytes
 from torchremat.remat.nested import Opening, expose_inner, join_exposed, prune_bodies
+from torchremat.remat.offloading import memory_of, put_out_copies
 from torchremat.remat.policies import Policy, nothing_saveable
 from torchremat.remat.region import MappedAxis, Mask, Region
 from torchremat.remat.replay import draws_forward
+from torchremat.remat.two_parts import TwoParts
 from torchremat.remat.written import WrittenOutput, written_outputs
 
 
@@ -57,6 +59,7 @@ class Program(ABC):
         self.compiler: Compiler | None = None
         """What runs the graphs, also of derivatives; without one, operator by operator."""
         self._backwards: dict[tuple[Mask, Mask, bool], Compiled] = {}
+        self._in_parts: dict[tuple[Mask, Mask, Mask, bool], TwoParts] = {}
         self._vjps: dict[tuple[Mask, frozenset[int]], VjpProgram] = {}
         self._batched: dict[Any, Program] = {}
         self._jvps: dict[Any, FunctionProgram] = {}
@@ -136,8 +139,21 @@ class Program(ABC):
         return ()
 
     @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Positions of residuals that are in the host's memory: outside traces, in eager mode."""
+        return ()
+
+    @cached_property
+    def fetched_first(self) -> list[int]:
+        """Which of what is offloaded the backward graph compiled last fetches when it starts."""
+        return []
+
+    @property
     def forward_with_states(self) -> Compiled:
-        """`forward`, with states of generators in place of the residuals that are drawn again."""
+        """`forward`, with states of generators in place of the residuals that are drawn again.
+
+        And with copies in the host's memory in place of those that are offloaded.
+        """
         return self.forward
 
     @cached_property
@@ -166,12 +182,22 @@ class Program(ABC):
     def backward(self, given: Mask, needed: Mask, *, with_states: bool = False) -> Compiled:
         """From saved inputs, residuals and `given` cotangents to gradients of `needed` inputs.
 
-        `with_states`: some residuals are states, as `forward_with_states` gives them.
+        `with_states`: some residuals are states or on the host, as `forward_with_states` has them.
         """
         key = (given, needed, with_states)
         if key not in self._backwards:
             self._backwards[key] = self._compile_backward(given, needed, with_states)
         return self._backwards[key]
+
+    def backward_in_parts(
+        self, given: Mask, needed: Mask, first: Mask, *, with_states: bool
+    ) -> TwoParts:
+        """`backward`, cut in two: the gradients of the inputs `first` before the others."""
+        key = (given, needed, first, with_states)
+        if key not in self._in_parts:
+            whole = self.backward(given, needed, with_states=with_states)
+            self._in_parts[key] = TwoParts.of(whole, first, self)
+        return self._in_parts[key]
 
     def _compile_backward(self, given: Mask, needed: Mask, with_states: bool) -> Compiled:
         joint = self.joint_for(given)
@@ -184,9 +210,11 @@ class Program(ABC):
             g if n else None for g, n in zip(joint.gradients, needed, strict=False)
         ]
         wanted += [None] * len(self.known)
-        draws = {}
+        draws, copies = {}, {}
         if with_states:
-            draws = {len(self.saved_inputs) + i: self.residuals[i] for i in self.drawn_again}
+            start = len(self.saved_inputs)
+            draws = {start + i: self.residuals[i] for i in self.drawn_again}
+            copies = {start + i: memory_of(self.residuals[i]) for i in self.offloaded}
         schedule = self.schedule if joint is self.root_joint else None
         num_inputs, num_residuals = len(self.saved_inputs), len(self.residuals)
         roles = (
@@ -195,8 +223,11 @@ class Program(ABC):
             *["cotangent"] * (len(saved) - num_inputs - num_residuals),
         )
         compiled = compile_backward(
-            joint, saved, wanted, self, draws, schedule, roles, self.compiler
-        )
+            joint, saved, wanted, self,
+            given=Given(roles, draws, copies), schedule=schedule, compiler=self.compiler,
+        )  # fmt: skip
+        if copies:
+            self.fetched_first[:] = compiled.module.meta["fetched_first"]
         asked = [*self.prevent_cse, *[True] * len(self.known)]
         _keep_apart(compiled.module, [asked[i] for i in self.saved_inputs])
         return compiled
@@ -247,10 +278,12 @@ class Program(ABC):
             outputs = self.floating_outputs
             body = JvpBody(region.body, len(region.specs), wrt, outputs, keep_primals)
             names = (*region.names, *(f"tangent_{i}" for i in wrt))
-            options = TraceOptions(any(spec.requires_grad for spec in specs))
+            options = TraceOptions(
+                any(spec.requires_grad for spec in specs),
+                opens_calls=region.options.opens_calls,
+            )
             traced = Region(body, specs, names, region.paths, options)
-            self._jvps[key] = FunctionProgram(traced, self.policy)
-            self._jvps[key].compiler = self.compiler
+            self._jvps[key] = FunctionProgram(traced, self.policy, compiler=self.compiler)
         return self._jvps[key]
 
     @cached_property
@@ -306,8 +339,10 @@ class FunctionProgram(Program):
         *,
         module_prefix: str = "",
         chosen: tuple[Joint, Choices] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         super().__init__(region, policy)
+        self.compiler = compiler
         self.module_prefix = module_prefix
         self.is_logged = False
         """Whether what it saves has been logged at WARNING."""
@@ -324,7 +359,8 @@ class FunctionProgram(Program):
                 region.joint,
                 lambda inner, module: _opening(inner, [(policy, _joined(module_prefix, module))]),
             )
-        self.choices = Choices(self._root_joint, policy, module_prefix)
+        fuses = compiler is not None and compiler.fuses
+        self.choices = Choices(self._root_joint, policy, module_prefix, fuses=fuses)
 
     def at(self, sizes: Sizes | None) -> "FunctionProgram":
         """See `Program.at`. It keeps the same values, in the same order."""
@@ -347,6 +383,7 @@ class FunctionProgram(Program):
             program.prevent_cse, program.compiler = self.prevent_cse, self.compiler
             # which it is was settled when the forward pass ran, whatever takes less at these sizes
             program.__dict__["drawn_again"] = self.drawn_again
+            program.__dict__["offloaded"] = self.offloaded
         return self._at[key]
 
     def backward_at(
@@ -370,6 +407,26 @@ class FunctionProgram(Program):
             for i, node in enumerate(self.residuals)
             if node in forced and state_nbytes(node) is not None
         )
+
+    @cached_property
+    def offloaded(self) -> tuple[int, ...]:
+        """See `Program.offloaded`. None if there is a compiler."""
+        if self.compiler is not None or not self.choices.offloads:
+            return ()
+        choices = self.choices.choices
+        return tuple(
+            i
+            for i, node in enumerate(self.residuals)
+            if node in choices and choices[node].decision == "offloaded"
+        )
+
+    why_none_offloaded = "graphs that are compiled do not"
+    """Why nothing is offloaded, where a policy says so of values."""
+
+    def warn_of_policy(self) -> None:
+        """Warn of what the policy says and cannot be."""
+        self.choices.warn_of_unmatched()
+        self.choices.warn_of_places(is_compiled=self.compiler is not None)
 
     @property
     def schedule(self) -> GraphSchedule | None:
@@ -467,9 +524,11 @@ class FunctionProgram(Program):
     @cached_property
     def forward_with_states(self) -> Compiled:
         """See `Program.forward_with_states`."""
-        return self._compile_forward(self.drawn_again)
+        return self._compile_forward(self.drawn_again, self.offloaded)
 
-    def _compile_forward(self, drawn_again: Sequence[int]) -> Compiled:
+    def _compile_forward(
+        self, drawn_again: Sequence[int], offloaded: Sequence[int] = ()
+    ) -> Compiled:
         joint = self.root_joint
         outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
         writes = [value for _, value in joint.mutations]
@@ -484,7 +543,13 @@ class FunctionProgram(Program):
         join_exposed(module)
         prune_bodies(module, must_run=draws_forward)
         copy_inputs_among_last(module.graph, len(self._copied_inputs))
-        put_out_states(module.graph, [len(outputs) + len(writes) + i for i in drawn_again])
+        start = len(outputs) + len(writes)
+        put_out_states(module.graph, [start + i for i in drawn_again])
+        if offloaded:
+            memories = [memory_of(self.residuals[i]) for i in offloaded]
+            positions = [start + i for i in offloaded]
+            is_planned = self.schedule is not None
+            put_out_copies(module.graph, positions, memories, is_planned=is_planned)
         elsewhere = {output.position for output in self.written_outputs}
         module.meta["roles"] = (
             *("write" if i in elsewhere else "output" for i, _ in enumerate(outputs)),
@@ -500,12 +565,14 @@ class FunctionProgram(Program):
         body = BatchedBody(region.body, axis.in_dims, axis.size, axis.randomness, axis.name)
         grad_enabled = region.options.grad_enabled
         options = TraceOptions(
-            grad_enabled and any(spec.requires_grad for spec in specs), grad_enabled=grad_enabled
+            grad_enabled and any(spec.requires_grad for spec in specs),
+            grad_enabled=grad_enabled,
+            opens_calls=region.options.opens_calls,
         )
         batched = Region(body, specs, region.names, region.paths, options)
-        program = FunctionProgram(batched, self.policy, module_prefix=self.module_prefix)
-        program.compiler = self.compiler
-        return program
+        return FunctionProgram(
+            batched, self.policy, module_prefix=self.module_prefix, compiler=self.compiler
+        )
 
     @property
     def out_dims(self) -> tuple[int | None, ...]:
@@ -567,7 +634,7 @@ class VjpProgram(Program):
             (*region.specs, *(replace(spec, requires_grad=True) for spec in specs)),
             (*region.names, *(ct.name for ct in self._cotangents)),
             region.paths,
-            TraceOptions(True),
+            TraceOptions(True, opens_calls=region.options.opens_calls),
             forward_of=region,
         )
         super().__init__(vjp_region, of.policy, absent)
@@ -638,7 +705,8 @@ class BatchedProgram(Program):
         body = BatchedBody(
             region.body, axis.in_dims[:num_body], axis.size, axis.randomness, axis.name
         )
-        batched = Region(body, specs[:num_body], region.names, region.paths, TraceOptions(True))
+        options = TraceOptions(True, opens_calls=region.options.opens_calls)
+        batched = Region(body, specs[:num_body], region.names, region.paths, options)
         super().__init__(batched, of.policy)
         self.compiler = of.compiler
         whole = BatchedBody(

@@ -49,6 +49,9 @@ _ADDING_IN_ANY_ORDER = frozenset({
 })  # fmt: skip
 
 
+_AMONG_PROCESSES = ("_c10d_functional.", "c10d_functional.", "_dtensor.", "c10d.")
+
+
 def selects(op: object) -> bool:
     """Whether `op` selects among values: `topk`, `sort`."""
     return packet_name(op) in _SELECTING or str(op) in _SELECTING_BY_DIM
@@ -60,6 +63,9 @@ def why_kept(node: fx.Node) -> str | None:
     if inside is not None:
         return why_kept(inside)
     call = call_of(node)
+    over_processes = "group" in call.kwargs and getattr(call.target, "is_over_axis", False)
+    if over_processes or packet_name(call.target).startswith(_AMONG_PROCESSES):
+        return "it is a collective, for which the processes would communicate again"
     if selects(call.target):
         return "it selects among values, and a replay might select others"
     value = node.meta.get("val")

@@ -12,8 +12,8 @@ from torchremat.avals import Aval, dtype_name
 from torchremat.graph.sources import Source
 from torchremat.remat.choices import Decision
 
-HELD: tuple[Decision, ...] = ("saved", "offloaded", "constant")
-"""What autograd holds of its own: not what is there anyway, inputs and parameters."""
+HELD: tuple[Decision, ...] = ("saved", "constant")
+"""What autograd holds of its own on the device: not what is there anyway, inputs and parameters."""
 
 WIDTH = 100
 _ORDER: tuple[Decision, ...] = (
@@ -76,7 +76,7 @@ class Report:
 
     rows: tuple[Row, ...]
     program: Any = field(default=None, repr=False, compare=False)
-    """What runs, if one policy decides on the whole function: its graphs can be drawn."""
+    """What can be drawn: the program, if one policy decides on the whole function; or the call."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled report has its rows alone."""
@@ -90,8 +90,16 @@ class Report:
 
     @property
     def total(self) -> int:
-        """The bytes that autograd holds: each storage once, inputs and parameters apart."""
+        """The bytes that autograd holds: each storage once, inputs and parameters apart.
+
+        What is offloaded is not among them, see `offloaded_total`.
+        """
         return sum(row.nbytes for row in self.rows if row.decision in HELD)
+
+    @property
+    def offloaded_total(self) -> int:
+        """The bytes that the host holds."""
+        return sum(row.nbytes for row in self.rows if row.decision == "offloaded")
 
     def by_decision(self) -> dict[str, int]:
         """The bytes of each decision, in a fixed order; those of no value are left out."""
@@ -312,6 +320,9 @@ def _grouped(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def _summary(report: Report) -> str:
     held = [row for row in report.rows if row.decision in HELD]
     text = f"held for the backward pass: {human_bytes(report.total)} in {_counted(held)}"
+    away = [row for row in report.rows if row.decision == "offloaded"]
+    if away:
+        text += f"; by the host: {human_bytes(report.offloaded_total)} in {_counted(away)}"
     again = [row for row in report.rows if row.decision == "recomputed"]
     if again:
         nbytes = human_bytes(sum(row.nbytes for row in again))

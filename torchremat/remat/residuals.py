@@ -124,7 +124,8 @@ def _residual(held: Held, labels: Labels) -> Residual:
     elif held.value.is_constant:
         source = "from a constant"
     else:
-        source = describe_value(held.value, labels.of_value(held.value))
+        label = labels.of_value(held.value)
+        source = describe_value(held.value, label, offloaded_to=held.offloaded_to)
     node = None if held.value is None else held.value.node
     return Residual(held.aval, source, held.nbytes, node)
 
@@ -163,12 +164,13 @@ def log_residuals(
     scope = Scope.of_program(program, program.module_prefix)
     names = Labels.of(scope)
     values = []
-    for node in program.residuals:
+    for i, node in enumerate(program.residuals):
         value = scope.value_of(node)
+        place = program.choices.choices[node].place if i in program.offloaded else ""
         if value.is_input:  # one that is written to: a copy is kept
             text = f"a copy of the {known[scope.inputs.index(value.node)]}"
         else:
-            text = describe_value(value, names.of_value(value))
+            text = describe_value(value, names.of_value(value), offloaded_to=place)
         values.append(f"{_aval_of(node)} {text}")
     text = f"remat-decorated function {name} saving "
     parts = []

@@ -85,7 +85,8 @@ def _for_sizes(
     if not fixed:
         return len(differing), (
             "different sizes. One graph serves many sizes only outside torch.func, forward-mode "
-            "derivatives and other traces: pad, or use few sizes."
+            "derivatives and other traces, and where inductor does not compile it: pad, or use few "
+            "sizes; code for many sizes is that of torch.compile(dynamic=True)."
         )
     return len(differing), (
         f"different sizes ({where}, counted among the arguments), since it needs their values as "

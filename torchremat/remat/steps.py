@@ -1,8 +1,9 @@
 """Steps that run: a forward and a backward pass, measured, after which all is as before."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Step:
         self._differentiated = {id(i.tensor) for i in arguments}
         self._written = {id(i.tensor) for i in observation.inputs if i.is_written}
         self._closed_over = [i.tensor for i in inputs if i.label.kind != "argument"]
+        self._labels = {id(i.tensor): i.label.text for i in inputs}
         self._devices = {i.tensor.device for i in observation.inputs}
 
     def _arguments(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -67,13 +69,39 @@ class Step:
         self._wait()
         return time.perf_counter() - start
 
+    def results(self) -> dict[str, Tensor | None]:
+        """What a step gives: `output 0`, ..., and `grad of x`, ..., `None` where there is none.
+
+        >>> from torchremat.remat.held import observe
+        >>> call = BoundCall(lambda x: torch.sin(x).sum(), (torch.zeros(2),), {})
+        >>> Step(call, observe(call)).results()
+        {'output 0': tensor(0.), 'grad of x': tensor([1., 1.])}
+        """
+        with torch.enable_grad():
+            args, wrt = self._arguments()
+            leaves, _ = _torch.tree_flatten(self._call.run(args))
+            sums = _sums(leaves)
+        outputs = [x for x in leaves if isinstance(x, Tensor)]
+        found: dict[str, Tensor | None] = {
+            f"output {i}": output.detach().clone() for i, output in enumerate(outputs)
+        }
+        passed = dict.fromkeys(map(id, self._call.tensors))
+        names = [self._labels[key] for key in passed if key in self._differentiated]
+        names += [self._labels[id(tensor)] for tensor in self._closed_over]
+        gradients = self._gradients(sums, wrt)
+        return found | dict(zip((f"grad of {name}" for name in names), gradients, strict=False))
+
     def _run(self, args: list[Tensor], wrt: list[Tensor]) -> None:
         with torch.enable_grad():
             leaves, _ = _torch.tree_flatten(self._call.run(args))
-            sums = [_real_sum(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            sums = _sums(leaves)
         del leaves
-        if sums:
-            torch.autograd.grad(sums, [*wrt, *self._closed_over], allow_unused=True)
+        self._gradients(sums, wrt)
+
+    def _gradients(self, sums: list[Tensor], wrt: list[Tensor]) -> tuple[Tensor | None, ...]:
+        if not sums:
+            return ()
+        return torch.autograd.grad(sums, [*wrt, *self._closed_over], allow_unused=True)
 
     def _wait(self) -> None:
         for device in self._devices:
@@ -95,6 +123,10 @@ def restored(observation: Observation) -> Iterator[None]:
         finally:
             for tensor, copy in zip(written, copies, strict=True):
                 tensor.detach().copy_(copy)
+
+
+def _sums(leaves: Sequence[Any]) -> list[Tensor]:
+    return [_real_sum(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _real_sum(tensor: Tensor) -> Tensor:

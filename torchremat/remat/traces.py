@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchremat.graph.dynamic_inputs import DynamicInputs, is_alike
+from torchremat.graph.shardings import CotangentPlacements
 from torchremat.graph.surroundings import Surroundings
 from torchremat.graph.tracing import InputSpec
 from torchremat.remat.calls import Call, Result
@@ -37,8 +38,14 @@ class Trace:
     dynamic: DynamicInputs | None = None
     offsets: tuple[int, ...] | None = None
     """Where in their storages the inputs began, if the graph depends on it."""
+    cotangent_placements: CotangentPlacements = field(default_factory=CotangentPlacements)
     tensor_guard: Any = None
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether an input is spread over processes."""
+        return any(spec.sharding for spec in self.region.specs)
 
     @property
     def dynamic_dims(self) -> Sequence[Sequence[int]]:

@@ -5,6 +5,7 @@ the policy says becomes marks on the operators inside, which PyTorch's partition
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,14 +14,16 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.avals import Aval
-from torchremat.errors import PolicyError
+from torchremat.errors import OffloadWarning, PolicyError, PolicyFailedError, TorchrematError
 from torchremat.graph.aliases import base_of, call_of
 from torchremat.graph.dynamo_meta import module_name, source_of
 from torchremat.graph.ops import split_arguments
+from torchremat.graph.sources import warn_user
 from torchremat.remat.names import TakesNames
 from torchremat.remat.policies import Policy, PolicyLike, Value, as_policy
+from torchremat.remat.policy_protocol import decide_for_compiler
 from torchremat.remat.replay import selects
-from torchremat.remat.verdicts import Recompute, insists
+from torchremat.remat.verdicts import Offloadable, Recompute, Verdict, insists
 
 
 def checkpoint_in_compiler(
@@ -72,6 +75,7 @@ class _Decide(TakesNames):
                 "the function"
             )
         self.policy = policy
+        self.has_warned = False
 
     def __call__(self, _: Any, op: Any, /, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _torch.tree_map(_aval, (args, kwargs))
@@ -101,9 +105,28 @@ class _Decide(TakesNames):
         avals, params = split_arguments(op, args, kwargs)
         outputs = (output,) if isinstance(output, Aval) else ()
         value = Value(op, avals, params, names, module_name(meta), source_of(meta), outputs)
-        verdict = self.policy.decide(value)
+        verdict = _asked(self.policy, value)
+        if isinstance(verdict, Offloadable) and not self.has_warned:
+            self.has_warned = True
+            warn_user(
+                f"{self.policy} offloads values, which a checkpoint inside a compiled function "
+                "does not: they are saved on their device. Without the compiler they are offloaded",
+                OffloadWarning,
+            )
         is_again = isinstance(verdict, Recompute) and (insists(verdict) or not selects(op))
         return _torch.MUST_RECOMPUTE if is_again else _torch.MUST_SAVE
+
+
+def _asked(policy: Policy, value: Value) -> Verdict:
+    """What `policy` says; its errors come to the user as they are.
+
+    None is a `TypeError`: Python's operators take that of an operand for a "not mine".
+    """
+    try:
+        return decide_for_compiler(policy, value)
+    except TorchrematError as error:
+        told = PolicyFailedError(str(error)) if isinstance(error, TypeError) else error
+        raise _torch.to_user(told, sys._getframe()) from error.__cause__
 
 
 def _aval(value: Any) -> Any:

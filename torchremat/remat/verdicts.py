@@ -35,6 +35,9 @@ class Recompute:
 class Offloadable:
     """The value may be kept in another memory: moved from `src` to `dst`, and back when needed.
 
+    Values on the CPU or a GPU go to the host's memory, `"pinned_host"` or `torch.device("cpu")`:
+    see `remat/host_pool.py`. Elsewhere they stay, with an `OffloadWarning`.
+
     `src` and `dst` are each `"device"`, `"pinned_host"` or a `torch.device`, and differ; else
     `PolicyError` (a `TypeError`) or `PolicyValueError` (a `ValueError`) is raised.
 

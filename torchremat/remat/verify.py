@@ -48,6 +48,13 @@ class VerifyingProgram(FunctionProgram):
         """Nothing: random numbers are kept as they are."""
         return ()
 
+    why_none_offloaded = "config.verify_recomputation keeps everything on its device"
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Nothing: it is for looking for a fault, not for saving memory."""
+        return ()
+
     def _compile_backward(self, given: Mask, needed: Mask, with_states: bool) -> Compiled:
         if self.joint_for(given) is not self.root_joint:
             return super()._compile_backward(given, needed, with_states)

@@ -58,6 +58,51 @@ class Convolutions(nn.Module):
         return self.second(torch.relu(self.norm(self.first(x)))).square().mean()
 
 
+class Residual(nn.Module):
+    """Two convolutions with batch normalisation, and what they are added to."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.second, self.norm2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.first(x)))
+        return torch.relu(x + self.norm2(self.second(tr.checkpoint_name(y, "hidden"))))
+
+
+class ResNet(nn.Module):
+    """Residual blocks that train, with a pool between, and the mean of squares as the loss."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, width, 3, padding=1), nn.Linear(width, 5)
+        self.layers = nn.ModuleList(Residual(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.max_pool2d(self.layers[0](self.stem(x)), 2)
+        return self.head(self.layers[1](y).mean((2, 3))).square().mean()
+
+
+class UNet(nn.Module):
+    """Down, further down, and up again beside what was there on the way."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU())
+                for i, o in ((3, width), (width, 2 * width), (2 * width, width), (2 * width, width))
+            ]
+        )
+        self.up = nn.ConvTranspose2d(width, width, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = tr.checkpoint_name(self.layers[0](x), "hidden")
+        y = self.layers[2](self.layers[1](F.max_pool2d(beside, 2)))
+        return self.layers[3](torch.cat([beside, self.up(y)], 1)).square().mean()
+
+
 def gradients_of(f: Callable[..., Tensor], model: nn.Module, *args: Any) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(0)

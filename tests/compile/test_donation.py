@@ -421,6 +421,8 @@ USES = {
     "tolist": operator.methodcaller("tolist"),
     "numpy": operator.methodcaller("numpy"),
     "asarray": numpy.asarray,
+    "from_dlpack": torch.from_dlpack,
+    "numpy's from_dlpack": numpy.from_dlpack,
     "data_ptr": operator.methodcaller("data_ptr"),
     "storage": operator.methodcaller("untyped_storage"),
     "detach": operator.methodcaller("detach"),
@@ -445,6 +447,13 @@ USES = {
     "jit": tr.jit(torch.sin, backend="eager"),
     "donate again": tr.jit(torch.sin, donate_argnums=0, backend="eager"),
 }
+
+
+def test_a_donated_tensor_has_no_memory_to_hand_on():
+    x = torch.ones(3)
+    tr.jit(lambda x: x + 1, donate_argnums=0, backend="eager")(x)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(x)
 
 
 @pytest.mark.parametrize("use", USES)

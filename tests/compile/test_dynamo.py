@@ -1,17 +1,22 @@
 """`torch.compile(model, backend="torchremat")`: policies decide as they do in eager mode."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
 import torchremat as tr
 from tests.compile.models import Convolutions, Transformer, gradients_of, held_nbytes
+from torchremat.autodiff.graph_schedule import GraphSchedule
+from torchremat.autodiff.joint import Joint
 from torchremat.checkpoint_policies import from_plan, memory_budget
-from torchremat.errors import UnmatchedWarning
+from torchremat.errors import BudgetError, PlanError, TorchrematError, UnmatchedWarning
+from torchremat.planning.policy import MemoryBudget
 from torchremat.remat.report import Report
 
 POLICIES = [
@@ -70,7 +75,7 @@ def test_a_plan_is_kept_to() -> None:
 def test_a_plan_of_another_function_is_told() -> None:
     x = torch.randn(8, 32, 8)
     policy = from_plan(tr.plan(Transformer(width=8), x, budget=0.75))
-    with pytest.raises(Exception, match="the plan is for another graph"):
+    with pytest.raises(PlanError, match="the plan is for another graph"):
         compiled(Transformer(layers=3, width=8), policy)(x)
 
 
@@ -102,10 +107,10 @@ def masked_by(left: list[Tensor], x: Tensor) -> Tensor:
 
 
 def least_budget_of(codegen: str, x: Tensor) -> int:
-    with pytest.raises(Exception, match="The least that was found is") as told:
+    with pytest.raises(BudgetError, match="The least that was found is") as told:
         compiled(Masked(), memory_budget(1), codegen)(x)
     torch._dynamo.reset()
-    return told.value.inner_exception.least_bytes
+    return told.value.least_bytes
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
@@ -119,6 +124,39 @@ def test_the_backward_has_the_masks_of_the_forward(policy: Any, codegen: str) ->
     (expected,) = torch.autograd.grad(masked_by(left, x), x)
     torch.testing.assert_close(x.grad, expected)
     assert all(0.2 < float((y == 0).float().mean()) < 0.9 for y in left)
+
+
+class Skip(nn.Module):
+    """A value at the beginning that is read at the end, and cheap to make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = y = torch.sin(x @ x.t())
+        for _ in range(4):
+            y = torch.sin(y @ y)
+        return (y * torch.cos(first)).square().sum()
+
+
+def test_what_a_plan_lets_go_and_computes_twice_is_twice_in_the_compiled_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(64, 4).div(8).requires_grad_()
+    with pytest.raises(BudgetError) as told:
+        compiled(Skip(), memory_budget(1), "inductor")(x)
+    torch._dynamo.reset()
+    schedules, find = [], MemoryBudget.schedule
+
+    def schedule(policy: MemoryBudget, joint: Joint, **options: Any) -> GraphSchedule:
+        schedules.append(find(policy, joint, **options))
+        return schedules[0]
+
+    monkeypatch.setattr(MemoryBudget, "schedule", schedule)
+    f = compiled(Skip(), memory_budget(told.value.least_bytes), "inductor")
+    with fresh_inductor_cache():
+        _, codes = run_and_get_code(lambda: f(x).backward())
+    runs = [node for node in schedules[0].backward if "mm" in node.name]
+    products = re.findall(r"extern_kernels\.(?:add)?mm\(", codes[-1])
+    assert len(set(runs)) < len(runs) == len(products)
+    torch.testing.assert_close(x.grad, torch.autograd.grad(Skip()(x), x)[0])
 
 
 @pytest.mark.parametrize("policy", ["none", "dots", "names:hidden", "budget:80%"])
@@ -219,12 +257,15 @@ def test_the_policy_looks_inside_a_checkpoint() -> None:
         ({"mode": "max-autotun"}, "nearest: 'max-autotune'"),
         ({"policy": 3}, "is no policy"),
         ({"policy": "dots", "report": 3}, "is not callable"),
+        ({"max_autotune": "yes"}, "this setting of inductor is bool, not str"),
     ],
 )
 def test_bad_options_are_told(options: dict[str, Any], message: str) -> None:
     f = torch.compile(torch.sin, backend="torchremat", options=options)
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(TorchrematError, match=message) as told:
         f(torch.ones(3, requires_grad=True))
+    assert isinstance(told.value, ValueError | TypeError)
+    assert "BackendCompilerFailed" not in type(told.value).__name__
 
 
 def test_a_name_that_no_value_has_is_told() -> None:

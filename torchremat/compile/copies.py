@@ -54,15 +54,20 @@ _library.define("copied(Tensor x) -> Tensor")
 _library.impl("copied", torch.clone, "CompositeExplicitAutograd")
 
 
+_WHERE_IT_IS_READ = {"nn_module_stack", "stack_trace"}
+
+
 def _copy_of(node: fx.Node, copy_op: _torch.OpOverloadPacket) -> fx.Node:
     """A copy of an input, which all read in its place."""
     last = node.graph.find_nodes(op="placeholder")[-1]
     with node.graph.inserting_after(last):
         copy = node.graph.call_function(copy_op.default, (node,))
     copy.meta = {"val": node.meta["val"], "phase": "forward", "partitioner_tag": "is_forward"}
-    for user in list(node.users):
-        if user is not copy and user.op != "output" and not writes_input(user):
-            user.replace_input_with(node, copy)
+    users = [u for u in node.users if u is not copy and u.op != "output" and not writes_input(u)]
+    for key in _WHERE_IT_IS_READ.intersection(users[0].meta):
+        copy.meta[key] = users[0].meta[key]
+    for user in users:
+        user.replace_input_with(node, copy)
     return copy
 
 

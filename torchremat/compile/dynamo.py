@@ -10,8 +10,9 @@ import functools
 import hashlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,22 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.compile.machines import lacks_triton, warn_of_triton
 from torchremat.compile.operators import broken_up, random_decompositions
 from torchremat.compile.partition import (
     cut,
+    cut_as_scheduled,
     cut_for_fusion,
     decide,
     partition_as_autograd_does,
     partition_as_pytorch_does,
 )
 from torchremat.compile.reports import report_of
-from torchremat.errors import OptionError, nearest_names
+from torchremat.compile.runs import may_fuse
+from torchremat.errors import OptionError, TorchrematError, nearest_names
 from torchremat.graph.codegen import compile_graph
 from torchremat.remat.names import names_written_down
-from torchremat.remat.policies import Policy, as_policy, everything_saveable
+from torchremat.remat.policies import Policy, PolicyLike, as_policy, everything_saveable
 from torchremat.remat.report import Report
 
 CODEGENS = ("inductor", "eager")
@@ -78,8 +82,21 @@ class Options:
                     f"{nearest_names(str(key), [*OWN_OPTIONS, *known])}. There are "
                     f"{', '.join(map(repr, OWN_OPTIONS))} and the settings of inductor"
                 )
+            kind = _torch.inductor_option_type(name)
+            if kind is not None and not isinstance(value, kind):
+                raise OptionError(
+                    f"options={{{key!r}: {value!r}}}: this setting of inductor is "
+                    f"{getattr(kind, '__name__', kind)}, not {type(value).__name__}"
+                )
             settings[name] = value
-        return cls(None if policy is None else as_policy(policy), codegen, report, settings)
+        return cls(_read_policy(policy), codegen, report, settings)
+
+
+def _read_policy(given: PolicyLike | None) -> Policy | None:
+    try:
+        return None if given is None else as_policy(given)
+    except OSError as error:  # the file of a plan
+        raise OptionError(f"options={{'policy': {given!r}}} cannot be read: {error}") from error
 
 
 def _mode_settings(mode: str | None) -> dict[str, Any]:
@@ -122,7 +139,18 @@ def torchremat(
     >>> bool(torch.allclose(x.grad, -torch.sin(torch.sin(x)) * torch.cos(x)))
     True
     """
-    chosen = Options.of(options, mode)
+    try:
+        return _compile_chosen(module, inputs, Options.of(options, mode))
+    except TorchrematError as error:
+        raise _torch.to_user(error, sys._getframe()) from error.__cause__
+
+
+def _compile_chosen(
+    module: fx.GraphModule, inputs: Sequence[Any], chosen: Options
+) -> Callable[..., Any]:
+    if chosen.codegen == "inductor" and lacks_triton(module):
+        warn_of_triton("the backend 'torchremat'", "options={'codegen': 'eager'}")
+        chosen = replace(chosen, codegen="eager")
     if not _differentiates(inputs) or _leaves_it_to_pytorch(module, chosen):
         return _compile_as_pytorch_does(module, inputs, chosen)
     with names_written_down():
@@ -165,7 +193,13 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], chosen: Options) -> 
         return _torch.aot_autograd(module, inputs, compiler=compile_graph, partition=cut)
     partitioner = _torch.inductor_partitioner(cut, _cache_key(chosen))
     config = {**chosen.inductor, "custom_partitioner_fn": partitioner}
-    return _torch.compile_fx(module, inputs, config=config, decompositions=random_decompositions())
+    return _torch.compile_fx(
+        module,
+        inputs,
+        config=config,
+        decompositions=random_decompositions(),
+        may_fuse=may_fuse if chosen.policy.is_whole else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -181,11 +215,15 @@ class _Cut:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         is_eager = self.codegen == "eager"
         num_outputs = options["num_fwd_outputs"]
-        partition = decide(module, num_outputs, self.policy, draws_again=is_eager)
+        partition = decide(module, num_outputs, self.policy, fuses=not is_eager)
         if self.report is not None:
             self.report(report_of(partition))
         if is_eager:
             return cut(partition, inputs, **options)
+        if self.policy.is_whole:
+            scheduled = cut_as_scheduled(partition, inputs, broken_up, **options)
+            if scheduled is not None:
+                return scheduled
         if self.policy == everything_saveable or self.policy.is_whole:
             return cut_for_fusion(partition, inputs, broken_up, **options)
         forward, backward = cut(partition, inputs, **options)

@@ -256,7 +256,10 @@ def jit(
         donate_argnames: the same by name. Either way an argument may be passed by position or name.
         policy: what is saved for the backward, as in `tr.checkpoint`; `None` is what plain autograd
             saves, and leaves a checkpoint inside to its own policy.
-        backend: what runs the graphs. `"inductor"` compiles them; in `"eager"` and `"aot_eager"`
+        backend: what runs the graphs. `"inductor"` compiles them, anew for each size: where sizes
+            vary, pad to a few, or let `torch.compile(fun, dynamic=True, backend="torchremat")`
+            make code for many. One graph serves many sizes in the others, unless arguments are
+            donated: in `"eager"` and `"aot_eager"`
             their operators run one after the other, in the latter as a compiler sees them, with
             those of checkpoints inside among them.
 

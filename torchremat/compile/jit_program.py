@@ -13,6 +13,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.compile.donation import Donation, results_of, writing_at_the_end, writing_operators
 from torchremat.compile.lowering import backend_of, lower
 from torchremat.graph.codegen import Runner, source_of
+from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.remat.choices import Choices
 from torchremat.remat.compiled import Compiled
 from torchremat.remat.policies import Policy
@@ -33,9 +34,14 @@ class JitProgram(FunctionProgram):
         backend: str = "eager",
         donated: Sequence[tuple[int, str]] = (),
     ) -> None:
-        super().__init__(region, policy, module_prefix=module_prefix, chosen=chosen)
+        super().__init__(
+            region,
+            policy,
+            module_prefix=module_prefix,
+            chosen=chosen,
+            compiler=backend_of(backend),
+        )
         self.backend = backend
-        self.compiler = backend_of(backend)
         self.donated = tuple(donated)
         """Positions of donated inputs, with what the user calls them."""
         self.has_warned = False
@@ -78,8 +84,24 @@ class JitProgram(FunctionProgram):
         with _torch.below_autograd():
             return tuple(_alias(t) if i in written else t for i, t in enumerate(outputs))
 
-    def _compile_forward(self, drawn_again: Sequence[int]) -> Compiled:
-        compiled = super()._compile_forward(drawn_again)
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Nothing: what is compiled stays on its device."""
+        return ()
+
+    def warn_of_policy(self) -> None:
+        """See `FunctionProgram.warn_of_policy`."""
+        self.choices.warn_of_unmatched()
+        self.choices.warn_of_places(is_compiled=True)
+        for node in self.region.joint.module.graph.nodes:
+            inner = next((body.meta.get("program") for body in inner_graphs_of(node)), None)
+            if isinstance(inner, FunctionProgram) and inner.known == ():
+                inner.choices.warn_of_places(is_compiled=True)
+
+    def _compile_forward(
+        self, drawn_again: Sequence[int], offloaded: Sequence[int] = ()
+    ) -> Compiled:
+        compiled = super()._compile_forward(drawn_again, offloaded)
         written = {} if self.donated else self.__dict__.get("donation", Donation()).written
         if not written:
             return compiled

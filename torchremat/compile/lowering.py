@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.batching.collective_ops import as_exchanges
 from torchremat.compile.inlining import inlined
+from torchremat.compile.machines import check_devices, lacks_triton, warn_of_triton
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.remat.compilers import register_compiler
@@ -44,6 +46,9 @@ def lower(module: fx.GraphModule, backend: str) -> Runner:
     flat = inlined(module)
     if backend == "aot_eager":
         return compile_graph(flat)
+    if lacks_triton(flat):
+        warn_of_triton("inductor", "the backend 'eager'")
+        return compile_graph(flat)
     return _ByInductor(flat)
 
 
@@ -60,6 +65,11 @@ class Backend:
     def takes_symbols(self) -> bool:
         """See `Compiler`. Inductor is given a graph for each size."""
         return self.name != "inductor"
+
+    @property
+    def fuses(self) -> bool:
+        """See `Compiler`."""
+        return self.name == "inductor"
 
     def __call__(self, module: fx.GraphModule) -> Runner:
         """The function that runs the graph of `module`."""
@@ -124,6 +134,7 @@ class _ByInductor:
 
     def _compiled(self) -> Callable[[list[Any]], Sequence[Any]]:
         if self._run is None:
+            check_devices(self.module)
             graph = fx.Graph()
             env: dict[fx.Node, fx.Node] = {}
             # a draw that nobody reads moves the generator on: a result, or inductor drops it
@@ -139,7 +150,8 @@ class _ByInductor:
                 else:
                     env[node] = graph.node_copy(node, env.__getitem__)
             module = fx.GraphModule(self.module, graph)
-            self._run, self._source = _torch.compile_with_inductor(module, self._fakes)
+            with as_exchanges():
+                self._run, self._source = _torch.compile_with_inductor(module, self._fakes)
         return self._run
 
 

@@ -17,8 +17,10 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.compile.aot_joint import joint_of
-from torchremat.compile.copies import drop_copies, keep_written, writes_input
+from torchremat.compile.copies import drop_copies, keep_written, writes_input, written_inputs
+from torchremat.compile.runs import scheduled_joint
 from torchremat.graph.aliases import call_of
+from torchremat.graph.functionalize import drop_running_statistics
 from torchremat.remat.choices import Choices
 from torchremat.remat.names import name_p
 from torchremat.remat.policies import Policy
@@ -45,22 +47,24 @@ class Partition:
 
 
 def decide(
-    module: fx.GraphModule, num_forward_outputs: int, policy: Policy, *, draws_again: bool
+    module: fx.GraphModule, num_forward_outputs: int, policy: Policy, *, fuses: bool
 ) -> Partition:
     """What `policy` says of the joint graph `module`.
 
-    `draws_again`: whether random operators may be in the backward graph, for PyTorch to give them
-    the state that they drew from.
+    `fuses`: inductor runs it. Without it random operators may be in the backward graph, for PyTorch
+    to give them the state that they drew from.
     """
     drop_copies(module.graph)
+    drop_running_statistics(module.graph)
     module.graph.eliminate_dead_code()
     copies = keep_written(module)
     joint = joint_of(module, num_forward_outputs)
-    choices = Choices(joint, policy)
+    choices = Choices(joint, policy, fuses=fuses)
     choices.warn_of_unmatched()
+    choices.warn_of_places(is_compiled=True)
     residuals = _keeping_copies(choices.residuals(joint), copies)
     draws: set[fx.Node] = set()
-    if draws_again:
+    if not fuses:
         draws = {node for node in choices.forced.intersection(residuals.values) if _may_draw(node)}
     kept = frozenset(residuals.values) - draws
     first = {call_of(node): node for node in reversed(residuals.values) if node in draws}
@@ -134,6 +138,26 @@ def cut_for_fusion(
             node.meta["recompute"] = _torch.MUST_RECOMPUTE
     erase_names(module.graph)
     return partition_as_pytorch_does(break_up(module), inputs, **options)
+
+
+def cut_as_scheduled(
+    partition: Partition,
+    inputs: Sequence[object],
+    break_up: Callable[[fx.GraphModule], fx.GraphModule],
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """The same for a plan that says what runs when; `None` where only what it keeps can be told."""
+    schedule = partition.choices.schedule
+    if schedule is None:
+        return None
+    written = written_inputs(partition.joint.module)
+    once = {user for node in written for user in node.users if user in partition.kept}
+    once |= partition.choices.forced
+    module = scheduled_joint(partition.joint, schedule, options["num_fwd_outputs"], once)
+    if module is None:
+        return None
+    erase_names(module.graph)
+    return partition_as_pytorch_does(break_up(module), inputs, merges=False, **options)
 
 
 def _may_draw(node: fx.Node) -> bool:

@@ -1,0 +1,165 @@
+"""A joint graph in the order of a plan, in which some operators run repeatedly.
+
+A compiler's partitioner knows of each value whether it is kept or computed again. A plan says more:
+a value may be let go and computed once more, so that it is not held between two distant readers.
+Each such run is a node of its own, which nothing merges with another.
+
+    plan        backward  x = conv(a), dy(x), ..., x = conv(a), dz(x)
+    graph       x_again = conv(a);  dy(x_again);  ...;  x_again_1 = conv(a);  dz(x_again_1)
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.graph_schedule import GraphSchedule, Replayed
+from torchremat.autodiff.joint import Joint, is_forward
+from torchremat.compile.copies import writes_input
+
+_RUN = "torchremat_run"
+
+
+def scheduled_joint(
+    joint: Joint, schedule: GraphSchedule, num_forward_outputs: int, once: Collection[fx.Node]
+) -> fx.GraphModule | None:
+    """The joint graph in the order of `schedule`; calls in `once` run in the forward pass alone.
+
+    `None` if the graph is not told by what it computes: sizes vary, or something has an effect.
+    """
+    graph = joint.module.graph
+    if not schedule.backward or not _is_told_by_values(joint, schedule):
+        return None
+    (output,) = graph.find_nodes(op="output")
+    results: Sequence[Any] = output.args[0]
+    placeholders = graph.find_nodes(op="placeholder")
+    builder = Replayed(placeholders)
+    for node in placeholders:
+        builder.copies[node].target = node.target
+    for call in schedule.forward:
+        builder.run(call)
+    found = [_now(builder, r) for r in results[:num_forward_outputs]]
+    writes = [node for node in graph.nodes if writes_input(node)]
+    written = [builder.value(node.args[1]) for node in writes]
+    for node in builder.graph.nodes:
+        if node.op == "call_function":
+            node.meta |= {"phase": "forward", "partitioner_tag": "is_forward"}
+    runs: dict[fx.Node, int] = {}
+    steps = _steps_of(schedule.backward, joint)
+    for call, step in zip(schedule.backward, steps, strict=True):
+        if call in once:
+            continue
+        last = next(reversed(builder.graph.nodes))
+        builder.run(call)
+        again = is_forward(call) or call in runs
+        runs[call] = runs.get(call, 0) + again
+        _mark_after(last, runs[call], step)
+    found += [_now(builder, r) for r in results[num_forward_outputs:]]
+    for node, value in zip(writes, written, strict=True):
+        place = builder.value(node.args[0])
+        write = builder.graph.call_function(node.target, (place, value))
+        write.meta = dict(node.meta)
+    end = builder.graph.output(type(results)(found))  # type: ignore[call-arg]
+    end.meta = dict(output.meta)
+    module = fx.GraphModule(joint.module, builder.graph)
+    module.meta.update(joint.module.meta)
+    return module
+
+
+def _is_told_by_values(joint: Joint, schedule: GraphSchedule) -> bool:
+    calls = {*schedule.forward, *schedule.backward}
+    nodes = joint.module.graph.nodes
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in nodes):
+        return False
+    others = (n for n in nodes if n.op == "call_function" and n not in calls)
+    return not any(node.is_impure() and not writes_input(node) for node in others)
+
+
+def _now(builder: Replayed, result: Any) -> Any:
+    return builder.value(result) if isinstance(result, fx.Node) else result
+
+
+def _steps_of(order: Sequence[fx.Node], joint: Joint) -> list[int]:
+    """The step of each run in `order`: how many operators that need cotangents run before."""
+    late = {ct for ct in joint.cotangents if ct is not None}
+    for node in joint.module.graph.nodes:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    steps, step = [], 0
+    for call in order:
+        steps.append(step)
+        step += call in late
+    return steps
+
+
+def _mark_after(node: fx.Node, run: int, step: int) -> None:
+    """Note when the nodes after `node` run; those that run again do so in the backward pass."""
+    node = node.next
+    while node.op != "root":
+        if run:
+            node.meta["recompute"] = _torch.MUST_RECOMPUTE
+        node.meta["custom"] = {**node.meta.get("custom", {}), _RUN: (run, step)}
+        node = node.next
+
+
+def _run_of(node: fx.Node) -> tuple[int, int] | None:
+    run: tuple[int, int] | None = node.meta.get("custom", {}).get(_RUN)
+    return run
+
+
+FAR = 6
+"""Steps from which on it is a loss to run something earlier so that it shares a kernel."""
+
+
+def may_fuse(one: list[AbstractSet[fx.Node]], other: list[AbstractSet[fx.Node]]) -> bool:
+    """Whether two kernels, of which each loop computes these nodes, may be one.
+
+    Not if one computes something again long before it is read.
+    """
+    moments = [[*filter(None, map(_moment, loops))] for loops in (one, other)]
+    return not any(
+        (again or also_again) and abs(step - also) > FAR
+        for step, again in moments[0]
+        for also, also_again in moments[1]
+    )
+
+
+def _moment(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
+    """The step for which a loop runs, and whether all in it runs again."""
+    runs = [run for node in nodes if (run := _run_of(node)) is not None]
+    if not runs:
+        return None
+    return max(step for _, step in runs), all(run for run, _ in runs)
+
+
+def merged_in_runs(graph: fx.Graph) -> fx.Graph:
+    """A copy of `graph` in which what is computed twice in one run is computed once."""
+    for node in graph.nodes:
+        run = _run_of(node)
+        if run is not None and run[0] and isinstance(node.target, _torch.OpOverload):
+            node.target = _Run(node.target, run[0])
+    merged = _torch.merge_alike(graph)
+    for node in merged.nodes:
+        if isinstance(node.target, _Run):
+            node.target = node.target.op
+    return merged
+
+
+@dataclass(frozen=True)
+class _Run:
+    """An operator in one of its runs, which is not that in another."""
+
+    op: Callable[..., Any]
+    run: int
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.op.__name__}_{self.run}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self.op(*args, **kwargs)

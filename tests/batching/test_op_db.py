@@ -5,6 +5,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import torchremat as tr
+
+pytest.importorskip("expecttest", reason="PyTorch's own tests need it")
 from tests.op_samples import OPS, samples
 
 COPIES = 3

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchremat as tr
-from torchremat.errors import AxisError, AxisTypeError, LoopWarning
+from torchremat.errors import AxisError, AxisTypeError, LoopWarning, NotAvailableError
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +95,13 @@ def test_chunks_are_joined(size):
 def test_chunks_of_a_sum_are_summed():
     x = torch.arange(7.0)
     assert tr.vmap(lambda x: x, 0, None, sum_match=True, chunk_size=3)(x) == x.sum()
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_chunks_are_of_the_axis_size_that_is_given(mapped):
+    x = torch.arange(7.0)
+    found = tr.vmap(lambda x: 2 * x, 0 if mapped else None, axis_size=7, chunk_size=3)(x)
+    torch.testing.assert_close(found, 2 * x if mapped else (2 * x).expand(7, 7))
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
@@ -189,10 +196,21 @@ def test_it_nests(name):
         torch.testing.assert_close(found, reference(x))
 
 
-def test_torch_compile_captures_it():
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_torch_compile_captures_it(chunk_size):
     x = torch.randn(4, 3)
-    compiled = torch.compile(lambda x: tr.vmap(f)(x) + 1, backend="eager", fullgraph=True)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x):
+        return tr.vmap(f, chunk_size=chunk_size)(x) + 1
+
     torch.testing.assert_close(compiled(x), torch.func.vmap(f)(x) + 1)
+
+
+def test_torch_compile_refuses_what_torch_func_has_not():
+    compiled = torch.compile(lambda x: tr.vmap(f, axis_size=4)(x), backend="eager")
+    with pytest.raises(NotAvailableError, match="cannot capture"):
+        compiled(torch.randn(4, 3))
 
 
 # --- traced once ---------------------------------------------------------------------------------
@@ -349,6 +367,14 @@ BAD = {
     "function": (lambda: tr.vmap(3), TypeError, "vmap takes a function or an nn.Module"),
     "randomness": (
         lambda: tr.vmap(lambda x: x, randomness="diff"), ValueError, "'same'), but it is 'diff'"),
+    "two names": (
+        lambda: tr.vmap(lambda x: x, axis_name=("i", "j")), AxisError, "Nest one vmap for each"),
+    "unhashable name": (
+        lambda: tr.vmap(lambda x: x, axis_name=["i"]), AxisTypeError, "must be hashable"),
+    "type of axis_size": (
+        lambda: tr.vmap(lambda x: x, axis_size=True), AxisTypeError, "axis_size must be an int"),
+    "negative axis_size": (
+        lambda: tr.vmap(lambda x: x, axis_size=-1), AxisError, "at least 0, but it is -1"),
     "chunks": (lambda: tr.vmap(lambda x: x, chunk_size=0), AxisError, "at least 1"),
     "chunk type": (lambda: tr.vmap(lambda x: x, chunk_size="2"), AxisTypeError, "an int or None"),
     "chunks of a name": (

@@ -231,10 +231,32 @@ def test_the_forward_looks_like_the_one_it_hides():
     block = wrap(Block(0.0))
     assert inspect.signature(block.forward) == inspect.signature(Block(0.0).forward)
     assert block.forward.__self__ is block
-    assert block.forward.__func__ is Block.forward
+    assert block.forward.__code__ is Block.forward.__code__
+    assert inspect.unwrap(block.forward.__func__) == MethodType(Block.forward, block)
+    assert inspect.signature(block.forward.__func__) == inspect.signature(Block.forward)
     assert block.forward.__name__ == "forward"
     assert block.forward.__wrapped__ == MethodType(Block.forward, block)
     assert "nothing_saveable" in repr(block.forward)
+
+
+def test_what_is_made_of_the_function_of_the_forward_runs_under_the_checkpoint():
+    """A library that has a model run under autocast replaces its forward by such a method."""
+
+    def decorated(function):
+        return lambda module, *args: function(module, *args)
+
+    block, x = wrap(Block(0.0)), torch.randn(2, 3, WIDTH, requires_grad=True)
+    forward = block.forward
+    for made in (
+        MethodType(decorated(forward.__func__), block),
+        MethodType(forward, block),
+        decorated(forward.__func__).__get__(block),
+    ):
+        out = made(x)
+        assert type(out.grad_fn).__name__ == "CheckpointBackward"
+        assert torch.equal(out, Block.forward(block, x))
+    other = Block(0.0)
+    assert torch.equal(forward.__func__(other, x), other(x))
 
 
 def test_hooks_run_as_often_and_in_order():

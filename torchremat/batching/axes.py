@@ -19,18 +19,18 @@ from torchremat.batching.vmappable import is_spec, is_vmappable, vmappable_of
 from torchremat.errors import AxisError, AxisTypeError
 
 
-def check_axes(in_axes: Any, out_axes: Any) -> None:
+def check_axes(in_axes: Any, out_axes: Any, caller: str = "vmap") -> None:
     """Raise for axes that cannot be meant, before there are arguments."""
     if not (in_axes is None or _is_axis(in_axes) or isinstance(in_axes, tuple)):
         raise AxisTypeError(
-            "vmap in_axes must be an int, None, or a tuple of entries corresponding to the "
+            f"{caller} in_axes must be an int, None, or a tuple of entries corresponding to the "
             f"positional arguments passed to the function, but got {in_axes!r}."
         )
     for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
         leaves = _torch.tree_flatten(axes, is_leaf=_is_axis)[0]
         if not all(leaf is None or _is_axis(leaf) for leaf in leaves):
             raise AxisTypeError(
-                f"vmap {name} must be an int, None, or (nested) container with those types as "
+                f"{caller} {name} must be an int, None, or (nested) container with those types as "
                 f"leaves, but got {axes!r}."
             )
 
@@ -47,10 +47,17 @@ class MappedLeaves:
     leaves: list[Any]
     axes: list[Any]
     spec: _torch.TreeSpec
+    caller: str = "vmap"
+    """What maps the function, as errors call it."""
 
     @classmethod
     def of(
-        cls, fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        cls,
+        fun: Callable[..., Any],
+        in_axes: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        caller: str = "vmap",
     ) -> "MappedLeaves":
         """Take a call apart. Keyword arguments are mapped along their first axis.
 
@@ -59,13 +66,13 @@ class MappedLeaves:
         """
         if isinstance(in_axes, tuple) and len(in_axes) != len(args):
             raise AxisError(
-                "vmap in_axes must be an int, None, or a tuple of entries corresponding to the "
-                "positional arguments passed to the function, but got "
+                f"{caller} in_axes must be an int, None, or a tuple of entries corresponding to "
+                "the positional arguments passed to the function, but got "
                 f"len(in_axes)={len(in_axes)}, len(args)={len(args)}"
             )
         leaves, spec = _torch.tree_flatten((args, dict(kwargs)), is_leaf=is_vmappable)
-        axes = flatten_axes("vmap in_axes", spec, (in_axes, 0), kws=True)
-        return cls(fun, leaves, axes, spec)
+        axes = flatten_axes(f"{caller} in_axes", spec, (in_axes, 0), kws=True)
+        return cls(fun, leaves, axes, spec, caller)
 
     def size(self, axis_size: int | None) -> int:
         """The size of the mapped axis, which all arguments agree on.
@@ -95,21 +102,22 @@ class MappedLeaves:
             return _size_of_container(leaf, axis)
         if not isinstance(leaf, Tensor | int | float | complex):
             raise AxisTypeError(
-                f"vmap was requested to map its {self._name_of(leaf)} along axis {axis}, but it is "
-                f"{leaf!r} ({type(leaf).__name__}), which has no axes: give None for it in in_axes."
+                f"{self.caller} was requested to map its {self._name_of(leaf)} along axis {axis}, "
+                f"but it is {leaf!r} ({type(leaf).__name__}), which has no axes: give None for it "
+                "in in_axes."
             )
         shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
         if not isinstance(axis, int):
             raise AxisTypeError(
-                f"vmap was given {axis!r} as the axis of its {self._name_of(leaf)}, which is "
-                f"{_kind_of(leaf)}: an axis of a tensor is an int or None."
+                f"{self.caller} was given {axis!r} as the axis of its {self._name_of(leaf)}, "
+                f"which is {_kind_of(leaf)}: an axis of a tensor is an int or None."
             )
         if not -len(shape) <= axis < len(shape):
             needed = axis + 1 if axis >= 0 else -axis
             raise AxisError(
-                f"vmap was requested to map its argument along axis {axis}, which implies that its "
-                f"rank should be at least {needed}, but is only {len(shape)} (its shape is {shape})"
-                f": {self._name_of(leaf)}"
+                f"{self.caller} was requested to map its argument along axis {axis}, which "
+                f"implies that its rank should be at least {needed}, but is only {len(shape)} (its "
+                f"shape is {shape}): {self._name_of(leaf)}"
             )
         return shape[axis]
 
@@ -117,10 +125,10 @@ class MappedLeaves:
         if not self.leaves:
             args, kwargs = _torch.tree_unflatten(self.leaves, self.spec)
             raise AxisError(
-                "vmap wrapped function must be passed at least one argument containing an array, "
-                f"got empty *args={args} and **kwargs={kwargs}"
+                f"{self.caller} wrapped function must be passed at least one argument containing "
+                f"an array, got empty *args={args} and **kwargs={kwargs}"
             )
-        raise AxisError("vmap must have at least one non-None value in in_axes")
+        raise AxisError(f"{self.caller} must have at least one non-None value in in_axes")
 
     def _refuse_sizes(self, sizes: Sequence[int | None], axis_size: int | None) -> None:
         names = self._names()
@@ -136,7 +144,8 @@ class MappedLeaves:
         if axis_size is not None:
             lines.append(f"  * axis_size was given as {axis_size}")
         raise AxisError(
-            "vmap got inconsistent sizes for array axes to be mapped:\n" + ";\n".join(lines)
+            f"{self.caller} got inconsistent sizes for array axes to be mapped:\n"
+            + ";\n".join(lines)
         )
 
     def _name_of(self, leaf: Any) -> str:

@@ -15,10 +15,17 @@ from torchremat.errors import AxisTypeError
 
 
 def call_in_chunks(
-    mapped: Callable[..., Any], mapping: Mapping, chunk_size: int, *args: Any, **kwargs: Any
+    map_over: Callable[[int], Callable[..., Any]],
+    mapping: Mapping,
+    chunk_size: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Call `mapped` with at most `chunk_size` examples at a time, and join the outputs."""
-    call = MappedLeaves.of(mapped, mapping.in_axes, args, kwargs)
+    """Map over at most `chunk_size` examples at a time, and join the outputs.
+
+    `map_over` gives the function of so many examples.
+    """
+    call = MappedLeaves.of(map_over(1), mapping.in_axes, args, kwargs)
     if any(map(is_vmappable, call.leaves)):
         raise AxisTypeError("chunk_size works on tensors, not on containers of registered types")
     size = call.size(mapping.axis_size)
@@ -30,7 +37,7 @@ def call_in_chunks(
             for leaf, axis in zip(call.leaves, call.axes, strict=True)
         ]
         part_args, part_kwargs = _torch.tree_unflatten(leaves, call.spec)
-        results.append(mapped(*part_args, **part_kwargs))
+        results.append(map_over(length)(*part_args, **part_kwargs))
     return _joined(results, mapping)
 
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.errors import CollectiveError, CollectiveTypeError
-from torchremat.graph.named_axes import AxisName, as_names, axis_frame
+from torchremat.errors import CollectiveError, CollectiveTypeError, NotAvailableError
+from torchremat.graph.named_axes import AxisName, as_names, axis_frame, parts_of
 from torchremat.graph.sources import current_source
 
 T = TypeVar("T")
@@ -21,14 +21,18 @@ def names_in_scope(
 ) -> tuple[AxisName, ...]:
     """The names one by one; raises for one that is not bound."""
     names = as_names(axis_name)
-    for name in names:
-        axis_frame(name)  # raises if there is none
+    parts = tuple(part for name in names for part in parts_of(name))  # raises if there is none
+    if groups is not None and len(names) == 1 and len(parts) != 1:
+        raise NotAvailableError(
+            f"{function} over {names[0]!r} was given axis_index_groups at {current_source()}: the "
+            "axis has several devices in each of several processes, and groups need one in each"
+        )
     if groups is not None and len(names) != 1:
         raise CollectiveError(
             f"{function} over {names} was given axis_index_groups at {current_source()}: groups "
             "are of the examples along one axis. Name one axis, or leave them out."
         )
-    return names
+    return parts
 
 
 def map_leaves(

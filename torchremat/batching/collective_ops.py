@@ -12,6 +12,9 @@ out, on tensors in which the axis is a dimension:
     ppermute            y_dst = x_src
     axis_index          y_k = k
 
+Where the axis is one of processes, the operator names the `group`. Every level hands it on then,
+and `over_processes` works it out.
+
 Derivatives are those of what one example sees: each of them has a cotangent, for what does not vary
 too.
 
@@ -21,29 +24,64 @@ too.
                                                                     where x is y
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchremat import _torch
 from torchremat.errors import AxisNameError, CollectiveError, PermutationError
-from torchremat.graph.named_axes import AxisName, axis_frame, frame_at
+from torchremat.graph.named_axes import AxisName, axis_frame, frame_at, group_of
 
 Params = dict[str, Any]
 Mapped = tuple[Tensor, int | None]
 """A tensor, and which dimension is the axis; `None` if the tensor does not vary along it."""
 
 
+class _InCompiler(threading.local):
+    depth = 0
+
+
+_in_compiler = _InCompiler()
+
+
+@contextmanager
+def as_exchanges() -> Iterator[None]:
+    """A block in which collectives of processes are the exchanges that they are made of.
+
+    So a graph is traced for a compiler, which knows those.
+    """
+    _in_compiler.depth += 1
+    try:
+        yield
+    finally:
+        _in_compiler.depth -= 1
+
+
 class CollectiveOp(_torch.HigherOrderOperator):
     """An operator over a named axis: `psum[axis_name='i'] x`. It may be computed again freely."""
 
     is_over_axis = True
+    over_processes: ClassVar[Callable[..., Tensor] | None] = None
+    """How processes work it out together: takes it, tensors and params. `torchremat.parallel`'s."""
+    worked_out: Callable[..., "Mapped"]
+    """How it is worked out on a tensor whose first dimension is the axis."""
+
+    @property
+    def title(self) -> str:
+        """What it is called."""
+        return str(self.name())  # type: ignore[no-untyped-call]
 
     def __call__(self, /, *tensors: Tensor, **params: Any) -> Tensor:
         """Work it out along the axis, or write it down where the axis is out of reach."""
         living = map(_torch.without_dead_levels, tensors)
+        if "group" not in params and (group := group_of(params["axis_name"])) is not None:
+            params["group"] = group
+        if "group" in params and _in_compiler.depth:
+            return _run_over_processes(self, *living, **params)
         return super().__call__(*living, **params)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -60,17 +98,17 @@ def _define(
     vary and the size of the axis, `shape` the shape that one example sees; and keywords all.
     """
     op = CollectiveOp(name)  # type: ignore[no-untyped-call]
+    op.worked_out = worked_out
 
     def batched(
         level: int, size: int, x: Mapped, /, *, axis_name: AxisName, **params: Any
     ) -> Mapped:
         value, dim = x
-        frame = frame_at(level)
-        if frame is None or frame.name != axis_name:
+        if not _is_over(level, axis_name, params):
             if dim is None:
                 return op(value, axis_name=axis_name, **params), None
             return op(_at_front(value, dim), axis_name=axis_name, **_moved(params, 1)), 0
-        _check_size(name, axis_name, size, params)
+        check_size(name, axis_name, size, params)
         if "axis_index_groups" in params:
             value = value.expand(size, *value.shape) if dim is None else _at_front(value, dim)
             return _in_groups(worked_out, value, **params), 0
@@ -80,13 +118,25 @@ def _define(
 
     def run(x: Tensor, *, axis_name: AxisName, **params: Any) -> Tensor:
         if not _torch.is_faking():
-            raise _out_of_reach(name, axis_name)
-        params.pop("axis_index_groups", None)
-        return x.new_empty(shape(x.shape, **params))
+            return _run_over_processes(op, x, axis_name=axis_name, **params)
+        seen = {k: v for k, v in params.items() if k not in ("axis_index_groups", "group")}
+        return x.new_empty(shape(x.shape, **seen))
 
     _torch.register_simple_rules(op, run)
     _torch.register_axis_rules(op, function, batched)
     return op
+
+
+def _is_over(level: int, axis_name: AxisName, params: Params) -> bool:
+    """Whether the axis of an operator is that of a level."""
+    frame = frame_at(level)
+    return "group" not in params and frame is not None and frame.name == axis_name
+
+
+def _run_over_processes(op: CollectiveOp, *tensors: Tensor, **params: Any) -> Tensor:
+    if "group" not in params or op.over_processes is None:
+        raise _out_of_reach(op.title, params["axis_name"])
+    return CollectiveOp.over_processes(op, *tensors, **params)  # type: ignore[misc]
 
 
 def _at_front(x: Tensor, dim: int) -> Tensor:
@@ -110,7 +160,7 @@ def _out_of_reach(name: str, axis_name: AxisName) -> AxisNameError:
     )
 
 
-def _check_size(name: str, axis_name: AxisName, size: int, params: Params) -> None:
+def check_size(name: str, axis_name: AxisName, size: int, params: Params) -> None:
     """Raise if the operator was written down for an axis of another size."""
     groups, perm = params.get("axis_index_groups"), params.get("perm")
     if groups is not None:
@@ -321,15 +371,15 @@ def _define_axis_index() -> CollectiveOp:
     op = CollectiveOp("axis_index")  # type: ignore[no-untyped-call]
 
     def batched(level: int, size: int, *, axis_name: AxisName, **device: Any) -> Mapped:
-        frame = frame_at(level)
-        if frame is None or frame.name != axis_name:
+        if not _is_over(level, axis_name, device):
             return op(axis_name=axis_name, **device), None
         return torch.arange(size, **device), 0
 
-    def run(*, axis_name: AxisName, **device: Any) -> Tensor:
-        if not _torch.is_faking():
-            raise _out_of_reach("axis_index", axis_name)
-        return torch.empty((), dtype=torch.int64, **device)
+    def run(*, axis_name: AxisName, group: str | None = None, **device: Any) -> Tensor:
+        if _torch.is_faking():
+            return torch.empty((), dtype=torch.int64, **device)
+        given = {} if group is None else {"group": group}
+        return _run_over_processes(op, axis_name=axis_name, **given, **device)
 
     _torch.register_simple_rules(op, run)
     _torch.register_axis_rules(op, None, batched)

@@ -1,6 +1,7 @@
 """Collectives: what the examples under a `vmap(..., axis_name="i")` do together.
 
-A name is bound by the `vmap` around; an inner axis hides an outer one of the same name. A result
+A name is bound by the `vmap` or `pmap` around, or is that of a dimension of a device mesh in scope;
+an inner axis hides an outer one of the same name. A result
 that is the same for all examples is not mapped over, so that `out_axes=None` is right for it. They
 can be differentiated to any order, within and without the `vmap`; in `checkpoint` and `make_graph`
 each is an operator, `psum[axis_name='i']`, which a policy can name.
@@ -25,7 +26,7 @@ from torchremat.batching.collective_arguments import (
     with_groups,
 )
 from torchremat.batching.collective_ops import axis_index_p, pmax_p, pmin_p, psum_p
-from torchremat.graph.named_axes import AxisName, as_names, axis_frame
+from torchremat.graph.named_axes import AxisName, as_names, axis_frame, parts_of
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def axis_size(axis_name: AxisName | Sequence[AxisName]) -> int:
         axis_name: the name, or a tuple of names.
 
     Raises:
-        NameError: if no `vmap` around binds a name.
+        NameError: if nothing around binds a name.
 
     After `jax.lax.axis_size`.
 
@@ -58,7 +59,7 @@ def axis_index(
         device: where the tensor is; by default where PyTorch makes tensors.
 
     Raises:
-        NameError: if no `vmap` around binds a name.
+        NameError: if nothing around binds a name.
 
     After `jax.lax.axis_index`.
 
@@ -67,8 +68,9 @@ def axis_index(
     tensor([0., 1., 2.])
     """
     where: dict[str, Any] = {} if device is None else {"device": torch.device(device)}
-    sizes = [axis_size(name) for name in as_names(axis_name)]  # raises if there is none
-    indices = [axis_index_p(axis_name=name, **where) for name in as_names(axis_name)]
+    names = [part for name in as_names(axis_name) for part in parts_of(name)]
+    sizes = [axis_size(name) for name in names]
+    indices = [axis_index_p(axis_name=name, **where) for name in names]
     if not indices:
         return torch.zeros((), dtype=torch.int64, **where)
     total = indices[0]
@@ -90,7 +92,7 @@ def psum(x: T, axis_name: AxisName | Sequence[AxisName], *, axis_index_groups: G
         axis_index_groups: lists of indices that cover the axis: sums in each group by itself.
 
     Raises:
-        NameError: if no `vmap` around binds a name.
+        NameError: if nothing around binds a name.
         ValueError: if the groups do not cover the axis exactly once.
         TypeError: for a leaf that is neither tensor nor number.
 

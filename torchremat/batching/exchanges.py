@@ -46,7 +46,7 @@ def psum_scatter(
             multiple. Otherwise it is of that size and goes.
 
     Raises:
-        NameError: if no `vmap` around binds a name.
+        NameError: if nothing around binds a name.
         ValueError: if the dimension is of another size, or the groups do not fit the axis.
         TypeError: for a leaf that is no tensor.
 
@@ -90,7 +90,7 @@ def all_gather(
         tiled: whether they are concatenated along it. Otherwise the dimension is a new one.
 
     Raises:
-        NameError: if no `vmap` around binds a name.
+        NameError: if nothing around binds a name.
         ValueError: if there is no such dimension, or the groups do not fit the axis.
         TypeError: for a leaf that is neither tensor nor number.
 
@@ -138,7 +138,7 @@ def all_to_all(
             and the second is new.
 
     Raises:
-        NameError: if no `vmap` around binds a name.
+        NameError: if nothing around binds a name.
         ValueError: if the dimension is of another size, or the groups do not fit the axis.
         TypeError: for a leaf that is no tensor.
 
@@ -190,10 +190,11 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
         x: a tree of tensors and numbers.
         axis_name: the axis of the examples, or a tuple of several.
         perm: pairs of an index whose value is taken and of one that gets it. Each index of the
-            axis is once in first place and once in second.
+            axis is once in first place and once in second; over processes it may be in none, and
+            an example that nobody gives anything gets zeros.
 
     Raises:
-        NameError: if no `vmap` around binds a name.
+        NameError: if nothing around binds a name.
         ValueError: (also an `AssertionError`) if an index is missing, is there twice, or is none
             of the axis.
         TypeError: for a leaf that is neither tensor nor number.
@@ -207,18 +208,35 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
     """
     names = names_in_scope("ppermute", axis_name, None)
     pairs = tuple((int(src), int(dst)) for src, dst in perm)
-    _check_permutation(pairs, axis_size(axis_name), axis_name)
+    size = axis_size(axis_name)
+    among_processes = any(axis_frame(name).group is not None for name in names)
+    _check_permutation(pairs, size, axis_name, partial=among_processes)
 
     def permute(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if len(names) == 1 and among_processes:
+            leaf = torch.as_tensor(leaf)
+            return ppermute_p(leaf, axis_name=names[0], perm=pairs, axis_size=size)
+        if not isinstance(leaf, Tensor) and len(pairs) == size:
             return leaf
         if len(names) == 1:
             return ppermute_p(leaf, axis_name=names[0], perm=pairs)
-        source_of = torch.tensor([src for src, _ in sorted(pairs, key=lambda pair: pair[1])])
-        mine = source_of.to(leaf.device)[axis_index(axis_name, device=leaf.device)]
-        return all_gather(leaf, axis_name).index_select(0, mine.reshape(1)).squeeze(0)
+        return _permute_gathered(torch.as_tensor(leaf), axis_name, dict((d, s) for s, d in pairs))
 
     return map_leaves("ppermute", permute, x)
+
+
+def _permute_gathered(
+    x: Tensor, axis_name: AxisName | Sequence[AxisName], source_of: dict[int, int]
+) -> Tensor:
+    """`ppermute` over several names: each example picks out what it gets."""
+    sources = [source_of.get(i, 0) for i in range(axis_size(axis_name))]
+    index = axis_index(axis_name, device=x.device).reshape(1)
+    mine = torch.tensor(sources, device=x.device).index_select(0, index)
+    y = all_gather(x, axis_name).index_select(0, mine).squeeze(0)
+    if len(source_of) == len(sources):
+        return y
+    gets = [i in source_of for i in range(len(sources))]
+    return torch.where(torch.tensor(gets, device=x.device).index_select(0, index)[0], y, 0)
 
 
 def pshuffle(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[int]) -> T:
@@ -286,7 +304,9 @@ def _check_split(size: int, number: int, tiled: bool, axis_name: AxisName) -> No
         )
 
 
-def _check_permutation(perm: tuple[tuple[int, int], ...], size: int, axis_name: AxisName) -> None:
+def _check_permutation(
+    perm: tuple[tuple[int, int], ...], size: int, axis_name: AxisName, *, partial: bool
+) -> None:
     sources, destinations = {src for src, _ in perm}, {dst for _, dst in perm}
     at = f"at {current_source()}"
     if len(sources) < len(perm) or len(destinations) < len(perm):
@@ -299,7 +319,7 @@ def _check_permutation(perm: tuple[tuple[int, int], ...], size: int, axis_name: 
             f"ppermute was given the index {wrong[0]} in {perm}, {at}: the axis {axis_name!r} has "
             f"the indices 0, ..., {size - 1}"
         )
-    if len(perm) != size:
+    if len(perm) != size and not partial:
         raise PermutationError(
             f"Permutation doesn't match the axis size! The axis {axis_name!r} is of size {size}, "
             f"and perm has {len(perm)} pairs, {perm}, {at}. Under vmap every example gets a value; "

@@ -1,5 +1,6 @@
 """One level of `vmap`: a function run on elements, whose results are put together again."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ from torchremat.batching.positions import matchaxis
 from torchremat.batching.sharding import spread_examples
 from torchremat.batching.vmappable import is_vmappable, vmappable_of
 from torchremat.errors import AxisTypeError, LoopWarning
-from torchremat.graph.named_axes import run_mapped
+from torchremat.graph.mapped_functions import run_mapped
 from torchremat.graph.sources import current_source, warn_user
 from torchremat.graph.tracing import current_tracing
+from torchremat.remat.bound import name_of
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class _Level:
             return value
         if not _is_number(value):
             raise AxisTypeError(
-                f"vmap({_name_of(self.call.fun)}) returns {value!r} ({type(value).__name__}) where "
+                f"vmap({name_of(self.call.fun)}) returns {value!r} ({type(value).__name__}) where "
                 f"out_axes is {axis}: only tensors and numbers have an axis. Give None for it in "
                 "out_axes, or return tensors."
             )
@@ -207,13 +209,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex)
 
 
-def _name_of(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
 @contextmanager
 def _loops_said() -> Iterator[None]:
-    """PyTorch's silence about an operator that it has no batching rule for becomes a warning."""
+    """What PyTorch says of an operator that it has no batching rule for becomes a warning of ours.
+
+    Filters of warnings are those of all threads: in others than the main one PyTorch's own stays.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     found: dict[str, str] = {}
 
     def note(message: Any, category: Any, *rest: Any, **named: Any) -> None:

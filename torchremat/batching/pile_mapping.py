@@ -1,6 +1,7 @@
 """`vmap` where sizes differ from example to example: piles among the arguments or the outputs."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def run_on_piles(mapping: "Mapping", call: MappedLeaves, size: int) -> Any:
     """The outputs of such a call, whose mapped axis is of `size`."""
     positions = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor | Pile)]
     statics = [None if i in positions else leaf for i, leaf in enumerate(call.leaves)]
+    structures = _structures_of(call.fun)
     if any(map(is_vmappable, statics)):
         raise RaggedTypeError("vmap does not map piles together with containers of other types")
 
@@ -42,7 +44,7 @@ def run_on_piles(mapping: "Mapping", call: MappedLeaves, size: int) -> Any:
         for i, element in zip(positions, elements, strict=True):
             leaves[i] = element
         args, kwargs = _torch.tree_unflatten(leaves, call.spec)
-        return _Outputs.flatten(call.fun(*args, **kwargs))
+        return _Structure.flatten(call.fun(*args, **kwargs), structures)
 
     found = run_ragged(
         function,
@@ -54,38 +56,36 @@ def run_on_piles(mapping: "Mapping", call: MappedLeaves, size: int) -> Any:
         owner=call.fun,
         key=(call.spec, tuple(map(WrapHashably, statics))),
     )
-    return _Outputs.unflatten(found, mapping, size)
+    *tensors, number = found
+    assert isinstance(number, Dense)
+    return structures[number.tensor].unflatten(tensors, mapping, size)
 
 
 @dataclass(frozen=True)
-class _Outputs:
+class _Structure:
     """The structure of a function's result, and its leaves that are no tensors.
 
-    A graph that is found again does not run the function, so its last output is the number under
-    which the structure is kept.
+    A graph that is found again does not run the function, so its last output is the number of the
+    structure among those of the function.
     """
 
     spec: _torch.TreeSpec
     leaves: tuple[Any, ...]
 
     @classmethod
-    def flatten(cls, result: Any) -> list[Any]:
+    def flatten(cls, result: Any, known: "list[_Structure]") -> list[Any]:
         """The tensors of a result, and the number of its structure."""
         leaves, spec = _torch.tree_flatten(result)
         statics = tuple(WrapHashably(_TENSOR if _varies(x) else x) for x in leaves)
-        kept = cls(spec, statics)
-        number = _numbers.setdefault(kept, len(_numbers))
-        _structures[number] = kept
-        return [*(x for x in leaves if _varies(x)), number]
+        structure = cls(spec, statics)
+        if structure not in known:
+            known.append(structure)
+        return [*(x for x in leaves if _varies(x)), known.index(structure)]
 
-    @classmethod
-    def unflatten(cls, found: Sequence[Dense | Ragged], mapping: "Mapping", size: int) -> Any:
+    def unflatten(self, tensors: Sequence[Dense | Ragged], mapping: "Mapping", size: int) -> Any:
         """The result of all examples."""
-        *tensors, number = found
-        assert isinstance(number, Dense)
-        kept = _structures[number.tensor]
         left = iter(tensors)
-        axes = flatten_axes("vmap out_axes", kept.spec, mapping.out_axes)
+        axes = flatten_axes("vmap out_axes", self.spec, mapping.out_axes)
         leaves = [
             _placed(
                 next(left) if leaf.value is _TENSOR else Dense(leaf.value, None),
@@ -93,14 +93,21 @@ class _Outputs:
                 mapping,
                 size,
             )
-            for leaf, axis in zip(kept.leaves, axes, strict=True)
+            for leaf, axis in zip(self.leaves, axes, strict=True)
         ]
-        return _torch.tree_unflatten(leaves, kept.spec)
+        return _torch.tree_unflatten(leaves, self.spec)
 
 
 _TENSOR = "a tensor, or a size that differs"
-_numbers: dict[_Outputs, int] = {}
-_structures: dict[int, _Outputs] = {}
+_structures: "weakref.WeakKeyDictionary[Any, list[_Structure]]" = weakref.WeakKeyDictionary()
+
+
+def _structures_of(fun: Callable[..., Any]) -> list[_Structure]:
+    """Those that results of `fun` had, kept as long as it."""
+    try:
+        return _structures.setdefault(fun, [])
+    except TypeError:  # cannot be referred to weakly, and then its graphs are not kept either
+        return []
 
 
 def _varies(leaf: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.batching.positions import bdim_at_front, broadcast, canonical_axis, moveaxis
+from torchremat.batching.positions import canonical_axis, moveaxis
 from torchremat.errors import RegistrationError, RuleError
 from torchremat.graph import surroundings
 from torchremat.graph.named_axes import frame_at
@@ -321,15 +321,3 @@ def _same_dims(outputs: Any, dim: int | None) -> tuple[Any, Any]:
     if isinstance(outputs, Tensor):
         return outputs, dim
     return list(outputs), [dim] * len(outputs)
-
-
-__all__ = [
-    "axis_primitive_batchers",
-    "bdim_at_front",
-    "broadcast",
-    "defbroadcasting",
-    "defreducer",
-    "defvectorized",
-    "primitive_batchers",
-    "spmd_axis_primitive_batchers",
-]

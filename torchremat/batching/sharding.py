@@ -51,6 +51,14 @@ def with_sharding_constraint(
             axis of the name that `vmap` was given, or the tensor is spread over it already.
         NotAvailableError: inside a trace (a checkpoint, `jit`), and without `torch.distributed`.
 
+    >>> import torch, torch.distributed as dist
+    >>> from torch.distributed.tensor import Shard, init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+    >>> with_sharding_constraint(torch.zeros(4, 2), mesh, [Shard(0)]).placements
+    (Shard(dim=0),)
+    >>> dist.destroy_process_group()
+
     After `jax.lax.with_sharding_constraint`.
     """
     if current_tracing() is not None:

@@ -9,6 +9,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Mapped(Checkpointed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function on all examples at once."""
         if torch.compiler.is_dynamo_compiling():
-            return _call_in_compiler(self.fun, self._mapping, *args, **kwargs)
+            return _call_in_compiler(self.fun, self._mapping, None, *args, **kwargs)
         if self._is_never_traced:
             return self._mapping(self.fun, *args, **kwargs)
         return super().__call__(*args, **kwargs)
@@ -106,12 +107,20 @@ class Mapped(Checkpointed):
         return True
 
 
-def _call_in_compiler(fun: Callable[..., Any], mapping: Mapping, *args: Any, **kwargs: Any) -> Any:
+def _call_in_compiler(
+    fun: Callable[..., Any],
+    mapping: Mapping,
+    chunk_size: int | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """What Dynamo captures: PyTorch's own `vmap`."""
-    if mapping.axis_name is not None or mapping.sum_match or mapping.spmd_axis_name is not None:
+    ours = (mapping.axis_name, mapping.axis_size, mapping.spmd_axis_name, mapping.sum_match or None)
+    if any(option is not None for option in ours):
         raise NotAvailableError(
-            "torch.compile cannot capture a torchremat.vmap with a named axis or sum_match: call "
-            "it outside, or compile the function inside"
+            "torch.compile cannot capture a torchremat.vmap with axis_name, axis_size, "
+            "spmd_axis_name or sum_match, which torch.func.vmap has not: call it outside, or "
+            "compile the function inside"
         )
     in_axes = mapping.in_axes
     return torch.func.vmap(
@@ -119,6 +128,7 @@ def _call_in_compiler(fun: Callable[..., Any], mapping: Mapping, *args: Any, **k
         in_dims=(in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args), 0),
         out_dims=mapping.out_axes,
         randomness=mapping.randomness,
+        chunk_size=chunk_size,
     )(args, kwargs)
 
 
@@ -138,8 +148,8 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
     Batching is PyTorch's own (`torch.func.vmap`), with the rules that are registered in
     `torchremat.batching` where there are some. It nests with every other transformation, and with
     autograd. A function that is called a second time alike is traced, and its batched operators run
-    from then on without batching; what cannot be traced runs as it is. An operator for which
-    PyTorch has no batching rule runs in a loop, with a `LoopWarning` that names it.
+    from then on without batching, and without its Python; what cannot be traced runs as it is. An
+    operator for which PyTorch has no batching rule runs in a loop, with a `LoopWarning`.
 
     Args:
         fun: a function of trees of tensors, or an `nn.Module`.
@@ -184,17 +194,38 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
     check_axes(in_axes, out_axes)
     if randomness not in _RANDOMNESS:
         raise ValueError(f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}")
+    _check_axis(axis_name, axis_size)
+    if chunk_size is not None:
+        _check_chunks(chunk_size, axis_name)
     mapping = Mapping(
         in_axes, out_axes, axis_name, axis_size, spmd_axis_name, sum_match, randomness
     )
     if torch.compiler.is_dynamo_compiling():
-        return functools.partial(_call_in_compiler, fun, mapping)
+        return functools.partial(_call_in_compiler, fun, mapping, chunk_size)
     attention_rule.register()
-    mapped = Mapped(fun, mapping)
     if chunk_size is None:
-        return mapped
-    _check_chunks(chunk_size, axis_name)
-    return functools.wraps(fun)(functools.partial(call_in_chunks, mapped, mapping, chunk_size))
+        return Mapped(fun, mapping)
+
+    def map_over(size: int) -> Mapped:
+        return Mapped(fun, mapping if axis_size is None else replace(mapping, axis_size=size))
+
+    return functools.wraps(fun)(functools.partial(call_in_chunks, map_over, mapping, chunk_size))
+
+
+def _check_axis(name: Any, size: Any) -> None:
+    if isinstance(name, tuple):
+        raise AxisError(
+            f"axis_name must be one name, but it is {name!r}: collectives take a tuple for several "
+            "axes. Nest one vmap for each."
+        )
+    if name.__hash__ is None:
+        raise AxisTypeError(
+            f"axis_name must be hashable, a string say, but it is {name!r} ({type(name).__name__})"
+        )
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+        raise AxisTypeError(f"axis_size must be an int, but it is {size!r} ({type(size).__name__})")
+    if size is not None and size < 0:
+        raise AxisError(f"axis_size must be at least 0, but it is {size}")
 
 
 def _check_chunks(chunk_size: Any, axis_name: Any) -> None:

@@ -1,5 +1,6 @@
-"""Modules under `checkpoint`: `wrap`, `unwrap`, and what they kept, `report`."""
+"""Modules under `checkpoint`: `wrap`, `unwrap`, what they kept, `report`, and `split_budget`."""
 
+from torchremat.nn.budgets import BudgetSplit, LayerShare, split_budget
 from torchremat.nn.wrap import report, unwrap, wrap
 
-__all__ = ["report", "unwrap", "wrap"]
+__all__ = ["BudgetSplit", "LayerShare", "report", "split_budget", "unwrap", "wrap"]

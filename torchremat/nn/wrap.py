@@ -19,6 +19,7 @@ from torchremat import _torch
 from torchremat.api_util import StaticArguments
 from torchremat.compile.lowering import backend_of, check_backend
 from torchremat.errors import NoMatchError
+from torchremat.graph.parallel_modules import parallel_kind
 from torchremat.nn.select import Select, select_modules
 from torchremat.remat.checkpoint import Checkpointed
 from torchremat.remat.explain import Report, report_of_programs
@@ -83,10 +84,7 @@ def wrap(
     if compile is not None:
         check_backend(compile, "compile")
     _check_prevent_cse(prevent_cse)
-    assigned = _assigned_policies(module, policy, select)
-    for name, submodule, _ in assigned:
-        _check_traceable(name, submodule)
-    for name, submodule, chosen in assigned:
+    for name, submodule, chosen in assigned_policies(module, policy, select):
         vars(submodule)["forward"] = RematForward(submodule, name, chosen, prevent_cse, compile)
     return module
 
@@ -169,6 +167,16 @@ def _check_traceable(name: str, module: nn.Module) -> None:
             f"{called} is compiled by TorchScript, so there is no Python to trace: wrap the module "
             "that it was made from"
         )
+    for path, inner in module.named_modules():
+        inner_kind = parallel_kind(inner)
+        if inner_kind is not None and (inner is not module or "fully_shard" not in inner_kind):
+            place = f"{path!r} in it" if path else "it"
+            raise TypeError(
+                f"{called} cannot be traced as a whole, since {place} {inner_kind}, which works "
+                "between modules: wrap the modules inside, torchremat.nn.wrap(model, policy, "
+                "select='layers.*') say, or the model that a DistributedDataParallel is made from. "
+                "torchremat.nn.split_budget makes one budget into policies for layers"
+            )
     if "_orig_mod" in dict(module.named_children()):
         raise TypeError(
             f"{called} is a module compiled by torch.compile: wrap the module that it was made "
@@ -176,10 +184,19 @@ def _check_traceable(name: str, module: nn.Module) -> None:
         )
 
 
+def assigned_policies(
+    module: nn.Module, policy: PolicyLike | PolicyByPattern | None, select: Select | None
+) -> list[tuple[str, nn.Module, Policy]]:
+    """The modules that `wrap` wraps, each with its name and its policy. Raises as `wrap` does."""
+    assigned = _assigned_policies(module, policy, select)
+    for name, submodule, _ in assigned:
+        _check_traceable(name, submodule)
+    return assigned
+
+
 def _assigned_policies(
     module: nn.Module, policy: PolicyLike | PolicyByPattern | None, select: Select | None
 ) -> list[tuple[str, nn.Module, Policy]]:
-    """The modules to wrap, each with its policy."""
     if not isinstance(policy, Mapping):
         chosen = as_policy(policy)
         return [(name, found, chosen) for name, found in select_modules(module, select)]
@@ -266,6 +283,8 @@ class RematForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module, under `checkpoint`."""
+        if args and args[0] is self._module():  # a method may have been made of it
+            args = args[1:]
         function = functools.partial(self._function, self._module())
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
@@ -302,12 +321,26 @@ class RematForward:
         return bound
 
     @property
-    def __func__(self) -> Any:
+    def __func__(self) -> Any:  # what wraps the method of a model, for autocast say, takes it
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not self._module():  # a copy, of a forward that wraps this one
+                return type(module).forward(module, *args, **kwargs)
+            return self(*args, **kwargs)
+
+        original = self._original
+        functools.update_wrapper(run, original)
+        vars(run)["__wrapped__"] = self
+        if isinstance(original, FunctionType):
+            vars(run)["__signature__"] = inspect.signature(original)
+        return run
+
+    @property
+    def _original(self) -> Any:
         return getattr(self.__wrapped__, "__func__", self.__wrapped__)
 
     @property
     def __code__(self) -> Any:  # torch.export reads it
-        return self.__func__.__code__
+        return self._original.__code__
 
     @property
     def __name__(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from torchremat import config
 from torchremat.errors import DeviceError, nearest_names
 
 _SAME_AS_CUDA = ("gpu", "rocm")  # names that JAX has; PyTorch calls both kinds "cuda"
@@ -157,7 +158,9 @@ def _of_kind(found: list[Device], backend: str | None, where: str) -> list[Devic
 
 def _own_devices(process: int) -> list[Device]:
     """The devices of every kind that are this process's own."""
-    own = [Device(process, torch.device("cpu"))]
+    number = config.num_cpu_devices
+    names = [f"cpu:{i}" for i in range(number)] if number > 1 else ["cpu"]
+    own = [Device(process, torch.device(name)) for name in names]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         indices = _share(torch.accelerator.device_count())

@@ -20,7 +20,8 @@ from torchremat.batching.ragged.values import (
     padded,
 )
 from torchremat.errors import RaggedError
-from torchremat.graph.named_axes import AxisName, run_mapped
+from torchremat.graph.mapped_functions import run_mapped
+from torchremat.graph.named_axes import AxisName
 from torchremat.graph.sizes import Size
 
 Rule = Callable[["Call"], Any]

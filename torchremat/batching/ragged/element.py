@@ -181,7 +181,7 @@ def trace_element(
     paths = ModulePaths({})
     for name, module in roots:
         paths.add_root(module, name)
-    body = FunctionBody(lambda: flat, len(inputs))
+    body = FunctionBody(lambda: flat, inputs)
     names = [f"arg{i}" for i in range(len(inputs))]
     with torch.inference_mode(False), explained_mismatches([s.shape for s in specs], symbols):
         options = TraceOptions(

@@ -33,9 +33,12 @@ def explained_mismatches(
             for i, shape in enumerate(elements)
             if names[name] in shape
         )
+        source = source_of_error(error)
+        where = "" if source is None else f" at {source}"
         raise RaggedError(
-            f"sizes that differ from element to element do not fit at {source_of_error(error)}: "
-            f"{error} Here {places}. Two sizes are one if their lengths are equal in all elements."
+            f"sizes that differ from element to element do not fit{where}: "
+            f"{str(error).removesuffix(')')}. Here {places}. Two sizes are one if their lengths "
+            "are equal in all elements."
         ) from error
 
 

@@ -1,0 +1,105 @@
+"""Modules under `checkpoint` only while they train."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from torchremat.integrations.measured import StepPeak
+from torchremat.integrations.switched import Applied, remove, switched_forward
+from torchremat.nn import report, wrap
+from torchremat.remat.measure import LiveBytes
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+X = torch.ones(2, 4)
+
+
+def is_checkpointed(model):
+    return type(model(X).grad_fn).__name__ == "CheckpointBackward"
+
+
+def test_it_is_on_in_train_mode_alone():
+    model = make_model()
+    assert Applied("full").to(model) == [""]
+    assert is_checkpointed(model)
+    assert not is_checkpointed(model.eval())
+    assert is_checkpointed(model.train())
+    assert remove(model) == 1
+    assert not is_checkpointed(model)
+    assert remove(model) == 0
+
+
+def test_what_was_wrapped_before_is_again_and_reports():
+    model = wrap(make_model(), "dots")
+    forward = model.forward
+    Applied("full").to(model)
+    assert model.forward is not forward
+    remove(model)
+    assert model.forward is forward
+    model(X)
+    assert report(model).by_decision()
+
+
+def test_it_is_off_also_beneath_what_another_library_puts_around_it():
+    model = make_model()
+    Applied("full").to(model)
+    inner = model.forward
+
+    @functools.wraps(inner.__func__)
+    def around(*args):
+        return inner(*args)
+
+    model.forward = around
+    assert is_checkpointed(model)
+    assert switched_forward(model) is inner
+    remove(model)
+    assert model.forward is around
+    assert not is_checkpointed(model)
+    assert switched_forward(model) is None
+
+
+def test_a_copy_is_independent():
+    model = make_model()
+    Applied("full").to(model)
+    other = copy.deepcopy(model)
+    remove(model)
+    assert is_checkpointed(other)
+    assert not is_checkpointed(model)
+
+
+@pytest.mark.parametrize("options", [{"policy": "dost"}, {"select": "9"}, {"compile": "none"}])
+def test_an_error_changes_nothing(options):
+    model = make_model()
+    Applied("full").to(model)
+    with pytest.raises(ValueError, match=r"nearest|there are"):
+        Applied(**options).to(model)
+    assert is_checkpointed(model)
+
+
+def test_compiled_by_dynamo():
+    model = make_model()
+    expected = model(X)
+    Applied("full").to(model)
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(X), expected)
+
+
+def test_a_step_is_measured_as_live_bytes_are():
+    def step():
+        return make_model()(X).square().sum().backward()
+
+    peak = StepPeak(torch.device("cpu"))
+    peak.start()
+    assert peak.is_running
+    step()
+    found = peak.stop()
+    assert not peak.is_running
+    with LiveBytes() as memory:
+        step()
+    assert found == memory.peak > 0

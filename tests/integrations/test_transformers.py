@@ -1,0 +1,464 @@
+"""Models of `transformers` with a policy train as without, and are afterwards what they were."""
+
+import copy
+import doctest
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+import torchremat as tr
+from tests.architectures import ARCHITECTURES
+from tests.helpers import assert_same
+from tests.nn.test_architectures import assert_trains_as_plain
+from torchremat.errors import (
+    BudgetError,
+    BudgetSpellingError,
+    ConcretizationError,
+    NoMatchError,
+    OptionError,
+    PolicyValueError,
+)
+
+transformers = pytest.importorskip("transformers")
+
+from torchremat.integrations import transformers as integration  # noqa: E402
+from torchremat.integrations.switched import switched_forward  # noqa: E402
+from torchremat.integrations.transformers import RematCallback  # noqa: E402
+
+FAST = ("gpt2", "bert, fused attention", "mamba")
+SUPPORTED = [
+    name
+    for name, a in ARCHITECTURES.items()
+    if not a.layers_refused and getattr(transformers, a.model).supports_gradient_checkpointing
+]
+WHOLE = ("gpt2", "bert", "vit")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "attention_dropout": 0.1,
+}
+
+
+def make_model(**settings):
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **settings)).train()
+
+
+POLICIES = pytest.mark.parametrize(
+    "policy", ["dots", pytest.param("budget:80%", marks=pytest.mark.slow)]
+)
+
+
+def wrapped(model):
+    return [name for name, m in model.named_modules() if switched_forward(m) is not None]
+
+
+def step(model, seed=1, **extra):
+    torch.manual_seed(seed)
+    x = torch.randint(0, 64, (2, 16))
+    model.zero_grad()
+    loss = model(input_ids=x, labels=x, **extra).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()], torch.get_rng_state()
+
+
+def larger(batch):
+    """Eight times the batch: of a tiny model's step the gradients are otherwise the peak."""
+    return {name: torch.cat([t] * 8) for name, t in batch.items()}
+
+
+# --- gradient_checkpointing_enable ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SUPPORTED]
+)
+def test_layers_of_every_architecture_train_as_plain(name):
+    a = ARCHITECTURES[name]
+    plain = a.build()
+    model = copy.deepcopy(plain)
+    model.gradient_checkpointing_enable({"policy": "dots"})
+    assert len(wrapped(model)) >= 1
+    assert_trains_as_plain(model, plain, a, a.rounding)
+    assert any(row.decision == "recomputed" for row in tr.nn.report(model))
+
+
+def test_there_are_many_architectures():
+    assert len(SUPPORTED) >= 21
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_budget_is_for_the_model_as_a_whole(name):
+    a = replace(ARCHITECTURES[name], batch=lambda: larger(ARCHITECTURES[name].batch()))
+    plain = a.build()
+    model = copy.deepcopy(plain)
+    model.gradient_checkpointing_enable({"policy": "budget:80%"})
+    assert wrapped(model) == [""]
+    assert_trains_as_plain(model, plain, a)
+    assert tr.nn.report(model).by_decision()["recomputed"] > 0
+
+
+LAYERS = [f"model.layers.{i}" for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ("full", LAYERS),
+        ({"policy": None}, LAYERS),
+        ({"policy": "ops:aten.mm", "use_reentrant": False}, LAYERS),
+        ({"policy": tr.checkpoint_policies.dots_saveable}, LAYERS),
+        ({"policy": "dots", "select": "every:1,!model.layers.0"}, LAYERS[1:]),
+        ({"policy": "budget:90%", "select": "model.layers.1"}, LAYERS[1:2]),
+        ({"policy": {"model.layers.0": "dots", "model.layers.*": "full"}}, LAYERS),
+        ({"policy": "full", "prevent_cse": False, "compile": "aot_eager"}, LAYERS),
+    ],
+    ids=str,
+)
+def test_keys_are_those_of_wrap(options, names):
+    model, plain = make_model(), make_model(use_cache=False)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    assert wrapped(model) == names
+    assert model.is_gradient_checkpointing
+    assert_same(step(model), step(plain))
+    model.gradient_checkpointing_disable()
+    assert wrapped(model) == []
+    assert not model.is_gradient_checkpointing
+    for name, module in model.named_modules():
+        assert vars(module).keys() - before[name].keys() <= {
+            "gradient_checkpointing",
+            "_gradient_checkpointing_func",
+        }
+    assert_same(step(model, use_cache=False), step(plain))
+
+
+def test_the_second_of_two_replaces_the_first():
+    model = make_model()
+    model.gradient_checkpointing_enable({"policy": "budget:80%"})
+    model.gradient_checkpointing_enable({"policy": "dots"})
+    assert wrapped(model) == LAYERS
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert wrapped(model) == []
+    assert model.is_gradient_checkpointing
+    assert_same(step(model), step(make_model(use_cache=False)))
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+def test_what_the_user_wrapped_is_wrapped_again_afterwards():
+    model = tr.nn.wrap(make_model(), "full", select="model.layers.*")
+    mine = [layer.forward for layer in model.model.layers]
+    model.gradient_checkpointing_enable({"policy": "dots"})
+    model.gradient_checkpointing_disable()
+    assert [layer.forward for layer in model.model.layers] == mine
+    assert_same(step(model, use_cache=False), step(make_model(use_cache=False)))
+
+
+@POLICIES
+def test_in_eval_mode_it_generates_from_caches(policy):
+    model, plain = make_model(), make_model()
+    model.gradient_checkpointing_enable({"policy": policy})
+    step(model)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    x = torch.ones(1, 3, dtype=torch.long)
+    assert_same(model.eval().generate(x, **options), plain.eval().generate(x, **options))
+    assert model(x, use_cache=True).past_key_values is not None
+
+
+@POLICIES
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_checkpointed_and_independent(policy, clone):
+    model = make_model()
+    model.gradient_checkpointing_enable({"policy": policy})
+    other = clone(model)
+    model.gradient_checkpointing_disable()
+    assert wrapped(other) == ([""] if "budget" in policy else LAYERS)
+    assert_same(step(other), step(make_model(use_cache=False)))
+    other.gradient_checkpointing_disable()
+    assert wrapped(other) == []
+
+
+def test_without_the_patch_the_library_is_as_it_was():
+    integration.disable()
+    try:
+        model = make_model()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert "torchremat" not in model.gradient_checkpointing_enable.__module__
+    finally:
+        integration.enable()
+
+
+# --- what cannot be honoured ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"polcy": "dots"}, OptionError, "no key 'polcy', nearest: 'policy'"),
+        ({"policy": "dots", "selct": "a"}, OptionError, "no key 'selct', nearest: 'select'"),
+        ({"select": "model.layers.*"}, OptionError, "has no 'policy'"),
+        ({"policy": "dots", "context_fn": print}, OptionError, "from_selective"),
+        ({"policy": "dots", "early_stop": False}, OptionError, "'early_stop' is an option of"),
+        ({"policy": "dost"}, PolicyValueError, "nearest: 'dots'"),
+        ("budget:8Gib", BudgetSpellingError, "nearest: 'GiB'"),
+        ({"policy": "dots", "select": "model.layer.*"}, NoMatchError, "model.layers.0"),
+        ({"policy": "dots", "compile": "inductr"}, ValueError, "nearest: 'inductor'"),
+        ({"policy": "plan:no/such/file"}, OSError, "no/such/file"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named_and_changes_nothing(options, error, message):
+    model = make_model()
+    with pytest.raises(error, match=message):
+        model.gradient_checkpointing_enable(options)
+    assert wrapped(model) == []
+    assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {"preserve_rng_state": False}])
+def test_what_has_no_effect_is_said(options):
+    with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* is ignored"):
+        make_model().gradient_checkpointing_enable({"policy": "dots", **options})
+
+
+@pytest.mark.slow
+def test_a_budget_that_cannot_be_met_names_one_that_can():
+    model = make_model()
+    model.gradient_checkpointing_enable({"policy": "budget:1KiB"})
+    with pytest.raises(BudgetError, match="The least that was found") as caught:
+        step(model)
+    model.gradient_checkpointing_enable({"policy": f"budget:{caught.value.least_bytes}B"})
+    assert_same(step(model), step(make_model(use_cache=False)))
+
+
+def test_a_model_that_cannot_be_traced_is_told_why_and_trains_without():
+    model, plain = make_model(), make_model(use_cache=False)
+    model.gradient_checkpointing_enable({"policy": "budget:80%"})
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 9:] = 0
+    with pytest.raises(ConcretizationError, match=r"masking_utils\.py:\d+") as caught:
+        step(model, attention_mask=mask)
+    assert "attn_implementation='eager'" in caught.value.__notes__[-1]
+    assert sum("attn_implementation" in note for note in caught.value.__notes__) == 1
+    model.gradient_checkpointing_enable({"policy": "dots"})
+    assert_same(step(model, attention_mask=mask), step(plain, attention_mask=mask))
+    model.gradient_checkpointing_disable()
+    extra = {"attention_mask": mask, "use_cache": False}
+    assert_same(step(model, **extra), step(plain, **extra))
+
+
+def test_a_model_that_the_library_does_not_checkpoint_takes_a_budget_or_a_selection():
+    a = ARCHITECTURES["resnet, batch norm"]
+    plain = a.build()
+    model = copy.deepcopy(plain)
+    with pytest.raises(OptionError, match="ResNetForImageClassification does not support gradient"):
+        model.gradient_checkpointing_enable({"policy": "dots"})
+    model.gradient_checkpointing_enable({"policy": "dots", "select": "**.stages.*"})
+    assert_trains_as_plain(model, plain, a)
+    model.gradient_checkpointing_disable()
+    assert wrapped(model) == []
+
+
+# --- the Trainer ---------------------------------------------------------------------------------
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = torch.randint(0, 64, (24, 16), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.x[i], "labels": self.x[i]}
+
+
+OPTIONS = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "seed": 1,
+    "disable_tqdm": True,
+}
+
+
+def trained(model, path, callbacks=(), data=None, **options):
+    """Weights after a training, and the trainer."""
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(str(path), **{**OPTIONS, **options})
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data or Data(), callbacks=list(callbacks)
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, trainer
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@POLICIES
+def test_a_trainer_with_gradient_checkpointing_kwargs_trains_as_without(policy, bf16, tmp_path):
+    expected, _ = trained(make_model(use_cache=False), tmp_path, bf16=bf16)
+    model = make_model()
+    options = {"gradient_checkpointing": True, "bf16": bf16}
+    options["gradient_checkpointing_kwargs"] = json.dumps({"policy": policy})
+    found, _ = trained(model, tmp_path, **options)
+    assert_same(found, expected)
+    (forward, *_) = [f for m in model.modules() if (f := switched_forward(m)) is not None]
+    assert forward.last_program is not None
+    model.gradient_checkpointing_disable()
+    assert wrapped(model) == []
+
+
+@pytest.mark.parametrize("way", ["command line", "command line, bare", "yaml", "json"])
+def test_a_policy_is_given_as_text(way, tmp_path):
+    pytest.importorskip("accelerate")
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    options = {"output_dir": str(tmp_path), "gradient_checkpointing": True, "use_cpu": True}
+    options["gradient_checkpointing_kwargs"] = {"policy": "dots", "select": "last:1"}
+    path = tmp_path / "options"
+    if way.startswith("command"):
+        text = json.dumps(options["gradient_checkpointing_kwargs"])
+        words = ["--gradient_checkpointing_kwargs", "full" if "bare" in way else text]
+        words += ["--gradient_checkpointing", "true", "--output_dir", str(tmp_path)]
+        (arguments,) = parser.parse_args_into_dataclasses([*words, "--use_cpu", "true"])
+    elif way == "yaml":
+        path.write_text(
+            f"output_dir: {tmp_path}\ngradient_checkpointing: true\nuse_cpu: true\n"
+            "gradient_checkpointing_kwargs:\n  policy: dots\n  select: last:1\n"
+        )
+        (arguments,) = parser.parse_yaml_file(str(path))
+    else:
+        path.write_text(json.dumps(options))
+        (arguments,) = parser.parse_json_file(str(path))
+    model = make_model()
+    model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
+    assert wrapped(model) == (LAYERS if "bare" in way else LAYERS[1:])
+
+
+@pytest.mark.parametrize(
+    ("bf16", "options"),
+    [
+        (False, {"policy": "dots"}),
+        pytest.param(True, {"budget": "80%"}, marks=pytest.mark.slow),
+        pytest.param(False, {"budget": "80%"}, marks=pytest.mark.slow),
+        pytest.param(False, {"policy": "full", "select": "first:1"}, marks=pytest.mark.slow),
+        pytest.param(False, {"policy": {"model.layers.*": "dots"}}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_callback_logs_what_is_kept_and_undoes_itself(bf16, options, tmp_path):
+    expected, _ = trained(make_model(use_cache=False), tmp_path, bf16=bf16)
+    model, callback = make_model(), RematCallback(**options)
+    found, trainer = trained(model, tmp_path, [callback], bf16=bf16)
+    assert_same(found, expected)
+    assert wrapped(model) == []
+    assert not model.is_gradient_checkpointing
+    assert callback.peak_bytes > 0
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    assert last["remat_peak_bytes"] == callback.peak_bytes
+    assert last["remat_saved_bytes"] == callback.report.total
+    assert last["remat_recomputed_bytes"] == callback.report.by_decision()["recomputed"]
+
+
+@pytest.mark.slow
+def test_a_callback_with_gradient_accumulation(tmp_path):
+    options = {"gradient_accumulation_steps": 2}
+    expected, _ = trained(make_model(use_cache=False), tmp_path, **options)
+    callback = RematCallback("dots")
+    found, _ = trained(make_model(), tmp_path, [callback], **options)
+    assert_same(found, expected)
+    assert callback.peak_bytes > 0
+
+
+@pytest.mark.slow
+def test_the_measured_peak_keeps_within_the_budget(tmp_path):
+    whole = RematCallback("none", select="model.layers.*")
+    trained(make_model(), tmp_path, [whole])
+    budget = int(0.7 * whole.peak_bytes)
+    callback = RematCallback(budget=budget)
+    trained(make_model(), tmp_path, [callback])
+    assert callback.peak_bytes <= budget
+
+
+class Failing(Data):
+    def __getitem__(self, i):
+        if i == 23:
+            raise ValueError("the data ends here")
+        return super().__getitem__(i)
+
+
+def test_a_training_that_fails_leaves_the_model_as_it_was(tmp_path):
+    model, callback = make_model(), RematCallback("dots")
+    with pytest.raises(ValueError, match="the data ends here"), callback:
+        trained(model, tmp_path, [callback], Failing(), max_steps=50)
+    assert wrapped(model) == []
+    assert_same(step(model, use_cache=False), step(copy.deepcopy(model), use_cache=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "RematCallback gives neither"),
+        ({"policy": "dots", "budget": "8GiB"}, "gives both 'dots' and '8GiB'"),
+        ({"policy": "dost"}, "nearest: 'dots'"),
+        ({"policy": {"model.layers.*": "dost"}}, "nearest: 'dots'"),
+        ({"budget": "8Gib"}, "nearest: 'GiB'"),
+        ({"budget": -1}, "positive number of bytes"),
+    ],
+    ids=str,
+)
+def test_a_callback_is_refused_that_says_nothing_or_two_things(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RematCallback(**arguments)
+
+
+def test_a_callback_and_the_arguments_do_not_both_checkpoint(tmp_path):
+    with pytest.raises(OptionError, match="leave one of them out"):
+        trained(make_model(), tmp_path, [RematCallback("dots")], gradient_checkpointing=True)
+
+
+@POLICIES
+def test_adapters_of_peft_train_as_without(policy, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted(**settings):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+        return peft.get_peft_model(make_model(**settings), config)
+
+    expected, _ = trained(adapted(use_cache=False), tmp_path)
+    options = {"gradient_checkpointing": True}
+    callback = RematCallback(policy)
+    found, _ = trained(adapted(), tmp_path, [callback])
+    assert_same(found, expected)
+    assert callback.report.by_decision()["recomputed"] > 0
+    model = adapted()
+    found, _ = trained(model, tmp_path, **options, gradient_checkpointing_kwargs={"policy": policy})
+    assert_same(found, expected)
+    model.gradient_checkpointing_disable()
+    assert wrapped(model) == []
+
+
+def test_inputs_that_peft_lets_require_gradients_change_nothing():
+    model, plain = make_model(), make_model(use_cache=False)
+    for m in (model, plain):
+        m.requires_grad_(False)
+        m.model.layers[1].mlp.requires_grad_(True)
+        m.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"policy": "dots"})
+    assert_same(step(model), step(plain))
+
+
+def test_the_examples_in_the_docstrings():
+    assert doctest.testmod(integration).failed == 0

@@ -1,0 +1,4 @@
+"""Trainers of other libraries, with a policy or a budget: `transformers` and `lightning`.
+
+Each has a module of its own, which imports the library; importing this package imports none.
+"""

@@ -1,0 +1,333 @@
+"""Models and the `Trainer` of `transformers` with a policy or a budget.
+
+Importing this module makes `gradient_checkpointing_enable` of every model of the library take a
+policy, and with it all that calls it, such as `TrainingArguments(gradient_checkpointing=True)`:
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"policy": "budget:8GiB"})
+
+Keys are those of `torchremat.nn.wrap`: `policy`, `select`, `prevent_cse`, `compile`. A policy that
+decides on one value at a time is on each layer that the library would checkpoint; a budget or a
+plan is on the model as a whole; with `select` either is on each module that it means. Without one
+of these keys the library does what it always did.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from torch import nn
+
+from torchremat.errors import NoMatchError, OptionError, nearest_names
+from torchremat.graph.sources import warn_user
+from torchremat.integrations.session import Session, chosen_policy
+from torchremat.integrations.switched import Applied, remove
+from torchremat.nn.select import Select
+from torchremat.nn.wrap import PolicyByPattern
+from torchremat.planning.budgets import BudgetLike
+from torchremat.remat.policies import Policy, PolicyLike, as_policy
+from torchremat.remat.report import Report
+
+try:
+    from transformers import PreTrainedModel, TrainerCallback
+    from transformers.modeling_layers import GradientCheckpointingLayer
+except ImportError as error:
+    raise ImportError(
+        "torchremat.integrations.transformers needs transformers 4.57 or newer: pip install "
+        "'transformers>=4.57,<5' (and accelerate for its Trainer)"
+    ) from error
+
+__all__ = ["RematCallback", "disable", "enable"]
+
+_KEYS = ("policy", "select", "prevent_cse", "compile")
+_OF_PYTORCH = (
+    "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",
+)  # fmt: skip
+_HINT = (
+    "The model is as it was after gradient_checkpointing_disable(). A model of transformers often "
+    "asks this of its padding mask: attn_implementation='eager' does not, nor does a batch without "
+    "attention_mask. Or give a policy for each layer ('dots', 'full'), which leaves the masks to "
+    "the model, or name with select= the modules that can be traced."
+)
+
+_enable_theirs = PreTrainedModel.gradient_checkpointing_enable
+_disable_theirs = PreTrainedModel.gradient_checkpointing_disable
+
+
+def enable() -> None:
+    """Let `gradient_checkpointing_enable` of all models take a policy. Importing has done it.
+
+    >>> enable()
+    """
+    PreTrainedModel.gradient_checkpointing_enable = gradient_checkpointing_enable
+    PreTrainedModel.gradient_checkpointing_disable = gradient_checkpointing_disable
+
+
+def disable() -> None:
+    """Undo `enable`; what is on a model stays on it.
+
+    >>> disable(); enable()
+    """
+    PreTrainedModel.gradient_checkpointing_enable = _enable_theirs
+    PreTrainedModel.gradient_checkpointing_disable = _disable_theirs
+
+
+def gradient_checkpointing_enable(
+    self: Any, gradient_checkpointing_kwargs: Mapping[str, Any] | str | None = None
+) -> None:
+    """Activate gradient checkpointing: the library's own, or that of a policy.
+
+    Args:
+        self: the model.
+        gradient_checkpointing_kwargs: `{"policy": "budget:8GiB"}`, or just its text; see the
+            module. `use_reentrant` may stay where it is: there is nothing to choose. Without a key
+            of `torchremat.nn.wrap`, the options of `torch.utils.checkpoint`.
+
+    Raises:
+        OptionError: (a `ValueError`) for a key that is none, with the nearest.
+        Whatever `torchremat.nn.wrap` raises; then nothing has changed.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> size = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **size))
+    >>> model.gradient_checkpointing_enable({"policy": "dots"})
+    >>> model.model.layers[1].forward
+    <forward of model.layers.1 under checkpoint, policy=dots_saveable>
+    >>> model.gradient_checkpointing_disable()
+    """
+    applied = _asked(gradient_checkpointing_kwargs)
+    if applied is not None:
+        enable_remat(self, applied)
+        return
+    remove(self)
+    _enable_theirs(self, gradient_checkpointing_kwargs)
+
+
+def gradient_checkpointing_disable(self: Any) -> None:
+    """Deactivate gradient checkpointing, the library's own or that of a policy."""
+    is_ours = bool(remove(self)) | any(_is_ours(module) for module in self.modules())
+    if not is_ours:
+        _disable_theirs(self)
+    elif _takes_function(self):
+        self._set_gradient_checkpointing(enable=False)
+
+
+def enable_remat(model: Any, applied: Applied) -> list[str]:
+    """Put `applied` on `model` of `transformers`, and tell the model that it is checkpointed.
+
+    So the model itself turns off `use_cache`, with its own warning, and `is_gradient_checkpointing`
+    is true. Returns the names of the modules that run under a checkpoint now.
+    """
+    if applied.select is None and not _is_for_the_whole(applied.policy):
+        applied = Applied(
+            applied.policy, _layers_of(model), applied.prevent_cse, applied.compile, applied.hint
+        )
+    names = applied.to(model)
+    if _takes_function(model):
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=call_through)
+    return names
+
+
+def call_through(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What layers call where the library would checkpoint: they run under `checkpoint` already.
+
+    >>> call_through(max, 1, 2)
+    2
+    """
+    return function(*args, **kwargs)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return vars(module).get("_gradient_checkpointing_func") is call_through
+
+
+def _is_for_the_whole(policy: PolicyLike | PolicyByPattern | None) -> bool:
+    """Whether the policy needs no layers: it plans the model, or says itself what it is for."""
+    return isinstance(policy, Mapping) or as_policy(policy).is_whole
+
+
+def _takes_function(model: Any) -> bool:
+    """Whether the model, and not old code that came with it, can be told to checkpoint."""
+    parameters = inspect.signature(model._set_gradient_checkpointing).parameters
+    return bool(model.supports_gradient_checkpointing) and "value" not in parameters
+
+
+def _layers_of(model: Any) -> type:
+    kind = type(model).__name__
+    if not model.supports_gradient_checkpointing:
+        raise OptionError(
+            f"{kind} does not support gradient checkpointing, so it has no layers for a policy: "
+            "name them with select=, or give a budget, which is for the model as a whole"
+        )
+    if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+        raise NoMatchError(
+            f"{kind} has no GradientCheckpointingLayer: it calls its layers in a way of its own. "
+            "Name them with select=, as in {'policy': 'dots', 'select': 'model.layers.*'}"
+        )
+    return GradientCheckpointingLayer  # type: ignore[no-any-return]
+
+
+# --- the keys ------------------------------------------------------------------------------------
+
+
+def _asked(given: Mapping[str, Any] | str | None) -> Applied | None:
+    """What `gradient_checkpointing_kwargs` asks of us; `None` if it is for the library."""
+    if isinstance(given, str):
+        given = {"policy": given}
+    if not given:
+        return None
+    unknown = [key for key in given if key not in (*_KEYS, *_OF_PYTORCH)]
+    if unknown:
+        raise OptionError(
+            f"gradient_checkpointing_kwargs has no key {unknown[0]!r}, "
+            f"{nearest_names(str(unknown[0]), (*_KEYS, *_OF_PYTORCH))}. With a policy the keys are "
+            f"{', '.join(_KEYS)}; without one those of torch.utils.checkpoint"
+        )
+    if not any(key in given for key in _KEYS):
+        return None
+    if "policy" not in given:
+        raise OptionError(
+            f"gradient_checkpointing_kwargs={dict(given)!r} has no 'policy': say what may be "
+            "saved, as in {'policy': 'dots'}, or 'full' to save nothing"
+        )
+    _check_of_pytorch(given)
+    policy = given["policy"]
+    if not isinstance(policy, Mapping):
+        policy = as_policy(policy)
+    return Applied(**{**{k: given[k] for k in _KEYS if k in given}, "policy": policy}, hint=_HINT)
+
+
+def _check_of_pytorch(given: Mapping[str, Any]) -> None:
+    """Refuse, or say that it is ignored, what a policy takes the place of."""
+    refused = [key for key in _OF_PYTORCH[2:] if key in given]
+    if refused:
+        cure = (
+            "from_selective(policy_fn) takes the policy of a context_fn"
+            if refused[0] == "context_fn"
+            else "leave it out"
+        )
+        raise OptionError(
+            f"gradient_checkpointing_kwargs: {refused[0]!r} is an option of torch.utils.checkpoint,"
+            f" which a policy takes the place of: {cure}"
+        )
+    if given.get("use_reentrant"):
+        warn_user(
+            "use_reentrant=True is ignored: with a policy a graph is replayed, which is neither "
+            "reentrant nor not. Leave it out",
+            UserWarning,
+        )
+    if not given.get("preserve_rng_state", True):
+        warn_user(
+            "preserve_rng_state=False is ignored: with a policy random numbers are always drawn "
+            "as they were. Leave it out",
+            UserWarning,
+        )
+
+
+# --- the Trainer ---------------------------------------------------------------------------------
+
+
+class RematCallback(TrainerCallback):  # type: ignore[misc]
+    """Put a policy or a budget on the model of a `Trainer` for the time of its training.
+
+    `Trainer(model, args, callbacks=[RematCallback(budget="8GiB")])`. The report of the first step
+    and the measured peak of the second are logged: a line each on the logger `torchremat` (INFO;
+    the whole report at DEBUG), and in the Trainer's own log `remat_saved_bytes`,
+    `remat_recomputed_bytes` and `remat_peak_bytes`. At the end the model is as it was; after an
+    error too where the training runs inside `with callback:`.
+
+    Args:
+        policy: what may be saved: a policy, its spelling, or a dict from selections to those.
+        budget: instead of it bytes of peak memory, as `memory_budget` takes them.
+        select: which modules are meant, as `torchremat.nn.wrap` has it, by their names in the model
+            of `transformers` (also where `peft` is around it).
+
+    Attributes:
+        report: what the first step kept.
+        peak_bytes: the most bytes alive at one time of what the second step's forward and backward
+            passes made (with `gradient_accumulation_steps`, all of them).
+
+    Raises:
+        OptionError: (a `ValueError`) unless one of `policy` and `budget` is given.
+
+    >>> callback = RematCallback(budget="50%")
+    >>> callback.policy
+    memory_budget('50%')
+    """
+
+    def __init__(
+        self,
+        policy: PolicyLike | PolicyByPattern | None = None,
+        *,
+        budget: BudgetLike | None = None,
+        select: Select | None = None,
+    ) -> None:
+        self._session = Session(chosen_policy(policy, budget, "RematCallback"), select)
+
+    @property
+    def policy(self) -> Policy | PolicyByPattern:
+        """What may be saved."""
+        return self._session.policy
+
+    @property
+    def report(self) -> Report | None:
+        """What the first step kept, once it has run."""
+        return self._session.report
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The measured peak of a step in bytes, once two have run."""
+        return self._session.peak_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._session.end()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the policy on the model."""
+        model: nn.Module = kwargs["model"]
+        if args.gradient_checkpointing:
+            raise OptionError(
+                "TrainingArguments(gradient_checkpointing=True) and a RematCallback both "
+                "checkpoint the model: leave one of them out"
+            )
+        applied = Applied(self.policy, self._session.select, hint=_HINT)
+        base = next(_pretrained(model), None)
+        if base is None:
+            self._session.begin(model, lambda: applied.to(model), lambda: remove(model))
+            return
+        undo = lambda: gradient_checkpointing_disable(base)  # noqa: E731
+        self._session.begin(base, lambda: enable_remat(base, applied), undo)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step begins."""
+        self._session.step_begins()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The gradients of a step are there."""
+        self._session.passes_end()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is over."""
+        self._session.step_ends()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the figures to what the Trainer logs."""
+        figures = self._session.figures()
+        if kwargs.get("logs") is not None:
+            kwargs["logs"].update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model as it was."""
+        self._session.end()
+
+
+def _pretrained(model: nn.Module) -> Iterator[Any]:
+    """The models of the library in `model`, itself or what adapters are around, outermost first."""
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+enable()

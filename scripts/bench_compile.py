@@ -8,7 +8,7 @@ step, over those of our fastest plan whose measured peak is no higher.
 
     python scripts/bench_compile.py --quick                     on the CPU, small models, 3 minutes
     python scripts/bench_compile.py --json compile.json --docs  7 minutes; a GPU if there is one
-    python scripts/bench_compile.py --from compile.json --docs  docs/compile.md of these figures
+    python scripts/bench_compile.py --from compile.json --docs  docs/measured/compile.md of these
 
 Variants of a model are timed in turn, round after round. What is not done in `--seconds` is left
 out, and counted.
@@ -230,14 +230,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="420, or 150 with --quick")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--from", dest="source", metavar="FILE", help="figures of an earlier run")
-    parser.add_argument("--docs", action="store_true", help="write docs/compile.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/measured/compile.md")
     options = parser.parse_args()
     options.seconds = options.seconds or (150.0 if options.quick else 420.0)
     warnings.simplefilter("ignore")
     results = json.loads(Path(options.source).read_text()) if options.source else run(options)
     print_report(results)
     if options.docs:
-        write_docs(results, Path(__file__).resolve().parents[1] / "docs")
+        write_docs(results, Path(__file__).resolve().parents[1] / "docs" / "measured")
     return 0
 
 

@@ -7,7 +7,7 @@ Checkmate's program as an oracle on small graphs.
 
     python scripts/bench_planning.py --quick                       some models, 3 minutes
     python scripts/bench_planning.py --jobs 2 --json out.json      all of them, half an hour
-    python scripts/bench_planning.py --from out.json --docs        docs/planning.md and .png of that
+    python scripts/bench_planning.py --from out.json --docs        docs/measured/planning.*
     python scripts/bench_planning.py --models gpt-4 unet-2 --seconds 10 --device h100 --fused
 
 The models are on the meta device: nothing is computed. Times are those of a roofline, by default of
@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--resume", action="store_true", help="keep what is in the file of --json")
     parser.add_argument("--from", dest="source", metavar="FILE", help="figures of an earlier run")
-    parser.add_argument("--docs", action="store_true", help="write docs/planning.md and .png")
+    parser.add_argument("--docs", action="store_true", help="write docs/measured/planning.*")
     options = parser.parse_args()
     unknown = set(options.models or ()) - set(MODELS)
     if unknown:
@@ -267,7 +267,7 @@ def main() -> int:
     results = json.loads(source) if source else run(options)
     print_report(results)
     if options.docs:
-        write_docs(results, Path(__file__).resolve().parents[1] / "docs")
+        write_docs(results, Path(__file__).resolve().parents[1] / "docs" / "measured")
     return 0
 
 

@@ -3,16 +3,13 @@
     python scripts/bench_viz.py [--depths 4 12 40] [--keep FOLDER]
 
 Models are GPTs of so many layers on the meta device, planned at the full budget: what counts here
-is the drawing. A page is opened in headless Chromium, where there is one (tests/viz/browser.js
-says how): the time until all is drawn, folded; the time to open all modules, lay them out and draw;
-and that of a frame then.
+is the drawing. A page is opened in headless Chromium, where there is one (tests/viz/chromium.py
+drives it): the time until all is drawn, folded; the time to open all modules, lay them out and
+draw; and that of a frame then.
 """
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +23,8 @@ from torchremat import viz
 from torchremat.planning import Plan
 from torchremat.viz.reading import picture_of
 
-BROWSER = Path(__file__).parent.parent / "tests" / "viz" / "browser.js"
+sys.path.append(str(Path(__file__).parent.parent))
+from tests.viz.chromium import CHROMIUM, Page
 
 OPEN_ALL = """(() => {
   const start = performance.now();
@@ -52,22 +50,12 @@ def planned(depth: int) -> Plan:
     return tr.plan(model, tokens, budget="100%", device="h100", solver="local")
 
 
-def browsed(page: Path) -> list[float]:
+def browsed(path: Path) -> list[float]:
     """Milliseconds: to the page drawn, to open all, to draw it again; none without Chromium."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    node = shutil.which("node")
-    if chromium is None or node is None:
+    if CHROMIUM is None:
         return []
-    playwright = os.environ.get("PLAYWRIGHT_CORE", "playwright-core")
-    steps = [{"ask": READY}, {"ask": OPEN_ALL}, {"ask": FRAME}]
-    done = subprocess.run(
-        [node, BROWSER, chromium, playwright, page],
-        input=json.dumps(steps),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return json.loads(done.stdout)["answers"] if done.returncode == 0 else []
+    with Page(path) as page:
+        return [page.ask(expression) for expression in (READY, OPEN_ALL, FRAME)]
 
 
 def main() -> None:

@@ -5,4 +5,4 @@ set -eu
 cd "$(dirname "$0")/.."
 . scripts/_venv.sh
 setup_venv examples
-exec .venv/bin/python examples/train_gpt.py "$@"
+exec .venv/bin/python examples/15_train_gpt.py "$@"

@@ -3,7 +3,7 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python scripts/sweep_ops.py              all: some 15 minutes
     OMP_NUM_THREADS=1 .venv/bin/python scripts/sweep_ops.py exp trace    these operators
-    .venv/bin/python scripts/sweep_ops.py --write     docs/operators.md, from the tables of the test
+    .venv/bin/python scripts/sweep_ops.py --write     docs/reference/operators.md, from the tables
 
 The exit status is 1 if the tables of `tests/remat/test_op_db.py` say something else.
 """
@@ -25,7 +25,7 @@ def main() -> int:
     """Run the sweep and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="operators; by default all")
-    parser.add_argument("--write", action="store_true", help="only write docs/operators.md")
+    parser.add_argument("--write", action="store_true", help="only write the page")
     options = parser.parse_args()
     if options.write:
         test_op_db.DOCUMENT.parent.mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs every check of the project; sets itself up first.
-#   scripts/test.sh                   style, types, layers, then the tests
+#   scripts/test.sh                   style, types, layers, the documentation, then the tests
 #   scripts/test.sh tests/nn -k wrap  only pytest, with these arguments
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/_venv.sh
-setup_venv test,examples,dev
+setup_venv test,examples,dev,docs
 export OMP_NUM_THREADS=1 # a thread for each of the two workers
 export HF_HUB_OFFLINE=1  # models are made from configurations; nothing is downloaded
 if [ $# -eq 0 ]; then
@@ -13,5 +13,6 @@ if [ $# -eq 0 ]; then
     .venv/bin/ruff format --check .
     .venv/bin/mypy
     .venv/bin/lint-imports --no-logo
+    bash scripts/docs.sh
 fi
 exec .venv/bin/python -m pytest -n 2 "$@"

@@ -20,16 +20,44 @@ SMALL_GPT = [
 ]
 # a line for each file and way to run it; the first argument is the file
 COMMANDS = [
-    ["train_gpt.py", *SMALL_GPT, "--policy", "dots|modules:*.mlp"],
-    ["train_gpt.py", *SMALL_GPT, "--dropout", "0.2", "--attention", "eager", "--seed", "1"],
+    ["15_train_gpt.py", *SMALL_GPT, "--policy", "dots|modules:*.mlp"],
+    ["15_train_gpt.py", *SMALL_GPT, "--dropout", "0.2", "--attention", "eager", "--seed", "1"],
 ]
-RULES = ["custom_rules.py", "--steps", "20"]
-DONATED = ["jit_donation.py", "--steps", "3"]
-COMPILED = ["compile_policy.py", "--layers", "2"]
-PLANNED = ["plan_budget.py", "--layers", "2", "--width", "32", "--budget", "55%"]
-NAMED_AXES = ["named_axes.py", "--batch", "8", "--width", "16"]
-RAGGED = ["ragged_gradients.py"]
-NAMED_ARRAYS = ["named_arrays.py"]
+RULES = ["11_custom_rules.py", "--steps", "20"]
+DONATED = ["14_donation.py", "--steps", "3"]
+COMPILED = ["06_compile.py", "--layers", "2"]
+PLANNED = ["04_budgets.py", "--layers", "2", "--width", "32", "--budget", "55%"]
+OFFLOADED = ["05_offload.py", "--layers", "2", "--steps", "2"]
+NAMED_AXES = ["12_named_axes.py", "--batch", "8", "--width", "16"]
+PARALLEL = ["16_pmap.py", "--steps", "5", "--width", "8", "--batch", "16"]
+RAGGED = ["09_ragged_batches.py"]
+NAMED_ARRAYS = ["13_named_arrays.py"]
+AUTODIDAX = ["autodidax.py"]
+FINETUNED = ["17_finetune_llama.py", "--steps", "3", "--length", "32", "--budget", "2MiB"]
+# what a line of the output of a short one is to be
+LINES = {
+    "01_wrap_a_model.py": [r"plain: \d+ B held", *[r".*bit-equal: True, .* as before: True"] * 3],
+    "02_name_values.py": [
+        r"full: saved \[\], 0 B",
+        r"names:up: saved \['up', 'up'\], 4096 B",
+        r"names:up,gate: saved \['gate', 'up', 'gate', 'up'\], 8192 B",
+        r"save_any_names_but_these:up: saved \['gate', 'gate'\], 4096 B",
+    ],
+    "03_write_a_policy.py": [
+        r"dots: 0.addmm, 2.addmm, 18432 B",
+        r"long_products: 2.addmm, 2048 B",
+        r"save_modules\('1'\) \| as_policy\(long_products\): 1.gelu, 2.addmm, 18432 B",
+        r"dots_saveable & ~save_modules\('0'\): 2.addmm, 2048 B",
+    ],
+    "07_distributed.py": [r"2 processes; gradients differ by at most \d.\de-(0[7-9]|1\d)"],
+    "08_functions.py": [r"Hessian: as without a checkpoint"],
+    "18_fsdp_budget.py": [
+        r"  layers\.0 .* saved:\d+B",
+        r"without the budget: loss .* \d+ KiB held, peak \d+ KiB",
+        r"losses are bit-equal: True",
+    ],
+    "10_debug_with_the_report.py": [r"548 KiB held -> 48.0 KiB .*, 3 values decided otherwise"],
+}
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict
 ROW = re.compile(
     r"^  (\S.*?) +([\d.]+) +([\d.]+) +x ([\d.]+) +([\d.]+) -> ([\d.]+) +(yes|NO) *$", re.MULTILINE
@@ -39,12 +67,14 @@ ROW = re.compile(
 @pytest.fixture(scope="module")
 def train_gpt():
     """The names of the example, which does not start by itself."""
-    return runpy.run_path(str(ROOT / "examples" / "train_gpt.py"))
+    return runpy.run_path(str(ROOT / "examples" / "15_train_gpt.py"))
 
 
-def run_example(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run_example(command: list[str], processes: int = 1) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    start = torchrun if processes > 1 else []
     return subprocess.run(
-        [sys.executable, f"examples/{command[0]}", *command[1:]],
+        [sys.executable, *start, f"examples/{command[0]}", *command[1:]],
         cwd=ROOT,
         # the package of this checkout, installed or not
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -56,8 +86,35 @@ def run_example(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_is_run():
-    single = (RULES, DONATED, COMPILED, PLANNED, NAMED_AXES, RAGGED, NAMED_ARRAYS)
-    assert {command[0] for command in (*COMMANDS, *single)} == set(EXAMPLES)
+    single = (
+        RULES, DONATED, COMPILED, PLANNED, OFFLOADED, NAMED_AXES, PARALLEL, RAGGED,
+        NAMED_ARRAYS, AUTODIDAX, FINETUNED,
+    )  # fmt: skip
+    assert {command[0] for command in (*COMMANDS, *single)} | set(LINES) == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_short_example(name):
+    done = run_example([name])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in LINES[name]:
+        assert re.search(rf"^{line}$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_a_sharded_training_keeps_to_its_budget():
+    done = run_example(["18_fsdp_budget.py", "--budget", "45%"], 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^with\w* the budget: .*, (\d+) KiB held, peak (\d+)", done.stdout, re.M)
+    (held, peak), (held_with, peak_with) = [tuple(map(int, row)) for row in rows]
+    assert held_with < 0.5 * held
+    assert peak_with < 0.7 * peak
+    assert "losses are bit-equal: True" in done.stdout
+
+
+def test_examples_are_numbered():
+    numbers = [name.partition("_")[0] for name in EXAMPLES if name != "autodidax.py"]
+    assert all(re.fullmatch(r"\d\d", number) for number in numbers)
+    assert len(set(numbers)) == len(numbers)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -131,11 +188,22 @@ def test_a_training_keeps_to_its_plan():
     assert all(float(peak) <= float(budget) for peak in peaks)
 
 
+def test_what_is_offloaded_is_held_by_the_host():
+    done = run_example(OFFLOADED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w[\w ]*?) +(\d+) +(\d+)   (.*)$", done.stdout, re.MULTILINE)
+    device, host = ({row[0]: int(row[i]) for row in rows} for i in (1, 2))
+    assert device["dots offloaded"] < device["dots saved"] < device["saved"]
+    assert host["saved"] == host["dots saved"] == 0
+    assert host["dots offloaded"] == device["dots saved"] - device["dots offloaded"]
+    assert len({row[3] for row in rows}) == 1
+
+
 def test_donated_parameters_are_updated_where_they_are():
     done = run_example(DONATED)
     assert done.returncode == 0, done.stderr
     assert "same memory: True" in done.stdout
-    assert "donated to jit(step) at jit_donation.py" in done.stdout
+    assert "donated to jit(step) at 14_donation.py" in done.stdout
 
 
 def test_a_compiled_model_keeps_what_it_keeps_in_eager_mode():
@@ -160,7 +228,7 @@ def test_examples_of_a_batch_know_of_one_another():
     found = re.findall(r"off by ([\d.e+-]+); gradients differ by at most ([\d.e+-]+)", done.stdout)
     assert len(found) == 3, done.stdout
     assert all(float(error) < 1e-12 for pair in found for error in pair), done.stdout
-    assert done.stdout.count("f64[16] output of psum from named_axes.py") == 2
+    assert done.stdout.count("f64[16] output of psum from 12_named_axes.py") == 2
 
 
 def test_gradients_of_sequences_of_different_lengths():
@@ -177,3 +245,63 @@ def test_arrays_are_mapped_along_a_name():
         "('batch', 'row') [[3.0, 21.0], [12.0, 30.0]]",
         "gradient: [[6.0, 12.0], [8.0, 14.0], [10.0, 16.0]]",
     ]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_train_as_one(processes):
+    done = run_example(PARALLEL, processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{processes} processes: loss " in done.stdout
+    (error,) = re.findall(r"weights differ by at most ([\d.e+-]+)", done.stdout)
+    assert float(error) < 1e-12
+
+
+def test_the_library_rebuilt_in_a_file_says_what_the_library_says():
+    done = run_example(AUTODIDAX)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w+.*?) +(\d+) +(\d+) +(\d+) +yes +(.+)$", done.stdout, re.MULTILINE)
+    assert [row[-1] for row in rows] == ["says the same"] * 4 + ["-"], done.stdout
+    (budget, _, peak, *_) = rows[-1]
+    assert int(peak) <= int(budget.removeprefix("budget "))
+
+
+def test_the_library_rebuilt_in_a_file_draws_random_numbers_once():
+    rebuilt = runpy.run_path(str(ROOT / "examples" / "autodidax.py"))
+
+    def f(x):
+        return (torch.sin(x) * torch.bernoulli(torch.full_like(x, 0.5))).exp().sum()
+
+    x = torch.randn(64, requires_grad=True)
+    found = []
+    for fun in (f, rebuilt["checkpoint"](f, rebuilt["nothing"])):
+        torch.manual_seed(0)
+        found.append(torch.autograd.grad(fun(x), x)[0])
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match="the least peak that is found is"):
+        rebuilt["checkpoint"](f, rebuilt["Budget"](1))(x)
+    with pytest.raises(ValueError, match="add_.Tensor writes in place"):
+        rebuilt["checkpoint"](lambda x: x.sin().add_(1).exp())(x)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="budget"),
+        pytest.param(["--policy", "dots"], marks=pytest.mark.slow, id="dots"),
+        pytest.param(["--steps", "50"], marks=pytest.mark.slow, id="50 steps"),
+        pytest.param(["--steps", "50", "--bf16"], marks=pytest.mark.slow, id="50 steps, bf16"),
+    ],
+)
+def test_a_llama_is_fine_tuned_within_its_budget(more):
+    for package in ("peft", "accelerate"):
+        pytest.importorskip(package)
+    done = run_example([*FINETUNED, *more])
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
+    assert len(losses) == (50 if "50" in more else 3)
+    assert all(plain == remat for plain, remat in losses)
+    assert "losses and adapters are equal to the bit" in done.stdout
+    plain, remat = re.search(r"peak of a step: (\d+) B without, (\d+) B with", done.stdout).groups()
+    assert int(remat) < int(plain)
+    if "--policy" not in more:
+        assert int(remat) <= 2 << 20

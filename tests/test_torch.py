@@ -4,14 +4,19 @@ A new release of PyTorch is ready for use when these pass.
 """
 
 import ast
+import importlib.util
 import inspect
+import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch import fx
+from torch import distributed, fx
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.module_tracker import ModuleTracker
 
 from torchremat import _torch
 
@@ -707,6 +712,14 @@ def sizes_in_traces():
     assert node.target is sizes_in_traces
 
 
+@check("has_saved_tensors_hooks")
+def hooks_of_the_surroundings():
+    assert not _torch.has_saved_tensors_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert _torch.has_saved_tensors_hooks()
+    assert not _torch.has_saved_tensors_hooks()
+
+
 @check("is_faking", "untraced")
 def on_fake_tensors():
     assert not _torch.is_faking()
@@ -789,8 +802,28 @@ def what_compiles():
 # --- compilers ----------------------------------------------------------------------------------
 
 
-@check("inductor_option_names", "inductor_modes", "inductor_decompositions")
+@check("to_user")
+def an_error_of_a_backend_reaches_the_user_as_it_is():
+    class Told(ValueError):
+        pass
+
+    def backend(module, inputs):
+        raise _torch.to_user(Told("no"), sys._getframe())
+
+    torch._dynamo.reset()
+    with pytest.raises(Told, match="^no"):
+        torch.compile(torch.sin, backend=backend)(torch.ones(3))
+    torch._dynamo.reset()
+
+
+@check("has_triton")
+def triton():
+    assert _torch.has_triton() == (importlib.util.find_spec("triton") is not None)
+
+
+@check("inductor_option_names", "inductor_option_type", "inductor_modes", "inductor_decompositions")
 def settings_of_inductor():
+    assert _torch.inductor_option_type("max_autotune") is bool
     assert "max_autotune" in _torch.inductor_option_names()
     assert "max-autotune" in _torch.inductor_modes()
     assert torch.ops.aten.gelu.default in _torch.inductor_decompositions()
@@ -849,12 +882,20 @@ def partition_of_inductor():
     cuts = _Cuts(_torch.min_cut_partition)
     custom = _torch.inductor_partitioner(cuts, "a key of this test")
 
+    asked = []
+
+    def may_fuse(one, other):
+        asked.extend(node for loop in (*one, *other) for node in loop)
+        return True
+
     def backend(module, inputs):
-        return _torch.compile_fx(module, inputs, config={"custom_partitioner_fn": custom})
+        config = {"custom_partitioner_fn": custom}
+        return _torch.compile_fx(module, inputs, config=config, may_fuse=may_fuse)
 
     with torch._inductor.utils.fresh_inductor_cache():
         _compile(backend)
     assert "aten.sin" in cuts.backwards[0]
+    assert all(isinstance(node, torch.fx.Node) for node in asked)
 
 
 @check("is_in_stock_compiler", "selective_policy_at_work", "node_in_compiler", "MUST_SAVE")
@@ -963,6 +1004,8 @@ def memory_moves_between_tensors():
     for use in (torch.sin, torch.clone, torch.func.vmap(torch.sin)):
         with pytest.raises(NotImplementedError, match="no memory"):
             use(x)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(x)
 
 
 @check("transform_depth")
@@ -1034,6 +1077,21 @@ def levels_wrap_lifted():
     assert torch.func.vmap(torch.sum)(x).tolist() == [1.0, 1.0]
 
 
+@check("module_trackers_set_aside")
+def module_trackers_set_aside():
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append(1))
+    linear = torch.nn.Linear(1, 1)
+    with handle, ModuleTracker() as tracker:
+        before = [dict(hooks) for hooks in _torch.GLOBAL_MODULE_HOOKS]
+        linear.register_forward_pre_hook(lambda *_: seen.append(sorted(tracker.parents)))
+        with _torch.module_trackers_set_aside():
+            linear(torch.ones(1))
+        linear(torch.ones(1))
+        assert seen == [1, ["Global"], 1, ["Global", "Linear"]]
+        assert [dict(hooks) for hooks in _torch.GLOBAL_MODULE_HOOKS] == before
+
+
 @check("decomposition_table")
 def decomposition_table():
     table = _torch.decomposition_table()
@@ -1072,6 +1130,40 @@ def depends_on_symbols():
     assert _torch.depends_on_symbols(size > 7)
     assert not _torch.depends_on_symbols(size > 0)
     assert not _torch.depends_on_symbols(3)
+
+
+@check("process_collectives", "group_named", "store_of_processes", "timeout_of_processes")
+def processes():
+    timeout = timedelta(seconds=7)
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        name = distributed.group.WORLD.group_name
+        assert _torch.group_named(name) is distributed.group.WORLD
+        with pytest.raises(RuntimeError):
+            _torch.group_named("another")
+        assert _torch.timeout_of_processes() == timeout
+        _torch.store_of_processes().set("key", "value")
+        assert _torch.store_of_processes().get("key") == b"value"
+        ops, x = _torch.process_collectives, torch.arange(4.0)
+        for found in (
+            ops.all_reduce(x, "sum", name),
+            ops.reduce_scatter_tensor(x, "sum", 1, name),
+            ops.all_gather_into_tensor(x, 1, name),
+            ops.all_to_all_single(x, [4], [4], name),
+        ):
+            assert torch.equal(ops.wait_tensor(found), x)
+    finally:
+        distributed.destroy_process_group()
+
+
+@check("current_mesh")
+def mesh_in_scope():
+    assert _torch.current_mesh() is None
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    with mesh:
+        assert _torch.current_mesh() is mesh
+    assert _torch.current_mesh() is None
 
 
 def public_names():

@@ -31,6 +31,22 @@ class Net(nn.Module):
 def make():
     return Net(), (torch.randn(256, 16),)
 
+def make_wrapped():
+    import torchremat
+    return torchremat.nn.wrap(Net(), "full", select="layers.*"), (torch.randn(256, 16),)
+
+def make_other_each_time():
+    calls = []
+    class Counting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            calls.append(1)
+            return x + len(calls)
+        @staticmethod
+        def backward(ctx, g):
+            return g
+    return lambda x: Counting.apply(x).sum(), (torch.ones(1),)
+
 def make_with_branch():
     def branching(x):
         if x.sum() > 0:

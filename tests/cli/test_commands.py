@@ -1,10 +1,12 @@
 import json
+import re
 
 import pytest
 import torch
 
 import torchremat as tr
 from tests.cli.commands import in_folder, output_of, run  # noqa: F401
+from torchremat.cli.benchmarks import difference
 from torchremat.cli.targets import load_target
 
 pytestmark = pytest.mark.usefixtures("in_folder")
@@ -102,11 +104,23 @@ def test_compare_has_the_figures_of_explain_and_estimate():
         assert row["held_bytes"] == tr.explain(*bound(), policy=policy).total
 
 
-def test_compare_of_selected_modules_simulates_no_peak():
-    result = run("compare", MODEL, "--policy", "full", "--select", "layers.*", "--device", "meta")
-    assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1].split()[-3:] == ["-", "-", "-"]
-    assert "not simulated" in result.stderr
+def test_compare_simulates_the_peak_that_bench_measures_of_selected_modules():
+    args = [MODEL, "--policy", "full", "--select", "layers.*", "--json", "-"]
+    compared = json.loads(output_of("compare", *args, "--device", "meta"))
+    measured = json.loads(output_of("bench", *args, "--rounds", "1"))["rows"]
+    assert [row["peak_bytes"] for row in compared] == [row["peak_bytes"] for row in measured[:2]]
+    assert compared[1]["added_seconds"] > 0
+    assert "-" not in output_of("compare", *args[:-2]).splitlines()[-1].split()
+
+
+def test_compare_lets_the_checkpoints_of_the_model_decide():
+    rows = json.loads(
+        output_of("compare", "model.py:make_wrapped", "--policy", "none", "--json", "-")
+    )
+    model, args = load_target("model.py:make_wrapped").fun, bound()[1:]
+    peaks = [tr.estimate(model, *args, policy=policy).peak_bytes for policy in (None, "none")]
+    assert [row["peak_bytes"] for row in rows] == peaks
+    assert peaks[0] < peaks[1]
 
 
 @pytest.mark.parametrize("select", [[], ["--select", "layers.*"]])
@@ -115,6 +129,7 @@ def test_bench_measures_each_policy_as_often(select):
     rows = {row["policy"]: row for row in json.loads(text)["rows"]}
     assert list(rows) == ["plain", "full", "plain again"]
     assert {len(row["seconds"]) for row in rows.values()} == {2}
+    assert all(row["bit_equal"] for row in rows.values())
     assert rows["plain"]["peak_bytes"] == rows["plain again"]["peak_bytes"]
     assert (rows["full"]["peak_bytes"] < rows["plain"]["peak_bytes"]) == bool(select)
 
@@ -122,6 +137,27 @@ def test_bench_measures_each_policy_as_often(select):
 def test_bench_prints_a_table():
     lines = output_of("bench", MODEL, "--policy", "dots", "--rounds", "1").splitlines()
     assert [line.split("  ")[0] for line in lines] == ["policy", "plain", "dots", "plain again"]
+    assert [line.split()[-1] for line in lines] == ["bit-equal", "yes", "yes", "yes"]
+
+
+def test_bench_says_what_is_not_bit_equal():
+    text = output_of("bench", "model.py:make_other_each_time", "--policy", "full", "--rounds", "1")
+    assert re.search(r"^plain again .* no: output 0 differs by \d+$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("b", "said"),
+    [
+        (torch.tensor([1.0, float("nan")]), None),
+        (torch.tensor([1.5, float("nan")]), "grad of w differs by nan"),
+        (torch.tensor([1.0, 2.0]), "grad of w differs by nan"),
+        (torch.tensor([1.0]), "grad of w is f32[1], not f32[2]"),
+        (None, "grad of w is missing"),
+    ],
+)
+def test_a_difference_is_told(b, said):
+    a = torch.tensor([1.0, float("nan")])
+    assert difference({"grad of w": a}, {"grad of w": b}) == said
 
 
 def test_bench_needs_values():

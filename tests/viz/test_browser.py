@@ -1,23 +1,15 @@
 """Pages in headless Chromium: they draw, fold, find, and link the timeline with the graph.
 
-Needs `chromium` on the path, and `node` with the package `playwright-core`, in the folder that the
-environment variable `PLAYWRIGHT_CORE` names or where node finds it.
+Needs Chromium on the path, and nothing else: `chromium.py` drives it.
 """
-
-import json
-import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.viz.steps import mlp_plan
+from tests.viz.chromium import CHROMIUM, Page
+from tests.viz.steps import mlp_plan, mlp_report
 from torchremat import viz
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-NODE = shutil.which("node")
-PLAYWRIGHT = os.environ.get("PLAYWRIGHT_CORE", "playwright-core")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the path")
 
 WHERE = """(() => {
   const view = torchremat.views[0], module = view.tree.modules.get("layers.1.up");
@@ -26,35 +18,38 @@ WHERE = """(() => {
 OPEN = 'torchremat.views[0].tree.modules.get("layers.1.up").open'
 
 
-def can_open_pages():
-    if CHROMIUM is None or NODE is None:
-        return False
-    found = subprocess.run(
-        [NODE, "-e", f"require({PLAYWRIGHT!r})"], capture_output=True, check=False
-    )
-    return found.returncode == 0
+def opened(path, *steps):
+    """What the page answers to each `ask`, without errors and requests."""
+    answers = []
+    with Page(path) as page:
+        for step in steps:
+            if "click" in step:
+                page.click(step["click"])
+            if "fill" in step:
+                page.fill(*step["fill"])
+            if "press" in step:
+                page.press(step["press"])
+            if "ask" in step:
+                answers.append(page.ask(step["ask"]))
+        assert page.errors == [] and page.requests == []
+    return answers
 
 
-pytestmark = pytest.mark.skipif(
-    not can_open_pages(), reason="needs chromium, and node with the package playwright-core"
-)
-
-
-def opened(page, *steps):
-    """What the page answers, without errors and requests."""
-    script = Path(__file__).with_name("browser.js")
-    done = subprocess.run(
-        [NODE, script, CHROMIUM, PLAYWRIGHT, page],
-        input=json.dumps(steps),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["errors"] == [] and found["requests"] == []
-    return found["answers"]
+def test_what_goes_wrong_in_a_page_is_noticed(tmp_path):
+    (tmp_path / "bad.html").write_text("""<script>
+      window.torchremat = true;
+      console.error("said");
+      setTimeout(() => { throw Error("raised"); });
+      fetch("http://127.0.0.1:9/asked").catch(() => 0);
+    </script>""")
+    with Page(tmp_path / "bad.html") as page:
+        while len(page.errors) < 3 or not page.requests:  # or the test runs out of time
+            page.ask("1")
+        assert page.requests == ["http://127.0.0.1:9/asked"]
+        said, raised, refused = sorted(map(str, page.errors), key=lambda text: "said" not in text)
+        assert "said" in said and "raised" in raised + refused
+        with pytest.raises(AssertionError, match="nothing is not defined"):
+            page.ask("nothing")
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +72,18 @@ def test_a_click_folds_and_unfolds_a_module(page):
     ] == [True, False, True]
 
 
-def test_search_finds_and_selects(page):
+def test_search_finds_and_selects(page, plan):
+    products = [n for n, decision in plan.decisions.items() if decision == "saved"]
+    product = next(name for name in products if name.startswith("addmm"))
+    number = int(product.partition("_")[2] or 0)  # each layer has two products: up and down
+    module = f"layers.{number // 2}.{'down' if number % 2 else 'up'}"
     answers = opened(
         page,
-        {"fill": ["#search", "layers.2.up addmm saved"], "ask": "torchremat.selected"},
+        {"fill": ["#search", f"{module} addmm saved"], "ask": "torchremat.selected"},
         {"press": "Enter", "ask": "torchremat.selected?.module"},
         {"ask": "document.querySelector('#panel').innerText"},
     )
-    assert answers[1] == "layers.2.up"
+    assert answers[1] == module
     assert "aten.addmm.default" in answers[2] and "steps.py" in answers[2]
 
 
@@ -115,6 +114,15 @@ def test_the_bytes_that_the_page_stacks_are_the_plans(page, plan):
     )
     found = {name: tuple(map(round, values)) for name, values in stacks.items()}
     assert found == plan.timeline().by_category()
+
+
+@pytest.mark.parametrize("policy", [None, "dots"])
+def test_the_bytes_of_a_page_are_the_reports(tmp_path, policy):
+    report = mlp_report(policy)
+    viz.graph_html(report, tmp_path / "report.html")
+    ask = """[...torchremat.views[0].names.values()].filter((value) => value.kind === "saved")
+        .reduce((sum, value) => sum + value.nbytes, 0)"""
+    assert opened(tmp_path / "report.html", {"ask": ask}) == [report.total]
 
 
 def test_no_boxes_overlap_but_those_of_modules_around(page):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -211,6 +212,7 @@ def test_a_path_that_cannot_be_written_is_named(plan, tmp_path, name):
 
 def test_what_has_no_timeline_is_refused(tmp_path):
     report = tr.explain(lambda x: x.sin().sum(), torch.ones(3))
+    report = pickle.loads(pickle.dumps(report))
     with pytest.raises(tr.errors.PlanError, match="has no timeline: give a Plan"):
         viz.timeline(report, tmp_path / "step.svg")
     with pytest.raises(tr.errors.PlanError, match="no timeline, which a trace is made of"):

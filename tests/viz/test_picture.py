@@ -1,11 +1,15 @@
 """What pictures tell is what plans, reports and graphs say."""
 
+import pickle
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import torchremat as tr
-from tests.viz.steps import Block, mlp_plan, mlp_report
+from tests.viz.steps import Block, Model, mlp_plan, mlp_report
 from torchremat.viz.modules import Operators, backward_modules
 from torchremat.viz.picture import KINDS
 from torchremat.viz.reading import picture_of
@@ -94,19 +98,66 @@ def test_a_backward_operator_goes_with_what_it_reads(reads, views, known, name, 
 @pytest.mark.parametrize("policy", ["full", "dots", "none"])
 def test_a_report_of_one_policy_is_drawn_with_its_graphs(policy):
     report = mlp_report(policy)
-    if getattr(report, "program", None) is None:
-        pytest.skip("reports do not carry graphs")
     picture = picture_of(report)
     assert picture.totals().get("saved", 0) == report.by_decision().get("saved", 0)
     assert picture.timeline is not None
 
 
-def test_a_report_without_graphs_is_drawn_row_by_row():
-    model = Block(8)
-    report = tr.explain(model, torch.ones(4, 8))
+@pytest.mark.parametrize("select", [None, "layers.*", "layers.1"])
+def test_a_report_of_a_model_as_it_is_is_drawn_with_the_graphs_of_autograd(select):
+    model, x = Model(), torch.ones(512, 16)
+    if select is not None:
+        tr.nn.wrap(model, "full", select=select)
+    report = tr.explain(model, x)
     picture = picture_of(report)
-    assert [value.nbytes for value in picture.values] == [row.nbytes for row in report]
-    assert picture.timeline is None
+    assert picture.totals()["saved"] == picture.timeline.saved_bytes == report.total
+    assert picture.timeline.peak == tr.estimate(model, x).peak_bytes
+
+
+def test_a_report_of_what_has_changed_since_is_not_drawn():
+    model, x = Model(), torch.ones(512, 16)
+    report = tr.explain(tr.nn.wrap(model, "full", select="layers.*"), x)
+    tr.nn.unwrap(model)
+    with pytest.raises(tr.errors.TraceError, match="has changed since it was explained: layers.0"):
+        picture_of(report)
+
+
+def test_a_report_keeps_no_memory_of_arguments():
+    x = torch.ones(8)
+    alive = weakref.ref(x.untyped_storage())
+    report = tr.explain(torch.sin, x)
+    del x
+    assert alive() is None
+    assert picture_of(report).timeline is not None
+
+
+def test_the_report_of_a_step_is_drawn_with_its_graphs_if_one_program_ran():
+    model = tr.nn.wrap(Model(), "dots")
+    model(torch.ones(512, 16)).backward()
+    report = tr.nn.report(model)
+    totals = picture_of(report).totals()
+    assert {kind: totals[kind] for kind in ("saved", "recomputed")} == {
+        kind: report.by_decision()[kind] for kind in ("saved", "recomputed")
+    }
+
+
+def test_a_report_without_graphs_is_drawn_row_by_row():
+    model = tr.nn.wrap(Model(), "full", select="layers.*")
+    model(torch.ones(512, 16)).backward()
+    report = tr.nn.report(model)
+    for drawn in (report, pickle.loads(pickle.dumps(report))):
+        picture = picture_of(drawn)
+        assert [value.nbytes for value in picture.values] == [row.nbytes for row in report]
+        assert picture.timeline is None
+
+
+def test_what_a_plan_offloads_looks_so_and_says_why(plan):
+    name = next(name for name, kind in plan.decisions.items() if kind == "saved")
+    plan = replace(plan, decisions=plan.decisions | {name: "offloaded"})
+    picture = picture_of(plan)
+    value = picture.values[picture.positions[name]]
+    assert value.kind == "offloaded"
+    assert value.reason.startswith("the plan copies it to the host")
 
 
 def test_a_typed_graph_tells_its_constants_from_its_inputs():

@@ -7,7 +7,7 @@
 >>> block(x, w).sum().backward()
 """
 
-from torchremat import batching, checkpoint_policies, config, errors, nn, planning, viz
+from torchremat import batching, checkpoint_policies, config, errors, nn, parallel, planning, viz
 from torchremat.autodiff.graph_transforms import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.batching.batch_graph import batch_graph
@@ -53,6 +53,7 @@ from torchremat.parallel.devices import (
     process_count,
     process_index,
 )
+from torchremat.parallel.pmap import pmap
 from torchremat.planning.estimate import estimate
 from torchremat.planning.plans import plan
 from torchremat.remat.checkpoint import checkpoint
@@ -116,9 +117,11 @@ __all__ = [
     "make_graph",
     "name_p",
     "nn",
+    "parallel",
     "partial_eval_graph",
     "plan",
     "planning",
+    "pmap",
     "pmax",
     "pmean",
     "pmin",

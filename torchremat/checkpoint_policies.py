@@ -8,6 +8,10 @@ dots_saveable | save_only_these_names('attn')
 """
 
 from torchremat.planning.policy import from_plan, memory_budget
+from torchremat.remat.offload_policies import (
+    offload_dot_with_no_batch_dims,
+    save_and_offload_only_these_names,
+)
 from torchremat.remat.policies import (
     checkpoint_dots,
     checkpoint_dots_with_no_batch_dims,
@@ -36,8 +40,10 @@ __all__ = [
     "from_selective",
     "memory_budget",
     "nothing_saveable",
+    "offload_dot_with_no_batch_dims",
     "recompute_modules",
     "recompute_ops",
+    "save_and_offload_only_these_names",
     "save_any_names_but_these",
     "save_anything_except_these_names",
     "save_from_both_policies",

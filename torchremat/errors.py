@@ -13,91 +13,250 @@ class TorchrematError(Exception):
 
 
 class ConcretizationError(TorchrematError, TypeError):
-    """Python asked for the value of a traced tensor (`if x > 0`, `x.item()`, `float(x)`)."""
+    """Python asked for the value of a traced tensor (`if x > 0`, `x.item()`, `float(x)`).
+
+    Raised when a function is traced: at the first call of a checkpoint, in `make_graph`, `jit`,
+    `plan`.
+
+    Cure: let the value be a Python value that is named in `static_argnums`; or say it with
+    tensors, `torch.where` or `torch.cond`; or ask for it outside the function.
+    """
 
 
 class EffectError(TorchrematError, RuntimeError):
-    """The traced function did something that a graph cannot replay."""
+    """The traced function did something that a graph cannot replay.
+
+    Raised at the first call: random numbers of Python or NumPy, seeding, an attribute that a
+    module's `forward` changes, `x.data = ...`, writes that a graph cannot hold together with a
+    derivative.
+
+    Cure: draw with `torch`, or outside; keep counters in buffers and write to them in place;
+    return new values instead of writing.
+    """
 
 
 class TraceError(TorchrematError, TypeError):
-    """An argument or result of a function to trace is not a tree of tensors and scalars."""
+    """An argument or result of a function to trace is not a tree of tensors and scalars.
+
+    Raised when a function is called or traced with an object that is no tensor, number, string
+    or `None`, nor a tree of them; with sparse or nested tensors; with nothing to differentiate.
+
+    Cure: name what is no tensor in `static_argnums` or `static_argnames`, register its type as
+    a tree, or pass the tensors that it holds.
+    """
 
 
 class PolicyError(TorchrematError, TypeError):
-    """A policy is no policy, or answered something that is no verdict."""
+    """A policy is no policy, or answered something that is no verdict.
+
+    Raised where a policy is made or given, and, for its answers, when it is asked.
+
+    Cure: answer `True`, `False`, `Saveable`, `Recompute` or `Offloadable(src, dst)`; give a
+    policy of `checkpoint_policies`, its spelling, or a callable.
+    """
+
+
+class PolicyFailedError(TorchrematError, RuntimeError):
+    """A policy of the user's raised an error while a compiler captured a program.
+
+    Raised at the first call of what is under `torch.compile`, which would hand on the policy's own
+    error as one of the compiler's; without a compiler that error comes as it is.
+
+    Cure: mend the policy. It is asked about operators, avals (shape, dtype, device) and numbers:
+    there are no tensors yet whose values it could read.
+    """
 
 
 class NoMatchError(TorchrematError, ValueError):
-    """A selection of modules matches nothing."""
+    """A selection of modules matches nothing.
+
+    Raised by `nn.wrap` for a `select` or a dict of policies that finds no submodule, and by
+    `nn.report` where nothing is wrapped.
+
+    Cure: take one of the nearest names that the message gives; `dict(model.named_modules())`
+    has all.
+    """
 
 
 class GraphError(TorchrematError, ValueError):
-    """A graph breaks a rule that every typed graph obeys, or does not fit what is asked of it."""
+    """A graph breaks a rule that every typed graph obeys, or does not fit what is asked of it.
+
+    Raised by what takes or makes graphs: a node without an aval, a graph that is not linear,
+    graphs that do not fit together. The message prints the graph around the fault.
+
+    Cure: make the graph with `make_graph`, and give what the rule in the message says.
+    """
 
 
 class RetraceError(TorchrematError, RuntimeError):
-    """A function, traced a second time for a higher derivative, computed something else."""
+    """A function, traced a second time for a higher derivative, computed something else.
+
+    Raised in a derivative of higher order, which traces the function again at the time of the
+    backward pass.
+
+    Cure: keep what the function reads (globals, closures, modules) as it was until all
+    derivatives are taken.
+    """
 
 
 class RecomputationError(TorchrematError, RuntimeError):
-    """A value that was computed again is not what it was: see `config.verify_recomputation`."""
+    """A value that was computed again is not what it was: see `config.verify_recomputation`.
+
+    Raised in a backward pass with `config.verify_recomputation = "bitwise"`, with the first
+    value that differs, its module and line.
+
+    Cure: save that value (`save_modules`, `save_only_these_names`), or use a deterministic
+    operator (`torch.use_deterministic_algorithms`).
+    """
 
 
 class DonationError(TorchrematError, RuntimeError):
-    """A tensor that must not be donated was, or the values of one that was donated are used."""
+    """A tensor that must not be donated was, or the values of one that was donated are used.
+
+    Raised by what `jit` made: for a donated parameter that is needed, views of it, a tensor
+    that is donated twice; and by each use of a donated tensor's values.
+
+    Cure: go on with the outputs instead of what was donated; pass a clone, or leave the
+    argument out of `donate_argnums`, if it is needed later.
+    """
 
 
 class DerivativeTypeError(TorchrematError, TypeError):
-    """A derivative was asked for of, or given, what has none: integers, other trees or dtypes."""
+    """A derivative was asked for of, or given, what has none: integers, other trees or dtypes.
+
+    Raised by `grad`, `vjp`, `jvp`, `jacfwd` and their kin.
+
+    Cure: convert integers to a floating dtype, return what is not differentiated with
+    `has_aux=True`, and give tangents and cotangents the structure and dtype of their values.
+    """
 
 
 class DerivativeShapeError(TorchrematError, ValueError):
-    """A tangent or cotangent has another shape than the value that it belongs to."""
+    """A tangent or cotangent has another shape than the value that it belongs to.
+
+    Raised by `jvp`, and by what `vjp` and `linearize` give.
+
+    Cure: give it the shape of the value; the message has both.
+    """
 
 
 class MissingRuleError(TorchrematError, AttributeError):
-    """A function with rules of its own for derivatives is called before they are defined."""
+    """A function with rules of its own for derivatives is called before they are defined.
+
+    Raised by a call of a `custom_jvp` or `custom_vjp`.
+
+    Cure: define the rules first: `f.defjvp(rule)`, `f.defvjp(fwd, bwd)`.
+    """
 
 
 class RuleTypeError(TorchrematError, TypeError):
-    """A rule for derivatives gives, or is given, what is not of the right structure."""
+    """A rule for derivatives gives, or is given, what is not of the right structure.
+
+    Raised when the rules of a `custom_jvp` or `custom_vjp` run.
+
+    Cure: return what the message shows: of `fwd` a pair (output, residuals), of `bwd` a tuple
+    with an entry for each argument.
+    """
 
 
 class RuleValueError(TorchrematError, ValueError):
-    """A rule for derivatives gives cotangents of the wrong shapes or dtypes."""
+    """A rule for derivatives gives cotangents of the wrong shapes or dtypes.
+
+    Raised when the `bwd` of a `custom_vjp` runs.
+
+    Cure: give each cotangent the shape and dtype of its argument.
+    """
 
 
 class ForwardModeError(TorchrematError, TypeError):
-    """A function that has only a rule for reverse mode is differentiated in forward mode."""
+    """A function that has only a rule for reverse mode is differentiated in forward mode.
+
+    Raised by `jvp`, `linearize`, `jacfwd` and `hessian` over a `custom_vjp`.
+
+    Cure: give the function a rule for forward mode, from which reverse mode follows:
+    `custom_jvp`.
+    """
 
 
 class ClosureError(TorchrematError, RuntimeError):
-    """A function with rules is differentiated with respect to a tensor that it closes over."""
+    """A function with rules is differentiated with respect to a tensor that it closes over.
+
+    Raised when a `custom_jvp` or `custom_vjp` reads a tensor that is differentiated and is not
+    among its arguments.
+
+    Cure: make the tensor an argument of the function.
+    """
 
 
 class DonationWarning(UserWarning):
-    """A donated tensor's storage is of no use: no output has its size and dtype."""
+    """A donated tensor's storage is of no use: no output has its size and dtype.
+
+    Given by what `jit` made, the first time. The tensor stays as it was.
+
+    Cure: take the argument out of `donate_argnums`, or let an output have its size and dtype.
+    """
 
 
 class UnmatchedWarning(UserWarning):
-    """A name, operator or pattern of a policy matches nothing in what was traced."""
+    """A name, operator or pattern of a policy matches nothing in what was traced.
+
+    Given when a function is traced under the policy; it has the nearest names that exist.
+
+    Cure: correct the name, or take it out of the policy; `explain` lists names, operators and
+    modules.
+    """
 
 
 class RetraceWarning(UserWarning):
-    """A function is traced again and again, for something that changes from call to call."""
+    """A function is traced again and again, for something that changes from call to call.
+
+    Given after several traces; the message says what makes for them.
+
+    Cure: pass a number that keeps changing as a tensor, or leave unchanged what the function
+    closes over.
+    """
 
 
 class EffectWarning(UserWarning):
-    """The traced function did something that a graph does not replay, and that may not matter."""
+    """The traced function did something that a graph does not replay, and that may not matter.
+
+    Given at the first call: a traced tensor that is left in a list, a dict or a module is taken
+    out of it again.
+
+    Cure: return the tensor instead.
+    """
+
+
+class OffloadWarning(UserWarning):
+    """A policy offloads a value that cannot be, or there is no room for it: it stays there.
+
+    Given when a checkpoint is traced whose policy names a place that is none for a value, or whose
+    graphs are compiled, and when the pool of host memory is full, once for each size of it.
+
+    Cure: name `"device"` and `"pinned_host"`, leave the compiler out, raise
+    `config.host_pool_nbytes`, or offload less.
+    """
 
 
 class PolicyValueError(TorchrematError, ValueError):
-    """A policy was asked for with a value that it cannot have, or is spelled wrongly."""
+    """A policy was asked for with a value that it cannot have, or is spelled wrongly.
+
+    Raised where a policy is made or read from text: an empty name, overlapping lists of names,
+    a spelling that means nothing, a solver that is none.
+
+    Cure: see the nearest spelling in the message, and the table of spellings of policies.
+    """
 
 
 class BudgetError(TorchrematError, RuntimeError):
-    """No plan keeps within the budget; `least_bytes` is the least that can be met."""
+    """No plan keeps within the budget; `least_bytes` is the least that can be met.
+
+    Raised by `plan`, and by the first call under `memory_budget`. The message says which
+    operator needs the most, and what besides.
+
+    Cure: give a budget of at least `least_bytes`, make the batch smaller, or let values be
+    offloaded.
+    """
 
     def __init__(self, message: str, least_bytes: int) -> None:
         super().__init__(message)
@@ -108,83 +267,220 @@ class BudgetError(TorchrematError, RuntimeError):
 
 
 class BudgetTypeError(TorchrematError, TypeError):
-    """A budget is neither a number nor text."""
+    """A budget is neither a number nor text.
+
+    Raised by `plan`, `pareto` and `memory_budget`.
+
+    Cure: give an `int` or text (`"2GiB"`) for bytes, a `float` in (0, 1] or text (`"50%"`) for
+    a fraction of the plain peak.
+    """
 
 
 class BudgetSpellingError(TorchrematError, ValueError):
-    """A budget is misspelt, not positive, or a fraction above 1."""
+    """A budget is misspelt, not positive, or a fraction above 1.
+
+    Raised by `plan`, `pareto` and `memory_budget`.
+
+    Cure: bytes are a positive `int` or text such as `"2GiB"` or `"500MB"`, a fraction is in (0,
+    1] or text such as `"50%"`.
+    """
 
 
 class PlanError(TorchrematError, ValueError):
-    """A plan cannot be read, or is of another graph or another version."""
+    """A plan cannot be read, or is of another graph or another version.
+
+    Raised by `Plan.load`; by a policy that replays a plan for a function, shapes, dtypes or a
+    mode that it was not made for; and by pictures of what has no timeline.
+
+    Cure: make the plan again, with `plan`, for this call; the message says where the graphs
+    differ.
+    """
 
 
 class OptionError(TorchrematError, ValueError):
-    """An option that is none, or has a value that it cannot have."""
+    """An option that is none, or has a value that it cannot have.
+
+    Raised by `jit`, `nn.wrap(compile=...)` and the backend `"torchremat"` of `torch.compile`.
+
+    Cure: take one of the nearest names that the message gives.
+    """
 
 
 class UnknownOpError(TorchrematError, ValueError):
-    """A name that should be an operator's is none that PyTorch knows."""
+    """A name that should be an operator's is none that PyTorch knows.
+
+    Raised by `save_ops`, `recompute_ops` and spellings with `ops:`.
+
+    Cure: write it `aten.mm` or `aten.mm.default`, or give the overload
+    `torch.ops.aten.mm.default`; an operator of a library is known once the library is imported.
+    """
 
 
 class SegmentError(TorchrematError, ValueError):
-    """Offsets or lengths of segments that do not fit the data."""
+    """Offsets or lengths of segments that do not fit the data.
+
+    Raised by `segment_sum`, `ragged_attention` and their kin.
+
+    Cure: give offsets that do not decrease, from 0 to the number of rows at most.
+    """
 
 
 class SegmentTypeError(TorchrematError, TypeError):
-    """An operator on segments was given something that is no tensor, or of a dtype without it."""
+    """An operator on segments was given something that is no tensor, or of a dtype without it.
+
+    Raised by `segment_sum`, `ragged_attention` and their kin.
+
+    Cure: give tensors, all of one floating dtype and device, and offsets of an integer dtype.
+    """
 
 
 class AxisError(TorchrematError, ValueError):
-    """An axis of `vmap` that a value does not have, or sizes of axes that do not agree."""
+    """An axis of `vmap` that a value does not have, or sizes of axes that do not agree.
+
+    Raised by `vmap` and its kin; the message says which argument, which axis and which sizes.
+
+    Cure: let `in_axes` name an axis that the argument has, of one size in all arguments; `None`
+    for what is not mapped.
+    """
 
 
 class AxisTypeError(TorchrematError, TypeError):
-    """What was given for an axis of `vmap` is none, or the value has no axes."""
+    """What was given for an axis of `vmap` is none, or the value has no axes.
+
+    Raised by `vmap` and its kin.
+
+    Cure: an axis is an `int`, `None` or `pile_axis`, or a tree prefix of these; return tensors
+    for what `out_axes` gives an axis.
+    """
 
 
 class RegistrationError(TorchrematError, ValueError):
-    """A rule or a type cannot be registered so, or is not registered."""
+    """A rule or a type cannot be registered so, or is not registered.
+
+    Raised by `primitive_batchers` and its kin, and by `register_vmappable`.
+
+    Cure: register for an `OpOverload` (`torch.ops.aten.sin.default`), and
+    `unregister_vmappable` a type before it is registered anew.
+    """
 
 
 class RuleError(TorchrematError, ValueError):
-    """A batching rule that a user wrote gave what is no result, or cannot be used here."""
+    """A batching rule that a user wrote gave what is no result, or cannot be used here.
+
+    Raised when a rule of `primitive_batchers` or of a `custom_vmap` runs.
+
+    Cure: return a pair of output and axis, or a list of outputs and a list of their axes.
+    """
+
+
+class CompilerWarning(UserWarning):
+    """What was to be compiled is not: its operators run one after the other.
+
+    Given when inductor is to compile a graph with tensors on a GPU, and Triton is not installed.
+
+    Cure: install Triton (`pip install triton`; it comes with PyTorch for CUDA and ROCm), or ask for
+    `"eager"`.
+    """
 
 
 class LoopWarning(UserWarning):
-    """An operator that has no batching rule runs in a loop, once for each example."""
+    """An operator that has no batching rule runs in a loop, once for each example.
+
+    Given by `vmap`; it names the operator and its line. The result is right, and slow.
+
+    Cure: use an operator that has a rule, or give it one: `primitive_batchers`, `custom_vmap`.
+    """
 
 
 class RaggedError(TorchrematError, ValueError):
-    """Sizes that differ from element to element of a batch were used where they cannot be."""
+    """Sizes that differ from element to element of a batch were used where they cannot be.
+
+    Raised by `Pile` and by `vmap` along `pile_axis`: the sizes of two piles differ, Python
+    needs a size as a number, an operator has no form for such sizes.
+
+    Cure: write it with operators of tensors (`torch.where`, `torch.arange(n)`), make ragged
+    tensors outside and pass them as a `Pile`, or pad.
+    """
 
 
 class RaggedTypeError(TorchrematError, TypeError):
-    """A Pile without `pile_axis`, `pile_axis` without a Pile, or elements that make up no Pile."""
+    """A Pile without `pile_axis`, `pile_axis` without a Pile, or elements that make up no Pile.
+
+    Raised by `vmap` along `pile_axis`, and by `Pile.from_list`.
+
+    Cure: give `pile_axis` in `in_axes` for a `Pile`, and in `out_axes` for an output whose
+    sizes differ; make piles of tensors of one dtype and rank.
+    """
 
 
 class DeviceError(TorchrematError, RuntimeError):
-    """A kind of device, or a process, was asked for that is not there."""
+    """A kind of device, or a process, was asked for that is not there.
+
+    Raised by `devices`, `local_devices` and their kin; and by a checkpoint or `jit` of a function
+    that asks for a device that this machine does not have.
+
+    Cure: ask for one of the kinds or processes that the message lists; more processes need
+    `torch.distributed.init_process_group`.
+    """
+
+
+class ProcessError(TorchrematError, RuntimeError):
+    """Processes that work together did not: one stopped, or was given something else.
+
+    Raised by `pmap`, and by `plan` and budgets where several processes plan one step, in each
+    process that goes on: the message names the one that differs, failed, is gone or silent.
+
+    Cure: let all processes make the same calls, with arguments of the same shapes; where one has
+    failed, its own error says why. What takes longer than the timeout of the process group needs
+    `torch.distributed.init_process_group(timeout=...)`.
+    """
 
 
 class AxisNameError(TorchrematError, NameError):
-    """A named axis is asked for where none of that name is in scope, or can be reached."""
+    """A named axis is asked for where none of that name is in scope, or can be reached.
+
+    Raised by collectives (`psum`, `axis_index`, ...).
+
+    Cure: bind the name: `vmap(fun, axis_name=name)` around the function.
+    """
 
 
 class CollectiveError(TorchrematError, ValueError):
-    """A collective over a named axis was given sizes, groups or dimensions that do not fit it."""
+    """A collective over a named axis was given sizes, groups or dimensions that do not fit it.
+
+    Raised by `all_gather`, `all_to_all`, `psum_scatter` and their kin.
+
+    Cure: let the size of the dimension be that of the axis, or a multiple of it with
+    `tiled=True`.
+    """
 
 
 class CollectiveTypeError(TorchrematError, TypeError):
-    """A collective over a named axis was given something that is neither tensor nor number."""
+    """A collective over a named axis was given something that is neither tensor nor number.
+
+    Raised by collectives (`psum`, ...).
+
+    Cure: convert it with `torch.as_tensor`.
+    """
 
 
 class PermutationError(CollectiveError, AssertionError):
-    """A permutation of a named axis is none, or leaves out some of it."""
+    """A permutation of a named axis is none, or leaves out some of it.
+
+    Raised by `ppermute` and `pshuffle`.
+
+    Cure: let each index be a source at most once and a destination at most once; `pshuffle`
+    needs all of them.
+    """
 
 
 class NotAvailableError(TorchrematError, NotImplementedError):
-    """The contract names this, and this version does not have it yet."""
+    """The contract names this, and this version does not have it yet.
+
+    Raised where it is asked for; the message says what does the same.
+
+    Cure: do what the message says, or use a later version.
+    """
 
 
 def nearest_names(asked: str, known: Iterable[str], *, limit: int = 3) -> str:

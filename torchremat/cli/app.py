@@ -186,7 +186,8 @@ def bench(**given: Any) -> None:
 
     A step is a forward pass and the backward pass from the sum of its outputs. Policies take turns,
     in another order each time. "plain again" is plain a second time: as far as it is from 1.00, so
-    little can the other ratios be trusted.
+    little can the other ratios be trusted. "bit-equal" says whether outputs and gradients are those
+    of plain to the last bit; "no" for "plain again" says that the model gives others each time.
     """
     from torchremat.cli.benchmarks import BenchOptions, run_bench
 

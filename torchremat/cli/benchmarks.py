@@ -10,7 +10,9 @@ from typing import Any
 
 import click
 import torch
+from torch import Tensor
 
+from torchremat.avals import Aval
 from torchremat.cli.decisions import read_policies, under
 from torchremat.cli.output import check_writable, show, working, write_json
 from torchremat.cli.targets import Target, load_target
@@ -40,9 +42,13 @@ class BenchOptions:
 
 @dataclass
 class Measured:
-    """The figures of one policy: the peak in bytes, and the seconds of each step."""
+    """The figures of one policy: the peak in bytes, and the seconds of each step.
+
+    `difference`: how its outputs and gradients first differ from plain's, `None` if no bit does.
+    """
 
     peak: int
+    difference: str | None = None
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -86,14 +92,59 @@ def measure(
         for name, policy in asked.items()
     }
     with restored(plain), shown_progress("measuring") as tell:
+        differences = _differences(steps, plain)  # traces, and fills caches
         measured = {}
         for name, step in steps.items():
-            measured[name] = Measured(_peak(step, plain))  # traces, and fills caches
+            measured[name] = Measured(_peak(step, plain), differences[name])
             tell(0.3 * len(measured) / len(steps))
         for number, name in enumerate(_turns(list(steps), rounds), 1):
             measured[name].seconds.append(steps[name].seconds())
             tell(0.3 + 0.7 * number / (rounds * len(steps)))
     return measured
+
+
+def _differences(steps: Mapping[str, Step], plain: Observation) -> dict[str, str | None]:
+    """How what each step gives first differs from what plain's gives, at the same random state."""
+    found: dict[str, str | None] = {}
+    expected: dict[str, Tensor | None] = {}
+    for name, step in steps.items():
+        with restored(plain):
+            results = step.results()
+        expected = expected or results  # plain is the first
+        found[name] = difference(expected, results)
+    return found
+
+
+def difference(
+    expected: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
+) -> str | None:
+    """How `results` first differ from what is `expected`, in words; `None` if no bit does.
+
+    >>> x = torch.ones(2)
+    >>> difference({"grad of x": x}, {"grad of x": x + 0.5})
+    'grad of x differs by 0.5'
+    """
+    for name in {**expected, **results}:
+        a, b = expected.get(name), results.get(name)
+        if a is None or b is None:
+            if a is not b:
+                return f"{name} is {'missing' if b is None else 'there, which plain has not'}"
+        elif a.shape != b.shape or a.dtype != b.dtype:
+            return f"{name} is {Aval.of(b)}, not {Aval.of(a)}"
+        elif not torch.equal(a, b) and not torch.equal(_bits(a), _bits(b)):
+            return f"{name} differs by {_distance(a, b):.2g}"
+    return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its bytes, by which two that are not a number may be equal."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The greatest difference between two elements."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return float((a.to(wide) - b.to(wide)).abs().max())
 
 
 def _turns(names: list[str], rounds: int) -> Iterator[str]:
@@ -132,12 +183,13 @@ def _peak(step: Step, plain: Observation) -> int:
 
 def _text(measured: Mapping[str, Measured]) -> str:
     plain = measured[PLAIN]
-    rows = [("policy", "peak", "of plain", "best step", "median", "of plain")]
+    rows = [("policy", "peak", "of plain", "best step", "median", "of plain", "bit-equal")]
     for name, found in measured.items():
         share = f"{100 * found.peak / plain.peak:.0f} %" if plain.peak else "-"
         rows.append((
             name, human_bytes(found.peak), share, human_seconds(found.best),
             human_seconds(found.median), f"x {found.best / plain.best:.2f}",
+            "yes" if found.difference is None else f"no: {found.difference}",
         ))  # fmt: skip
     return "\n".join(table(rows, numeric=(1, 2, 3, 4, 5), indent=""))
 
@@ -150,6 +202,8 @@ def _figures(measured: Mapping[str, Measured], options: BenchOptions) -> dict[st
             "best_seconds": found.best,
             "median_seconds": found.median,
             "seconds": found.seconds,
+            "bit_equal": found.difference is None,
+            "difference": found.difference,
         }
         for name, found in measured.items()
     ]

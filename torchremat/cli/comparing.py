@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from torchremat.cli.decisions import read_policies, under
-from torchremat.cli.output import check_writable, note, show, working, write_json
+from torchremat.cli.output import check_writable, show, working, write_json
 from torchremat.cli.pages import check_pages, write_diff
 from torchremat.cli.plans import check_rates
 from torchremat.cli.targets import Target, load_target
@@ -50,8 +50,6 @@ def run_compare(options: CompareOptions) -> None:
     found = _compared(target, chosen, options)
     if options.json_path != "-":
         show(str(found))
-        if any(row.peak is None for row in found):
-            note("peaks and times of checkpoints inside the model are not simulated: see bench")
     if options.html is not None:
         before, after = list(found)[-2:]
         write_diff(before.report, after.report, options.html)
@@ -81,13 +79,11 @@ def _row(
     policy: Policy | None,
     options: CompareOptions,
 ) -> Compared:
-    """What is held, exactly; peak and time if the policy is of the whole."""
-    observation = observe(BoundCall(fun, target.args, target.kwargs))
-    report = report_of(observation)
-    has_own = policy is None and bool(observation.scope.calls)
-    if has_own or (policy is not None and options.select is not None):
-        return Compared(name, report)
-    found = estimate(target.fun, *target.args, policy=policy, device=options.on, **target.kwargs)
+    """What is held, exactly; peak and time are of a step on fake tensors."""
+    report = report_of(observe(BoundCall(fun, target.args, target.kwargs)))
+    whole = policy if options.select is None else None  # else the modules in `fun` have it
+    asked = target.fun if whole is not None else fun
+    found = estimate(asked, *target.args, policy=whole, device=options.on, **target.kwargs)
     return Compared(name, report, found.peak_bytes, found.seconds)
 
 

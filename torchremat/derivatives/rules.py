@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
 from torchremat.errors import ForwardModeError
-from torchremat.graph.named_axes import AxisName, run_mapped
+from torchremat.graph.mapped_functions import run_mapped
+from torchremat.graph.named_axes import AxisName
 from torchremat.graph.tracing import map_arguments
 
 Tensors = Sequence[Tensor]

@@ -23,9 +23,6 @@ KINDS: Mapping[str, str] = {
 }
 """What becomes of a value: each kind with what it means."""
 
-HELD = ("saved", "offloaded", "constant")
-"""The kinds that are held for the backward pass of its own."""
-
 
 @dataclass(frozen=True, slots=True)
 class Value:

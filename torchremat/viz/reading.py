@@ -11,9 +11,11 @@ from torchremat.graph.typed_graph import TypedGraph
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.plan import Plan, human_seconds
 from torchremat.planning.simulate import simulate
-from torchremat.planning.steps import graphs_of
+from torchremat.planning.steps import graphs_of, region_of
 from torchremat.planning.timeline import Timeline
 from torchremat.remat.bound import InputLabel, labels_of_state
+from torchremat.remat.explain import ExplainedCall
+from torchremat.remat.plain_autograd import plain_autograd
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.report import Report, Row, human_bytes
 from torchremat.viz.picture import Picture, Value
@@ -60,6 +62,14 @@ def picture_of(
 
 # --- plans ---------------------------------------------------------------------------------------
 
+_ON_HOST = "the plan copies it to the host, and back before the backward pass reads it"
+
+
+def _of_the_host(plan: Plan) -> tuple[tuple[str, str], ...]:
+    if not plan.offloaded_bytes:
+        return ()
+    return (("on the host", human_bytes(plan.offloaded_bytes)),)
+
 
 def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     timeline = plan.timeline()
@@ -67,7 +77,9 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     model = cost_model or getattr(plan, "cost_model", None)
     labels = _labels_of(forward.meta.get("program"))
     inputs = _inputs_of(forward.meta.get("program"))
-    told = Told(plan.decisions, _reasons_of(forward), labels, timeline, model, inputs)
+    reasons = _reasons_of(forward)
+    reasons |= {name: _ON_HOST for name, kind in plan.decisions.items() if kind == "offloaded"}
+    told = Told(plan.decisions, reasons, labels, timeline, model, inputs)
     values = Values(told).of(forward, backward)
     resident = plan.peak_bytes - timeline.peak
     base = plan.baseline
@@ -77,6 +89,7 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
         ("budget", human_bytes(plan.budget)),
         ("saved", human_bytes(plan.saved_bytes)),
         ("saved without", human_bytes(base.saved_bytes)),
+        *_of_the_host(plan),
         ("time added", f"{human_seconds(plan.recompute_seconds)}{_share(plan)}"),
         ("time without", human_seconds(base.seconds)),
     )
@@ -115,6 +128,8 @@ def _reasons_of(forward: fx.GraphModule) -> dict[str, str]:
         return {}
     policy = str(choices.policy)
     said = "the plan" if " object at 0x" in policy else policy
+    if choices.policy is plain_autograd:
+        said = "no checkpoint decides"
     return {n.name: c.reason.replace(policy, said) for n, c in choices.choices.items()}
 
 
@@ -142,7 +157,7 @@ def _labels_of(program: FunctionProgram | None) -> dict[str, InputLabel]:
 
 
 def _of_report(report: Report, cost_model: CostModel | None, title: str) -> Picture:
-    program = getattr(report, "program", None)
+    program = _program_of(report)
     sizes = {"saved": 0, "recomputed": 0} | report.by_decision()
     figures = tuple((kind, human_bytes(size)) for kind, size in sizes.items())
     if isinstance(program, FunctionProgram):
@@ -160,6 +175,15 @@ def _of_report(report: Report, cost_model: CostModel | None, title: str) -> Pict
         values = Values(told).of(forward, backward)
         return Picture(title, peak + figures, values, timeline, _resident(values))
     return Picture(title, figures, tuple(map(_value_of_row, report)))
+
+
+def _program_of(report: Report) -> FunctionProgram | None:
+    """What is drawn of a report: of a call that was explained as it is, plain autograd's graphs."""
+    found = report.program
+    if not isinstance(found, ExplainedCall):
+        return found if isinstance(found, FunctionProgram) else None
+    found.check_still(report)
+    return FunctionProgram(region_of(found.fun, found.args, found.kwargs), plain_autograd)
 
 
 def _decisions_of(program: FunctionProgram) -> dict[str, str]:

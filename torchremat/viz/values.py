@@ -12,6 +12,7 @@ from torchremat.graph.ops import packet_name
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.timeline import Timeline
 from torchremat.remat.bound import InputLabel
+from torchremat.remat.host_copies import COPIES, start_fetch
 from torchremat.viz.modules import Operators, backward_modules
 from torchremat.viz.picture import Value
 
@@ -135,7 +136,7 @@ class Values:
             return "constant"
         if node.op == "placeholder":
             return "parameter" if is_const else "input"
-        if is_view(node):
+        if is_view(node) or _has_no_memory(node):
             return "view"
         if name in self.results:
             return "output" if phase == "forward" else "gradient"
@@ -146,10 +147,12 @@ class Values:
             source = self.sources[node.name]
             label = self.told.labels.get(source)
             return f"the gradient of {source if label is None else label.text}"
+        if node.target in COPIES:
+            return "brought back from the host" if node.target is start_fetch else ""
         return self.told.reasons.get(node.name, "")
 
     def _nbytes(self, node: fx.Node, value: Any) -> int:
-        if is_view(node) or not isinstance(value, Tensor):
+        if is_view(node) or _has_no_memory(node) or not isinstance(value, Tensor):
             return 0
         if node.name in self.storages:
             return self.storages[node.name]
@@ -157,7 +160,9 @@ class Values:
 
     def _seconds(self, node: fx.Node) -> float | None:
         model = self.told.cost_model
-        return None if model is None or is_item(node) else model.seconds(node)
+        if model is None or is_item(node) or node.target in COPIES:  # copies run beside operators
+            return None
+        return model.seconds(node)
 
 
 def _nodes_of(graph: fx.GraphModule) -> list[fx.Node]:
@@ -212,4 +217,11 @@ def _reads_one(node: fx.Node) -> bool:
 def _op_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
+    if node.target in COPIES:
+        return packet_name(node.target)
     return "getitem" if is_item(node) else str(node.target)
+
+
+def _has_no_memory(node: fx.Node) -> bool:
+    """Whether it copies to the host, or hands on what came back: nothing of the device's own."""
+    return node.target in COPIES and node.target is not start_fetch

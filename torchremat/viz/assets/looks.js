@@ -8,7 +8,7 @@ const HATCHES = {
     c.moveTo(6, 10); c.lineTo(10, 6); },
   horizontal: (c) => { c.moveTo(0, 2); c.lineTo(8, 2); c.moveTo(0, 6); c.lineTo(8, 6); },
   vertical: (c) => { c.moveTo(2, 0); c.lineTo(2, 8); c.moveTo(6, 0); c.lineTo(6, 8); },
-  dots: (c) => { c.rect(1, 1, 1.5, 1.5); c.rect(5, 5, 1.5, 1.5); },
+  dots: (c) => { c.rect(1, 1, 2, 2); c.rect(5, 5, 2, 2); },
 };
 
 const patterns = new Map();
@@ -25,9 +25,10 @@ function fillOf(kind) {
       c.fillRect(0, 0, 8, 8);
       c.beginPath();
       HATCHES[hatch](c);
-      c.strokeStyle = "rgba(0,0,0,.28)";
+      c.strokeStyle = c.fillStyle = "rgba(0,0,0,.28)";
       c.lineWidth = 1.2;
-      c.stroke();
+      if (hatch === "dots") c.fill();
+      else c.stroke();
       patterns.set(kind, c.createPattern(tile, "repeat"));
     }
   }

@@ -94,7 +94,8 @@ const nameInModule = (value) => (value.module ? `${value.module}.${value.label}`
 
 // What each module keeps, as far as modules are open.
 function modulesOf(app, view) {
-  const held = (totals) => (totals.saved ?? 0) + (totals.offloaded ?? 0) + (totals.constant ?? 0);
+  const held = (totals) => (totals.saved ?? 0) + (totals.constant ?? 0);
+  const onHost = (totals) => (totals.offloaded ? `${humanBytes(totals.offloaded)} on the host, ` : "");
   const rows = [];
   const visit = (module) => {
     let own = {};
@@ -107,8 +108,9 @@ function modulesOf(app, view) {
     rows.push(rowFor(module, own));
   };
   const rowFor = (module, totals) => ({
-    text: module.path || "outside any module", nbytes: held(totals),
-    note: `${humanBytes(held(totals))} saved, ${humanBytes(totals.recomputed ?? 0)} computed again`,
+    text: module.path || "outside any module", nbytes: held(totals) + (totals.offloaded ?? 0),
+    note: `${humanBytes(held(totals))} saved, ${onHost(totals)}`
+      + `${humanBytes(totals.recomputed ?? 0)} computed again`,
     click: () => app.showModule(view, module) });
   visit(view.tree.root);
   const found = rows.filter((row) => row.nbytes).sort((a, b) => b.nbytes - a.nbytes);

@@ -37,9 +37,11 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(f: Any, policy: Any, codegen: str = "eager", **options: Any) -> Callable[..., Any]:
+def compiled(
+    f: Any, policy: Any, codegen: str = "eager", dynamic: bool | None = None, **options: Any
+) -> Callable[..., Any]:
     options = {"policy": policy, "codegen": codegen, **options}
-    return torch.compile(f, backend="torchremat", options=options, fullgraph=True)
+    return torch.compile(f, backend="torchremat", options=options, fullgraph=True, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "budget:80%"])
@@ -55,6 +57,16 @@ def test_the_same_values_are_kept_as_in_eager_mode(policy: str) -> None:
     model, x = Transformer(width=8), torch.randn(8, 32, 8)
     reports: list[Report] = []
     compiled(model, policy, report=reports.append)(x).backward()
+    (report,) = reports
+    assert _saved(report) == _saved(tr.explain(model, x, policy=policy))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "budget:80%"])
+def test_the_same_values_are_kept_where_sizes_are_symbols(policy: str) -> None:
+    model, x = Transformer(width=8), torch.randn(8, 32, 8)
+    reports: list[Report] = []
+    ours = gradients_of(compiled(model, policy, dynamic=True, report=reports.append), model, x)
+    assert all(map(torch.equal, ours, gradients_of(model, model, x)))
     (report,) = reports
     assert _saved(report) == _saved(tr.explain(model, x, policy=policy))
 

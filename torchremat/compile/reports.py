@@ -8,7 +8,7 @@ from torchremat.graph.modules import ModulePaths
 from torchremat.remat.choices import Choice, Decision
 from torchremat.remat.draws import state_aval
 from torchremat.remat.report import Report, Row
-from torchremat.remat.scopes import Computed, Labels, Scope, is_computed
+from torchremat.remat.scopes import Computed, Labels, Scope, is_computed, is_tensor
 
 
 def report_of(partition: Partition) -> Report:
@@ -19,9 +19,9 @@ def report_of(partition: Partition) -> Report:
     joint = partition.joint
     scope = Scope(list(joint.module.graph.nodes), joint.inputs, (), ModulePaths({}))
     labels = Labels.of(scope)
-    rows = [_input_row(node) for node in partition.residuals.inputs if _is_tensor(node)]
+    rows = [_input_row(node) for node in partition.residuals.inputs if is_tensor(node)]
     for node in scope.nodes:
-        if node in partition.kept:
+        if node in partition.kept and is_tensor(node):
             rows.append(_row(Computed(node, scope), labels, _choice(partition, node, "saved")))
         elif node in partition.residuals.recomputed and is_computed(node):
             rows.append(_row(Computed(node, scope), labels, _choice(partition, node, "recomputed")))
@@ -38,10 +38,6 @@ def _state_row(value: Computed, labels: Labels) -> Row:
 def _choice(partition: Partition, node: fx.Node, decision: Decision) -> Choice:
     choice = partition.choices.choices.get(node)
     return Choice(decision, choice.reason if choice else str(partition.choices.policy))
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return hasattr(node.meta.get("val"), "untyped_storage")
 
 
 def _row(value: Computed, labels: Labels, choice: Choice, aval: Aval | None = None) -> Row:

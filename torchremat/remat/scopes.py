@@ -292,12 +292,17 @@ def program_of(call: fx.Node) -> FunctionProgram | None:
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Whether `node` is a value that an operator computes: no view, and no tuple of several."""
+    """Whether `node` is a tensor that an operator computes: no view, tuple, or size as a symbol."""
     if node.op != "call_function" or is_remat(node) or is_view(node):
         return False
     if is_item(node):
         return not is_remat(call_of(node))
-    return not isinstance(node.meta.get("val"), tuple | list)
+    return is_tensor(node)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether `node` stands for a tensor, not for a tuple of them or a size that is a symbol."""
+    return hasattr(node.meta.get("val"), "untyped_storage")
 
 
 def body_of(call: fx.Node) -> fx.GraphModule:

@@ -77,9 +77,10 @@ class Options:
         for key, value in given.items():
             name = str(key).replace("-", "_")
             if name not in known:
+                names = [*OWN_OPTIONS, *get_close_matches(name, known)]
                 raise OptionError(
                     f"options={{{key!r}: ...}} is no option of the backend 'torchremat', "
-                    f"{nearest_names(str(key), [*OWN_OPTIONS, *known])}. There are "
+                    f"{nearest_names(name, names)}. There are "
                     f"{', '.join(map(repr, OWN_OPTIONS))} and the settings of inductor"
                 )
             kind = _torch.inductor_option_type(name)

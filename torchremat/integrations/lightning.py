@@ -8,18 +8,15 @@ that is installed; it serves the trainers of both.
 
 import sys
 from importlib import import_module
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
 from torchremat.errors import OptionError
-from torchremat.integrations.session import Session, chosen_policy
+from torchremat.integrations.session import SessionCallback
 from torchremat.integrations.switched import Applied, remove
-from torchremat.nn.select import Select, has_forward
-from torchremat.nn.wrap import PolicyByPattern
-from torchremat.planning.budgets import BudgetLike
-from torchremat.remat.policies import Policy, PolicyLike
-from torchremat.remat.report import Report
+from torchremat.nn.select import has_forward
+from torchremat.remat.policies import Policy
 
 __all__ = ["RematCallback"]
 
@@ -40,7 +37,7 @@ def _callback_class() -> Any:
     )
 
 
-class RematCallback(_callback_class()):  # type: ignore[misc]
+class RematCallback(SessionCallback, _callback_class()):  # type: ignore[misc]
     """Put a policy or a budget on a module for the time that a trainer fits it.
 
     The report of the first step and the measured peak of the second are logged: a line each on the
@@ -69,37 +66,7 @@ class RematCallback(_callback_class()):  # type: ignore[misc]
     dots_saveable
     """
 
-    def __init__(
-        self,
-        policy: PolicyLike | PolicyByPattern | None = None,
-        *,
-        budget: BudgetLike | None = None,
-        select: Select | None = None,
-    ) -> None:
-        super().__init__()
-        self._session = Session(chosen_policy(policy, budget, "RematCallback"), select)
-        self._logged: dict[str, int] = {}
-
-    @property
-    def policy(self) -> Policy | PolicyByPattern:
-        """What may be saved."""
-        return self._session.policy
-
-    @property
-    def report(self) -> Report | None:
-        """What the first step kept, once it has run."""
-        return self._session.report
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The measured peak of a step in bytes, once two have run."""
-        return self._session.peak_bytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._session.end()
+    _logged: dict[str, int]
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Put the policy on the model."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
 from torch import nn
@@ -148,6 +149,45 @@ class Session:
         if "remat_peak_bytes" in figures:
             parts.append(f"measured peak of a step {human_bytes(figures['remat_peak_bytes'])}")
         return f"{_spelled(self.policy)}: {', '.join(parts)}"
+
+
+class SessionCallback:
+    """What a callback for a trainer is made with, and what can be asked of it.
+
+    Inside `with callback:` the policy goes from the model also where a trainer leaves it after an
+    error.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyLike | PolicyByPattern | None = None,
+        *,
+        budget: BudgetLike | None = None,
+        select: Select | None = None,
+    ) -> None:
+        super().__init__()
+        self._session = Session(chosen_policy(policy, budget, "RematCallback"), select)
+
+    @property
+    def policy(self) -> Policy | PolicyByPattern:
+        """What may be saved."""
+        return self._session.policy
+
+    @property
+    def report(self) -> Report | None:
+        """What the first step kept, once it has run."""
+        return self._session.report
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The measured peak of a step in bytes, once two have run."""
+        return self._session.peak_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._session.end()
 
 
 def _spelled(policy: Policy | PolicyByPattern) -> str:

@@ -53,9 +53,7 @@ class Applied:
 
     def install(self, module: nn.Module, name: str, policy: Policy) -> None:
         """Put `policy` on `module` itself."""
-        forward = SwitchedForward(module, name, policy, self.prevent_cse, self.compile)
-        forward.hint = self.hint
-        vars(module)["forward"] = forward
+        vars(module)["forward"] = SwitchedForward(module, name, policy, self)
 
 
 class SwitchedForward(RematForward):
@@ -73,19 +71,12 @@ class SwitchedForward(RematForward):
     replaced: RematForward | None
     hint: str
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        policy: Policy,
-        prevent_cse: Any,
-        compile: str | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, policy: Policy, applied: Applied) -> None:
         before = vars(module).get("forward")
-        super().__init__(module, name, policy, prevent_cse, compile)
+        super().__init__(module, name, policy, applied.prevent_cse, applied.compile)
         self.replaced = before if isinstance(before, RematForward) else None
         self.is_on = True
-        self.hint = ""
+        self.hint = applied.hint
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module, under `checkpoint` while it trains."""

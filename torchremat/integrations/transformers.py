@@ -13,19 +13,16 @@ of these keys the library does what it always did.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
 from torchremat.errors import NoMatchError, OptionError, nearest_names
 from torchremat.graph.sources import warn_user
-from torchremat.integrations.session import Session, chosen_policy
+from torchremat.integrations.session import SessionCallback
 from torchremat.integrations.switched import Applied, remove
-from torchremat.nn.select import Select
 from torchremat.nn.wrap import PolicyByPattern
-from torchremat.planning.budgets import BudgetLike
-from torchremat.remat.policies import Policy, PolicyLike, as_policy
-from torchremat.remat.report import Report
+from torchremat.remat.policies import PolicyLike, as_policy
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -226,7 +223,7 @@ def _check_of_pytorch(given: Mapping[str, Any]) -> None:
 # --- the Trainer ---------------------------------------------------------------------------------
 
 
-class RematCallback(TrainerCallback):  # type: ignore[misc]
+class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
     """Put a policy or a budget on the model of a `Trainer` for the time of its training.
 
     `Trainer(model, args, callbacks=[RematCallback(budget="8GiB")])`. The report of the first step
@@ -253,36 +250,6 @@ class RematCallback(TrainerCallback):  # type: ignore[misc]
     >>> callback.policy
     memory_budget('50%')
     """
-
-    def __init__(
-        self,
-        policy: PolicyLike | PolicyByPattern | None = None,
-        *,
-        budget: BudgetLike | None = None,
-        select: Select | None = None,
-    ) -> None:
-        self._session = Session(chosen_policy(policy, budget, "RematCallback"), select)
-
-    @property
-    def policy(self) -> Policy | PolicyByPattern:
-        """What may be saved."""
-        return self._session.policy
-
-    @property
-    def report(self) -> Report | None:
-        """What the first step kept, once it has run."""
-        return self._session.report
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The measured peak of a step in bytes, once two have run."""
-        return self._session.peak_bytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._session.end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the policy on the model."""

@@ -1,13 +1,11 @@
 """`pmap` in one process, and of several that talk through gloo: `pmap_programs.py`."""
 
-import functools
-
 import pytest
 import torch
 
 import torchremat as tr
 from tests.parallel.pmap_programs import CHECKS, FAULTS, PLAN_CHECKS, SLOW_CHECKS
-from tests.parallel.processes import needs_gloo, run_processes
+from tests.parallel.processes import needs_gloo
 from torchremat.batching import Pile, pile_axis
 from torchremat.errors import (
     AxisError,
@@ -18,12 +16,11 @@ from torchremat.errors import (
 from torchremat.parallel import mesh_axes
 
 # processes that start together are slow to start, so a set of them runs many checks
-PROGRAMS = "tests.parallel.pmap_programs"
 SETS = {
-    "values": [list(CHECKS)],
-    "plans": [list(PLAN_CHECKS)],
-    "transformed": [list(SLOW_CHECKS)],
-    "faults": [[name] for name in FAULTS],
+    "values": [tuple(CHECKS)],
+    "plans": [tuple(PLAN_CHECKS)],
+    "transformed": [tuple(SLOW_CHECKS)],
+    "faults": [(name,) for name in FAULTS],
 }
 CASES = [
     pytest.param(which, size, name, marks=slow, id=f"{name}-{size}")
@@ -41,21 +38,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """How the checks of a set ended, which run when the first of them is asked for."""
-
-    @functools.cache
-    def run(which, size):
-        return run_processes(PROGRAMS, size, tmp_path_factory.mktemp(which), *SETS[which])
-
-    return run
-
-
 @needs_gloo
 @pytest.mark.parametrize(("which", "size", "name"), CASES)
-def test_processes(ended, which, size, name):
-    for found in ended(which, size):
+def test_processes(run_once, which, size, name):
+    for found in run_once("tests.parallel.pmap_programs", size, *SETS[which]):
         assert found[name] == "ok", found[name]
 
 

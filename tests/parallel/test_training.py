@@ -1,10 +1,8 @@
 """DDP, FSDP2, tensor parallel and pipelines around checkpoints: `training_programs.py`."""
 
-import functools
-
 import pytest
 
-from tests.parallel.processes import needs_gloo, run_processes
+from tests.parallel.processes import needs_gloo
 from tests.parallel.training_programs import CHECKS, SLOW_CHECKS
 
 CASES = [
@@ -19,20 +17,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """How the checks ended, which run when the first of them is asked for."""
-
-    @functools.cache
-    def run(size, names):
-        folder = tmp_path_factory.mktemp("training")
-        return run_processes("tests.parallel.training_programs", size, folder, names, timeout=400)
-
-    return run
-
-
 @needs_gloo
 @pytest.mark.parametrize(("size", "names", "name"), CASES)
-def test_training(ended, size, names, name):
-    for found in ended(size, names):
+def test_training(run_once, size, names, name):
+    for found in run_once("tests.parallel.training_programs", size, names, timeout=400):
         assert found[name] == "ok", found[name]

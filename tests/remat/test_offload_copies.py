@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchremat as tr
 from tests.helpers import assert_same
-from tests.remat.test_offload import DOTS, GPT, chain, gpt, grads, layers, names, train
+from tests.remat.offloading import DOTS, GPT, chain, gpt, grads, layers, names, train
 from torchremat import config
 from torchremat.checkpoint_policies import from_plan
 from torchremat.planning import CostModel
@@ -30,6 +30,9 @@ from torchremat.remat.host_pool import POOL
 from torchremat.remat.measure import LiveBytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+
+pytestmark = pytest.mark.usefixtures("small_values")
 
 
 class LateCopy:
@@ -82,14 +85,6 @@ class LateStream:
     def synchronize(self):
         while self.begun:
             self.do_the_next()
-
-
-@pytest.fixture(autouse=True)
-def small_values(monkeypatch):
-    monkeypatch.setattr(config, "least_offload_nbytes", 0)
-    gc.collect()
-    host_pool.reset_counts()
-    assert host_pool.stats().nbytes == 0
 
 
 @pytest.fixture

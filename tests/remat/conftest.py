@@ -1,0 +1,17 @@
+"""A pool of the host's memory with nothing in it."""
+
+import gc
+
+import pytest
+
+from torchremat import config
+from torchremat.remat import host_pool
+
+
+@pytest.fixture
+def small_values(monkeypatch):
+    """Values of any size are offloaded, and nobody else's are in the pool."""
+    monkeypatch.setattr(config, "least_offload_nbytes", 0)
+    gc.collect()
+    host_pool.reset_counts()
+    assert host_pool.stats().nbytes == 0

@@ -1,5 +1,6 @@
 """What every test shares: reproducible random programs and numbers, one thread."""
 
+import gc
 import os
 
 import pytest
@@ -13,6 +14,12 @@ settings.register_profile("ci", derandomize=True, **_COMMON)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no run of the collector need go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

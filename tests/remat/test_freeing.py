@@ -21,8 +21,17 @@ D = torch.double
 POLICIES = ["full", "none"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What other tests left, a second's work, is no concern of the collector's here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def no_collector():
+def no_collector(frozen):
     """Nothing here may wait for the cyclic collector."""
     gc.collect()
     gc.disable()

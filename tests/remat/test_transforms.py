@@ -293,13 +293,13 @@ def test_a_level_around_that_a_checkpoint_closes_over_two_of():
 
 @pytest.mark.parametrize("policy", POLICIES)
 class TestAutograd:
-    def both(self, policy, run):
+    def both(self, policy, run, *, close=False):
         x, w = inputs().requires_grad_(), W.clone().requires_grad_()
         expected = run(two, x, w)
         x, w = inputs().requires_grad_(), W.clone().requires_grad_()
         with nothing_left_behind():
             found = run(tr.checkpoint(two, policy=POLICIES[policy]()), x, w)
-        assert_same(expected, found)
+        assert_same(expected, found, close=close)
 
     def test_backward(self, policy):
         def run(f, x, w):
@@ -389,7 +389,9 @@ class TestAutograd:
             cts = torch.stack([torch.ones_like(out), out.detach()])
             return torch.autograd.grad(out, [x, w], cts, is_grads_batched=True)
 
-        self.both(policy, run)
+        # a batch of products is one matrix product or many: PyTorch asks whether an operand
+        # requires a gradient, which what a checkpoint runs backward does not
+        self.both(policy, run, close=True)
 
     def test_cotangents_that_are_expanded_or_strided(self, policy):
         def run(f, x, w):

@@ -24,10 +24,9 @@ POLICIES = ["full", "none"]
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
     """What other tests left, a second's work, is no concern of the collector's here."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

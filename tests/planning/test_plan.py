@@ -106,6 +106,8 @@ def test_a_function_is_differentiated_with_respect_to_its_floating_arguments():
     [
         torch.optim.AdamW,
         torch.optim.SGD,
+        lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
     ],

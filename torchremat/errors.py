@@ -306,16 +306,6 @@ class OptionError(TorchrematError, ValueError):
     """
 
 
-class UnknownOpError(TorchrematError, ValueError):
-    """A name that should be an operator's is none that PyTorch knows.
-
-    Raised by `save_ops`, `recompute_ops` and spellings with `ops:`.
-
-    Cure: write it `aten.mm` or `aten.mm.default`, or give the overload
-    `torch.ops.aten.mm.default`; an operator of a library is known once the library is imported.
-    """
-
-
 class SegmentError(TorchrematError, ValueError):
     """Offsets or lengths of segments that do not fit the data.
 

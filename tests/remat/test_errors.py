@@ -561,6 +561,27 @@ def test_an_operator_that_matches_nothing():
     assert "aten.bmm" in message and "aten.mm" in message
 
 
+@pytest.mark.parametrize("make", [cp.save_ops, cp.recompute_ops, lambda op: tr.policy(f"ops:{op}")])
+def test_an_operator_that_there_is_not_matches_nothing(make):
+    (message,) = unmatched(make("aten.mmm"))
+    assert re.search(
+        r"'aten.mmm' matches nothing.* nearest: 'aten.mm'.*\(PyTorch .* knows no", message
+    )
+    (message,) = unmatched(make("no_such_library.op"))
+    assert "'no_such_library.op' matches nothing" in message
+
+
+def test_each_checkpoint_is_told_what_matches_nothing():
+    def fun(x):
+        return torch.mm(x, x).sin()
+
+    for policy in ("names:atention", cp.save_only_these_names("atention"), "names:atention"):
+        with pytest.warns(UnmatchedWarning, match="'atention'"):
+            tr.checkpoint(fun, policy=policy)(leaf(2, 2))
+        with pytest.warns(UnmatchedWarning, match="'atention'"):
+            tr.explain(fun, leaf(2, 2), policy=policy)
+
+
 def test_a_module_that_matches_nothing():
     class Net(nn.Module):
         def __init__(self):

@@ -3,7 +3,7 @@ import torch
 
 import torchremat as tr
 from torchremat import checkpoint_policies as cp
-from torchremat.errors import PolicyError, PolicyValueError, UnknownOpError
+from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.remat.policies import as_policy, policy
 from torchremat.remat.policy_spelling import known_spellings
 
@@ -93,8 +93,7 @@ def test_a_budget_stands_alone():
 
 
 def test_unknown_ops_in_a_spelling():
-    with pytest.raises(UnknownOpError, match=r"'aten.mmm' names no operator.*nearest: 'aten.mm'"):
-        policy("ops:aten.mmm")
+    assert policy("ops:aten.mmm") == cp.save_ops("aten.mmm")  # which matches nothing: a warning
 
 
 @pytest.mark.parametrize("given", [None, 3, cp.dots_saveable])

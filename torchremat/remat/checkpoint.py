@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -78,6 +79,7 @@ class Checkpointed:
         self._verified_key = PolicyKey(policy, verified=True)
         self._own = _traces.of(fun, self._cache_key())
         self._last: tuple[FunctionProgram, Sizes | None] | None = None
+        self._told: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
         self._uncompiled = outside_compiler() if policy.is_whole else None
 
     def __repr__(self) -> str:
@@ -141,6 +143,7 @@ class Checkpointed:
                 captured is not None
                 and program is not None
                 and (program.is_logged or not config.log_checkpoint_residuals)
+                and (not program.is_warned_of or program in self._told)
                 and trace.surroundings[0] is torch.is_grad_enabled()
                 and trace.surroundings[1].default_dtype is torch.get_default_dtype()
                 and trace.surroundings[1].switches == switches()
@@ -206,8 +209,13 @@ class Checkpointed:
                 program.warn_of_policy()
                 trace.programs[key] = program
                 self._log(program, trace, args, kwargs, call)
-            elif config.log_checkpoint_residuals and not program.is_logged:
-                self._log(program, trace, args, kwargs, call)
+            else:
+                if program.is_warned_of and program not in self._told:  # by another of the same
+                    program.warn_of_policy()
+                if config.log_checkpoint_residuals and not program.is_logged:
+                    self._log(program, trace, args, kwargs, call)
+            if program.is_warned_of:
+                self._told.add(program)
             return trace, program
 
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:

@@ -58,6 +58,8 @@ class Program(ABC):
         """Of each input of the body, whether a compiler keeps what is computed again apart."""
         self.compiler: Compiler | None = None
         """What runs the graphs, also of derivatives; without one, operator by operator."""
+        self.jitted_name = ""
+        """The name of the function, if `jit` made the program of it."""
         self._backwards: dict[tuple[Mask, Mask, bool], Compiled] = {}
         self._in_parts: dict[tuple[Mask, Mask, Mask, bool], TwoParts] = {}
         self._vjps: dict[tuple[Mask, frozenset[int]], VjpProgram] = {}

@@ -224,6 +224,7 @@ def test_points_that_are_none(model, points, error):
 def test_a_plan_is_read_as_it_was_written(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     again = planning.Plan.load(tmp_path / "plan.json")
+    assert again == plan and hash(again) == hash(plan)
     assert again.to_json() == plan.to_json()
     assert again.fingerprint == plan.fingerprint
     assert again.summary() == plan.summary()

@@ -31,6 +31,23 @@ def test_spellings(text, expected):
     assert expected.spelling == str(expected) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("everything_saveable", cp.everything_saveable),
+        ("nothing_saveable|dots_saveable", cp.nothing_saveable | cp.dots_saveable),
+        ("checkpoint_dots", cp.dots_saveable),
+        ("checkpoint_dots_with_no_batch_dims", cp.dots_with_no_batch_dims_saveable),
+        ("save_only_these_names:attn,mlp", cp.save_only_these_names("attn", "mlp")),
+        ("save_ops:aten.mm", cp.save_ops("aten.mm")),
+        ("save_modules:head", cp.save_modules("head")),
+        ("memory_budget:8GiB", cp.memory_budget("8GiB")),
+    ],
+)
+def test_the_names_of_policies_are_spellings_too(text, expected):
+    assert policy(text) == expected
+
+
 def test_spaces_do_not_matter():
     spaced = " dots | names : attn , mlp "
     assert policy(spaced) == cp.dots_saveable | cp.save_only_these_names("attn", "mlp")

@@ -35,8 +35,9 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
       module, not what it contains), wherever it stands. A term is a pattern or a position.
     - A pattern matches qualified names part by part: `*`, `?` and `[01]` (as in `fnmatch`) within a
       part, so that `layers.*` is `layers.0` and not `layers.0.attn`; `**` is any number of parts,
-      none included: `**.attn` is every `attn`. What a pattern matches inside another match is
-      selected too.
+      none included: `**.attn` is every `attn`. A pattern that would match nothing is one in which
+      `*` crosses dots, as in `save_modules`: `*.attn` is every `attn` too, where no module on top
+      has one. What a pattern matches inside another match is selected too.
     - A position is one of `every:3` (0, 3, 6, ...), `first:2`, `last:2` and `range:4-8` (4 to 8,
       both included), counted from 0 over the longest `ModuleList` of the model, wherever it is and
       the first of several as long; over the longest `Sequential` if there is no `ModuleList`.
@@ -135,6 +136,8 @@ def _ids_by_term(model: _Model, term: str) -> set[int]:
         return _ids_by_position(model, term)
     pattern = term.split(".")
     found = {id(module) for name, module in model.names if _matches(pattern, name.split("."))}
+    if not found:  # then a `*` crosses dots
+        found = {id(module) for name, module in model.names if fnmatchcase(name, term)}
     if not found:
         raise NoMatchError(
             f"{term!r} matches nothing{_hint(model, term)}. Of {model.nearest(term)}"
@@ -158,8 +161,6 @@ def _hint(model: _Model, pattern: str) -> str:
                 f" that can be called: {name} is a {type(module).__name__}, which has no forward; "
                 f"what it holds is '{pattern}.*'"
             )
-    if any(fnmatchcase(name, pattern) for name, _ in model.names):
-        return ": a '*' ends at a dot, and '**' does not ('**.attn' is every attn)"
     return ""
 
 

@@ -409,10 +409,16 @@ for _policy in (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
 ):
-    register_word(_policy.word, type(_policy))
-register_word("names", save_only_these_names, "attn,mlp")
-register_word("ops", save_ops, "aten.mm,aten.addmm")
-register_word("modules", save_modules, "layers.*.attn")
+    register_word(_policy.word, type(_policy), function=_policy.function)
+register_word("dots", DotsSaveable, function="checkpoint_dots")
+register_word(
+    "dots_with_no_batch_dims_saveable",
+    DotsWithNoBatchDimsSaveable,
+    function="checkpoint_dots_with_no_batch_dims",
+)
+register_word("names", save_only_these_names, "attn,mlp", function="save_only_these_names")
+register_word("ops", save_ops, "aten.mm,aten.addmm", function="save_ops")
+register_word("modules", save_modules, "layers.*.attn", function="save_modules")
 register_word("save_any_names_but_these", save_any_names_but_these, "attn,mlp")
 register_word("save_anything_except_these_names", save_anything_except_these_names, "attn,mlp")
 register_word("recompute_ops", recompute_ops, "aten.mm,aten.addmm")

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from torchremat.errors import NoMatchError, nearest_names
+from torchremat.errors import ArgumentTypeError, ArgumentValueError, NoMatchError, nearest_names
 
 Select: TypeAlias = (
     str | type | tuple[type, ...] | Callable[[nn.Module], Any] | Callable[[str, nn.Module], Any]
@@ -102,7 +102,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def _check_has_forward(root: nn.Module) -> None:
     if not has_forward(root):
-        raise ValueError(
+        raise ArgumentValueError(
             f"a {type(root).__name__} has no forward of its own, so nothing would be wrapped. Say "
             "which of the modules in it are meant: select='*' are all that it holds"
         )
@@ -114,14 +114,14 @@ def _check_has_forward(root: nn.Module) -> None:
 def _ids_by_text(model: _Model, text: str) -> set[int]:
     terms = [term.strip() for term in text.split(",")]
     if not all(term.removeprefix("!").strip() for term in terms):
-        raise ValueError(
+        raise ArgumentValueError(
             f"select={text!r} has an empty term. Join patterns and positions with one ',': "
             "'layers.*,!layers.0' or 'first:2,last:2', say"
         )
     included = [term for term in terms if not term.startswith("!")]
     excluded = [term.removeprefix("!").strip() for term in terms if term.startswith("!")]
     if not included:
-        raise ValueError(
+        raise ArgumentValueError(
             f"select={text!r} only excludes. Say first what to select: 'layers.*,{text}', say"
         )
     chosen = set[int]().union(*(_ids_by_term(model, term) for term in included))
@@ -170,7 +170,7 @@ def _hint(model: _Model, pattern: str) -> str:
 def _ids_by_position(model: _Model, term: str) -> set[int]:
     keyword, _, argument = term.partition(":")
     if keyword not in _KEYWORDS:
-        raise ValueError(
+        raise ArgumentValueError(
             f"{term!r}: there is no {keyword!r} to select by, {nearest_names(keyword, _KEYWORDS)}. "
             f"Positions are {', '.join(_KEYWORDS.values())}; patterns have no ':'"
         )
@@ -178,7 +178,7 @@ def _ids_by_position(model: _Model, term: str) -> set[int]:
     name, blocks = _blocks(model, term)
     chosen = _positions(keyword, numbers, len(blocks))
     if chosen is None:
-        raise ValueError(_out_of_range(term, keyword, name, len(blocks)))
+        raise ArgumentValueError(_out_of_range(term, keyword, name, len(blocks)))
     ids = {id(blocks[i]) for i in chosen if has_forward(blocks[i])}
     if not ids:
         raise NoMatchError(f"{term!r} finds in {name} only modules that have no forward")
@@ -189,10 +189,12 @@ def _numbers(term: str, keyword: str, argument: str) -> tuple[int, ...]:
     pattern = r"(\d+)-(\d+)" if keyword == "range" else r"(\d+)"
     match = re.fullmatch(pattern, argument.strip(), re.ASCII)
     if match is None:
-        raise ValueError(f"{term!r} cannot be read; it is spelled like {_KEYWORDS[keyword]!r}")
+        raise ArgumentValueError(
+            f"{term!r} cannot be read; it is spelled like {_KEYWORDS[keyword]!r}"
+        )
     numbers = tuple(map(int, match.groups()))
     if sorted(numbers) != list(numbers):
-        raise ValueError(
+        raise ArgumentValueError(
             f"{term!r} ends before it starts: write range:{numbers[1]}-{numbers[0]}, which has "
             "both of its ends in it"
         )
@@ -245,7 +247,7 @@ def _as_predicate(select: Any) -> Callable[[str, nn.Module], bool]:
         return lambda _, module: isinstance(module, select)
     if isinstance(select, nn.Module) or not callable(select):
         cure = "; join patterns with ','" if isinstance(select, list | tuple | set) else ""
-        raise TypeError(
+        raise ArgumentTypeError(
             "select must be a pattern such as 'layers.*', a position such as 'every:3', a class or "
             f"a predicate of a module, but it is {select!r} ({type(select).__name__}){cure}"
         )

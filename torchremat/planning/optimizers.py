@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.errors import ArgumentTypeError
 from torchremat.remat.region import Region
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
@@ -43,7 +44,7 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
         return 0
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, torch.optim.Optimizer):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"optimizer={optimizer!r} is none: give a torch.optim.Optimizer or its class, such as "
             "torch.optim.AdamW"
         )

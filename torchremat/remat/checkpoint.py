@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.errors import ArgumentTypeError, ArgumentValueError, NotAvailableError
 from torchremat.graph.aliases import base_of
 from torchremat.graph.dynamic_inputs import DynamicInputs, shapes_of
 from torchremat.graph.named_axes import axis_environment
@@ -117,7 +118,7 @@ class Checkpointed:
         if setting is None:
             return self._key
         if setting != "bitwise":
-            raise ValueError(
+            raise ArgumentValueError(
                 f"config.verify_recomputation is None or 'bitwise', but it is {setting!r}"
             )
         return self._verified_key
@@ -445,7 +446,7 @@ def checkpoint(
             return functools.partial(checkpoint, policy=policy)
         return functools.partial(checkpoint_in_compiler, fun, policy)
     if concrete:
-        raise NotImplementedError(
+        raise NotAvailableError(
             "checkpoint has no option `concrete`. Where the function needs the value of an "
             "argument in Python (an `if`, a shape), name the argument in static_argnums: "
             "checkpoint(fun, static_argnums=(1,))"
@@ -460,7 +461,7 @@ def checkpoint(
         StaticArguments(_no_function, static_argnums, static_argnames)
         return functools.partial(checkpoint, **options)
     if not callable(fun):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"checkpoint takes a function or an nn.Module, but it was given {fun!r} "
             f"({type(fun).__name__}); options are given by keyword: checkpoint(fun, policy=...)"
         )
@@ -477,7 +478,7 @@ def check_prevent_cse(prevent_cse: Any) -> Any:
     """`prevent_cse`, if it is a bool or a tree of bools; else `TypeError`."""
     leaves, _ = _torch.tree_flatten(prevent_cse)
     if not all(isinstance(leaf, bool) for leaf in leaves):
-        raise TypeError(
+        raise ArgumentTypeError(
             "prevent_cse must be a bool, or a tuple or tree of bools over the arguments, but it is "
             f"{prevent_cse!r}"
         )

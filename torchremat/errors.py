@@ -12,6 +12,34 @@ class TorchrematError(Exception):
     """The base of every error that torchremat raises on purpose."""
 
 
+class ArgumentTypeError(TorchrematError, TypeError):
+    """An argument of a function of this library is of a type that it does not take.
+
+    Raised by any of them, where it is called.
+
+    Cure: give what the message says; it has what was given, too.
+    """
+
+
+class ArgumentValueError(TorchrematError, ValueError):
+    """An argument of a function of this library is of the right type, and cannot have that value.
+
+    Raised by any of them, where it is called: numbers out of range, text that cannot be read, trees
+    that do not fit together.
+
+    Cure: give what the message says; it has what was given, too.
+    """
+
+
+class NoStepError(TorchrematError, RuntimeError):
+    """What a step did is asked for, and there has been none.
+
+    Raised by `nn.report` before the wrapped modules have run with gradients enabled.
+
+    Cure: run a step first.
+    """
+
+
 class ConcretizationError(TorchrematError, TypeError):
     """Python asked for the value of a traced tensor (`if x > 0`, `x.item()`, `float(x)`).
 
@@ -306,16 +334,6 @@ class OptionError(TorchrematError, ValueError):
     """
 
 
-class UnknownOpError(TorchrematError, ValueError):
-    """A name that should be an operator's is none that PyTorch knows.
-
-    Raised by `save_ops`, `recompute_ops` and spellings with `ops:`.
-
-    Cure: write it `aten.mm` or `aten.mm.default`, or give the overload
-    `torch.ops.aten.mm.default`; an operator of a library is known once the library is imported.
-    """
-
-
 class SegmentError(TorchrematError, ValueError):
     """Offsets or lengths of segments that do not fit the data.
 
@@ -475,11 +493,11 @@ class PermutationError(CollectiveError, AssertionError):
 
 
 class NotAvailableError(TorchrematError, NotImplementedError):
-    """The contract names this, and this version does not have it yet.
+    """This version does not have what is asked for, or no longer: an option of JAX's, say.
 
     Raised where it is asked for; the message says what does the same.
 
-    Cure: do what the message says, or use a later version.
+    Cure: do what the message says.
     """
 
 

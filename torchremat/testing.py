@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat import _torch
+from torchremat.errors import ArgumentValueError
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.explain import explain
 from torchremat.remat.guards import modules_in, variables_of
@@ -88,7 +89,7 @@ def check_grads(
     >>> check_grads(torch.sin, torch.ones(3, dtype=torch.float64))
     """
     if order not in (1, 2):
-        raise ValueError(f"check_grads goes to order 1 or 2, but order is {order!r}")
+        raise ArgumentValueError(f"check_grads goes to order 1 or 2, but order is {order!r}")
     inputs = [_as_input(a) for a in args]
     torch.autograd.gradcheck(f, inputs, rtol=rtol, atol=atol)
     if order == 2:
@@ -99,7 +100,7 @@ def _as_input(value: Any) -> Any:
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return value
     if value.dtype not in _TOLERANCES:
-        raise ValueError(
+        raise ArgumentValueError(
             f"finite differences need float64 or complex128, but an argument is {value.dtype}: "
             "convert it with .double()"
         )

@@ -44,6 +44,8 @@ PATTERNS = [
     ("layers.?", layers(*range(6))),
     ("layers.*.attn", [f"layers.{i}.attn" for i in range(6)]),
     ("**.attn", [f"layers.{i}.attn" for i in range(6)]),
+    ("*.attn", [f"layers.{i}.attn" for i in range(6)]),
+    ("*.0.attn", ["layers.0.attn"]),
     (
         "layers.0.**",
         ["layers.0", "layers.0.attn", "layers.0.mlp", *(f"layers.0.mlp.{i}" for i in range(3))],
@@ -144,7 +146,6 @@ NO_MATCH = [
     ("layers.*,!layer.0", r"'layer\.0' matches nothing.*nearest: 'layers\.0'"),
     ("zzz", r"Of the modules of Model, there are: 'embed', 'heads\.a', 'heads\.b' and 36 more"),
     ("layers", r"layers is a ModuleList, which has no forward; what it holds is 'layers\.\*'"),
-    ("*.attn", r"a '\*' ends at a dot, and '\*\*' does not"),
     ("layers.0,!layers.*", "'layers.0,!layers.*' excludes all that it selects".replace("*", r"\*")),
     (nn.Conv2d, "Model has no Conv2d in it. Of the classes in it, "),
     ((nn.Conv1d, nn.Conv2d), "Model has no Conv1d or Conv2d in it"),

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,6 +167,21 @@ def test_policies_are_values():
     assert tr.policy("budget: 2GiB") == policy
     assert str(memory_budget(4096)) == "budget:4096B"
     assert memory_budget(0.5, solver="local").spelling is None
+
+
+@pytest.mark.parametrize("written", [2**31, np.int64(2**31), "2048MiB", "2147483648B"])
+def test_budgets_are_equal_that_ask_for_the_same(written):
+    policy = memory_budget(written)
+    assert policy == tr.policy("budget:2GiB")
+    assert hash(policy) == hash(memory_budget("2GiB"))
+    assert eval(repr(policy)) == policy == tr.policy(str(policy))
+
+
+@pytest.mark.parametrize("written", [0.5, "0.5", "50%", np.float32(0.5)])
+def test_fractions_are_equal_that_ask_for_the_same(written):
+    policy = memory_budget(written)
+    assert policy == memory_budget("50 %") != memory_budget(0.25)
+    assert eval(repr(policy)) == policy == tr.policy(str(policy))
 
 
 @pytest.mark.parametrize("combined", [lambda p: p | "dots", lambda p: "dots" & p, lambda p: ~p])

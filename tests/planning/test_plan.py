@@ -106,6 +106,8 @@ def test_a_function_is_differentiated_with_respect_to_its_floating_arguments():
     [
         torch.optim.AdamW,
         torch.optim.SGD,
+        lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
     ],
@@ -222,6 +224,7 @@ def test_points_that_are_none(model, points, error):
 def test_a_plan_is_read_as_it_was_written(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     again = planning.Plan.load(tmp_path / "plan.json")
+    assert again == plan and hash(again) == hash(plan)
     assert again.to_json() == plan.to_json()
     assert again.fingerprint == plan.fingerprint
     assert again.summary() == plan.summary()

@@ -530,6 +530,46 @@ def test_a_random_number_asked_again_by_a_second_derivative():
         assert "random numbers" in str(error) and "test_errors.py" in str(error)
 
 
+# --- classes ------------------------------------------------------------------------------------
+
+
+def sine(x):
+    return x.sin()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "standard"),
+    [
+        (lambda: tr.checkpoint(3), TypeError),
+        (lambda: tr.checkpoint(sine, static_argnums="0"), TypeError),
+        (lambda: tr.checkpoint(sine, static_argnames="y"), ValueError),
+        (lambda: tr.checkpoint(sine, static_argnums=2)(leaf(2)), ValueError),
+        (lambda: tr.checkpoint(sine, concrete=True), NotImplementedError),
+        (lambda: tr.checkpoint(sine, prevent_cse="yes")(leaf(2)), TypeError),
+        (lambda: tr.checkpoint(sine, prevent_cse=(True, True))(leaf(2)), ValueError),
+        (lambda: tr.checkpoint(sine, policy=3), TypeError),
+        (lambda: tr.checkpoint_name(leaf(2), 3), TypeError),
+        (lambda: tr.saved_residuals(3), TypeError),
+        (lambda: tr.explain(sine, leaf(2)).diff(3), TypeError),
+        (lambda: tr.compare(sine, leaf(2), policies="dots"), TypeError),
+        (lambda: tr.plan(sine, leaf(2), budget=0.5, optimizer="adam"), TypeError),
+        (lambda: tr.plan(sine, leaf(2), budget=0.5, device="h1000"), ValueError),
+        (lambda: tr.estimate(sine, leaf(2)).fits("50%"), TypeError),
+        (lambda: tr.planning.simulate(sine), TypeError),
+        (lambda: tr.nn.wrap(sine), TypeError),
+        (lambda: tr.nn.wrap(nn.Sequential(nn.ReLU()), select="first:2"), ValueError),
+        (lambda: tr.nn.report(tr.nn.wrap(nn.ReLU())), RuntimeError),
+        (lambda: tr.make_graph(3), TypeError),
+        (lambda: tr.vmap(3), TypeError),
+    ],
+)
+def test_each_error_is_of_our_own_and_a_standard_one(wrong, standard):
+    with pytest.raises(standard) as caught:
+        wrong()
+    assert isinstance(caught.value, TorchrematError)
+    assert type(caught.value) is getattr(tr.errors, type(caught.value).__name__)
+
+
 # --- warnings ------------------------------------------------------------------------------------
 
 
@@ -559,6 +599,27 @@ def test_a_name_that_matches_nothing():
 def test_an_operator_that_matches_nothing():
     (message,) = unmatched(cp.save_ops("aten.bmm"))
     assert "aten.bmm" in message and "aten.mm" in message
+
+
+@pytest.mark.parametrize("make", [cp.save_ops, cp.recompute_ops, lambda op: tr.policy(f"ops:{op}")])
+def test_an_operator_that_there_is_not_matches_nothing(make):
+    (message,) = unmatched(make("aten.mmm"))
+    assert re.search(
+        r"'aten.mmm' matches nothing.* nearest: 'aten.mm'.*\(PyTorch .* knows no", message
+    )
+    (message,) = unmatched(make("no_such_library.op"))
+    assert "'no_such_library.op' matches nothing" in message
+
+
+def test_each_checkpoint_is_told_what_matches_nothing():
+    def fun(x):
+        return torch.mm(x, x).sin()
+
+    for policy in ("names:atention", cp.save_only_these_names("atention"), "names:atention"):
+        with pytest.warns(UnmatchedWarning, match="'atention'"):
+            tr.checkpoint(fun, policy=policy)(leaf(2, 2))
+        with pytest.warns(UnmatchedWarning, match="'atention'"):
+            tr.explain(fun, leaf(2, 2), policy=policy)
 
 
 def test_a_module_that_matches_nothing():

@@ -392,13 +392,13 @@ class Net(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda f: f, tr.checkpoint])
 def test_parameters_go_by_their_qualified_names(wrap):
     found = listed(wrap(Net().eval()), torch.ones(2, 4, requires_grad=True))
-    state = [line for line in found if "parameter" in line or "buffer" in line]
+    state = [line for line in found if "parameter" in line or "closed" in line]
     assert {line for line in state if "bias" not in line} == {
         "f32[4,4] from the parameter layers.0.weight",
         "f32[4,4] from the parameter layers.1.weight",
         "f32[4] from the parameter norm.weight",
-        "f32[4] from the buffer norm.running_mean",
-        "f32[4] from the buffer norm.running_var",
+        "f32[4] from the closed-over norm.running_mean",
+        "f32[4] from the closed-over norm.running_var",
     }
 
 
@@ -409,6 +409,26 @@ def test_parameters_of_a_closed_over_module():
         return net(x).sum()
 
     assert "f32[4,4] from the parameter net.layers.1.weight" in listed(loss, torch.ones(2, 4))
+
+
+def test_what_a_jitted_function_computes():
+    @functools.partial(tr.jit, backend="eager")
+    def g(x):
+        return tr.checkpoint_name(x.sin(), "sin").cos().tanh()
+
+    found = ["f32[3] from the argument x", "f32[3] named 'sin'"]
+    assert listed(g, torch.ones(3)) == [*found, "f32[3] output of jitted function 'g'"]
+    assert listed(lambda x: g(x).sin() * x, torch.ones(3)) == [
+        *found,
+        "f32[3] output of jitted function 'g'",
+        "f32[3] output of sin",
+    ]
+    assert listed(
+        tr.checkpoint(lambda x: g(x).sin() * x, policy="ops:aten.tanh"), torch.ones(3)
+    ) == [
+        "f32[3] from the argument x",
+        "f32[3] output of tanh",  # which is part of the checkpoint's own graph
+    ]
 
 
 def test_a_tensor_passed_twice_is_one():

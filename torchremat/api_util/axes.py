@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchremat import _torch
+from torchremat.errors import ArgumentValueError
 
 
 def flatten_axes(
@@ -40,7 +41,7 @@ def flatten_axes(
     >>> flatten_axes("in_axes", treedef, {"a": 0, "b": (1, 2)})
     Traceback (most recent call last):
       ...
-    ValueError: in_axes specification must be a tree prefix of the corresponding value, ...
+    torchremat.errors.ArgumentValueError: in_axes specification must be a tree prefix of ...
     """
     quickly = _axes_of_tuples(axis_tree, treedef)
     if quickly is not None:
@@ -64,7 +65,7 @@ def flatten_axes(
                 "might need to be wrapped in a singleton tuple."
             )
     details = "".join(f"\n  {text}" for text in mismatches)
-    raise ValueError(
+    raise ArgumentValueError(
         f"{name} specification must be a tree prefix of the corresponding value, got specification "
         f"{axis_tree} for value tree {treedef}.{hint}\n"
         f"Mismatch details ({len(mismatches)} found):{details}"

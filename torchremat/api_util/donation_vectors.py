@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torchremat import _torch
+from torchremat.errors import ArgumentValueError
 
 
 def donation_vector(
@@ -71,7 +72,7 @@ def rebase_donate_argnums(
     donated, static = sorted(set(donate_argnums)), sorted(set(static_argnums))
     both = [number for number in donated if number in static]
     if both:
-        raise ValueError(
+        raise ArgumentValueError(
             f"`static_argnums` {static} and `donate_argnums` {donated} cannot intersect: {both} "
             "are in both, but a static argument has no storage to reuse."
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchremat import _torch
+from torchremat.errors import ArgumentTypeError
 
 FlatFun = Callable[..., list[Any]]
 """A function from leaves to a list of leaves."""
@@ -141,5 +142,5 @@ def _applied(
 ) -> Any:
     leaves, given = _torch.tree_flatten(tree)
     if given != expected:
-        raise TypeError(f"Expected {expected}, got {given}")
+        raise ArgumentTypeError(f"Expected {expected}, got {given}")
     return _torch.tree_unflatten(list(fun(*leaves)), out_tree)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchremat.api_util.hashing import WrapHashably
 from torchremat.api_util.static_arguments import check_argnums
+from torchremat.errors import ArgumentTypeError, ArgumentValueError
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ArgnumsPartial:
     def __call__(self, *dyn_args: Any, **kwargs: Any) -> Any:
         """Call the function with the other arguments."""
         if len(dyn_args) != len(self.dyn_argnums):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the function takes {len(self.dyn_argnums)} positional argument(s) besides the "
                 f"bound ones, but it was given {len(dyn_args)}"
             )
@@ -67,7 +68,7 @@ def argnums_partial(
     check_argnums(numbers, len(args), "dyn_argnums")
     dynamic = tuple(number % len(args) for number in numbers)
     if len(set(dynamic)) < len(dynamic):
-        raise ValueError(f"dyn_argnums {numbers} name an argument twice, of {len(args)}")
+        raise ArgumentValueError(f"dyn_argnums {numbers} name an argument twice, of {len(args)}")
     bound = {i: WrapHashably(arg) for i, arg in enumerate(args) if i not in dynamic}
     if require_static_args_hashable:
         for i, box in bound.items():
@@ -79,7 +80,7 @@ def _check_hashable(fun: Callable[..., Any], number: int, value: Any) -> None:
     try:
         hash(value)
     except TypeError:
-        raise ValueError(
+        raise ArgumentValueError(
             "Non-hashable static arguments are not supported, as this can lead to unexpected "
             f"cache-misses. Static argument (index {number}) of type {type(value)} for function "
             f"{getattr(fun, '__name__', fun)} is non-hashable. Pass a tuple for a list, say."

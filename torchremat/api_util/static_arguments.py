@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 
 from torchremat import _torch
+from torchremat.errors import ArgumentTypeError, ArgumentValueError
 
 
 def as_argnums(value: Any, what: str = "static_argnums") -> tuple[int, ...]:
@@ -18,7 +19,7 @@ def as_argnums(value: Any, what: str = "static_argnums") -> tuple[int, ...]:
     """
     given = value if isinstance(value, tuple) else (value,)
     if any(isinstance(item, bool) or not isinstance(item, int) for item in given):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{what} must be an int or a tuple of ints, but it is {value!r} "
             f"({type(value).__name__}); write {what}=(0, 2), say"
         )
@@ -30,7 +31,7 @@ def as_argnames(value: Any, what: str = "static_argnames") -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else value
     names = tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{what} must be a string or an iterable of strings, but it is {value!r} "
             f"({type(value).__name__})"
         )
@@ -41,7 +42,7 @@ def check_argnums(argnums: Sequence[int], num_args: int, what: str = "static_arg
     """Raise `ValueError` if a position is out of range for `num_args` positional arguments."""
     for number in argnums:
         if not -num_args <= number < num_args:
-            raise ValueError(
+            raise ArgumentValueError(
                 f"{what} contains {number}, but the call has {num_args} positional argument(s). "
                 "Positional argument indices, e.g. for `static_argnums`, must have value greater "
                 "than or equal to -len(args) and less than len(args), but got value "
@@ -81,7 +82,7 @@ class ArgumentSelection:
         positional = [p.name for p in self._parameters if p.kind in _POSITIONAL]
         unknown = self.argnames - {p.name for p in self._parameters}
         if unknown and self._parameters and not self._has(inspect.Parameter.VAR_KEYWORD):
-            raise ValueError(
+            raise ArgumentValueError(
                 f"{kind}_argnames contains {sorted(unknown)}, but the function has the parameters "
                 f"{[p.name for p in self._parameters]}"
             )
@@ -114,7 +115,7 @@ class ArgumentSelection:
         if self._has(inspect.Parameter.VAR_POSITIONAL) or not self._parameters:
             return
         if any(not -count <= n < count for n in self.argnums):
-            raise ValueError(
+            raise ArgumentValueError(
                 f"{what} has {self.kind}_argnums={self.argnums}, but only accepts {count} "
                 "positional arguments."
             )
@@ -124,13 +125,13 @@ class ArgumentSelection:
         ours, theirs = f"{self.kind}_argn", f"{other.kind}_argn"
         names = self.all_names & other.all_names
         if names:
-            raise ValueError(
+            raise ArgumentValueError(
                 f"{ours}ames and {theirs}ames cannot intersect. Argument names {sorted(names)} "
                 f"appear in both: {ours}ums={self.argnums}, {theirs}ums={other.argnums}"
             )
         numbers = set(self.argnums) & set(other.argnums)
         if numbers:
-            raise ValueError(
+            raise ArgumentValueError(
                 f"`{ours}ums` {self.argnums} and `{theirs}ums` {other.argnums} cannot intersect: "
                 f"{sorted(numbers)} are in both"
             )
@@ -150,7 +151,7 @@ class StaticArguments(ArgumentSelection):
         for where, value in static.items():
             held = [t for t in _torch.tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
             if held:
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"static argument {where!r} holds a tensor of shape {tuple(held[0].shape)}, "
                     "but a static argument is a Python value, compared on every call; a tensor is "
                     "traced. Take the argument out of static_argnums and static_argnames."

@@ -14,7 +14,7 @@ from torchremat import _torch
 from torchremat.autodiff.bodies import Body, JvpBody
 from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.autodiff.noted import NotedInterpreter
-from torchremat.errors import GraphError
+from torchremat.errors import ArgumentValueError, GraphError
 from torchremat.graph.building import Input, build_graph
 from torchremat.graph.dce import check_mask
 from torchremat.graph.eqns import aval_of
@@ -177,7 +177,7 @@ def check_inexact(g: TypedGraph, mask: Sequence[bool], what: str) -> None:
     """Raise `ValueError` if `mask`, called `what`, names an input that has no derivative."""
     for i, (node, chosen) in enumerate(zip(g.input_nodes, mask, strict=True)):
         if chosen and not is_inexact(node):
-            raise ValueError(
+            raise ArgumentValueError(
                 f"{what} names the input {node.name} (number {i}), which is {aval_of(node)}: only "
                 "floating-point and complex values have derivatives. Say False for it"
             )

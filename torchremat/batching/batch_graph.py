@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from torchremat.autodiff.bodies import BatchedBody, Body
 from torchremat.autodiff.graph_transforms import TensorsOf, check_pure, spec_of, trace_body
+from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.building import build_graph
 from torchremat.graph.dce import copied, set_outputs
 from torchremat.graph.named_axes import AxisName
@@ -66,7 +67,9 @@ def batch_graph(
     check_pure(g, "batch_graph")
     _check_size(axis_size)
     if randomness not in _RANDOMNESS:
-        raise ValueError(f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}")
+        raise ArgumentValueError(
+            f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}"
+        )
     axes = _as_axes(in_axes, [len(a.shape) for a in g.in_avals], "in_axes", "input")
     wanted = _as_axes(out_axes, [len(a.shape) for a in g.out_avals], "out_axes", "output")
     in_dims = (*(None for _ in g.consts), *axes)
@@ -141,11 +144,11 @@ class _Placed(Body):
 
 def _check_size(axis_size: Any) -> None:
     if isinstance(axis_size, bool) or not isinstance(axis_size, int):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"axis_size must be an int, but it is {axis_size!r} ({type(axis_size).__name__})"
         )
     if axis_size < 1:
-        raise ValueError(f"axis_size must be at least 1, but it is {axis_size}")
+        raise ArgumentValueError(f"axis_size must be at least 1, but it is {axis_size}")
 
 
 def _as_axes(axes: Any, ranks: Sequence[int], what: str, of_what: str) -> list[int | None]:
@@ -153,12 +156,12 @@ def _as_axes(axes: Any, ranks: Sequence[int], what: str, of_what: str) -> list[i
     if axes is None or isinstance(axes, int):
         axes = [axes] * len(ranks)
     if not isinstance(axes, Sequence) or isinstance(axes, str):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{what} must be an int, None, or a sequence of them, one for each {of_what}, but it "
             f"is {axes!r} ({type(axes).__name__})"
         )
     if len(axes) != len(ranks):
-        raise ValueError(
+        raise ArgumentValueError(
             f"{what} must have one entry for each {of_what}: the graph has {len(ranks)}, and "
             f"{what} has {len(axes)} entries"
         )
@@ -173,11 +176,11 @@ def _as_axis(axis: Any, rank: int, what: str) -> int | None:
     if axis is None:
         return None
     if isinstance(axis, bool) or not isinstance(axis, int):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{what} must be an int or None, but it is {axis!r} ({type(axis).__name__})"
         )
     if not -rank <= axis < rank:
-        raise ValueError(
+        raise ArgumentValueError(
             f"{what} is {axis}, but with the mapped axis the tensor has {rank} dimension(s): an "
             f"axis must be at least {-rank} and less than {rank}"
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.batching.positions import broadcast, moveaxis
-from torchremat.errors import RuleError
+from torchremat.errors import ArgumentTypeError, RuleError
 from torchremat.remat.bound import name_of
 
 VmapRule = Callable[..., tuple[Any, Any]]
@@ -55,7 +55,7 @@ class custom_vmap:  # noqa: N801 (a decorator)
     def def_vmap(self, rule: VmapRule) -> VmapRule:
         """Give the rule; may be used as a decorator."""
         if not callable(rule):
-            raise TypeError(f"def_vmap takes a function, but it was given {rule!r}")
+            raise ArgumentTypeError(f"def_vmap takes a function, but it was given {rule!r}")
         self.rule = rule
         return rule
 

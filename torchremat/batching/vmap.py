@@ -22,6 +22,8 @@ from torchremat.batching.chunks import call_in_chunks
 from torchremat.batching.mapping import Mapping
 from torchremat.batching.vmappable import is_spec
 from torchremat.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
     AxisError,
     AxisTypeError,
     EffectWarning,
@@ -186,14 +188,16 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
             [2., 2., 2.]])}
     """
     if not callable(fun):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"vmap takes a function or an nn.Module, but it was given {fun!r} "
             f"({type(fun).__name__})"
         )
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     check_axes(in_axes, out_axes)
     if randomness not in _RANDOMNESS:
-        raise ValueError(f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}")
+        raise ArgumentValueError(
+            f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}"
+        )
     _check_axis(axis_name, axis_size)
     if chunk_size is not None:
         _check_chunks(chunk_size, axis_name)

@@ -107,13 +107,15 @@ class Jitted(Checkpointed):
         return not self.donated and super()._may_be_dynamic()
 
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
-        return JitProgram(
+        program = JitProgram(
             trace.region,
             self.policy,
             module_prefix=self.module_prefix,
             backend=self.backend,
             donated=self._donated_inputs(args, kwargs) if self.donated else (),
         )
+        program.jitted_name = name_of(self.fun).rpartition(".")[2]
+        return program
 
     def _donated_inputs(self, args: Any, kwargs: Any) -> list[tuple[int, str]]:
         """Of the tensors of such a call, those that are donated, with what to call them."""

@@ -1,6 +1,6 @@
 """Programs whose graphs a backend compiles, and which may use up inputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -89,14 +89,13 @@ class JitProgram(FunctionProgram):
         """Nothing: what is compiled stays on its device."""
         return ()
 
-    def warn_of_policy(self) -> None:
-        """See `FunctionProgram.warn_of_policy`."""
-        self.choices.warn_of_unmatched()
-        self.choices.warn_of_places(is_compiled=True)
+    def _warnings(self) -> Iterator[bool]:
+        yield self.choices.warn_of_unmatched()
+        yield self.choices.warn_of_places(is_compiled=True)
         for node in self.region.joint.module.graph.nodes:
             inner = next((body.meta.get("program") for body in inner_graphs_of(node)), None)
             if isinstance(inner, FunctionProgram) and inner.known == ():
-                inner.choices.warn_of_places(is_compiled=True)
+                yield inner.choices.warn_of_places(is_compiled=True)
 
     def _compile_forward(
         self, drawn_again: Sequence[int], offloaded: Sequence[int] = ()

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.building import Input, build_graph, prune_body
 from torchremat.graph.eqns import attribute
 from torchremat.graph.structure import positional, tuple_of
@@ -67,18 +68,18 @@ def dce_graph(g: TypedGraph, used_outputs: Sequence[bool]) -> tuple[TypedGraph, 
 def check_mask(mask: Sequence[bool], count: int, what: str, of_what: str) -> None:
     """Raise unless `mask` has `count` entries, all bools; the argument is called `what`."""
     if not isinstance(mask, Sequence) or isinstance(mask, str):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{what} must be a sequence of bools, one for each {of_what}, but it is {mask!r} "
             f"({type(mask).__name__}): write [{', '.join(['True'] * min(count, 3))}], say"
         )
     wrong = [entry for entry in mask if not isinstance(entry, bool)]
     if wrong:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{what} must be a sequence of bools, but it contains {wrong[0]!r} "
             f"({type(wrong[0]).__name__})"
         )
     if len(mask) != count:
-        raise ValueError(
+        raise ArgumentValueError(
             f"{what} must have one entry for each {of_what}: the graph has {count}, and {what} has "
             f"{len(mask)} entries"
         )

@@ -19,7 +19,7 @@ from torchremat._torch import (
     schema_arguments,
 )
 from torchremat.avals import Aval
-from torchremat.errors import PolicyError, UnknownOpError, nearest_names
+from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 
 # fmt: off
 # Every dimension is contracted, or free in one operand: what it costs to save (the free ones) has
@@ -198,9 +198,10 @@ def as_op_matcher(spec: object) -> OpMatcher:
     """The matcher of the op that `spec` means: an overload, a packet, or the name of either.
 
     Names are written `"aten.mm"`, `"aten::mm"`, `"aten.mm.default"`; those of higher-order ops
-    `"higher_order.flex_attention"`, of this library's own also `"torchremat.name_p"`. Raises
-    `PolicyError` (a `TypeError`) for what is none of these, and `UnknownOpError` (a `ValueError`)
-    for a name that is no operator's.
+    `"higher_order.flex_attention"`, of this library's own also `"torchremat.name_p"`. A name that
+    PyTorch does not know matches nothing (`why_unknown`): its library may be imported later.
+    Raises `PolicyError` (a `TypeError`) for what is none of these, and `PolicyValueError` (a
+    `ValueError`) for an empty name.
 
     >>> import torch
     >>> as_op_matcher("aten::mm").matches(torch.ops.aten.addmm.default)
@@ -211,7 +212,11 @@ def as_op_matcher(spec: object) -> OpMatcher:
     if isinstance(spec, OpOverload | OpOverloadPacket | HigherOrderOperator):
         return OpMatcher(op_name(spec))
     if isinstance(spec, str):
-        return OpMatcher(_known_name(spec))
+        if not spec.strip():
+            raise PolicyValueError(
+                f"{spec!r} names no operator. An operator is written 'aten.mm' or 'aten.mm.default'"
+            )
+        return OpMatcher(_normal_name(spec))
     raise PolicyError(
         f"{spec!r} ({type(spec).__name__}) is no operator. An operator is an overload "
         "(torch.ops.aten.mm.default), a packet (torch.ops.aten.mm) or a string ('aten.mm')"
@@ -226,26 +231,42 @@ def _python_function_cure(spec: object) -> str:
     return f"; for the Python function {name} write 'aten.{name}'"
 
 
-def _known_name(spec: str) -> str:
-    name = spec.strip().replace("::", ".")
+def why_unknown(name: str) -> str:
+    """What to say of an operator's name that PyTorch does not know; `''` if it does.
+
+    >>> why_unknown("aten.mm")
+    ''
+    >>> print(why_unknown("aten.mmm"))
+    PyTorch ... knows no operator of that name, nearest: 'aten.mm', 'aten.smm', 'aten.bmm'
+    """
+    if _operator_called(name) is not None:
+        return ""
+    qualified = name if "." in name else f"aten.{name}"
+    near = nearest_names(qualified, _names_like(qualified))
+    return f"PyTorch {torch.__version__} knows no operator of that name, {near}"
+
+
+def _operator_called(name: str) -> object | None:
+    namespace, *rest = name.split(".")
+    if len(rest) not in (1, 2):
+        return None
+    found: Any = getattr(torch.ops, namespace, None)
+    for part in rest:
+        found = getattr(found, part, None)
+    is_one = isinstance(found, OpOverload | OpOverloadPacket | HigherOrderOperator)
+    return found if is_one else None
+
+
+def _normal_name(spec: str) -> str:
+    name = spec.strip().removeprefix("torch.ops.").replace("::", ".")
     library, _, own = name.partition(".")
     if library == "torchremat" and not hasattr(torch.ops.torchremat, own.partition(".")[0]):
         name = f"higher_order.{own}"
     if not own and isinstance(getattr(torch.ops.higher_order, name, None), HigherOrderOperator):
         name = f"higher_order.{name}"
-    namespace, *rest = name.split(".")
-    if len(rest) in (1, 2):
-        found: Any = getattr(torch.ops, namespace, None)
-        for part in rest:
-            found = getattr(found, part, None)
-        if isinstance(found, OpOverload | OpOverloadPacket | HigherOrderOperator):
-            return name
-    qualified = name if "." in name else f"aten.{name}"
-    raise UnknownOpError(
-        f"{spec!r} names no operator: PyTorch {torch.__version__} knows none called so; "
-        f"{nearest_names(qualified, _names_like(qualified))}. An operator is written 'aten.mm' or "
-        "'aten.mm.default'; one of another library exists once that library is imported"
-    )
+    if not own and _operator_called(f"aten.{name}") is not None:
+        name = f"aten.{name}"
+    return name
 
 
 def _names_like(name: str) -> set[str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
+from torchremat.errors import ArgumentValueError
 
 
 class _Hole:
@@ -63,13 +64,15 @@ class Structure:
         leaves, spec = _torch.tree_flatten(tree)
         expected, expected_spec = _torch.tree_flatten(self.tree)
         if spec != expected_spec:
-            raise ValueError(f"the structure must be {self.tree}, but it is {_outline(tree)}")
+            raise ArgumentValueError(
+                f"the structure must be {self.tree}, but it is {_outline(tree)}"
+            )
         values = []
         for leaf, wanted in zip(leaves, expected, strict=True):
             if wanted is HOLE:
                 values.append(leaf)
             elif WrapHashably(_opened(leaf)) != WrapHashably(_opened(wanted)):
-                raise ValueError(
+                raise ArgumentValueError(
                     f"{_opened(wanted)!r} is part of the structure, but here is {_opened(leaf)!r}"
                 )
         return values

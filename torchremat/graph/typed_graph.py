@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
 from torchremat.avals import Aval
+from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.eqns import Eqn, Literal, Names, aval_of, equations
 from torchremat.graph.printing import format_graph
 from torchremat.graph.structure import Structure
@@ -182,7 +183,7 @@ def flatten_arguments(g: TypedGraph, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         inputs = g.in_structure.flatten((args, named))
     except ValueError as error:
-        raise ValueError(
+        raise ArgumentValueError(
             f"eval_graph takes arguments like those that the graph was traced for: {error}. "
             "Python values are part of a graph: trace it anew for others with make_graph, or make "
             "tensors of them."
@@ -190,7 +191,7 @@ def flatten_arguments(g: TypedGraph, args: tuple[Any, ...], kwargs: dict[str, An
     for node, aval, value in zip(g.input_nodes, g.in_avals, inputs, strict=True):
         given = Aval.of(value) if isinstance(value, Tensor) else value
         if given != aval:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"eval_graph takes {aval} on {aval.device} for the input {node.name}, but it is "
                 f"given {given!r}"
                 + (f" on {given.device}" if isinstance(given, Aval) else "")

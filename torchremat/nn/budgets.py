@@ -24,7 +24,7 @@ from torch import nn
 
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
-from torchremat.errors import BudgetError, TraceError
+from torchremat.errors import ArgumentTypeError, BudgetError, TraceError
 from torchremat.graph.parallel_modules import parallel_kind
 from torchremat.nn.select import Select, select_modules
 from torchremat.nn.wrap import unwrap, wrap
@@ -300,10 +300,10 @@ class _Layers:
 
 def _check_whole(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"split_budget takes an nn.Module, but it was given {module!r}")
+        raise ArgumentTypeError(f"split_budget takes an nn.Module, but it was given {module!r}")
     for path, inner in module.named_modules():
         if kind := parallel_kind(inner):
-            raise TypeError(
+            raise ArgumentTypeError(
                 "split_budget takes a model before it is made parallel, but "
                 f"{repr(path) + ' in it' if path else 'it'} {kind}. Build the model again, on the "
                 "meta device say (with torch.device('meta'): model = Model()), and split the "

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from torchremat.errors import NoMatchError, nearest_names
+from torchremat.errors import ArgumentTypeError, ArgumentValueError, NoMatchError, nearest_names
 
 Select: TypeAlias = (
     str | type | tuple[type, ...] | Callable[[nn.Module], Any] | Callable[[str, nn.Module], Any]
@@ -35,8 +35,9 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
       module, not what it contains), wherever it stands. A term is a pattern or a position.
     - A pattern matches qualified names part by part: `*`, `?` and `[01]` (as in `fnmatch`) within a
       part, so that `layers.*` is `layers.0` and not `layers.0.attn`; `**` is any number of parts,
-      none included: `**.attn` is every `attn`. What a pattern matches inside another match is
-      selected too.
+      none included: `**.attn` is every `attn`. A pattern that would match nothing is one in which
+      `*` crosses dots, as in `save_modules`: `*.attn` is every `attn` too, where no module on top
+      has one. What a pattern matches inside another match is selected too.
     - A position is one of `every:3` (0, 3, 6, ...), `first:2`, `last:2` and `range:4-8` (4 to 8,
       both included), counted from 0 over the longest `ModuleList` of the model, wherever it is and
       the first of several as long; over the longest `Sequential` if there is no `ModuleList`.
@@ -101,7 +102,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def _check_has_forward(root: nn.Module) -> None:
     if not has_forward(root):
-        raise ValueError(
+        raise ArgumentValueError(
             f"a {type(root).__name__} has no forward of its own, so nothing would be wrapped. Say "
             "which of the modules in it are meant: select='*' are all that it holds"
         )
@@ -113,14 +114,14 @@ def _check_has_forward(root: nn.Module) -> None:
 def _ids_by_text(model: _Model, text: str) -> set[int]:
     terms = [term.strip() for term in text.split(",")]
     if not all(term.removeprefix("!").strip() for term in terms):
-        raise ValueError(
+        raise ArgumentValueError(
             f"select={text!r} has an empty term. Join patterns and positions with one ',': "
             "'layers.*,!layers.0' or 'first:2,last:2', say"
         )
     included = [term for term in terms if not term.startswith("!")]
     excluded = [term.removeprefix("!").strip() for term in terms if term.startswith("!")]
     if not included:
-        raise ValueError(
+        raise ArgumentValueError(
             f"select={text!r} only excludes. Say first what to select: 'layers.*,{text}', say"
         )
     chosen = set[int]().union(*(_ids_by_term(model, term) for term in included))
@@ -135,6 +136,8 @@ def _ids_by_term(model: _Model, term: str) -> set[int]:
         return _ids_by_position(model, term)
     pattern = term.split(".")
     found = {id(module) for name, module in model.names if _matches(pattern, name.split("."))}
+    if not found:  # then a `*` crosses dots
+        found = {id(module) for name, module in model.names if fnmatchcase(name, term)}
     if not found:
         raise NoMatchError(
             f"{term!r} matches nothing{_hint(model, term)}. Of {model.nearest(term)}"
@@ -158,8 +161,6 @@ def _hint(model: _Model, pattern: str) -> str:
                 f" that can be called: {name} is a {type(module).__name__}, which has no forward; "
                 f"what it holds is '{pattern}.*'"
             )
-    if any(fnmatchcase(name, pattern) for name, _ in model.names):
-        return ": a '*' ends at a dot, and '**' does not ('**.attn' is every attn)"
     return ""
 
 
@@ -169,7 +170,7 @@ def _hint(model: _Model, pattern: str) -> str:
 def _ids_by_position(model: _Model, term: str) -> set[int]:
     keyword, _, argument = term.partition(":")
     if keyword not in _KEYWORDS:
-        raise ValueError(
+        raise ArgumentValueError(
             f"{term!r}: there is no {keyword!r} to select by, {nearest_names(keyword, _KEYWORDS)}. "
             f"Positions are {', '.join(_KEYWORDS.values())}; patterns have no ':'"
         )
@@ -177,7 +178,7 @@ def _ids_by_position(model: _Model, term: str) -> set[int]:
     name, blocks = _blocks(model, term)
     chosen = _positions(keyword, numbers, len(blocks))
     if chosen is None:
-        raise ValueError(_out_of_range(term, keyword, name, len(blocks)))
+        raise ArgumentValueError(_out_of_range(term, keyword, name, len(blocks)))
     ids = {id(blocks[i]) for i in chosen if has_forward(blocks[i])}
     if not ids:
         raise NoMatchError(f"{term!r} finds in {name} only modules that have no forward")
@@ -188,10 +189,12 @@ def _numbers(term: str, keyword: str, argument: str) -> tuple[int, ...]:
     pattern = r"(\d+)-(\d+)" if keyword == "range" else r"(\d+)"
     match = re.fullmatch(pattern, argument.strip(), re.ASCII)
     if match is None:
-        raise ValueError(f"{term!r} cannot be read; it is spelled like {_KEYWORDS[keyword]!r}")
+        raise ArgumentValueError(
+            f"{term!r} cannot be read; it is spelled like {_KEYWORDS[keyword]!r}"
+        )
     numbers = tuple(map(int, match.groups()))
     if sorted(numbers) != list(numbers):
-        raise ValueError(
+        raise ArgumentValueError(
             f"{term!r} ends before it starts: write range:{numbers[1]}-{numbers[0]}, which has "
             "both of its ends in it"
         )
@@ -244,7 +247,7 @@ def _as_predicate(select: Any) -> Callable[[str, nn.Module], bool]:
         return lambda _, module: isinstance(module, select)
     if isinstance(select, nn.Module) or not callable(select):
         cure = "; join patterns with ','" if isinstance(select, list | tuple | set) else ""
-        raise TypeError(
+        raise ArgumentTypeError(
             "select must be a pattern such as 'layers.*', a position such as 'every:3', a class or "
             f"a predicate of a module, but it is {select!r} ({type(select).__name__}){cure}"
         )

@@ -18,7 +18,7 @@ from torch import nn
 from torchremat import _torch
 from torchremat.api_util import StaticArguments
 from torchremat.compile.lowering import backend_of, check_backend
-from torchremat.errors import NoMatchError
+from torchremat.errors import ArgumentTypeError, ArgumentValueError, NoMatchError, NoStepError
 from torchremat.graph.parallel_modules import parallel_kind
 from torchremat.nn.select import Select, select_modules
 from torchremat.remat.checkpoint import Checkpointed
@@ -78,7 +78,7 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         kind = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
-        raise TypeError(
+        raise ArgumentTypeError(
             f"wrap takes an nn.Module, but it was given {kind}; a function is given to checkpoint"
         )
     if compile is not None:
@@ -136,7 +136,7 @@ def report(module: nn.Module) -> Report:
             programs.append((name, program))
     if not programs:
         names = ", ".join(name or type(module).__name__ for name, _ in found[:3])
-        raise RuntimeError(
+        raise NoStepError(
             f"none of the {len(found)} wrapped modules ({names}{', ...' * (len(found) > 3)}) has "
             "run with gradients enabled: run a step, then ask for the report"
         )
@@ -153,7 +153,7 @@ def _is_inside(name: str, outer: str) -> bool:
 def _check_prevent_cse(prevent_cse: object) -> None:
     leaves, _ = _torch.tree_flatten(prevent_cse)
     if not all(isinstance(leaf, bool) for leaf in leaves):
-        raise TypeError(
+        raise ArgumentTypeError(
             "prevent_cse must be a bool, or a tuple or tree of bools over the arguments, but it is "
             f"{prevent_cse!r}"
         )
@@ -163,7 +163,7 @@ def _check_traceable(name: str, module: nn.Module) -> None:
     kind = type(module).__name__
     called = f"{name!r} ({kind})" if name else f"the {kind}"
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{called} is compiled by TorchScript, so there is no Python to trace: wrap the module "
             "that it was made from"
         )
@@ -171,14 +171,14 @@ def _check_traceable(name: str, module: nn.Module) -> None:
         inner_kind = parallel_kind(inner)
         if inner_kind is not None and (inner is not module or "fully_shard" not in inner_kind):
             place = f"{path!r} in it" if path else "it"
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{called} cannot be traced as a whole, since {place} {inner_kind}, which works "
                 "between modules: wrap the modules inside, torchremat.nn.wrap(model, policy, "
                 "select='layers.*') say, or the model that a DistributedDataParallel is made from. "
                 "torchremat.nn.split_budget makes one budget into policies for layers"
             )
     if "_orig_mod" in dict(module.named_children()):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{called} is a module compiled by torch.compile: wrap the module that it was made "
             "from, or in it, before it is compiled"
         )
@@ -201,21 +201,25 @@ def _assigned_policies(
         chosen = as_policy(policy)
         return [(name, found, chosen) for name, found in select_modules(module, select)]
     if select is not None:
-        raise ValueError(
+        raise ArgumentValueError(
             f"select={select!r} and a dict of policies both say which modules are meant; leave out "
             "select, whose ',' and '!' the keys of the dict have too"
         )
     if not policy:
-        raise ValueError("the dict of policies is empty: give it a pattern, {'layers.*': 'dots'}")
+        raise ArgumentValueError(
+            "the dict of policies is empty: give it a pattern, {'layers.*': 'dots'}"
+        )
     assigned: dict[int, tuple[str, nn.Module, Policy]] = {}
     for pattern, value in policy.items():
         chosen = as_policy(value)
         if pattern is None:
-            raise TypeError("the keys of a dict of policies are patterns, but one of them is None")
+            raise ArgumentTypeError(
+                "the keys of a dict of policies are patterns, but one of them is None"
+            )
         found = select_modules(module, pattern)
         left = [pair for pair in found if id(pair[1]) not in assigned]
         if not left:
-            raise ValueError(
+            raise ArgumentValueError(
                 f"{pattern!r}: {chosen!r} has no effect: keys before it match {found[0][0]!r} and "
                 "all else that it matches. Write the narrower pattern first"
             )

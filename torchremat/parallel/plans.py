@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable
 
 from torchremat import _torch
-from torchremat.errors import PlanError, ProcessError
+from torchremat.errors import ArgumentTypeError, PlanError, ProcessError
 from torchremat.parallel.devices import process_index
 from torchremat.parallel.faults import (
     can_tell,
@@ -99,7 +99,9 @@ def agreed_plan(plan: Plan) -> Plan:
     >>> g = tr.checkpoint(f, policy=tr.checkpoint_policies.from_plan(tr.parallel.agreed_plan(plan)))
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"agreed_plan takes a Plan, as tr.plan makes it, but it is {plan!r}")
+        raise ArgumentTypeError(
+            f"agreed_plan takes a Plan, as tr.plan makes it, but it is {plan!r}"
+        )
     if not can_tell():
         return plan
     here, does = process_index(), "calls agreed_plan"

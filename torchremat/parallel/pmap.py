@@ -21,7 +21,13 @@ from torchremat.batching.axes import MappedLeaves, check_axes
 from torchremat.batching.mapping import Mapping
 from torchremat.batching.vmappable import is_vmappable
 from torchremat.compile.jit import jit
-from torchremat.errors import AxisError, AxisTypeError, NotAvailableError
+from torchremat.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    AxisError,
+    AxisTypeError,
+    NotAvailableError,
+)
 from torchremat.graph.named_axes import AxisFrame, AxisName, axes_in_scope, in_scope
 from torchremat.graph.sources import current_source
 from torchremat.parallel.devices import process_count
@@ -139,7 +145,7 @@ def pmap(
     tensor([[1., 1.]])
     """
     if not callable(fun):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"pmap takes a function or an nn.Module, but it was given {fun!r} "
             f"({type(fun).__name__})"
         )
@@ -149,7 +155,7 @@ def pmap(
     static = _as_argnums(static_broadcasted_argnums, "static_broadcasted_argnums")
     donated = _as_argnums(donate_argnums, "donate_argnums")
     if both := set(static) & set(donated):
-        raise ValueError(
+        raise ArgumentValueError(
             "static_broadcasted_argnums and donate_argnums cannot intersect, and both contain "
             f"{sorted(both)}: a static argument has no storage to donate"
         )
@@ -193,7 +199,7 @@ def _mapped_call(
         return MappedLeaves.of(fun, in_axes, args, kwargs, "pmap")
     count = len(args)
     if any(not -count <= i < count for i in options.static):
-        raise ValueError(
+        raise ArgumentValueError(
             f"pmapped function has static_broadcasted_argnums={options.static} but was called with "
             f"only {count} positional argument{'s' * (count != 1)}. All static broadcasted "
             "arguments must be passed positionally."

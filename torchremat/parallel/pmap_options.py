@@ -10,7 +10,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.avals import Aval
 from torchremat.batching.vmappable import is_spec
-from torchremat.errors import AxisError, AxisTypeError, DeviceError
+from torchremat.errors import ArgumentValueError, AxisError, AxisTypeError, DeviceError
 from torchremat.graph.named_axes import AxisName
 from torchremat.graph.sources import current_source
 from torchremat.parallel.devices import (
@@ -36,7 +36,7 @@ class Options:
 def number_of_own(devices: Sequence[Any]) -> int:
     """How many of this process's devices were given."""
     if not devices:
-        raise ValueError("'devices' argument to pmap must be non-empty, or None.")
+        raise ArgumentValueError("'devices' argument to pmap must be non-empty, or None.")
     here = process_index()
     of_process = [d.process_index if isinstance(d, Device) else here for d in devices]
     counts = [of_process.count(i) for i in range(process_count())]

@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from torchremat.errors import BudgetSpellingError, BudgetTypeError, nearest_names
 
@@ -39,6 +41,7 @@ class Budget:
             return given
         if isinstance(given, str):
             return _read(given)
+        given = plain_number(given)
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise BudgetTypeError(
                 f"a budget is bytes (an int, or text such as '2GiB') or a fraction of the peak "
@@ -59,6 +62,20 @@ class Budget:
             return self.nbytes
         assert self.fraction is not None
         return int(self.fraction * plain_peak)
+
+
+def plain_number(given: Any) -> Any:
+    """A number of another library's, NumPy's say, as Python's; anything else as it is.
+
+    >>> import numpy
+    >>> plain_number(numpy.int64(4096)), plain_number(numpy.float32(0.5)), plain_number("2GiB")
+    (4096, 0.5, '2GiB')
+    """
+    if isinstance(given, bool | int | float):
+        return given
+    if isinstance(given, Integral):
+        return int(given)
+    return float(given) if isinstance(given, Real) else given
 
 
 def bytes_of_limit(given: int | str) -> int:

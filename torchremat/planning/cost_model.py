@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.aliases import is_item, is_view
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.ops import op_name
@@ -74,7 +75,7 @@ class CostModel:
         if isinstance(device, CostModel):
             return device
         if not isinstance(device, str | torch.device | Rates | None):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{device!r} ({type(device).__name__}) is no device: a cost model is made of a "
                 "name ('h100'), a torch.device, Rates, or another CostModel"
             )
@@ -207,10 +208,10 @@ def measure(device: "str | torch.device | None" = None, *, again: bool = False) 
 
     >>> measure("meta")
     Traceback (most recent call last):
-    ValueError: nothing runs on the device 'meta', ...
+    torchremat.errors.ArgumentValueError: nothing runs on the device 'meta', ...
     """
     if device is not None and str(device).startswith("meta"):
-        raise ValueError(
+        raise ArgumentValueError(
             "nothing runs on the device 'meta', so that nothing can be measured there: measure "
             "'cpu' or 'cuda', or take the figures of a data sheet: CostModel.of('h100')"
         )

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from torchremat.errors import nearest_names
+from torchremat.errors import ArgumentValueError, nearest_names
 
 _logger = logging.getLogger("torchremat")
 
@@ -72,7 +72,7 @@ class Rates:
                 continue
             most = 1.0 if field.name.endswith("_fraction") else math.inf
             if not _is_rate(value) or value > most:
-                raise ValueError(
+                raise ArgumentValueError(
                     f"the rates of {self.name!r} have {field.name}={value!r}: each rate is a "
                     "positive finite number, and a fraction at most 1"
                 )
@@ -218,7 +218,7 @@ def rates_of(device: "str | torch.device | None") -> Rates:
     'NVIDIA A100 80GB SXM'
     >>> rates_of("h1000")
     Traceback (most recent call last):
-    ValueError: 'h1000' is no known device; nearest: 'h100', ...
+    torchremat.errors.ArgumentValueError: 'h1000' is no known device; nearest: 'h100', ...
     """
     if isinstance(device, str):
         found = _known(device)
@@ -290,7 +290,7 @@ def _parsed(name: str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError:
-        raise ValueError(
+        raise ArgumentValueError(
             f"{name!r} is no known device; {nearest_names(name, KNOWN_DEVICES)}. A device is a "
             "short name of torchremat.planning.devices.KNOWN_DEVICES, the name of a GPU as "
             "PyTorch gives it, or 'cpu', 'cuda', 'cuda:1', ..."

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchremat.errors import ArgumentTypeError
 from torchremat.planning.budgets import Budget
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.optimizers import (
@@ -60,7 +61,7 @@ class Estimate:
         """Whether `total_bytes` fit into `memory` (bytes, or text such as `"24GiB"`)."""
         nbytes = Budget.of(memory).nbytes
         if nbytes is None:
-            raise TypeError(f"fits({memory!r}): memory is bytes, or text such as '24GiB'")
+            raise ArgumentTypeError(f"fits({memory!r}): memory is bytes, or text such as '24GiB'")
         return self.total_bytes <= nbytes
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.errors import ArgumentTypeError
 from torchremat.remat.region import Region
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
@@ -43,28 +44,42 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
         return 0
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, torch.optim.Optimizer):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"optimizer={optimizer!r} is none: give a torch.optim.Optimizer or its class, such as "
             "torch.optim.AdamW"
         )
-    settings = {} if isinstance(optimizer, type) else _settings(optimizer)
-    if kind is torch.optim.SGD or "lr" in settings:
-        settings.setdefault("lr", 1e-3)
     parameters = [
         torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=True)
         for value in _trained(region)
     ]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    copy = kind(parameters, **settings)
+    copy = (
+        _made(optimizer, parameters)
+        if isinstance(optimizer, type)
+        else _like(optimizer, parameters)
+    )
     copy.step()
     leaves, _ = _torch.tree_flatten(list(copy.state.values()))
     return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The settings that an optimizer was made with, without those that forbid meta tensors."""
-    return {k: v for k, v in optimizer.defaults.items() if k not in _NOT_ON_META}
+def _made(kind: type[torch.optim.Optimizer], parameters: list[Tensor]) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {"lr": 1e-3} if kind is torch.optim.SGD else {}
+    return kind(parameters, **settings)
+
+
+def _like(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """An optimizer with the settings of another, but those that forbid meta tensors.
+
+    Its class is not asked to make it, since the settings that an optimizer keeps are not always
+    those that its class takes: `AdamW` keeps `decoupled_weight_decay`, and takes none.
+    """
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(vars(optimizer))
+    settings = optimizer.defaults | {k: False for k in _NOT_ON_META if k in optimizer.defaults}
+    torch.optim.Optimizer.__init__(copy, parameters, settings)
+    return copy
 
 
 _NOT_ON_META = ("fused", "foreach", "capturable")

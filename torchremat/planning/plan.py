@@ -89,6 +89,13 @@ class Plan:
     cost_model: CostModel | None = field(default=None, repr=False)
     """What says what each operator takes; `None` for a plan that was loaded."""
 
+    def __eq__(self, other: object) -> bool:
+        """Plans are equal that are written alike: a loaded one is the one that was saved."""
+        return isinstance(other, Plan) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
     @property
     def gap(self) -> float:
         """How much of the added time, at most, another schedule might spare: from 0 to 1."""

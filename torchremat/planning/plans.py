@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchremat.errors import BudgetError, PlanError
+from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
 from torchremat.planning.budgets import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.fingerprints import lines_of
@@ -186,7 +186,9 @@ def pareto(
     elif isinstance(points, Sequence) and not isinstance(points, str):
         budgets = [Budget.of(point) for point in points]
     else:
-        raise TypeError(f"pareto(points={points!r}): points is how many budgets, or a list of them")
+        raise ArgumentTypeError(
+            f"pareto(points={points!r}): points is how many budgets, or a list of them"
+        )
     found = []
     least = None
     for budget in sorted(budgets, key=planning.planner.bytes_of, reverse=True):
@@ -224,7 +226,7 @@ def _planning(
     region = region_of(fun, args, kwargs, WholeGraphPolicy())
     model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
     if not isinstance(model, CostModel):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"cost_model={cost_model!r} is none: give a CostModel, such as CostModel.of('h100') or "
             "cost_model.measure('cuda')"
         )

@@ -7,7 +7,7 @@ from typing import Any
 from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import PolicyError
-from torchremat.planning.budgets import Budget, BudgetLike, bytes_of_limit
+from torchremat.planning.budgets import Budget, BudgetLike, bytes_of_limit, plain_number
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.out_of_memory import told_of_plan
 from torchremat.planning.plan import Plan
@@ -38,6 +38,19 @@ class MemoryBudget(_Planned):
     cost_model: CostModel | None = None
     offload: bool = False
     saved: int | str | None = None
+
+    @property
+    def _limits(self) -> tuple[Any, ...]:
+        """What it asks for, however that is written: `"1GiB"` is as many bytes as `2**30`."""
+        budget = None if self.budget is None else Budget.of(self.budget)
+        saved = None if self.saved is None else bytes_of_limit(self.saved)
+        return budget, saved, self.solver, self.cost_model, self.offload
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemoryBudget) and self._limits == other._limits
+
+    def __hash__(self) -> int:
+        return hash(self._limits)
 
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
         """See `Policy.schedule`. Raises `BudgetError` if the budget cannot be met."""
@@ -130,6 +143,7 @@ def memory_budget(
     >>> tr.explain(f, x, policy=memory_budget(saved="4KiB")).total
     4096
     """
+    budget, saved = plain_number(budget), plain_number(saved)
     if budget is not None:
         Budget.of(budget)
     elif saved is None:
@@ -209,6 +223,6 @@ def from_plan(plan: Plan | str) -> Policy:
     return FromPlan(loaded.to_json(), str(plan))
 
 
-register_word("budget", memory_budget, "8GiB")
+register_word("budget", memory_budget, "8GiB", function="memory_budget")
 register_word("saved", saved_limit, "200MiB")
-register_word("plan", from_plan, "file.json")
+register_word("plan", from_plan, "file.json", function="from_plan")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchremat.errors import GraphError
+from torchremat.errors import ArgumentTypeError, GraphError
 from torchremat.planning.timeline import Timeline
 from torchremat.planning.walk import Walk, results_of, storages_in
 
@@ -96,7 +96,7 @@ def simulate(
 
 def _check(graph: Any, name: str) -> None:
     if not isinstance(graph, fx.GraphModule):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"simulate reads graphs, {name} an fx.GraphModule, but it was given {type(graph)!r}. "
             "Of a function: make_graph(fun)(*args).graph_module"
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchremat import _torch
+from torchremat.errors import ArgumentTypeError
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.sources import is_user_file
 from torchremat.remat.guards import variables_of
@@ -50,7 +51,7 @@ class BoundCall:
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         if not callable(fun):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the first argument must be a function of tensors or an nn.Module, but it is "
                 f"{_described(fun)}. Give the function itself, then its arguments: "
                 "saved_residuals(f, x), not saved_residuals(f(x))"

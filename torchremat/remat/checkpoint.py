@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.errors import ArgumentTypeError, ArgumentValueError, NotAvailableError
 from torchremat.graph.aliases import base_of
 from torchremat.graph.dynamic_inputs import DynamicInputs, shapes_of
 from torchremat.graph.named_axes import axis_environment
@@ -78,6 +80,7 @@ class Checkpointed:
         self._verified_key = PolicyKey(policy, verified=True)
         self._own = _traces.of(fun, self._cache_key())
         self._last: tuple[FunctionProgram, Sizes | None] | None = None
+        self._told: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
         self._uncompiled = outside_compiler() if policy.is_whole else None
 
     def __repr__(self) -> str:
@@ -115,7 +118,7 @@ class Checkpointed:
         if setting is None:
             return self._key
         if setting != "bitwise":
-            raise ValueError(
+            raise ArgumentValueError(
                 f"config.verify_recomputation is None or 'bitwise', but it is {setting!r}"
             )
         return self._verified_key
@@ -141,6 +144,7 @@ class Checkpointed:
                 captured is not None
                 and program is not None
                 and (program.is_logged or not config.log_checkpoint_residuals)
+                and (not program.is_warned_of or program in self._told)
                 and trace.surroundings[0] is torch.is_grad_enabled()
                 and trace.surroundings[1].default_dtype is torch.get_default_dtype()
                 and trace.surroundings[1].switches == switches()
@@ -206,8 +210,13 @@ class Checkpointed:
                 program.warn_of_policy()
                 trace.programs[key] = program
                 self._log(program, trace, args, kwargs, call)
-            elif config.log_checkpoint_residuals and not program.is_logged:
-                self._log(program, trace, args, kwargs, call)
+            else:
+                if program.is_warned_of and program not in self._told:  # by another of the same
+                    program.warn_of_policy()
+                if config.log_checkpoint_residuals and not program.is_logged:
+                    self._log(program, trace, args, kwargs, call)
+            if program.is_warned_of:
+                self._told.add(program)
             return trace, program
 
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
@@ -437,7 +446,7 @@ def checkpoint(
             return functools.partial(checkpoint, policy=policy)
         return functools.partial(checkpoint_in_compiler, fun, policy)
     if concrete:
-        raise NotImplementedError(
+        raise NotAvailableError(
             "checkpoint has no option `concrete`. Where the function needs the value of an "
             "argument in Python (an `if`, a shape), name the argument in static_argnums: "
             "checkpoint(fun, static_argnums=(1,))"
@@ -452,7 +461,7 @@ def checkpoint(
         StaticArguments(_no_function, static_argnums, static_argnames)
         return functools.partial(checkpoint, **options)
     if not callable(fun):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"checkpoint takes a function or an nn.Module, but it was given {fun!r} "
             f"({type(fun).__name__}); options are given by keyword: checkpoint(fun, policy=...)"
         )
@@ -469,7 +478,7 @@ def check_prevent_cse(prevent_cse: Any) -> Any:
     """`prevent_cse`, if it is a bool or a tree of bools; else `TypeError`."""
     leaves, _ = _torch.tree_flatten(prevent_cse)
     if not all(isinstance(leaf, bool) for leaf in leaves):
-        raise TypeError(
+        raise ArgumentTypeError(
             "prevent_cse must be a bool, or a tuple or tree of bools over the arguments, but it is "
             f"{prevent_cse!r}"
         )

@@ -160,8 +160,8 @@ class Choices:
         """Whether a value may be offloaded."""
         return any(choice.decision == "offloaded" for choice in self.choices.values())
 
-    def warn_of_places(self, *, is_compiled: bool) -> None:
-        """Warn, at the user's line, of what the policy says of places and cannot be.
+    def warn_of_places(self, *, is_compiled: bool) -> bool:
+        """Warn, at the user's line, of what the policy says of places and cannot be; if anything.
 
         `is_compiled`: the graphs are for a compiler, of which none can offload.
         """
@@ -173,13 +173,14 @@ class Choices:
                 "saved on their device. Without the compiler they are offloaded",
                 OffloadWarning,
             )
+        return bool(self.not_moved) or (is_compiled and self.offloads)
 
-    def warn_of_unmatched(self) -> None:
-        """Warn, at the user's line, of what the policy names and no value of the function has."""
+    def warn_of_unmatched(self) -> bool:
+        """Warn, at the user's line, of what the policy names and no value has; if anything."""
         values = list(self.values.values())
         messages = self.policy.unmatched(values)
         if not messages:
-            return
+            return False
         nowhere = self.policy.unmatched([*values, *self._in_branches])
         subjects = {message.partition(MATCHES_NOTHING)[0]: message for message in nowhere}
         for message in messages:
@@ -193,6 +194,7 @@ class Choices:
                 ),
                 UnmatchedWarning,
             )
+        return True
 
 
 def _why_planned(node: fx.Node) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchremat.errors import ArgumentTypeError
 from torchremat.remat.bound import BoundCall
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.explain import report_of
@@ -132,7 +133,7 @@ def compare(
 
 def _checked(policies: Any) -> list[Any]:
     if isinstance(policies, str | Mapping) or not isinstance(policies, Sequence):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"compare takes policies=[...], a list of policies, but it is {policies!r} "
             f"({type(policies).__name__}); for one policy write policies=[policy]"
         )

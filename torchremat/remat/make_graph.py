@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions, trace_joint
-from torchremat.errors import TraceError
+from torchremat.errors import ArgumentTypeError, TraceError
 from torchremat.graph.building import Input, build_graph, results_of
 from torchremat.graph.eqns import Number
 from torchremat.graph.modules import ModulePaths
@@ -75,7 +75,7 @@ def make_graph(
     (f32[3], f32[])
     """
     if not callable(fun):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"make_graph takes a function or an nn.Module, but it was given {fun!r} "
             f"({type(fun).__name__}); the arguments go to what it returns: make_graph(f)(x)"
         )

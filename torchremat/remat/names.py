@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.errors import ArgumentTypeError
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ def checkpoint_name(x: T, name: str) -> T:
     ["f32[3] named 'hidden' from ..."]
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"checkpoint_name takes a name that is a non-empty string, but it is {name!r} "
             f"({type(name).__name__}): checkpoint_name(x, 'attention')"
         )

@@ -18,6 +18,7 @@ from torchremat.graph.ops import (
     is_dot,
     is_dot_with_no_batch_dims,
     packet_name,
+    why_unknown,
 )
 from torchremat.remat.names import name_p
 from torchremat.remat.policy_protocol import (
@@ -232,7 +233,9 @@ class _Ops(_Listing):
         known = {packet_name(op) for op in ops}
         for item in self.items:
             if not any(OpMatcher(item).matches(op) for op in ops):
-                yield item, f"the operators, {nearest_names(item, known)}"
+                unknown = why_unknown(item)
+                also = f" ({unknown})" if unknown else ""
+                yield item, f"the operators, {nearest_names(item, known)}{also}"
 
 
 class SaveOps(_Ops):
@@ -318,8 +321,8 @@ def save_ops(*ops: object) -> Policy:
     """Only what these operators compute may be saved.
 
     An operator is an overload, a packet or a string. `aten.mm` finds the `addmm` of a biased
-    `nn.Linear` too. Raises `PolicyError` (a `TypeError`) for what is no operator, and
-    `UnknownOpError` (a `ValueError`) with the nearest names for a string that names none.
+    `nn.Linear` too. Raises `PolicyError` (a `TypeError`) for what is no operator. A name that no
+    operator has matches nothing, which gives an `UnmatchedWarning` with the nearest names.
 
     >>> import torch
     >>> save_ops(torch.ops.aten.mm, "aten::bmm")
@@ -406,10 +409,16 @@ for _policy in (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
 ):
-    register_word(_policy.word, type(_policy))
-register_word("names", save_only_these_names, "attn,mlp")
-register_word("ops", save_ops, "aten.mm,aten.addmm")
-register_word("modules", save_modules, "layers.*.attn")
+    register_word(_policy.word, type(_policy), function=_policy.function)
+register_word("dots", DotsSaveable, function="checkpoint_dots")
+register_word(
+    "dots_with_no_batch_dims_saveable",
+    DotsWithNoBatchDimsSaveable,
+    function="checkpoint_dots_with_no_batch_dims",
+)
+register_word("names", save_only_these_names, "attn,mlp", function="save_only_these_names")
+register_word("ops", save_ops, "aten.mm,aten.addmm", function="save_ops")
+register_word("modules", save_modules, "layers.*.attn", function="save_modules")
 register_word("save_any_names_but_these", save_any_names_but_these, "attn,mlp")
 register_word("save_anything_except_these_names", save_anything_except_these_names, "attn,mlp")
 register_word("recompute_ops", recompute_ops, "aten.mm,aten.addmm")

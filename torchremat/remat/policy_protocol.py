@@ -317,8 +317,9 @@ def policy(spelling: str) -> Policy:
 
     The spellings are `"none"` (no rematerialisation: `everything_saveable`), `"full"`
     (`nothing_saveable`), `"dots"`, `"names:attn,mlp"`, `"ops:aten.mm,aten.addmm"`,
-    `"modules:layers.*.attn"`, and the function's own name for every other policy that takes only
-    names (`"recompute_ops:aten.mm"`); joined with `|`, what one of them lets be saved may be saved.
+    `"modules:layers.*.attn"`, and a policy's own name for every other that takes only names
+    (`"recompute_ops:aten.mm"`; `"dots_saveable"` is read too); joined with `|`, what one of them
+    lets be saved may be saved.
 
     Raises `PolicyError` (a `TypeError`) if `spelling` is no string, `PolicyValueError` (a
     `ValueError`) with the nearest spellings if it is unknown.

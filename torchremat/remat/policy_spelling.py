@@ -26,11 +26,20 @@ class Word:
 
 
 _words: dict[str, Word] = {}
+_functions: dict[str, str] = {}
+"""The words of functions of `checkpoint_policies`, whose own names are read as well."""
 
 
-def register_word(word: str, make: "Callable[..., Policy]", items: str = "") -> None:
-    """Let `word` stand for `make()`, or, where `items` shows an example, for `make(*items)`."""
+def register_word(
+    word: str, make: "Callable[..., Policy]", items: str = "", *, function: str = ""
+) -> None:
+    """Let `word` stand for `make()`, or, where `items` shows an example, for `make(*items)`.
+
+    The name of a `function` that has a shorter word is read too.
+    """
     _words[word] = Word(make, items)
+    if function:
+        _functions[function] = word
 
 
 def known_spellings() -> list[str]:
@@ -66,7 +75,7 @@ def parse_spelling(text: str) -> "list[Policy]":
 
 def _parse_term(term: str, text: str) -> "Policy":
     word, colon, listed = (part.strip() for part in term.partition(":"))
-    entry = _words.get(word)
+    entry = _words.get(_functions.get(word, word))
     if entry is None:
         raise _unknown_word(word, text)
     if not colon:

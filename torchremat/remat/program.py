@@ -11,7 +11,7 @@ residuals are known; so derivatives of any order, with what was kept put to use,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -58,6 +58,8 @@ class Program(ABC):
         """Of each input of the body, whether a compiler keeps what is computed again apart."""
         self.compiler: Compiler | None = None
         """What runs the graphs, also of derivatives; without one, operator by operator."""
+        self.jitted_name = ""
+        """The name of the function, if `jit` made the program of it."""
         self._backwards: dict[tuple[Mask, Mask, bool], Compiled] = {}
         self._in_parts: dict[tuple[Mask, Mask, Mask, bool], TwoParts] = {}
         self._vjps: dict[tuple[Mask, frozenset[int]], VjpProgram] = {}
@@ -346,6 +348,8 @@ class FunctionProgram(Program):
         self.module_prefix = module_prefix
         self.is_logged = False
         """Whether what it saves has been logged at WARNING."""
+        self.is_warned_of = False
+        """Whether the policy says what cannot be: each checkpoint that runs it warns once."""
         self._at: dict[tuple[int, ...], FunctionProgram] = {}
         if chosen is not None:
             self._root_joint, self.choices = chosen
@@ -425,8 +429,12 @@ class FunctionProgram(Program):
 
     def warn_of_policy(self) -> None:
         """Warn of what the policy says and cannot be."""
-        self.choices.warn_of_unmatched()
-        self.choices.warn_of_places(is_compiled=self.compiler is not None)
+        self.is_warned_of = any([*self._warnings()])
+
+    def _warnings(self) -> Iterator[bool]:
+        """Give each kind of warning, and whether there was one."""
+        yield self.choices.warn_of_unmatched()
+        yield self.choices.warn_of_places(is_compiled=self.compiler is not None)
 
     @property
     def schedule(self) -> GraphSchedule | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchremat.avals import Aval, dtype_name
+from torchremat.errors import ArgumentTypeError
 from torchremat.graph.sources import Source
 from torchremat.remat.choices import Decision
 
@@ -142,7 +143,7 @@ class Report:
           12 B  -      ->  input       x       f32[3]
         """
         if not isinstance(other, Report):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"diff takes another Report, but it was given {other!r} ({type(other).__name__}): "
                 "explain(f, x).diff(explain(f, x, policy=policy))"
             )

@@ -23,7 +23,8 @@ class Residual:
     Attributes:
         aval: shape and dtype.
         source: where it comes from: `from the argument x['w'][0]`, `from a constant`,
-            `named 'attn' from file.py:12 (f)`, `output of mm from file.py:12 (f)`, ...
+            `named 'attn' from file.py:12 (f)`, `output of mm from file.py:12 (f)`,
+            `output of jitted function 'g' from file.py:12 (g)`, ...
         nbytes: bytes of its storage, which counts once however many views of it are kept.
         node: the node of the traced graph that computes it, `None` for what none computes.
     """
@@ -101,17 +102,20 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
 
 
 def describe_input(label: InputLabel) -> str:
-    """How the source of an input is told.
+    """How the source of an input is told. A module's buffers are tensors that it closes over.
 
     >>> describe_input(InputLabel("argument", "x[0]"))
     'from the argument x[0]'
+    >>> describe_input(InputLabel("buffer", "norm.running_mean"))
+    'from the closed-over norm.running_mean'
     """
-    return f"from the {label}"
+    return f"from the {'closed-over' if label.kind == 'buffer' else label.kind} {label.text}"
 
 
 def describe_value(value: Computed, label: Label, *, offloaded_to: str = "") -> str:
     """How the source of a computed value is told, with where it is kept if not on its device."""
-    text = f"named {label.name!r}" if label.is_given else f"output of {value.op}"
+    what = f"jitted function {value.jitted_name!r}" if value.jitted_name else value.op
+    text = f"named {label.name!r}" if label.is_given else f"output of {what}"
     text += f" from {label.source}" if label.source else ""
     return f"{text} (offloaded to {offloaded_to})" if offloaded_to else text
 

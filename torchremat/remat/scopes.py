@@ -177,6 +177,16 @@ class Computed:
         return self.call.meta.get("source") if is_forward(self.call) else None
 
     @property
+    def jitted_name(self) -> str:
+        """The name of the innermost function under `jit` that computes it, `''` if none does."""
+        scope: Scope | None = self.scope
+        while scope is not None:
+            if scope.program is not None and scope.program.jitted_name:
+                return scope.program.jitted_name
+            scope = scope.outer
+        return ""
+
+    @property
     def aval(self) -> Aval | None:
         """Shape and dtype, where the trace noted them."""
         value = self.node.meta.get("val")

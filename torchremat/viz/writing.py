@@ -3,6 +3,8 @@
 import os
 from collections.abc import Sequence
 
+from torchremat.errors import ArgumentValueError
+
 PathLike = str | os.PathLike[str]
 
 
@@ -13,11 +15,11 @@ def suffix_of(path: PathLike, known: Sequence[str], what: str) -> str:
     '.svg'
     >>> suffix_of("step.pdf", (".svg", ".png"), "a timeline")
     Traceback (most recent call last):
-    ValueError: a timeline cannot be written to 'step.pdf': its suffix must be one of .svg, .png
+    torchremat.errors.ArgumentValueError: a timeline cannot be written to 'step.pdf': ...
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in known:
-        raise ValueError(
+        raise ArgumentValueError(
             f"{what} cannot be written to {os.fspath(path)!r}: its suffix must be one of "
             f"{', '.join(known)}"
         )

@@ -54,11 +54,17 @@ def off_meta() -> Iterator[None]:
     before, _off_meta.is_on = _off_meta.is_on, True
     try:
         with ExitStack() as stack:
-            if torch.get_default_device().type == "meta":
+            if _default_device().type == "meta":
                 stack.enter_context(torch.device("cpu"))
             yield
     finally:
         _off_meta.is_on = before
+
+
+def _default_device() -> torch.device:
+    """The default device; PyTorch makes a tensor to find it, which is no part of a trace."""
+    with _torch.isolated_from_surroundings():
+        return torch.get_default_device()
 
 
 def is_off_meta() -> bool:

@@ -31,7 +31,6 @@ from torchremat.graph.sizes import sizes_as_literals
 from torchremat.graph.sources import current_source, source_of_error, warn_user
 from torchremat.graph.surroundings import is_off_meta, without_autocast
 
-
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 

@@ -39,7 +39,7 @@ def wrap(
             `save_modules("layers.*.attn")`, are counted from `module`. A dict from selections to
             policies wraps each submodule under the policy of the first that matches it.
         select: `"layers.*"`, `"every:3"`, `"first:2,!layers.0"`, a class or a predicate:
-            `torchremat.remat.select` has the rules. `None` is `module` itself.
+            `select_modules` has the rules. `None` is `module` itself.
         prevent_cse: as `checkpoint` takes it.
         compile: a backend that compiles the forward and backward graphs of each checkpoint:
             `"inductor"`, or `"aot_eager"` to look for what goes wrong. Random masks are then kept,

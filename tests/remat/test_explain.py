@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import torchremat as tr
 import torchremat.nn
+from torchremat.measure import HeldBytes
 from torchremat.remat.explain import report_of_programs
-from torchremat.remat.measure import HeldBytes
 from torchremat.remat.scopes import op_base_name
 
 policies = tr.checkpoint_policies

@@ -173,7 +173,14 @@ def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Repor
         found.add_replayed(scope, program)
         rows += _program_inputs(name, program)
         rows += found.in_order()
-    return Report(tuple(rows), programs[0][1] if len(programs) == 1 else None)
+    return Report(tuple(rows), RanPrograms(tuple(programs)))
+
+
+@dataclass(frozen=True, eq=False)
+class RanPrograms:
+    """Programs that have run, each with the name of its module, in the order of the modules."""
+
+    modules: tuple[tuple[str, FunctionProgram], ...]
 
 
 class _Rows:
@@ -284,17 +291,19 @@ def _why_held(held: Held) -> str:
 
 def _choice_on(held: Held) -> Choice | None:
     """What a policy said of a value that a checkpoint keeps."""
-    for node in map(base_of, held.nodes):
-        if not (is_item(node) and is_remat(call_of(node))):
-            continue
-        program = program_of(call_of(node))
-        if program is None:
-            continue
-        num_results = len(call_of(node).meta["val"])
-        number = item_index(node) - (num_results - len(program.residuals))
-        if number >= 0:
-            return _choice_of(program, program.residuals[number])
-    return None
+    choices = map(choice_inside, map(base_of, held.nodes))
+    return next((choice for choice in choices if choice is not None), None)
+
+
+def choice_inside(node: fx.Node) -> Choice | None:
+    """What a policy said of `node`, if that is what a checkpoint keeps."""
+    if not (is_item(node) and is_remat(call_of(node))):
+        return None
+    program = program_of(call_of(node))
+    if program is None:
+        return None
+    number = item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
+    return _choice_of(program, program.residuals[number]) if number >= 0 else None
 
 
 def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torchremat as tr
-from torchremat.remat.measure import LiveBytes
+from torchremat.measure import LiveBytes
 
 
 class Block(nn.Module):

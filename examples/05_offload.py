@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import torchremat as tr
-from torchremat.remat import host_pool
-from torchremat.remat.measure import HeldBytes
+from torchremat.measure import HeldBytes, host_stats
 
 POLICIES = {
     "saved": None,
@@ -54,7 +53,7 @@ def main() -> None:
             optimizer.zero_grad()
             with HeldBytes(model, x) as held:
                 loss = model(x).square().mean()
-            host = host_pool.stats().nbytes
+            host = host_stats().nbytes
             loss.backward()
             optimizer.step()
             losses.append(f"{loss.item():.6f}")

@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import nn
 
 import torchremat as tr
-from torchremat.remat.measure import HeldBytes, LiveBytes
+from torchremat.measure import HeldBytes, LiveBytes
 
 BLOCKS = "transformer.h.*"
 POLICIES = tr.checkpoint_policies

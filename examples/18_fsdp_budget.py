@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torchremat as tr
-from torchremat.remat.measure import LiveBytes
+from torchremat.measure import LiveBytes
 
 WIDTH, TOKENS = 64, 256
 

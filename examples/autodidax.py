@@ -38,7 +38,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
 import torchremat as tr
-from torchremat.remat.measure import LiveBytes
+from torchremat.measure import LiveBytes
 
 aten = torch.ops.aten
 

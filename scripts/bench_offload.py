@@ -28,8 +28,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torchremat as tr
+from torchremat.measure import LiveBytes
 from torchremat.remat import host_pool
-from torchremat.remat.measure import LiveBytes
 
 TARGET = 1.10  # of the step without offload, where that takes twice as long as the copies
 POLICIES = tr.checkpoint_policies

@@ -46,9 +46,7 @@ def named_policies(model: nn.Module, x: torch.Tensor) -> dict[str, tuple[int, fl
     found = {}
     for policy in ("full", "dots"):
         found[policy] = tr.estimate(model, x, policy=policy)
-        tr.nn.wrap(model, policy, select=nn.TransformerEncoderLayer)
-        found[f"{policy}, each layer"] = tr.estimate(model, x)
-        tr.nn.unwrap(model)
+        found[f"{policy}, each layer"] = tr.estimate(model, x, policy=policy, select="layers.*")
     return {name: (e.peak_bytes, e.seconds - plain.seconds) for name, e in found.items()}
 
 

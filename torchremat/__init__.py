@@ -7,7 +7,17 @@
 >>> block(x, w).sum().backward()
 """
 
-from torchremat import batching, checkpoint_policies, config, errors, nn, parallel, planning, viz
+from torchremat import (
+    batching,
+    checkpoint_policies,
+    config,
+    errors,
+    measure,
+    nn,
+    parallel,
+    planning,
+    viz,
+)
 from torchremat.autodiff.graph_transforms import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.batching.batch_graph import batch_graph
@@ -115,6 +125,7 @@ __all__ = [
     "local_device_count",
     "local_devices",
     "make_graph",
+    "measure",
     "name_p",
     "nn",
     "parallel",

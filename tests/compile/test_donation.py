@@ -18,7 +18,7 @@ from tests.programs import Program, inputs
 from torchremat.compile.donated_tensors import DonatedTensor
 from torchremat.compile.donation import out_variant
 from torchremat.errors import DonationError, DonationWarning
-from torchremat.remat.measure import LiveBytes
+from torchremat.measure import LiveBytes
 
 
 @pytest.fixture(params=["eager", "inductor"])

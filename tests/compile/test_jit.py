@@ -10,7 +10,7 @@ from torch import nn
 
 import torchremat as tr
 from tests.helpers import assert_same
-from torchremat.remat.measure import LiveBytes
+from torchremat.measure import LiveBytes
 
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])

@@ -9,8 +9,8 @@ from torch import nn
 
 from torchremat.integrations.measured import StepPeak
 from torchremat.integrations.switched import Applied, remove, switched_forward
+from torchremat.measure import LiveBytes
 from torchremat.nn import report, wrap
-from torchremat.remat.measure import LiveBytes
 
 
 def make_model():

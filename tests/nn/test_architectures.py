@@ -18,7 +18,7 @@ from tests.architectures import ARCHITECTURES, Architecture, Batch
 from tests.helpers import assert_same, leaves_of
 from torchremat.errors import ConcretizationError, EffectError
 from torchremat.nn import report, unwrap, wrap
-from torchremat.nn.wrap import wrapped_forward
+from torchremat.remat.module_forward import wrapped_forward
 
 pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ import torchremat as tr
 from tests.helpers import assert_same
 from tests.planning.models import GPT, Block
 from torchremat.errors import BudgetError, NoMatchError, TraceError
-from torchremat.remat.measure import LiveBytes
+from torchremat.measure import LiveBytes
 
 
 def step(model, x):

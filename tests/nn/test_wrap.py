@@ -23,7 +23,7 @@ from torchremat.checkpoint_policies import (
 )
 from torchremat.errors import NoMatchError, UnmatchedWarning
 from torchremat.nn import report, unwrap, wrap
-from torchremat.nn.wrap import RematForward, wrapped_forward
+from torchremat.remat.module_forward import RematForward, wrapped_forward
 
 WIDTH, HEADS = 8, 2
 

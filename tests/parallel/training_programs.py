@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchremat as tr
 from torchremat.errors import TraceError
-from torchremat.remat.measure import LiveBytes
+from torchremat.measure import LiveBytes
 
 CHECKS = {}
 SLOW_CHECKS = {}

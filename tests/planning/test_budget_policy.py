@@ -12,8 +12,8 @@ from tests.helpers import assert_same
 from tests.planning.models import GPT, MODELS
 from torchremat.checkpoint_policies import from_plan, memory_budget
 from torchremat.errors import BudgetError, PlanError, PolicyError
+from torchremat.measure import HeldBytes, LiveBytes
 from torchremat.planning.planner import Planner
-from torchremat.remat.measure import HeldBytes, LiveBytes
 
 
 def step(model, fun, x, seed=3):

@@ -14,12 +14,12 @@ from tests.helpers import assert_same
 from torchremat import planning
 from torchremat.checkpoint_policies import everything_saveable, from_plan, memory_budget
 from torchremat.errors import OffloadWarning, PlanError
+from torchremat.measure import HeldBytes, LiveBytes
 from torchremat.planning import CostModel, Plan
 from torchremat.planning.devices import rates_of
 from torchremat.planning.step import LEAST_OFFLOAD
 from torchremat.planning.steps import timeline_of
 from torchremat.remat import host_copies, host_pool
-from torchremat.remat.measure import HeldBytes, LiveBytes
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.report import human_bytes
 from torchremat.viz.reading import picture_of

@@ -16,8 +16,8 @@ from torchremat.errors import (
     PlanError,
     TraceError,
 )
+from torchremat.measure import LiveBytes
 from torchremat.planning.budgets import Budget
-from torchremat.remat.measure import LiveBytes
 from torchremat.remat.report import human_bytes
 
 TOKENS = torch.randint(0, 64, (2, 32))

@@ -23,9 +23,9 @@ from tests.architectures import ARCHITECTURES
 from tests.programs import BUFFERS, DRAWS, WRITES, Program, inputs
 from torchremat.errors import GraphError
 from torchremat.graph.codegen import compile_graph
+from torchremat.measure import LiveBytes
 from torchremat.planning.simulate import simulate
 from torchremat.planning.timeline import CATEGORIES, Timeline
-from torchremat.remat.measure import LiveBytes
 
 # --- models --------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchremat as tr
-from torchremat.remat.measure import LiveBytes
+from torchremat.measure import LiveBytes
 
 policies = tr.checkpoint_policies
 

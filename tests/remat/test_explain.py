@@ -1,3 +1,4 @@
+import copy
 import functools
 import pickle
 import weakref
@@ -13,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import torchremat as tr
 import torchremat.nn
+from torchremat.measure import HeldBytes
 from torchremat.remat.explain import report_of_programs
-from torchremat.remat.measure import HeldBytes
 from torchremat.remat.scopes import op_base_name
 
 policies = tr.checkpoint_policies
@@ -183,6 +184,80 @@ def test_residuals_are_the_rows_that_are_held(case):
     assert sorted((str(r.aval), r.nbytes) for r in residuals) == sorted(
         (row.aval, row.nbytes) for row in rows
     )
+
+
+# --- on the meta device ---------------------------------------------------------------------------
+
+
+def on_meta(tree):
+    """The same with each tensor on the meta device, however often it is there."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    for model in tree_leaves(tree):
+        tensors += [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    moved = {}
+    for tensor in tensors:
+        meta = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        moved[id(tensor)] = nn.Parameter(meta, meta.requires_grad) if is_parameter else meta
+    return copy.deepcopy(tree, moved)
+
+
+@pytest.mark.parametrize("policy", [None, "dots"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")
+def test_a_report_on_the_meta_device_is_that_on_the_cpu(case, policy):
+    call = CASES[case]()
+    on_cpu, report = (
+        tr.explain(f, *args, policy=policy, **kwargs) for f, args, kwargs in (call, on_meta(call))
+    )
+    assert str(report) == str(on_cpu)
+    assert report.rows == on_cpu.rows
+
+
+class Att(nn.Module):
+    """It asks for its device in three ways."""
+
+    def __init__(self, device=None):
+        super().__init__()
+        self.qkv, self.device = nn.Linear(8, 24, device=device), torch.device(device or "cpu")
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(2, 6, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = torch.ones(6, 6, dtype=torch.bool, device=self.qkv.weight.device).tril()
+        mask = mask & torch.ones(6, dtype=torch.bool, device=self.device).to(x.device)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def called(model):
+    """Ways to call a model with an argument."""
+    step = functools.partial(lambda model, x: model(x).sum(), model)
+    return {
+        "itself": model,
+        "closed over": lambda x: model(x).sum(),
+        "in a partial": step,
+        "a method": model.forward,
+        "a checkpoint": tr.checkpoint(model, policy="dots"),
+        "wrapped": torchremat.nn.wrap(copy.deepcopy(model), "dots"),
+    }
+
+
+@pytest.mark.parametrize("way", called(nn.Linear(1, 1)))
+def test_a_model_on_the_meta_device_is_traced_as_on_the_cpu_however_it_is_called(way):
+    on_cpu = called(Att())[way], torch.ones(2, 6, 8)
+    meta = called(Att("meta"))[way], torch.ones(2, 6, 8, device="meta")
+    assert tr.explain(*meta).rows == tr.explain(*on_cpu).rows
+    assert list(map(str, tr.saved_residuals(*meta))) == list(map(str, tr.saved_residuals(*on_cpu)))
+    assert tr.estimate(*meta, device="h100") == tr.estimate(*on_cpu, device="h100")
+    assert meta[0](meta[1]).is_meta  # what was traced so does not serve a call
+
+
+def test_what_a_function_makes_by_itself_goes_where_its_arguments_are():
+    def f(x):
+        return (x * torch.rand(3)).exp()
+
+    with torch.device("meta"):
+        report = tr.explain(f, torch.ones(3))
+    assert report.rows == tr.explain(f, torch.ones(3)).rows
 
 
 # --- the same for whole models under every policy -------------------------------------------------

@@ -10,8 +10,8 @@ from torch import fx, nn
 
 import torchremat as tr
 from tests.helpers import assert_same, leaves_of
+from torchremat.measure import LiveBytes
 from torchremat.nn import wrap
-from torchremat.remat.measure import LiveBytes
 
 DEPTH, WIDTH = 6, 64
 SIZE = WIDTH * WIDTH * 8

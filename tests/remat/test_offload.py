@@ -24,9 +24,9 @@ from torchremat.checkpoint_policies import (
     save_only_these_names,
 )
 from torchremat.errors import OffloadWarning
+from torchremat.measure import HeldBytes, LiveBytes
 from torchremat.planning.steps import timeline_of
 from torchremat.remat import host_copies, host_pool
-from torchremat.remat.measure import HeldBytes, LiveBytes
 
 pytestmark = pytest.mark.usefixtures("small_values")
 

@@ -23,11 +23,11 @@ from tests.helpers import assert_same
 from tests.remat.offloading import DOTS, GPT, chain, gpt, grads, layers, names, train
 from torchremat import config
 from torchremat.checkpoint_policies import from_plan
+from torchremat.measure import LiveBytes
 from torchremat.planning import CostModel
 from torchremat.planning.devices import rates_of
 from torchremat.remat import copy_streams, host_copies, host_pool
 from torchremat.remat.host_pool import POOL
-from torchremat.remat.measure import LiveBytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -141,14 +141,64 @@ def test_the_report_of_a_step_is_drawn_with_its_graphs_if_one_program_ran():
     }
 
 
+def test_the_report_of_a_step_is_drawn_with_the_graphs_of_the_modules_that_ran():
+    model = tr.nn.wrap(Model(), "dots", select="layers.*")
+    model(torch.ones(512, 16)).backward()
+    report = tr.nn.report(model)
+    picture = picture_of(report)
+    assert {kind: picture.totals()[kind] for kind in ("saved", "recomputed")} == {
+        kind: report.by_decision()[kind] for kind in ("saved", "recomputed")
+    }
+    assert len(picture.positions) == len(picture.values)
+    assert all(value.module.startswith("layers.") for value in picture.values)
+    parameters = {value.label for value in picture.values if value.kind == "parameter"}
+    assert parameters == {name for name, _ in model.named_parameters()}
+    for place, value in enumerate(picture.values):
+        layers = {picture.values[read].module.split(".")[1] for read in value.reads}
+        assert layers <= {value.module.split(".")[1]}
+        assert all(read < place for read in value.reads)
+    phases = [(value.phase, value.module.split(".")[1]) for value in picture.values]
+    assert list(dict.fromkeys(phases)) == [
+        *(("forward", str(i)) for i in range(4)),
+        *(("backward", str(i)) for i in reversed(range(4))),
+    ]
+
+
+def test_the_report_of_one_module_tells_of_it_as_the_model_does():
+    model = tr.nn.wrap(Model(), "dots", select="layers.2")
+    model(torch.ones(512, 16)).backward()
+    picture = picture_of(tr.nn.report(model))
+    assert {value.module for value in picture.values if value.kind == "saved"} <= {
+        "layers.2.up",
+        "layers.2.down",
+    }
+    assert picture.timeline is not None
+
+
+def test_what_checkpoints_inside_keep_is_told_by_module_and_reason():
+    model, x = tr.nn.wrap(Model(), "dots", select="layers.*"), torch.ones(512, 16)
+    report = tr.explain(model, x)
+    told = {}
+    for value in picture_of(report).values:
+        if value.kind == "saved":
+            key = (value.module, value.reason, value.label)
+            told[key] = told.get(key, 0) + value.nbytes
+    said = {}
+    for row in report:
+        if row.decision == "saved" and row.reason == "dots":
+            key = (row.module, row.reason, row.op)
+            said[key] = said.get(key, 0) + row.nbytes
+    assert said
+    assert {key: told[key] for key in said} == said
+
+
 def test_a_report_without_graphs_is_drawn_row_by_row():
     model = tr.nn.wrap(Model(), "full", select="layers.*")
     model(torch.ones(512, 16)).backward()
-    report = tr.nn.report(model)
-    for drawn in (report, pickle.loads(pickle.dumps(report))):
-        picture = picture_of(drawn)
-        assert [value.nbytes for value in picture.values] == [row.nbytes for row in report]
-        assert picture.timeline is None
+    report = pickle.loads(pickle.dumps(tr.nn.report(model)))
+    picture = picture_of(report)
+    assert [value.nbytes for value in picture.values] == [row.nbytes for row in report]
+    assert picture.timeline is None
 
 
 def test_what_a_plan_offloads_looks_so_and_says_why(plan):

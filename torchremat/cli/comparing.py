@@ -1,22 +1,19 @@
 """`torchremat compare`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from torchremat.cli.decisions import read_policies, under
+from torchremat.cli.decisions import check_select, read_policies
 from torchremat.cli.output import check_writable, show, working, write_json
 from torchremat.cli.pages import check_pages, write_diff
 from torchremat.cli.plans import check_rates
 from torchremat.cli.targets import Target, load_target
 from torchremat.planning.estimate import estimate
 from torchremat.planning.progress import shown_progress
-from torchremat.remat.bound import BoundCall
 from torchremat.remat.compare import Compared, Comparison
-from torchremat.remat.explain import report_of
-from torchremat.remat.held import observe
+from torchremat.remat.explain import explain
 from torchremat.remat.policies import Policy
 
 
@@ -58,12 +55,12 @@ def run_compare(options: CompareOptions) -> None:
 
 
 def _compared(target: Target, chosen: dict[str, Policy], options: CompareOptions) -> Comparison:
+    check_select(target, options.select)
     asked: dict[str, Policy | None] = {"plain": None, **chosen}
     rows: list[Compared] = []
     with shown_progress("comparing") as tell:
         for number, (name, policy) in enumerate(asked.items()):
-            fun = under(target, policy, options.select)
-            row = _row(name, fun, target, policy, options)
+            row = _row(name, target, policy, options)
             if row.seconds is not None and rows and rows[0].seconds is not None:
                 added = row.seconds - rows[0].seconds
                 row = Compared(name, row.report, row.peak, row.seconds, added)
@@ -72,18 +69,13 @@ def _compared(target: Target, chosen: dict[str, Policy], options: CompareOptions
     return Comparison(tuple(rows))
 
 
-def _row(
-    name: str,
-    fun: Callable[..., Any],
-    target: Target,
-    policy: Policy | None,
-    options: CompareOptions,
-) -> Compared:
+def _row(name: str, target: Target, policy: Policy | None, options: CompareOptions) -> Compared:
     """What is held, exactly; peak and time are of a step on fake tensors."""
-    report = report_of(observe(BoundCall(fun, target.args, target.kwargs)))
-    whole = policy if options.select is None else None  # else the modules in `fun` have it
-    asked = target.fun if whole is not None else fun
-    found = estimate(asked, *target.args, policy=whole, device=options.on, **target.kwargs)
+    asked: dict[str, Any] = {"policy": policy}
+    if policy is not None:
+        asked["select"] = options.select
+    report = explain(target.fun, *target.args, **asked, **target.kwargs)
+    found = estimate(target.fun, *target.args, device=options.on, **asked, **target.kwargs)
     return Compared(name, report, found.peak_bytes, found.seconds)
 
 

@@ -1,6 +1,5 @@
 """Policies, budgets, selections and optimizers as the command line gives them."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +11,11 @@ from torch import nn
 from torchremat.checkpoint_policies import from_plan  # noqa: F401  (plan: and budget: are words)
 from torchremat.cli.targets import Target
 from torchremat.cli.user_modules import find, split
-from torchremat.errors import NoMatchError, TorchrematError, nearest_names
-from torchremat.nn.wrap import wrap
+from torchremat.errors import TorchrematError, nearest_names
 from torchremat.planning.budgets import Budget
-from torchremat.remat.checkpoint import checkpoint
+from torchremat.remat.assigned import under_policy
 from torchremat.remat.policies import Policy, policy
+from torchremat.remat.select import select_modules
 
 
 @contextmanager
@@ -84,31 +83,26 @@ def one_policy(policy_text: str | None, budget: str | None, select: str | None) 
 
 
 def under(target: Target, chosen: Policy | None, select: str | None) -> Callable[..., Any]:
-    """The target's function under a policy: as a whole, or each of the modules selected.
-
-    A model stays as it is: what is selected is in a copy with the same parameters and buffers.
-    """
+    """The target's function under a policy: as a whole, or each of the modules selected."""
     if chosen is None:
         return target.fun
+    check_select(target, select)
+    return under_policy(target.fun, chosen, select)
+
+
+def check_select(target: Target, select: str | None) -> None:
+    """`click.BadParameter` if `--select` does not select modules of the target."""
     if select is None:
-        fun: Callable[..., Any] = checkpoint(target.fun, policy=chosen)
-        return fun
+        return
     if not isinstance(target.fun, nn.Module):
         raise click.BadParameter(
             f"it picks modules of a model, and {target.text} is a function",
             param_hint="'--select'",
         )
-    model = _copy_with_same_state(target.fun)
     try:
-        wrap(model, chosen, select=select)
-    except (NoMatchError, ValueError) as error:
+        select_modules(target.fun, select)
+    except ValueError as error:
         raise click.BadParameter(str(error), param_hint="'--select'") from error
-    return model
-
-
-def _copy_with_same_state(model: nn.Module) -> nn.Module:
-    state = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in state})
 
 
 def read_optimizer(text: str | None) -> type[torch.optim.Optimizer] | None:

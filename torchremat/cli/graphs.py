@@ -7,6 +7,7 @@ from torchremat.cli.decisions import one_policy, under
 from torchremat.cli.output import check_writable, show, working, write_json
 from torchremat.cli.pages import check_pages, write_page
 from torchremat.cli.targets import load_target
+from torchremat.graph.surroundings import off_meta
 from torchremat.graph.typed_graph import TypedGraph
 from torchremat.planning.plans import plan
 from torchremat.remat.make_graph import make_graph
@@ -34,7 +35,7 @@ def run_graph(options: GraphOptions) -> None:
     with working(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     fun = under(target, chosen, options.select)
-    with working("tracing"):
+    with working("tracing"), off_meta():
         graph = make_graph(fun)(*target.args, **target.kwargs)
     if options.html is None and options.json_path != "-":
         show(graph.text(sources=options.sources))

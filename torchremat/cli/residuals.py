@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import click
 
-from torchremat.cli.decisions import one_policy, under
+from torchremat.cli.decisions import check_select, one_policy, under
 from torchremat.cli.output import check_writable, show, working, write_json
 from torchremat.cli.pages import check_pages, write_page
 from torchremat.cli.targets import Target, load_target
 from torchremat.remat.explain import explain
+from torchremat.remat.policies import Policy
 from torchremat.remat.report import Report, human_bytes, table
 from torchremat.remat.residuals import saved_residuals
 
@@ -37,16 +38,18 @@ def run_residuals(options: ResidualsOptions) -> None:
     check_pages(options.html)
     with working(f"loading {options.target}"):
         target = load_target(options.target, options.device)
-    fun = under(target, chosen, options.select)
-    bound = Target(target.text, fun, target.args, target.kwargs)
+    check_select(target, options.select)
     if options.lines and options.json_path is None and options.html is None:
-        show(_lines(bound))
+        show(_lines(target, chosen, options.select))
         return
     with working("tracing"):
-        report = explain(fun, *target.args, **target.kwargs)
+        report = explain(
+            target.fun, *target.args, policy=chosen, select=options.select, **target.kwargs
+        )
     if options.json_path != "-":
         show(
-            _lines(bound) if options.lines else _by_module(report) if options.by_module
+            _lines(target, chosen, options.select) if options.lines
+            else _by_module(report) if options.by_module
             else str(report)
         )  # fmt: skip
     if options.html is not None:
@@ -55,10 +58,11 @@ def run_residuals(options: ResidualsOptions) -> None:
         write_json(report.to_json(), options.json_path)
 
 
-def _lines(target: Target) -> str:
+def _lines(target: Target, chosen: Policy | None, select: str | None) -> str:
     """As `print_saved_residuals` prints them."""
+    fun = under(target, chosen, select)
     with working("tracing"):
-        found = saved_residuals(target.fun, *target.args, **target.kwargs)
+        found = saved_residuals(fun, *target.args, **target.kwargs)
     return "\n".join(map(str, found))
 
 

@@ -20,7 +20,7 @@ from torchremat.api_util import (
 from torchremat.avals import Aval
 from torchremat.compile.donated_tensors import DonatedTensor, take, why_refused
 from torchremat.compile.jit_program import JitProgram
-from torchremat.compile.lowering import backend_of, check_backend
+from torchremat.compile.lowering import check_backend
 from torchremat.errors import DonationError, DonationWarning
 from torchremat.graph.codegen import source_of
 from torchremat.graph.sizes import Sizes
@@ -29,6 +29,7 @@ from torchremat.graph.typed_graph import TypedGraph
 from torchremat.remat.bound import BoundCall, name_of
 from torchremat.remat.calls import flatten_call
 from torchremat.remat.checkpoint import Checkpointed
+from torchremat.remat.compilers import compiler_named
 from torchremat.remat.make_graph import trace_graph
 from torchremat.remat.op import run_graph, run_program
 from torchremat.remat.plain_autograd import plain_autograd
@@ -77,7 +78,7 @@ class Jitted(Checkpointed):
     ) -> None:
         # before the rest, which takes over the attributes of `fun`, a module's say
         self._jit_options = (donated, backend)
-        super().__init__(fun, policy, True, statics, compiler=backend_of(backend))
+        super().__init__(fun, policy, True, statics, compiler=compiler_named(backend))
 
     @property
     def donated(self) -> ArgumentSelection:

@@ -11,11 +11,12 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.compile.donation import Donation, results_of, writing_at_the_end, writing_operators
-from torchremat.compile.lowering import backend_of, lower
+from torchremat.compile.lowering import lower
 from torchremat.graph.codegen import Runner, source_of
 from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.remat.choices import Choices
 from torchremat.remat.compiled import Compiled
+from torchremat.remat.compilers import compiler_named
 from torchremat.remat.policies import Policy
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.region import Region
@@ -39,7 +40,7 @@ class JitProgram(FunctionProgram):
             policy,
             module_prefix=module_prefix,
             chosen=chosen,
-            compiler=backend_of(backend),
+            compiler=compiler_named(backend),
         )
         self.backend = backend
         self.donated = tuple(donated)

@@ -76,12 +76,8 @@ class Backend:
         return lower(module, self.name)
 
 
-def backend_of(name: str | None) -> Backend | None:
-    """The backend of that name; none for `"eager"`, which is how programs run anyway."""
-    return None if name is None or name == "eager" else Backend(name)
-
-
-register_compiler("inductor", Backend("inductor"))
+for _name in ("inductor", "aot_eager"):
+    register_compiler(_name, Backend(_name))
 
 
 class _ByInductor:

@@ -1,5 +1,6 @@
 """The state of PyTorch that changes what a function computes."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,42 @@ def switches() -> tuple[Any, ...]:
     return (*(ask() for ask in _torch.SWITCHES), Rules.changes, *hooks)
 
 
+class _OffMeta(threading.local):
+    is_on = False
+
+
+_off_meta = _OffMeta()
+
+
+@contextmanager
+def off_meta() -> Iterator[None]:
+    """In the block, a tensor on the meta device is traced as one on the CPU.
+
+    On the meta device PyTorch takes other operators than those that will run (attention comes as
+    products of whole matrices), and refuses autocast. What a function makes by itself goes where
+    its arguments are.
+    """
+    before, _off_meta.is_on = _off_meta.is_on, True
+    try:
+        with ExitStack() as stack:
+            if _default_device().type == "meta":
+                stack.enter_context(torch.device("cpu"))
+            yield
+    finally:
+        _off_meta.is_on = before
+
+
+def _default_device() -> torch.device:
+    """The default device; PyTorch makes a tensor to find it, which is no part of a trace."""
+    with _torch.isolated_from_surroundings():
+        return torch.get_default_device()
+
+
+def is_off_meta() -> bool:
+    """Whether this is such a block."""
+    return _off_meta.is_on
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """Autocast, the default dtype, and switches that operators and modules ask in Python.
@@ -48,6 +85,8 @@ class Surroundings:
     switches: tuple[Any, ...] = ()
     axes: tuple[AxisFrame, ...] = ()
     """The named axes in scope."""
+    off_meta: bool = False
+    """Whether tensors on the meta device are traced as those on the CPU."""
 
     @classmethod
     def now(cls) -> "Surroundings":
@@ -57,7 +96,9 @@ class Surroundings:
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         )
-        return cls(autocast, torch.get_default_dtype(), switches(), axis_environment())
+        return cls(
+            autocast, torch.get_default_dtype(), switches(), axis_environment(), is_off_meta()
+        )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -68,6 +109,8 @@ class Surroundings:
             with without_autocast(), restored(self.axes), ExitStack() as stack:
                 for device, dtype in self.autocast:
                     stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+                if self.off_meta:
+                    stack.enter_context(off_meta())
                 yield
         finally:
             torch.set_default_dtype(before)

@@ -29,7 +29,9 @@ from torchremat.graph.named_axes import out_of_reach
 from torchremat.graph.shardings import CotangentPlacements, Sharding, held_part, put_together
 from torchremat.graph.sizes import sizes_as_literals
 from torchremat.graph.sources import current_source, source_of_error, warn_user
-from torchremat.graph.surroundings import without_autocast
+from torchremat.graph.surroundings import is_off_meta, without_autocast
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class InputSpec:
                 tuple(tensor.shape),
                 tensor.stride(),
                 tensor.dtype,
-                tensor.device,
+                _CPU if tensor.is_meta and is_off_meta() else tensor.device,
                 requires_grad,
                 is_leaf,
                 _torch.offset_of(tensor),
@@ -161,8 +163,14 @@ class _Capture(_torch.TorchFunctionMetadataMode):
                 f"the function gives a tensor other memory at {current_source()} (x.data = ...): "
                 "a graph cannot. Write into the tensor: x.copy_(...)."
             )
+        # PyTorch's own code, which makes meta tensors for fake ones, runs inside of an operator
+        moves = is_off_meta() and _torch.innermost_proxy_mode() is not None
         if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
-            return func(*args)  # x.shape needs no input, x.T does
+            value = func(*args)  # x.shape needs no input, x.T does
+            return _device_off_meta(value) if moves else value
+        if moves:
+            args = tuple(map(_device_off_meta, args))
+            kwargs = {name: _device_off_meta(value) for name, value in (kwargs or {}).items()}
         outside: dict[int, Tensor] = {}
 
         def lift(tensor: Tensor) -> Tensor:
@@ -174,6 +182,13 @@ class _Capture(_torch.TorchFunctionMetadataMode):
         # What returns its argument (`to` the dtype that it has) returns that of the caller, so that
         # `module.to(dtype)` sees a parameter that stays, and not another to put in its place.
         return outside.get(id(value), value)
+
+
+def _device_off_meta(value: Any) -> Any:
+    """The CPU for the meta device, which a function may ask or ask for; all else as it is."""
+    if isinstance(value, str | torch.device) and value in ("meta", _META):
+        return _CPU
+    return value
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -15,8 +15,8 @@ from torch import nn
 from torchremat.errors import OptionError
 from torchremat.integrations.session import SessionCallback
 from torchremat.integrations.switched import Applied, remove
-from torchremat.nn.select import has_forward
 from torchremat.remat.policies import Policy
+from torchremat.remat.select import has_forward
 
 __all__ = ["RematCallback"]
 

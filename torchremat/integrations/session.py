@@ -10,12 +10,13 @@ from torch import nn
 from torchremat.errors import OptionError, UnmatchedWarning
 from torchremat.graph.sources import warn_user
 from torchremat.integrations.measured import StepPeak
-from torchremat.nn.select import Select
-from torchremat.nn.wrap import PolicyByPattern, report
+from torchremat.nn.wrap import report
 from torchremat.planning.budgets import BudgetLike
 from torchremat.planning.policy import memory_budget
+from torchremat.remat.assigned import PolicyByPattern
 from torchremat.remat.policies import Policy, PolicyLike, as_policy
 from torchremat.remat.report import Report, human_bytes
+from torchremat.remat.select import Select
 
 _logger = logging.getLogger("torchremat")
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from torchremat.compile.lowering import check_backend
 from torchremat.errors import ConcretizationError
-from torchremat.nn.select import Select
-from torchremat.nn.wrap import PolicyByPattern, RematForward, assigned_policies
+from torchremat.remat.assigned import PolicyByPattern, assigned_policies
 from torchremat.remat.checkpoint import check_prevent_cse
+from torchremat.remat.module_forward import RematForward
 from torchremat.remat.policies import Policy, PolicyLike
+from torchremat.remat.select import Select
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from torchremat.errors import NoMatchError, OptionError, nearest_names
 from torchremat.graph.sources import warn_user
 from torchremat.integrations.session import SessionCallback
 from torchremat.integrations.switched import Applied, remove
-from torchremat.nn.wrap import PolicyByPattern
+from torchremat.remat.assigned import PolicyByPattern
 from torchremat.remat.policies import PolicyLike, as_policy
 
 try:

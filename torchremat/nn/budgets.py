@@ -11,7 +11,6 @@ again.
     steps       36 us a MiB, in each layer;  then 99 us;  then 148 us: as many as the budget needs
 """
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import ArgumentTypeError, BudgetError, TraceError
 from torchremat.graph.parallel_modules import parallel_kind
-from torchremat.nn.select import Select, select_modules
 from torchremat.nn.wrap import unwrap, wrap
 from torchremat.planning.budgets import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel
@@ -37,8 +35,10 @@ from torchremat.planning.planner import Planner
 from torchremat.planning.policy import memory_budget
 from torchremat.planning.step_curves import SavedPoint, saved_curve
 from torchremat.planning.steps import WholeGraphPolicy, differentiates, forward_alone
+from torchremat.remat.assigned import copy_with_same_state
 from torchremat.remat.policies import Policy, everything_saveable, nothing_saveable
 from torchremat.remat.report import human_bytes, table
+from torchremat.remat.select import Select, select_modules
 
 _MOST_TRACES = 8
 """The whole model is traced so often at most."""
@@ -205,9 +205,7 @@ class _Layers:
         options: dict[str, Any],
     ) -> None:
         _check_whole(module)
-        # the tensors are shared
-        shared: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        self._module = unwrap(copy.deepcopy(module, shared))
+        self._module = unwrap(copy_with_same_state(module))
         self._args, self._kwargs = args, {**options, **kwargs}
         self.estimates: dict[_Steps, Estimate] = {}
         seen = {name: _Seen() for name, _ in select_modules(module, select)}

@@ -20,11 +20,13 @@ from torchremat.planning.plan import human_seconds
 from torchremat.planning.plans import device_of
 from torchremat.planning.steps import graphs_of, region_of, timeline_of
 from torchremat.planning.timeline import Timeline
+from torchremat.remat.assigned import under_policy
 from torchremat.remat.host_copies import COPIES
 from torchremat.remat.plain_autograd import plain_autograd
 from torchremat.remat.policies import PolicyLike, as_policy
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.report import human_bytes, table
+from torchremat.remat.select import Select
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def estimate(
     fun_or_module: Callable[..., Any],
     *args: Any,
     policy: PolicyLike | None = None,
+    select: Select | None = None,
     optimizer: OptimizerLike = None,
     cost_model: CostModel | None = None,
     device: str | torch.device | None = None,
@@ -97,6 +100,8 @@ def estimate(
         *args: its arguments; only their shapes, dtypes and devices matter.
         policy: what may be saved, see `checkpoint`; with `None` the checkpoints inside decide (the
             peak may then be higher by the cotangent of one, which autograd holds until it ends).
+        select: puts the policy on these modules of the model, as `nn.wrap` does, in place of the
+            whole; the model stays as it is. `policy=None` then saves nothing but their inputs.
         optimizer: an optimizer or its class; the bytes of its state are counted.
         cost_model: what operators cost in seconds; by default a roofline of `device`.
         device: where the step is to run; by default where the tensors are.
@@ -104,6 +109,11 @@ def estimate(
 
     Returns:
         The `Estimate`; `.fits("24GiB")` says whether a device of so much memory holds it.
+
+    Raises:
+        TypeError: if `fun_or_module` is not callable, if there is nothing to differentiate, or if
+            there is a `select` and it is no `nn.Module`.
+        ValueError: where `nn.wrap` raises it: `NoMatchError` if `select` matches nothing.
 
     >>> import torch
     >>> model = torch.nn.Linear(1024, 1024, device="meta")
@@ -113,6 +123,9 @@ def estimate(
     >>> found.fits("32MiB"), found.fits("8MiB")
     (True, False)
     """
+    if select is not None:
+        fun_or_module = under_policy(fun_or_module, policy, select)
+        policy = None
     chosen = plain_autograd if policy is None else as_policy(policy)
     region = region_of(fun_or_module, args, kwargs, chosen)
     model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))

@@ -1,12 +1,10 @@
 """The step of a function at given arguments: traced, not run."""
 
-import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments
@@ -15,6 +13,7 @@ from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import TraceError
 from torchremat.graph.aliases import is_item, is_view
+from torchremat.graph.surroundings import off_meta
 from torchremat.planning.simulate import simulate
 from torchremat.planning.timeline import Timeline
 from torchremat.remat.bound import BoundCall
@@ -79,8 +78,7 @@ def region_of(
     differentiate.
     """
     bound = BoundCall(fun, args, kwargs)
-    fun, args, kwargs = off_meta(fun, args, kwargs)
-    with _default_device_off_meta(), torch.enable_grad():
+    with off_meta(), torch.enable_grad():
         region = _traced(fun, args, kwargs, policy)
         if not region.wrt:
             args, kwargs = _torch.tree_map(_differentiated, (args, dict(kwargs)))
@@ -96,7 +94,7 @@ def region_of(
 
 
 def _label_inputs(region: Region, bound: BoundCall) -> None:
-    """Note on each input what the user calls it; a model off the meta device is soon gone."""
+    """Note on each input what the user calls it."""
     body = region.body
     captured = body.captured() if isinstance(body, FunctionBody) and body.captured else ()
     labels = [*bound.labels, *bound.labels_of_captured(captured, region.paths)]
@@ -112,48 +110,6 @@ def _traced(
     checkpointed = Checkpointed(fun, policy, True, StaticArguments(fun, (), ()), lenient=True)
     call = flatten_call(args, kwargs, checkpointed.statics, lenient=True)
     return checkpointed.trace_usual(call, args, kwargs).region
-
-
-def off_meta(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """The same with fake tensors on the CPU in place of those on the meta device, if `fun` allows.
-
-    On the meta device PyTorch takes other operators than those that will run (attention comes as
-    products of whole matrices), and refuses autocast.
-    """
-    if isinstance(fun, Checkpointed):
-        fun = fun.fun
-    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, Tensor] = {}
-
-    def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_meta or type(leaf) not in _PLAIN:
-            return leaf
-        if id(leaf) not in fakes:
-            with mode:
-                fake = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu"
-                )
-            if isinstance(leaf, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=leaf.requires_grad)
-            fakes[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
-        return fakes[id(leaf)]
-
-    if isinstance(fun, nn.Module):
-        state = [*fun.parameters(), *fun.buffers()]
-        if any(tensor.is_meta for tensor in state):
-            memo: dict[int, Any] = {id(tensor): moved(tensor) for tensor in state}
-            fun = copy.deepcopy(fun, memo)
-    return fun, *_torch.tree_map(moved, (args, dict(kwargs)))
-
-
-def _default_device_off_meta() -> AbstractContextManager[Any]:
-    """What the function makes by itself goes where its arguments are."""
-    return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
-
-
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _differentiated(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from torchremat.graph.dynamic_inputs import DynamicInputs, shapes_of
 from torchremat.graph.named_axes import axis_environment
 from torchremat.graph.shardings import taken_apart
 from torchremat.graph.sizes import Sizes
-from torchremat.graph.surroundings import switches
+from torchremat.graph.surroundings import is_off_meta, switches
 from torchremat.graph.tracing import InputSpec, trace_lock
 from torchremat.remat.bound import BoundCall
 from torchremat.remat.calls import Call, Skeleton, flatten_call
@@ -149,6 +149,7 @@ class Checkpointed:
                 and trace.surroundings[1].default_dtype is torch.get_default_dtype()
                 and trace.surroundings[1].switches == switches()
                 and trace.surroundings[1].axes == axis_environment()
+                and trace.surroundings[1].off_meta is is_off_meta()
                 and trace.tensor_guard.check(*tensors)
                 and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
                 and trace.has_offsets_of(tensors)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchremat.errors import ArgumentTypeError
+from torchremat.remat.assigned import under_policy
 from torchremat.remat.bound import BoundCall
-from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.explain import report_of
 from torchremat.remat.held import is_real, observe
 from torchremat.remat.policies import PolicyLike, as_policy
 from torchremat.remat.report import Report, human_bytes, table
+from torchremat.remat.select import Select
 from torchremat.remat.steps import Step, restored
 
 _ROUNDS = 3
@@ -77,7 +78,11 @@ class Comparison:
 
 
 def compare(
-    f: Callable[..., Any], *args: Any, policies: Sequence[PolicyLike | None], **kwargs: Any
+    f: Callable[..., Any],
+    *args: Any,
+    policies: Sequence[PolicyLike | None],
+    select: Select | None = None,
+    **kwargs: Any,
 ) -> Comparison:
     """The bytes held, the peak and the time of `f` as it is and under each of `policies`.
 
@@ -91,14 +96,17 @@ def compare(
         f: a function of trees of tensors and other values, or an `nn.Module`.
         *args: its arguments.
         policies: policies, spellings of policies, or callables; `None` saves nothing.
+        select: puts each policy on these modules of the model `f`, as `nn.wrap` does, in place of
+            the whole; `f` stays as it is.
         **kwargs: its keyword arguments.
 
     Returns:
         A `Comparison`; `print` shows it as a table.
 
     Raises:
-        TypeError: if `f` is not callable, if `policies` is no list of policies, or if there is
-            nothing to differentiate.
+        TypeError: if `f` is not callable, if `policies` is no list of policies, if there is nothing
+            to differentiate, or if there is a `select` and `f` is no `nn.Module`.
+        ValueError: where `nn.wrap` raises it: `NoMatchError` if `select` matches nothing.
 
     >>> import torch
     >>> import torchremat as tr
@@ -113,7 +121,7 @@ def compare(
     """
     calls = {"plain": BoundCall(f, args, kwargs)}
     for policy in _checked(policies):
-        calls[repr(policy)] = BoundCall(checkpoint(f, policy=policy), args, kwargs)
+        calls[repr(policy)] = BoundCall(under_policy(f, policy, select), args, kwargs)
     observed = {name: observe(bound) for name, bound in calls.items()}
     reports = {name: report_of(observation) for name, observation in observed.items()}
     plain = observed["plain"]

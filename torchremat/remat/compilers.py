@@ -34,6 +34,11 @@ def register_compiler(name: str, compiler: Compiler) -> None:
     _compilers[name] = compiler
 
 
+def compiler_named(name: str | None) -> Compiler | None:
+    """The compiler of that name; none for `"eager"`, which is how programs run anyway."""
+    return None if name is None or name == "eager" else _compilers[name]
+
+
 def compiler_of(fun: Callable[..., Any]) -> Compiler | None:
     """What `torch.compile` has been told to run `fun` with, if that is inductor."""
     return _compilers["inductor"] if _torch.is_compiled_by_inductor(fun) else None

@@ -13,8 +13,8 @@ from torchremat.autodiff.joint import is_forward
 from torchremat.avals import Aval
 from torchremat.errors import TraceError
 from torchremat.graph.aliases import base_of, call_of, is_item
+from torchremat.remat.assigned import under_policy
 from torchremat.remat.bound import BoundCall, InputLabel, labels_of_state, name_of
-from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.choices import Choice, Decision
 from torchremat.remat.draws import draws_again, state_aval
 from torchremat.remat.held import Held, Observation, ObservedInput, observe
@@ -25,19 +25,24 @@ from torchremat.remat.scopes import (
     Computed,
     Labels,
     Scope,
+    below,
     body_of,
     is_computed,
     is_remat,
     item_index,
-    join_names,
     program_of,
 )
+from torchremat.remat.select import Select
 
 __all__ = ["Diff", "Report", "Row", "explain", "report_of_programs"]
 
 
 def explain(
-    f: Callable[..., Any], *args: Any, policy: PolicyLike | None = None, **kwargs: Any
+    f: Callable[..., Any],
+    *args: Any,
+    policy: PolicyLike | None = None,
+    select: Select | None = None,
+    **kwargs: Any,
 ) -> Report:
     """What becomes of every value of the forward pass of `f` that matters to the backward, and why.
 
@@ -49,6 +54,8 @@ def explain(
         *args: its arguments; real, fake or `meta` tensors.
         policy: explains `checkpoint(f, policy=policy)`. `None`: `f` as it is, where the checkpoints
             inside it decide.
+        select: puts the policy on these modules of the model `f`, as `nn.wrap` does, in place of
+            the whole; `f` stays as it is. `policy=None` then saves nothing but their inputs.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -57,7 +64,9 @@ def explain(
         only the kernel knows: it runs once on zeros, and is left out where `args` are fake or meta.
 
     Raises:
-        TypeError: if `f` is not callable, or if there is nothing to differentiate.
+        TypeError: if `f` is not callable, if there is nothing to differentiate, or if there is a
+            `select` and `f` is no `nn.Module`.
+        ValueError: where `nn.wrap` raises it: `NoMatchError` if `select` matches nothing.
 
     >>> import torch
     >>> import torchremat as tr
@@ -74,11 +83,12 @@ def explain(
       2.00 KiB  w  f32[16,32]
     """
     call = BoundCall(f, args, kwargs)  # before it is wrapped: a wrong `f` is told about by name
-    if policy is not None:
-        call = BoundCall(checkpoint(f, policy=policy), args, kwargs)
+    if policy is not None or select is not None:
+        call = BoundCall(under_policy(f, policy, select), args, kwargs)
     observation = observe(call)
-    program = ExplainedCall.of(f, args, kwargs) if policy is None else _only_program(observation)
-    return replace(report_of(observation), program=program)
+    if policy is not None and select is None:
+        return replace(report_of(observation), program=_only_program(observation))
+    return replace(report_of(observation), program=ExplainedCall.of(call.fun, args, kwargs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +173,14 @@ def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Repor
         found.add_replayed(scope, program)
         rows += _program_inputs(name, program)
         rows += found.in_order()
-    return Report(tuple(rows), programs[0][1] if len(programs) == 1 else None)
+    return Report(tuple(rows), RanPrograms(tuple(programs)))
+
+
+@dataclass(frozen=True, eq=False)
+class RanPrograms:
+    """Programs that have run, each with the name of its module, in the order of the modules."""
+
+    modules: tuple[tuple[str, FunctionProgram], ...]
 
 
 class _Rows:
@@ -274,17 +291,19 @@ def _why_held(held: Held) -> str:
 
 def _choice_on(held: Held) -> Choice | None:
     """What a policy said of a value that a checkpoint keeps."""
-    for node in map(base_of, held.nodes):
-        if not (is_item(node) and is_remat(call_of(node))):
-            continue
-        program = program_of(call_of(node))
-        if program is None:
-            continue
-        num_results = len(call_of(node).meta["val"])
-        number = item_index(node) - (num_results - len(program.residuals))
-        if number >= 0:
-            return _choice_of(program, program.residuals[number])
-    return None
+    choices = map(choice_inside, map(base_of, held.nodes))
+    return next((choice for choice in choices if choice is not None), None)
+
+
+def choice_inside(node: fx.Node) -> Choice | None:
+    """What a policy said of `node`, if that is what a checkpoint keeps."""
+    if not (is_item(node) and is_remat(call_of(node))):
+        return None
+    program = program_of(call_of(node))
+    if program is None:
+        return None
+    number = item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
+    return _choice_of(program, program.residuals[number]) if number >= 0 else None
 
 
 def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:
@@ -332,10 +351,10 @@ def _program_inputs(name: str, program: FunctionProgram) -> list[Row]:
     num_args = len(region.specs) - len(captured)
     rows = []
     for i in program.saved_inputs:
-        label = InputLabel("argument", join_names(name, region.names[i]))
+        label = InputLabel("argument", below(name, region.names[i]))
         if i >= num_args:
             found = state.get(id(captured[i - num_args]))
-            text = label.text if found is None else join_names(name, found.text)
+            text = label.text if found is None else below(name, found.text)
             label = InputLabel("closed-over" if found is None else found.kind, text)
         tensor = program.root_joint.inputs[i].meta["val"]
         rows.append(_input_row(label, Aval.of(tensor), tensor.untyped_storage().nbytes()))

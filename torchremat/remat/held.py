@@ -27,6 +27,7 @@ from torchremat.errors import TraceError
 from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.shardings import Sharding, held_part, put_together
+from torchremat.graph.surroundings import off_meta
 from torchremat.graph.tracing import InputSpec, Tracing
 from torchremat.remat.bound import BoundCall, InputLabel
 from torchremat.remat.draws import state_aval
@@ -106,12 +107,13 @@ def observe(call: BoundCall) -> Observation:
 
 
 def _observed(call: BoundCall, differentiate_all: bool) -> Observation:
-    try:
-        return _Observer(call, differentiate_all).run()
-    except RuntimeError as error:
-        if _NO_HOOKS not in str(error):
-            raise
-    return _Observer(call, differentiate_all, with_hooks=False).run()
+    with off_meta():
+        try:
+            return _Observer(call, differentiate_all).run()
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+        return _Observer(call, differentiate_all, with_hooks=False).run()
 
 
 _NO_HOOKS = "don't yet support saved tensor hooks"  # torch.func.grad and its kin

@@ -132,7 +132,7 @@ class HeldBytes:
     `torch.autograd.graph.saved_tensors_hooks`, from when it is saved until the node has run
     backward or is freed. The tensors are kept and given back as they are, so the numbers of the
     training do not change; one that is changed in place still raises when the backward reads it.
-    Not counted is what is offloaded: it is in the host's memory, and `host_pool.stats()` tells.
+    Not counted is what is offloaded: it is in the host's memory, and `host_stats` tells.
     What an `autograd.Function` stores on its `ctx` in another way is not seen. PyTorch refuses
     such hooks under `torch.func.grad`, `vjp` and `jacrev`.
 

@@ -77,7 +77,8 @@ class Report:
 
     rows: tuple[Row, ...]
     program: Any = field(default=None, repr=False, compare=False)
-    """What can be drawn: the program, if one policy decides on the whole function; or the call."""
+    """What can be drawn: the program, if one policy decides on the whole function; else the call,
+    or the programs of modules that have run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled report has its rows alone."""

@@ -103,7 +103,7 @@ class Scope:
         """The qualified name of the module that ran the operator of `node`, from the outermost."""
         own = node.meta.get("module") or ""
         if self.outer is None:
-            return join_names(self.prefix, own)
+            return below(self.prefix, own)
         return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
 
     def translated(self, name: str, paths: ModulePaths) -> str | None:
@@ -120,7 +120,7 @@ class Scope:
         (own,) = known
         assert own is not None
         if self.outer is None:
-            return join_names(self.prefix, own)
+            return below(self.prefix, own)
         return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
 
     def value_of(self, node: fx.Node) -> "Computed":
@@ -356,6 +356,15 @@ def _steady_name(op: str) -> str:
     """The same for an operator that writes in place and the one that takes its place in a graph."""
     op = op if op.startswith("__") else op.rstrip("_")
     return _FUNCTIONAL_NAMES.get(op, op)
+
+
+def below(outer: str, inner: str) -> str:
+    """The qualified name of what is called `inner` from the module `outer`.
+
+    >>> below("layers.1", "1.weight"), below("", "weight")
+    ('layers.1.1.weight', 'weight')
+    """
+    return ".".join(name for name in (outer, inner) if name)
 
 
 def join_names(outer: str, inner: str) -> str:

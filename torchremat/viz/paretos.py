@@ -19,6 +19,7 @@ from torchremat.viz.figure import (
     Shape,
     Text,
 )
+from torchremat.viz.labels import Labels, fitted
 from torchremat.viz.writing import PathLike, suffix_of
 
 WIDTH, HEIGHT = 800, 480
@@ -74,7 +75,8 @@ def pareto_figure(
     if not curve and not peers:
         raise ValueError("pareto has no points to draw: give what planning.pareto(f, x) gives")
     shapes = _Drawing(curve, peers).shapes()
-    return Figure(WIDTH, HEIGHT, title, (Text(LEFT, 30, title, 16, bold=True), *shapes))
+    head = Text(LEFT, 30, fitted(title, 16, WIDTH - LEFT - 10, bold=True), 16, bold=True)
+    return Figure(WIDTH, HEIGHT, title, (head, *shapes))
 
 
 @dataclass(frozen=True, order=True)
@@ -137,26 +139,23 @@ class _Drawing:
         return drawn
 
     def marks(self) -> list[Shape]:
+        """Points, and their names beside them."""
+        labels = Labels((LEFT + 2, TOP - 8, WIDTH - 4, HEIGHT - BOTTOM - 2))
+        labels.take_line([self.at(p) for p in self.curve])
         found: list[Shape] = []
         for p in self.curve:
             note = f"{human_bytes(round(p.peak))}, {human_seconds(p.seconds)} added"
             found.append(Mark(*self.at(p), CURVE, note=note))
-        if (knee := _knee([self.at(p) for p in self.curve])) is not None:
-            x, y = self.at(self.curve[knee])
-            found += [Mark(x, y, ACCENT, size=6), Text(x + 10, y - 8, "knee", 11, colour=ACCENT)]
-        taken: list[tuple[float, float]] = []
+            labels.take(*self.at(p), 4.5)
         for i, (name, p) in enumerate(self.peers.items()):
-            x, y = self.at(p)
             colour, shape = _PEERS[i % len(_PEERS)], _SHAPES[i % len(_SHAPES)]
             note = f"{name}: {human_bytes(round(p.peak))}, {human_seconds(p.seconds)} added"
-            found.append(Mark(x, y, colour, shape, 5.5, note))
-            left = x + 12 + 6.5 * len(name) < WIDTH
-            label_y = y + 4
-            while any(abs(label_y - b) < 13 and abs(x - a) < 7 * len(name) for a, b in taken):
-                label_y -= 13
-            taken.append((x, label_y))
-            place = (x + 11, "start") if left else (x - 11, "end")
-            found.append(Text(place[0], label_y, name, 12, place[1], INK))
+            found.append(Mark(*self.at(p), colour, shape, 5.5, note))
+            labels.take(*self.at(p), 7)
+        if (knee := _knee([self.at(p) for p in self.curve])) is not None:
+            x, y = self.at(self.curve[knee])
+            found += [Mark(x, y, ACCENT, size=6), labels.beside(x, y - 6, "knee", 11, ACCENT)]
+        found += [labels.beside(*self.at(p), name, 12, INK) for name, p in self.peers.items()]
         return found
 
     def at(self, point: _Point) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Reading pictures off plans, reports and graphs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -14,10 +14,13 @@ from torchremat.planning.simulate import simulate
 from torchremat.planning.steps import graphs_of, region_of
 from torchremat.planning.timeline import Timeline
 from torchremat.remat.bound import InputLabel, labels_of_state
-from torchremat.remat.explain import ExplainedCall
+from torchremat.remat.choices import Choice
+from torchremat.remat.explain import ExplainedCall, RanPrograms, choice_inside
 from torchremat.remat.plain_autograd import plain_autograd
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.report import Report, Row, human_bytes
+from torchremat.remat.scopes import Computed, Scope
+from torchremat.viz.joining import joined, within
 from torchremat.viz.picture import Picture, Value
 from torchremat.viz.values import Told, Values
 
@@ -157,33 +160,62 @@ def _labels_of(program: FunctionProgram | None) -> dict[str, InputLabel]:
 
 
 def _of_report(report: Report, cost_model: CostModel | None, title: str) -> Picture:
-    program = _program_of(report)
     sizes = {"saved": 0, "recomputed": 0} | report.by_decision()
     figures = tuple((kind, human_bytes(size)) for kind, size in sizes.items())
-    if isinstance(program, FunctionProgram):
-        forward, backward = (compiled.module for compiled in graphs_of(program))
-        timeline = simulate(forward, backward)
-        told = Told(
-            _decisions_of(program),
-            _reasons_of(forward),
-            _labels_of(program),
-            timeline,
-            cost_model,
-            _inputs_of(program),
-        )
-        peak = (("peak", human_bytes(timeline.peak)),)
-        values = Values(told).of(forward, backward)
-        return Picture(title, peak + figures, values, timeline, _resident(values))
-    return Picture(title, figures, tuple(map(_value_of_row, report)))
+    programs = _programs_of(report)
+    if not programs:
+        return Picture(title, figures, tuple(map(_value_of_row, report)))
+    drawn = [(name, *_drawn(program, cost_model)) for name, program in programs]
+    if len(drawn) > 1:  # what runs between them is not known, and so no peak
+        return Picture(title, figures, joined([(name, values) for name, values, _ in drawn]))
+    ((name, values, timeline),) = drawn
+    values = tuple(within(name, value) for value in values)
+    peak = (("peak", human_bytes(timeline.peak)),)
+    return Picture(title, peak + figures, values, timeline, _resident(values))
 
 
-def _program_of(report: Report) -> FunctionProgram | None:
-    """What is drawn of a report: of a call that was explained as it is, plain autograd's graphs."""
+def _drawn(
+    program: FunctionProgram, cost_model: CostModel | None
+) -> tuple[tuple[Value, ...], Timeline]:
+    """The values of a program, and the bytes alive over its passes."""
+    forward, backward = (compiled.module for compiled in graphs_of(program))
+    timeline = simulate(forward, backward)
+    kept = _kept_inside(program, forward)
+    told = Told(
+        _decisions_of(program),
+        _reasons_of(forward) | {name: choice.reason for name, (_, choice) in kept.items()},
+        _labels_of(program),
+        timeline,
+        cost_model,
+        _inputs_of(program),
+        inside={name: value for name, (value, _) in kept.items()},
+    )
+    return Values(told).of(forward, backward), timeline
+
+
+def _kept_inside(
+    program: FunctionProgram, forward: fx.GraphModule
+) -> dict[str, tuple[Computed, Choice]]:
+    """What checkpoints inside keep, by the names of nodes: what computes it, and why it is kept."""
+    scope = Scope.of_program(program, "")
+    choices = {node: choice_inside(node) for node in forward.graph.nodes}
+    there = {node.name: node for node in scope.nodes}
+    return {
+        node.name: (scope.value_of(there[node.name]), choice)
+        for node, choice in choices.items()
+        if choice is not None
+    }
+
+
+def _programs_of(report: Report) -> Sequence[tuple[str, FunctionProgram]]:
+    """What is drawn of a report, each with its module; plain autograd's graphs of a call."""
     found = report.program
-    if not isinstance(found, ExplainedCall):
-        return found if isinstance(found, FunctionProgram) else None
-    found.check_still(report)
-    return FunctionProgram(region_of(found.fun, found.args, found.kwargs), plain_autograd)
+    if isinstance(found, RanPrograms):
+        return found.modules
+    if isinstance(found, ExplainedCall):
+        found.check_still(report)
+        found = FunctionProgram(region_of(found.fun, found.args, found.kwargs), plain_autograd)
+    return [("", found)] if isinstance(found, FunctionProgram) else []
 
 
 def _decisions_of(program: FunctionProgram) -> dict[str, str]:

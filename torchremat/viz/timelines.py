@@ -20,6 +20,7 @@ from torchremat.viz.figure import (
     Shape,
     Text,
 )
+from torchremat.viz.labels import fitted, width_of
 from torchremat.viz.looks import STACK
 from torchremat.viz.page import page_of
 from torchremat.viz.picture import Picture
@@ -108,7 +109,7 @@ class _Drawing:
         return Figure(WIDTH, HEIGHT, self.picture.title, tuple(shapes))
 
     def axes(self) -> list[Shape]:
-        shapes: list[Shape] = [Text(LEFT, 26, self.picture.title, 16, bold=True)]
+        shapes: list[Shape] = []
         for nbytes in byte_ticks(0, self.y.high):
             y = self.y(nbytes)
             shapes.append(Line([(LEFT, y), (WIDTH - RIGHT, y)], LINE))
@@ -167,8 +168,14 @@ class _Drawing:
             x = end[0] + 14 if abs(y - end[1]) < 14 else LEFT + 4
             shapes.append(Text(x, y - 5, text, 11))
             end = (x + 6 * len(text), y)
-        shapes.append(Text(WIDTH - RIGHT, 26, "   ".join(above), 11, "end", QUIET))
-        return shapes
+        rest = "   ".join(above)
+        room = WIDTH - LEFT - RIGHT - width_of(rest, 11) - 14
+        title = fitted(self.picture.title, 16, room, bold=True)
+        return [
+            Text(LEFT, 26, title, 16, bold=True),
+            Text(WIDTH - RIGHT, 26, rest, 11, "end", QUIET),
+            *shapes,
+        ]
 
     def peak_label(self) -> list[Shape]:
         where = self.timeline.live.index(self.timeline.peak)

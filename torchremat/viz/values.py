@@ -1,7 +1,7 @@
 """The values of a forward and a backward graph: what each is, and what becomes of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -13,6 +13,7 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.timeline import Timeline
 from torchremat.remat.bound import InputLabel
 from torchremat.remat.host_copies import COPIES, start_fetch
+from torchremat.remat.scopes import Computed
 from torchremat.viz.modules import Operators, backward_modules
 from torchremat.viz.picture import Value
 
@@ -28,6 +29,8 @@ class Told:
     cost_model: CostModel | None
     inputs: tuple[str, ...] = ()
     num_consts: int = 0
+    inside: Mapping[str, Computed] = field(default_factory=dict)
+    """What checkpoints inside keep, by the names of the nodes that hand it on."""
 
     def storages(self) -> dict[str, int]:
         """The bytes of each value by its name; of one computed twice, the larger."""
@@ -75,7 +78,7 @@ class Values:
     def _operators(self, nodes: Sequence[fx.Node]) -> Operators:
         known = {
             n.name: n.meta.get("module") or "" for n in nodes if n.meta.get("phase") != "backward"
-        }
+        } | {name: value.module for name, value in self.told.inside.items()}
         found = {name: known[source] for name, source in self.sources.items() if known.get(source)}
         by_name = {node.name: node for node in nodes}
         for node in nodes:
@@ -95,15 +98,17 @@ class Values:
         value = node.meta.get("val")
         kind = self._kind(node, phase, is_const)
         computed = node.op == "call_function"
+        inside = self.told.inside.get(node.name)
+        source = inside.source if inside else node.meta.get("source")
         self.values.append(
             Value(
                 name=node.name,
                 label=self._label(node),
-                op=_op_name(node),
+                op=_op_name(inside.call if inside else node),
                 phase=phase,
                 kind=kind,
                 module=module,
-                source=str(node.meta.get("source") or "") if phase == "forward" else "",
+                source=str(source or "") if phase == "forward" else "",
                 aval=str(Aval.of(value)) if isinstance(value, Tensor) else "",
                 nbytes=self._nbytes(node, value),
                 seconds=self._seconds(node) if computed else None,
@@ -123,6 +128,8 @@ class Values:
 
     def _label(self, node: fx.Node) -> str:
         """What to call a node: in the user's words, else by its operator."""
+        if node.name in self.told.inside:
+            return self.told.inside[node.name].op
         if is_item(node):
             return f"{self._label(call_of(node))}[{node.args[1]}]"
         if node.op == "call_function":

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import NoMatchError
-from torchremat.nn.select import select_modules
+from torchremat.remat.select import select_modules
 
 
 class Block(nn.Module):

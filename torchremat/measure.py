@@ -1,0 +1,25 @@
+"""Bytes as they are: those alive at each moment, those autograd holds, those the host holds.
+
+>>> import torch
+>>> model, x = torch.nn.Linear(256, 256), torch.ones(16, 256)
+>>> with LiveBytes() as memory:
+...     with HeldBytes(model, x) as held:
+...         loss = model(x).exp().sum()
+...     loss.backward()
+>>> held.total, memory.peak  # the exp; its gradient and those of the parameters
+(16384, 279560)
+"""
+
+from torchremat.remat.host_pool import HostStats
+from torchremat.remat.host_pool import reset_counts as reset_host_counts
+from torchremat.remat.host_pool import stats as host_stats
+from torchremat.remat.measure import HeldBytes, HeldTensor, LiveBytes
+
+__all__ = [
+    "HeldBytes",
+    "HeldTensor",
+    "HostStats",
+    "LiveBytes",
+    "host_stats",
+    "reset_host_counts",
+]

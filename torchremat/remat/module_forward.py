@@ -1,0 +1,241 @@
+"""The forward that a wrapped module has: its own, under `checkpoint`.
+
+It is an attribute of the module's own `__dict__`, which hides that of its class. So hooks of the
+module run outside the checkpoint, those of its submodules inside.
+"""
+
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchremat.api_util import StaticArguments
+from torchremat.remat.checkpoint import Checkpointed
+from torchremat.remat.compilers import compiler_named
+from torchremat.remat.guards import Variable, variables_of
+from torchremat.remat.policies import Policy
+from torchremat.remat.program import FunctionProgram
+from torchremat.remat.under_dynamo import checkpoint_in_compiler, outside_compiler
+
+
+class RematForward:
+    """What a wrapped module has as `forward`: its own forward under `checkpoint`.
+
+    It refers to its module weakly, and nothing that it holds refers to the module, so that dropping
+    a wrapped module frees it at once. To `inspect.signature` and other readers of `__wrapped__`,
+    `__self__` and `__func__` it looks like the bound method that it hides.
+
+    Attributes:
+        name: qualified name of the module in what was given to `wrap`.
+        policy: what may be saved.
+        prevent_cse: as `checkpoint` takes it.
+        compile: the backend that compiles the graphs, if any.
+        hidden: the `forward` that the module itself, not its class, had before, if any.
+    """
+
+    __slots__ = (
+        "__weakref__", "_function", "_key", "_module", "_uncompiled", "compile", "hidden", "name",
+        "policy", "prevent_cse",
+    )  # fmt: skip
+
+    name: str
+    policy: Policy
+    prevent_cse: Any
+    compile: str | None
+    hidden: tuple[()] | tuple[Any]
+    _key: int
+    _module: weakref.ref[nn.Module]
+    _function: Callable[..., Any]
+    _uncompiled: Callable[..., Any] | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        policy: Policy,
+        prevent_cse: Any,
+        compile: str | None = None,
+    ) -> None:
+        before = wrapped_forward(module)
+        if before is not None:
+            before.forget()
+            hidden = before.hidden
+        else:
+            hidden = (vars(module)["forward"],) if "forward" in vars(module) else ()
+        self.__setstate__(
+            {
+                "module": module,
+                "name": name,
+                "policy": policy,
+                "prevent_cse": prevent_cse,
+                "compile": compile,
+                "hidden": hidden,
+            }
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module, under `checkpoint`."""
+        if args and args[0] is self._module():  # a method may have been made of it
+            args = args[1:]
+        function = functools.partial(self._function, self._module())
+        if torch.compiler.is_exporting():
+            return function(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if self._uncompiled is not None:
+                return self._uncompiled(self, args, kwargs)
+            return checkpoint_in_compiler(function, self.policy, *args, **kwargs)
+        run = _running.get(self._key)
+        if run is None:
+            run = _running.setdefault(self._key, _CheckpointedForward(self, self._key))
+        return run(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<forward of {self.name or 'a module'} under checkpoint, policy={self.policy!r}>"
+
+    @property
+    def __self__(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError(
+                f"{self!r}: the module is gone. Keep the module and call it; its forward alone "
+                "does not keep it"
+            )
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        if self.hidden:
+            return self.hidden[0]  # type: ignore[no-any-return]
+        module = self.__self__
+        function = inspect.getattr_static(type(module), "forward")
+        bind = getattr(type(function), "__get__", None)
+        bound: Callable[..., Any] = bind(function, module, type(module)) if bind else function
+        return bound
+
+    @property
+    def __func__(self) -> Any:  # what wraps the method of a model, for autocast say, takes it
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not self._module():  # a copy, of a forward that wraps this one
+                return type(module).forward(module, *args, **kwargs)
+            return self(*args, **kwargs)
+
+        original = self._original
+        functools.update_wrapper(run, original)
+        vars(run)["__wrapped__"] = self
+        if isinstance(original, FunctionType):
+            vars(run)["__signature__"] = inspect.signature(original)
+        return run
+
+    @property
+    def _original(self) -> Any:
+        return getattr(self.__wrapped__, "__func__", self.__wrapped__)
+
+    @property
+    def __code__(self) -> Any:  # torch.export reads it
+        return self._original.__code__
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.__wrapped__, "__name__", "forward")
+
+    @property
+    def last_program(self) -> FunctionProgram | None:
+        """The program of the last call that could be differentiated."""
+        run = _running.get(self._key)
+        return None if run is None else run.last_program
+
+    def forget(self) -> None:
+        """Forget what was traced."""
+        _running.pop(self._key, None)
+
+    # pickling, and with it copying: as a bound method is, together with its object
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("name", "policy", "prevent_cse", "compile", "hidden")
+        return {"module": self.__self__, **{name: getattr(self, name) for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self._key = next(_keys)
+        self._module = weakref.ref(state.pop("module"))
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._function = _function_of(self.__self__, self)
+        self._uncompiled = outside_compiler() if self.policy.is_whole else None
+
+
+def wrapped_forward(module: nn.Module) -> RematForward | None:
+    """The forward that `wrap` gave to `module`, if it did."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, RematForward) else None
+
+
+class _CheckpointedForward(Checkpointed):
+    """The checkpoint of a module's forward, which does not keep the module alive."""
+
+    def __init__(self, forward: RematForward, key: int) -> None:
+        module, running = forward.__self__, _running
+
+        def forget(_: weakref.ref[nn.Module]) -> None:
+            running.pop(key, None)
+
+        self._forward = weakref.ref(forward)
+        self._module = weakref.ref(module, forget)
+        self._function = forward._function
+        fun = self.fun
+        statics = StaticArguments(fun, (), ())
+        super().__init__(
+            fun,
+            forward.policy,
+            forward.prevent_cse,
+            statics,
+            lenient=True,
+            module_prefix=forward.name,
+            compiler=compiler_named(forward.compile),
+        )
+        vars(self).pop("__wrapped__", None)
+
+    @property
+    def fun(self) -> Callable[..., Any]:
+        """The original forward, bound to the module. Whoever keeps it keeps the module."""
+        return MethodType(self._function, self._module())
+
+    @fun.setter
+    def fun(self, value: Callable[..., Any]) -> None:
+        """Made anew each time."""
+
+    def _variables(self) -> list[Variable]:
+        forward = self._forward()
+        return variables_of(self.fun if forward is None else forward.__wrapped__)
+
+
+def _function_of(module: nn.Module, forward: RematForward) -> Callable[..., Any]:
+    """A function of a module and arguments that is its forward, and does not hold the module."""
+    if not forward.hidden:
+        function = inspect.getattr_static(type(module), "forward")
+        if isinstance(function, FunctionType):
+            return function
+    reference = weakref.ref(forward)
+
+    def call_original(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = reference()
+        assert forward is not None, "the module was unwrapped while autograd needed its forward"
+        return forward.__wrapped__(*args, **kwargs)
+
+    call_original.__qualname__ = f"{type(module).__qualname__}.forward"
+    return call_original
+
+
+_keys: Iterator[int] = itertools.count()
+_running: dict[int, _CheckpointedForward] = {}
+"""The checkpoint of each `RematForward` that has been called, while its module lives.
+
+Not in the `RematForward`: traces hold the attributes of the module, `forward` among them, and a
+reference back to the traces would be a cycle.
+"""

@@ -468,6 +468,54 @@ def test_a_forward_hook_added():
     assert_same(fun(x).detach(), plain)
 
 
+class Defaults:
+    scale = 2.0
+    weight = torch.ones(2)
+
+
+class Inherited(Defaults):
+    """Has no attributes of its own, as yet."""
+
+
+class Scaled:
+    scale = 3.0
+
+    @tr.checkpoint
+    def __call__(self, x):
+        return x * self.scale
+
+    @classmethod
+    @tr.checkpoint
+    def of_class(cls, x):
+        return x * cls.scale
+
+
+def test_attributes_of_classes_are_noticed(monkeypatch):
+    defaults, scaled = Defaults(), Scaled()
+    funs = [
+        tr.checkpoint(lambda x: x * Defaults.scale),
+        tr.checkpoint(lambda x: x * Inherited.scale),
+        tr.checkpoint(lambda x: x * defaults.scale),
+        tr.checkpoint(lambda x: x * defaults.weight),
+        scaled,
+        Scaled.of_class,
+    ]
+
+    def found():
+        return [fun(torch.ones(2, requires_grad=True))[0].item() for fun in funs]
+
+    assert found() == found() == [2, 2, 2, 1, 3, 3]
+    monkeypatch.setattr(Defaults, "scale", 5.0)
+    monkeypatch.setattr(Defaults, "weight", torch.full((2,), 4.0))
+    monkeypatch.setattr(Scaled, "scale", 6.0)
+    assert found() == [5, 5, 5, 4, 6, 6]
+    monkeypatch.setattr(Inherited, "scale", 7.0, raising=False)
+    defaults.scale, scaled.scale = 8.0, 9.0
+    assert found() == [5, 7, 8, 4, 9, 6]
+    del defaults.scale
+    assert found() == [5, 7, 5, 4, 9, 6]
+
+
 def test_an_attribute_of_a_module_changed():
     class Scale(nn.Module):
         def __init__(self):

@@ -332,8 +332,11 @@ def _read_by(fun: Any) -> Iterator[Variable]:
 
 
 def _entries_of(variable: Variable) -> list[Variable]:
-    """What a function, a container or a plain object in `variable` leads to."""
+    """What a function, a container, a class or a plain object in `variable` leads to."""
     value, label = variable.get(), variable.label
+    prefix = f"{label}." if label else ""
+    if isinstance(value, type):
+        return [Variable(f"{prefix}{k}", vars(c), k) for c, k in _class_attributes(value)]
     if isinstance(value, FunctionType):
         own = not is_user_file(value.__code__.co_filename)
         return [] if own else list(_read_by(value))
@@ -346,8 +349,26 @@ def _entries_of(variable: Variable) -> list[Variable]:
         return []
     if not _is_users(type(value)):
         return []
-    prefix = f"{label}." if label else ""
-    return [Variable(f"{prefix}{k}", attributes, k) for k in list(attributes)[:_MANY]]
+    inherited = [(c, k) for c, k in _class_attributes(type(value)) if k not in attributes]
+    names = [*list(attributes)[:_MANY], *dict.fromkeys(k for _, k in inherited)]
+    return [
+        *(Variable(f"{prefix}{k}", attributes, k) for k in names),  # of the last, none as yet
+        *(Variable(f"{prefix}{k}", vars(c), k) for c, k in inherited),
+    ]
+
+
+def _class_attributes(kind: type) -> list[tuple[type, str]]:
+    """The numbers, strings, tensors and the like of a user's class, and where each can be set.
+
+    That is in the class that has it, and in those between, which may come to have one.
+    """
+    classes = [c for c in kind.__mro__ if _is_users(c)]
+    found: dict[str, list[tuple[type, str]]] = {}
+    for i, c in enumerate(classes):
+        for name, value in vars(c).items():
+            if not name.startswith("__") and (_is_plain(value) or isinstance(value, Tensor)):
+                found.setdefault(name, [(place, name) for place in classes[: i + 1]])
+    return [place for places in list(found.values())[:_MANY] for place in places]
 
 
 def _is_users(kind: type) -> bool:

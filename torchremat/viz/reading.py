@@ -59,8 +59,8 @@ def picture_of(
         return _of_graph(drawable, cost_model, title or "A graph", 0)
     raise TypeError(
         f"{reprlib.repr(drawable)} ({type(drawable).__name__}) cannot be drawn: give a Plan "
-        "(tr.plan(f, x, budget=...)), a Report (tr.explain(f, x)), a TypedGraph (tr.make_graph(f)(x)) or an "
-        "fx.GraphModule of ATen operators"
+        "(tr.plan(f, x, budget=...)), a Report (tr.explain(f, x)), a TypedGraph "
+        "(tr.make_graph(f)(x)) or an fx.GraphModule of ATen operators"
     )
 
 

@@ -160,3 +160,14 @@ def test_a_timeline_alone_fills_the_page(tmp_path, plan):
     ask = "torchremat.views[0].timeline.canvas.getBoundingClientRect().height"
     (height,) = opened(tmp_path / "step.html", {"ask": ask})
     assert height > 600
+
+
+def test_a_narrow_window_shows_the_drawing_above_what_is_said_of_it(page):
+    with Page(page, width=390, height=780) as narrow:
+        assert narrow.ask("document.documentElement.scrollWidth") <= 390
+        box = "torchremat.views[0].canvas.getBoundingClientRect()"
+        assert narrow.ask(f"{box}.width") > 300
+        assert narrow.ask(f"{box}.height") > 200
+        panel = "document.getElementById('panel').getBoundingClientRect()"
+        assert narrow.ask(f"{panel}.top") >= narrow.ask(f"{box}.bottom")
+        assert narrow.errors == []

@@ -51,16 +51,15 @@ class HostStats:
 
 
 def stats() -> HostStats:
-    """What the pool holds now, and has done since the start or the last `reset_counts`.
+    """What the pool holds now, and has done since the start or since its counts were reset.
 
-    >>> stats().nbytes  # between a forward pass that offloads and its backward pass it is more
-    0
+    Between a forward pass that offloads and its backward pass it holds what is offloaded.
     """
     return POOL.stats()
 
 
 def reset_counts() -> None:
-    """Start the counts of `stats` anew; its peak becomes what is in use now."""
+    """Start the counts of the pool anew; its peak becomes what is in use now."""
     POOL.reset_counts()
 
 

@@ -1,5 +1,6 @@
 """Reading pictures off plans, reports and graphs."""
 
+import reprlib
 from collections.abc import Iterable, Sequence
 
 from torch import fx
@@ -57,9 +58,9 @@ def picture_of(
     if isinstance(drawable, fx.GraphModule):
         return _of_graph(drawable, cost_model, title or "A graph", 0)
     raise TypeError(
-        f"{drawable!r} ({type(drawable).__name__}) cannot be drawn: give a Plan (tr.plan(f, x, "
-        "budget=...)), a Report (tr.explain(f, x)), a TypedGraph (tr.make_graph(f)(x)) or an "
-        "fx.GraphModule of ATen operators"
+        f"{reprlib.repr(drawable)} ({type(drawable).__name__}) cannot be drawn: give a Plan "
+        "(tr.plan(f, x, budget=...)), a Report (tr.explain(f, x)), a TypedGraph "
+        "(tr.make_graph(f)(x)) or an fx.GraphModule of ATen operators"
     )
 
 

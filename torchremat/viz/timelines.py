@@ -72,8 +72,9 @@ def timeline(
         picture = picture_of(plan, cost_model=cost_model, title=title)
     if picture.timeline is None or not picture.timeline.points:
         raise PlanError(
-            f"{plan!r} has no timeline: give a Plan (tr.plan(f, x, budget=...)), or a report of "
-            "one policy (tr.explain(f, x, policy=policy))"
+            f"the {type(plan).__name__} has no timeline: it has no graphs, or those of modules "
+            "alone, and not of what runs between them. Give a Plan (tr.plan(f, x, budget=...)), or "
+            "the report of the whole step before it is run (tr.explain(f, x))"
         )
     if suffix == ".html" and picture.values:
         write_text(path, page_of(picture, only_timeline=True), "the timeline")

@@ -1555,9 +1555,11 @@ def _lay_out_convolutions(module: torch.fx.GraphModule) -> None:
         weight = node.args[1]
         if weight.meta["val"].dim() == 4:
             with graph.inserting_before(node):
-                layout = {"memory_format": torch.channels_last}
-                copy = graph.call_function(aten.clone.default, (weight,), layout)
-            copy.meta = {**weight.meta, "val": weight.meta["val"].to(**layout)}
+                copy = graph.call_function(
+                    aten.clone.default, (weight,), {"memory_format": torch.channels_last}
+                )
+            value = weight.meta["val"].to(memory_format=torch.channels_last)
+            copy.meta = {**weight.meta, "val": value}
             node.update_arg(1, copy)
 
 

@@ -890,7 +890,9 @@ def partition_of_inductor():
 
     def backend(module, inputs):
         config = {"custom_partitioner_fn": custom}
-        return _torch.compile_fx(module, inputs, config=config, may_fuse=may_fuse)
+        return _torch.compile_fx(
+            module, inputs, config=config, keeps_as_cut=True, may_fuse=may_fuse
+        )
 
     with torch._inductor.utils.fresh_inductor_cache():
         _compile(backend)

@@ -1491,29 +1491,76 @@ def compile_fx(
     *,
     config: Mapping[str, Any],
     decompositions: dict[Any, Callable[..., Any]] | None = None,
+    keeps_as_cut: bool = False,
     may_fuse: _MayFuse | None = None,
 ) -> Callable[..., Any]:
     """Compile with AOTAutograd and inductor.
+
+    `keeps_as_cut`: what the forward graph hands on is what the partition function says, also where
+    convolutions read it, and not a copy in the layout that inductor gives them.
 
     `may_fuse` is asked whether two kernels that do not read one another may become one: for each it
     is given the nodes of the graph that every loop in it computes.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def compiled(*args: Any, **kwargs: Any) -> Any:
+    def compiled(graph_module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         from torch._inductor.virtualized import V
 
-        assert may_fuse is not None
-        with V.set_choices_handler(_fusing(type(V.choices), may_fuse)):
-            return compile_fx_inner(*args, **kwargs)
+        if keeps_as_cut:
+            _give_inputs_as_they_lie(graph_module.graph)
+        if keeps_as_cut and kwargs.get("is_backward"):
+            _lay_out_convolutions(graph_module)
+        with ExitStack() as stack:
+            if may_fuse is not None:
+                choices = _fusing(type(V.choices), may_fuse)
+                stack.enter_context(V.set_choices_handler(choices))
+            return compile_fx_inner(graph_module, *args, **kwargs)
 
     return compile_fx(  # type: ignore[return-value]
         module,
         inputs,
-        compile_fx_inner if may_fuse is None else compiled,
+        compiled if keeps_as_cut or may_fuse is not None else compile_fx_inner,
         config_patches=dict(config),
         decompositions=decompositions,
     )
+
+
+def _give_inputs_as_they_lie(graph: torch.fx.Graph) -> None:
+    """Let inductor give those inputs of `graph` that are results too as they are.
+
+    It else gives a copy with the channels last of each that a convolution reads, its weights among
+    them, and the backward pass has that copy beside what is there anyway.
+    """
+    output = graph.output_node()
+    results = enumerate(output.args[0])  # type: ignore[arg-type]
+    inputs = {i for i, r in results if isinstance(r, torch.fx.Node) and r.op == "placeholder"}
+    visible = output.meta.get("user_visible_output_idxs", ())
+    output.meta["user_visible_output_idxs"] = sorted(inputs.union(visible))
+
+
+def _lay_out_convolutions(module: torch.fx.GraphModule) -> None:
+    """Let convolutions of a backward graph be traced in the layout that inductor gives them.
+
+    Inductor lays out what convolutions read and write with the channels last. What is computed from
+    that, and read by the gradient of a convolution, it makes once more as it was traced, which is
+    by the layout of the weights: of these it makes copies in any case.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    if not GraphLowering.decide_layout_opt(module, is_inference=False):
+        return
+    graph, aten = module.graph, torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
+        weight = node.args[1]
+        if weight.meta["val"].dim() == 4:
+            with graph.inserting_before(node):
+                copy = graph.call_function(
+                    aten.clone.default, (weight,), {"memory_format": torch.channels_last}
+                )
+            value = weight.meta["val"].to(memory_format=torch.channels_last)
+            copy.meta = {**weight.meta, "val": value}
+            node.update_arg(1, copy)
 
 
 def _fusing(base: Any, may_fuse: _MayFuse) -> Any:

@@ -1,13 +1,14 @@
 """A residual network and a U-Net, in training, under the compiled backend."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor.utils import fresh_inductor_cache
+from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
 import torchremat as tr
 from tests.compile.models import ResNet, Transformer, UNet, gradients_of, held_nbytes
@@ -90,6 +91,21 @@ def _check_inductor(model: nn.Module, policy: str, **options: Any) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_inductor_computes_the_same_and_holds_no_more(policy: str, model: nn.Module) -> None:
     _check_inductor(model, policy)
+
+
+_SHAPE = r"\(\((\d+), (\d+), (\d+), (\d+)\), \((\d+), (\d+), (\d+), (\d+)\)"
+
+
+@pytest.mark.slow
+def test_nothing_is_made_in_two_layouts(model: nn.Module) -> None:
+    """What a convolution reads has its channels last; the backward pass has no second of it."""
+    f, x = compiled(model, "full", "inductor"), images()
+    _, (_, backward) = run_and_get_code(lambda: f(x).backward())
+    made = [line for line in backward.splitlines() if re.search("(empty|reinterpret)_", line)]
+    layouts = [tuple(map(int, m.groups())) for line in made if (m := re.search(_SHAPE, line))]
+    wide = [layout for layout in layouts if layout[1] > 1 and layout[2] > 3]
+    assert wide
+    assert all(stride_of_channels == 1 for *_, stride_of_channels, _, _ in wide)
 
 
 @pytest.mark.slow

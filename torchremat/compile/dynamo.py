@@ -194,14 +194,26 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], chosen: Options) -> 
     if chosen.codegen == "eager":
         return _torch.aot_autograd(module, inputs, compiler=compile_graph, partition=cut)
     partitioner = _torch.inductor_partitioner(cut, _cache_key(chosen))
-    config = {**chosen.inductor, "custom_partitioner_fn": partitioner}
+    is_planned = chosen.policy.is_whole
     return _torch.compile_fx(
         module,
         inputs,
-        config=config,
+        config={
+            **(_WRITTEN_ONCE if is_planned else {}),
+            **chosen.inductor,
+            "custom_partitioner_fn": partitioner,
+        },
         decompositions=random_decompositions(),
-        may_fuse=may_fuse if chosen.policy.is_whole else None,
+        keeps_as_cut=True,
+        may_fuse=may_fuse if is_planned else None,
     )
+
+
+_WRITTEN_ONCE = {"realize_reads_threshold": 2}
+"""What is computed of three values and read repeatedly is written, as a plan counts it.
+
+Inductor by itself computes it anew for each reader, of up to four, all of which then stay alive.
+"""
 
 
 @dataclass(frozen=True)

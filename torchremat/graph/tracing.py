@@ -176,6 +176,8 @@ class _Capture(_torch.TorchFunctionMetadataMode):
         if moves:
             args = tuple(map(_device_off_meta, args))
             kwargs = {name: _device_off_meta(value) for name, value in (kwargs or {}).items()}
+        if func in _torch.RECURRENT and torch.is_inference_mode_enabled():
+            func = _outside_inference_mode(func)
         outside: dict[int, Tensor] = {}
 
         def lift(tensor: Tensor) -> Tensor:
@@ -194,6 +196,14 @@ def _device_off_meta(value: Any) -> Any:
     if isinstance(value, str | torch.device) and value in ("meta", _META):
         return _CPU
     return value
+
+
+def _outside_inference_mode(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return func(*args, **kwargs)
+
+    return run
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -758,6 +758,20 @@ def hooks_of_all_modules():
     hook.remove()
 
 
+@check("RECURRENT")
+def recurrent_layers():
+    seen = []
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        torch.nn.LSTM(2, 2, 2, dropout=0.5)(torch.ones(3, 1, 2))
+    assert any(func in _torch.RECURRENT for func in seen)
+
+
 @check("is_traceable_wrapper_subclass")
 def subclasses():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)

@@ -174,6 +174,11 @@ def requires_grad_at_any_level(tensor: torch.Tensor) -> bool:
         tensor = get_unwrapped(tensor)
 
 
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+"""In inference mode a fake tensor has them run by PyTorch's rules in Python (`_rnn_helper` in
+`torch/_decomp`), which lose the dropout between layers."""
+
+
 def innermost_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` without the wrappers of `torch.func` levels."""
     while is_functorch_wrapped_tensor(tensor):

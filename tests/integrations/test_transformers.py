@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import gc
 import json
 import pickle
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torchremat.errors import (
     OptionError,
     PolicyValueError,
 )
+from torchremat.remat.measure import LiveBytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -241,19 +243,70 @@ def test_a_budget_that_cannot_be_met_names_one_that_can():
 
 
 def test_a_model_that_cannot_be_traced_is_told_why_and_trains_without():
-    model, plain = make_model(), make_model(use_cache=False)
+    a = ARCHITECTURES["opt, layers dropped"]
+    plain = a.build()
+    model = copy.deepcopy(plain)
     model.gradient_checkpointing_enable({"policy": "budget:80%"})
-    mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, 9:] = 0
-    with pytest.raises(ConcretizationError, match=r"masking_utils\.py:\d+") as caught:
-        step(model, attention_mask=mask)
-    assert "attn_implementation='eager'" in caught.value.__notes__[-1]
-    assert sum("attn_implementation" in note for note in caught.value.__notes__) == 1
+    with pytest.raises(ConcretizationError, match=r"modeling_opt\.py:\d+") as caught:
+        model(**a.batch())
+    assert "layerdrop=0" in caught.value.__notes__[-1]
+    assert sum("layerdrop" in note for note in caught.value.__notes__) == 1
     model.gradient_checkpointing_enable({"policy": "dots"})
-    assert_same(step(model, attention_mask=mask), step(plain, attention_mask=mask))
+    assert_trains_as_plain(model, plain, a)
     model.gradient_checkpointing_disable()
-    extra = {"attention_mask": mask, "use_cache": False}
-    assert_same(step(model, **extra), step(plain, **extra))
+    assert_trains_as_plain(model, plain, a)
+
+
+PADDED = torch.ones(2, 16, dtype=torch.long)
+PADDED[1, 9:] = 0
+BATCHES = {
+    "padded": {"attention_mask": PADDED},
+    "padded on the left": {"attention_mask": PADDED.flip(1)},
+    "none padded": {"attention_mask": torch.ones_like(PADDED)},
+    "without a mask": {},
+    "packed": {"position_ids": torch.arange(16).repeat(2, 1) % 6},
+}
+_T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Llama", SIZES),
+        ("GPT2", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}),
+        ("Bert", {key: value for key, value in SIZES.items() if "key_value" not in key}),
+        pytest.param("T5", {**_T5, "decoder_start_token_id": 0}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_whole_model_trains_as_without_whether_or_not_the_batch_is_padded(kind, settings):
+    head = {"Bert": "MaskedLM", "T5": "ConditionalGeneration"}.get(kind, "CausalLM")
+    head = "LMHeadModel" if kind == "GPT2" else f"For{head}"
+    config = getattr(transformers, f"{kind}Config")(**settings, use_cache=False)
+    plain = getattr(transformers, f"{kind}{head}")(config).train()
+    model = tr.nn.wrap(copy.deepcopy(plain), "full")
+    for name in ("padded", *BATCHES, "padded"):
+        if name != "packed" or kind != "T5":
+            assert_same(step(model, **BATCHES[name]), step(plain, **BATCHES[name]))
+
+
+@pytest.mark.slow
+def test_a_budget_holds_whether_or_not_the_batch_is_padded():
+    plain = make_model(use_cache=False)
+    model = make_model(use_cache=False)
+    model.gradient_checkpointing_enable({"policy": "budget:70%"})
+    for extra in BATCHES.values():
+        assert_same(step(model, **extra), step(plain, **extra))
+        assert peak_of_step(model, extra) <= 0.7 * peak_of_step(plain, extra)
+
+
+def peak_of_step(model, extra):
+    """Bytes, of a step that is neither traced nor planned."""
+    model.zero_grad()
+    gc.collect()
+    with LiveBytes() as memory:
+        step(model, **extra)
+    return memory.peak
 
 
 def test_a_model_that_the_library_does_not_checkpoint_takes_a_budget_or_a_selection():

@@ -335,6 +335,19 @@ def test_no_grad_and_inference_mode():
         assert_same(step(model), step(plain))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_in_inference_mode(kind):
+    plain = kind(4, 8, 3, dropout=0.5)
+    model, x = wrap(copy.deepcopy(plain)), torch.randn(5, 2, 4)
+    found = []
+    for m in (model, plain):
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            found.append((m(x)[0].clone(), torch.get_rng_state()))
+    assert torch.equal(found[0][1], found[1][1])
+    torch.testing.assert_close(found[0][0], found[1][0])  # an LSTM's kernel on a CPU has two forms
+
+
 def test_autocast():
     plain, model = make_model(2), wrap(make_model(2), select="layers.*")
     for _ in range(2):

@@ -21,6 +21,7 @@ from torchremat import _torch
 from torchremat.graph.mapped_functions import run_mapped
 from torchremat.graph.named_axes import AxisName
 from torchremat.graph.ops import draws_by_shape
+from torchremat.graph.questions import Questions
 from torchremat.graph.shardings import CotangentPlacements, Sharding, put_together
 from torchremat.graph.sizes import Interpreter
 from torchremat.graph.surroundings import Surroundings
@@ -42,11 +43,18 @@ class FunctionBody(Body):
 
     What it closes over is found by the first trace, in which `inputs` are the arguments alone.
     `captured` gives it: whoever knows where the tensors come from sets it to give those that are
-    there now, which the function will read when it is traced again.
+    there now, which the function will read when it is traced again. `questions` for values of its
+    arguments are errors unless there is something to answer them.
     """
 
-    def __init__(self, get_function: Callable[[], FlatFunction], args: Sequence[InputSpec]) -> None:
+    def __init__(
+        self,
+        get_function: Callable[[], FlatFunction],
+        args: Sequence[InputSpec],
+        questions: Questions | None = None,
+    ) -> None:
         self.get_function = get_function
+        self.questions = questions
         self.num_args = len(args)
         self.shardings: list[Sharding | None] = [spec.sharding for spec in args]
         self.cotangent_placements = CotangentPlacements()
@@ -55,7 +63,7 @@ class FunctionBody(Body):
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """Run the function; in the first trace, note what it closes over."""
-        with self.surroundings.restored():
+        with self.surroundings.restored(), tracing.asked(self.questions):
             inputs = self._put_together(inputs)
             args = list(inputs[: self.num_args])
             if self.captured is None:

@@ -26,6 +26,7 @@ from torchremat.errors import (
 )
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.named_axes import out_of_reach
+from torchremat.graph.questions import Questions, question
 from torchremat.graph.shardings import CotangentPlacements, Sharding, held_part, put_together
 from torchremat.graph.sizes import sizes_as_literals
 from torchremat.graph.sources import current_source, source_of_error, warn_user
@@ -152,10 +153,14 @@ class _Capture(_torch.TorchFunctionMetadataMode):
     def __init__(self, tracing: "Tracing") -> None:
         super().__init__(tracing.tracer)
         self._lift = tracing.lift
+        self._answer = tracing.answer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        asked = question(func, args)
+        if asked is not None and (answer := self._answer(asked)) is not None:
+            return answer
         if func == _SET_DATA:
             if args[0] is args[1]:  # as `module.to` does with what stays as it is
                 return None
@@ -171,6 +176,8 @@ class _Capture(_torch.TorchFunctionMetadataMode):
         if moves:
             args = tuple(map(_device_off_meta, args))
             kwargs = {name: _device_off_meta(value) for name, value in (kwargs or {}).items()}
+        if func in _torch.RECURRENT and torch.is_inference_mode_enabled():
+            func = _outside_inference_mode(func)
         outside: dict[int, Tensor] = {}
 
         def lift(tensor: Tensor) -> Tensor:
@@ -189,6 +196,14 @@ def _device_off_meta(value: Any) -> Any:
     if isinstance(value, str | torch.device) and value in ("meta", _META):
         return _CPU
     return value
+
+
+def _outside_inference_mode(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return func(*args, **kwargs)
+
+    return run
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -255,6 +270,8 @@ class Tracing:
     opens_calls: bool = False
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
     """What to do with a call of a user's `autograd.Function`: class, arguments, `apply`."""
+    questions: Questions | None = None
+    """Where questions for a value are answered, those that are."""
 
     def __post_init__(self) -> None:
         self.tracer = _new_tracer(self)
@@ -397,6 +414,32 @@ class Tracing:
     def placeholder_of(self, fake: Tensor) -> fx.Node:
         """The placeholder that `input` made for `fake`, which may have been written to since."""
         return self.placeholders[id(fake)]
+
+    @contextmanager
+    def asked(self, questions: Questions | None) -> Iterator[None]:
+        """While in the block, a function runs of which these are the questions."""
+        before, self.questions = self.questions, questions
+        if questions is not None:
+            questions.begin()
+        try:
+            yield
+        finally:
+            self.questions = before
+
+    def answer(self, tensor: Tensor) -> bool | None:
+        """What a question for the truth value of `tensor` is answered; `None` if it is not."""
+        if self.questions is None:
+            return None
+        inputs = list(self.placeholders.values())
+        node = self.node_of(tensor)
+        return self.questions.answer(node, self.tracer.root, inputs, self.captured)
+
+    def ask(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool | None:
+        """What `module` computes of tensors of this trace, as a truth value; `None` if unknown."""
+        modes = _torch.proxy_modes(self.tracer, self.fake_mode)
+        with _torch.isolated_from_surroundings(), modes, torch.no_grad():
+            (value,) = module(*map(self.lift, inputs))
+        return self.answer(value)
 
     def node_of(self, tensor: Tensor) -> fx.Node | None:
         """The node that computed `tensor`, if this trace did."""

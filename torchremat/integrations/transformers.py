@@ -40,10 +40,10 @@ _OF_PYTORCH = (
     "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",
 )  # fmt: skip
 _HINT = (
-    "The model is as it was after gradient_checkpointing_disable(). A model of transformers often "
-    "asks this of its padding mask: attn_implementation='eager' does not, nor does a batch without "
-    "attention_mask. Or give a policy for each layer ('dots', 'full'), which leaves the masks to "
-    "the model, or name with select= the modules that can be traced."
+    "The model is as it was after gradient_checkpointing_disable(). Give a policy for each layer "
+    "('dots', 'full'), which leaves what is between them to the model, or name with select= the "
+    "modules that can be traced: of a mixture of experts its self_attn. Layers that are skipped at "
+    "random are called as a whole with layerdrop=0."
 )
 
 _enable_theirs = PreTrainedModel.gradient_checkpointing_enable

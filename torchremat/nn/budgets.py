@@ -36,6 +36,7 @@ from torchremat.planning.policy import memory_budget
 from torchremat.planning.step_curves import SavedPoint, saved_curve
 from torchremat.planning.steps import WholeGraphPolicy, differentiates, forward_alone
 from torchremat.remat.assigned import copy_with_same_state
+from torchremat.remat.bound import refuse_misspelt
 from torchremat.remat.policies import Policy, everything_saveable, nothing_saveable
 from torchremat.remat.report import human_bytes, table
 from torchremat.remat.select import Select, select_modules
@@ -155,6 +156,7 @@ def split_budget(
     True
     >>> model = wrap(model, split)
     """
+    refuse_misspelt(split_budget, module, kwargs)
     asked = Budget.of(budget)
     layers = _Layers(module, select, args, kwargs, {"cost_model": cost_model, "device": device})
     most = layers.peak(_Steps(0))

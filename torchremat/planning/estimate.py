@@ -21,6 +21,7 @@ from torchremat.planning.plans import device_of
 from torchremat.planning.steps import graphs_of, region_of, timeline_of
 from torchremat.planning.timeline import Timeline
 from torchremat.remat.assigned import under_policy
+from torchremat.remat.bound import refuse_misspelt
 from torchremat.remat.host_copies import COPIES
 from torchremat.remat.plain_autograd import plain_autograd
 from torchremat.remat.policies import PolicyLike, as_policy
@@ -123,6 +124,7 @@ def estimate(
     >>> found.fits("32MiB"), found.fits("8MiB")
     (True, False)
     """
+    refuse_misspelt(estimate, fun_or_module, kwargs)
     if select is not None:
         fun_or_module = under_policy(fun_or_module, policy, select)
         policy = None

@@ -17,6 +17,7 @@ from torchremat.planning.plan import Figures, Plan, human_seconds, order_of
 from torchremat.planning.planner import PlannedStep, Planner
 from torchremat.planning.problem import Part
 from torchremat.planning.steps import Ready, WholeGraphPolicy, graphs_of, region_of, timeline_of
+from torchremat.remat.bound import refuse_misspelt
 from torchremat.remat.policies import everything_saveable
 from torchremat.remat.program import FunctionProgram
 from torchremat.remat.region import Region
@@ -76,6 +77,7 @@ def plan(
     >>> found.peak_bytes <= 80_000 < found.baseline.peak_bytes
     True
     """
+    refuse_misspelt(plan, fun_or_module, kwargs)
     asked = Budget.of(budget)
     planning = _planning(
         fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload
@@ -176,6 +178,7 @@ def pareto(
     >>> [point.peak_bytes <= point.budget for point in curve], curve.least_bytes > 1000
     ([True, True], True)
     """
+    refuse_misspelt(pareto, fun_or_module, kwargs)
     planning = _planning(
         fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload
     )

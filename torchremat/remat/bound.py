@@ -4,12 +4,13 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from torchremat import _torch
-from torchremat.errors import ArgumentTypeError
+from torchremat.errors import ArgumentTypeError, nearest_names
 from torchremat.graph.modules import ModulePaths
 from torchremat.graph.sources import is_user_file
 from torchremat.remat.guards import variables_of
@@ -142,6 +143,43 @@ class BoundCall:
         named = {*by_kind[_KINDS[1]], *by_kind[_KINDS[3]]}
         (others,) = by_kind[_KINDS[4]] or ["kwargs"]
         return names | {k: k if k in named else f"{others}[{k!r}]" for k in self._kwargs}
+
+
+def refuse_misspelt(
+    tool: Callable[..., Any], fun: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise `ArgumentTypeError` for a misspelt option of `tool`, which `fun` would be handed.
+
+    Many models take any keyword (`**kwargs`), and would ignore it.
+
+    >>> def tool(fun, *args, policy=None, **kwargs):
+    ...     refuse_misspelt(tool, fun, kwargs)
+    >>> try:
+    ...     tool(max, polcy="dots")
+    ... except TypeError as error:
+    ...     print(error)
+    tool has no option 'polcy', nearest: 'policy', nor has max such an argument
+    """
+    taken = _parameters_of(fun, _KINDS[1], _KINDS[3])
+    options = _parameters_of(tool, _KINDS[3])
+    for name, value in kwargs.items():
+        if (
+            name not in taken
+            and not isinstance(value, Tensor)
+            and get_close_matches(name, options, cutoff=0.75)
+        ):
+            raise ArgumentTypeError(
+                f"{tool.__name__} has no option {name!r}, {nearest_names(name, options)}, nor has "
+                f"{name_of(fun)} such an argument"
+            )
+
+
+def _parameters_of(fun: Callable[..., Any], *kinds: Any) -> list[str]:
+    try:
+        declared = inspect.signature(_signed(fun)).parameters.values()
+    except (TypeError, ValueError):  # builtins have none
+        return []
+    return [p.name for p in declared if p.kind in kinds]
 
 
 def _described(value: object) -> str:

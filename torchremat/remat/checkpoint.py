@@ -154,6 +154,7 @@ class Checkpointed:
                 and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
                 and trace.has_offsets_of(tensors)
                 and trace.still_holds()
+                and trace.has_answers_of(tensors)
             ):
                 if trace.records:
                     self._last = (program, sizes)
@@ -321,7 +322,14 @@ class Checkpointed:
             return traced_without_effects(
                 traced_name(self.fun),
                 lambda: trace_function(
-                    self.fun, skeleton, specs, dynamic, roots, options, self.around
+                    self.fun,
+                    skeleton,
+                    specs,
+                    dynamic,
+                    roots,
+                    options,
+                    self.around,
+                    call.tensors,
                 ),
                 variables,
                 inside,
@@ -351,6 +359,7 @@ class Checkpointed:
             dynamic=dynamic,
             cotangent_placements=made.body.cotangent_placements,
             offsets=_offsets(made.region, [*call.tensors, *made.captured]),
+            questions=tuple(made.body.questions.asked) if made.body.questions else (),
         )
 
     def _variables(self) -> list[Variable]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchremat.errors import ArgumentTypeError
 from torchremat.remat.assigned import under_policy
-from torchremat.remat.bound import BoundCall
+from torchremat.remat.bound import BoundCall, refuse_misspelt
 from torchremat.remat.explain import report_of
 from torchremat.remat.held import is_real, observe
 from torchremat.remat.policies import PolicyLike, as_policy
@@ -119,6 +119,7 @@ def compare(
     nothing_saveable       0 B    2.00 KiB     -     -      -
     dots_saveable     1.00 KiB    1.00 KiB     -     -      -
     """
+    refuse_misspelt(compare, f, kwargs)
     calls = {"plain": BoundCall(f, args, kwargs)}
     for policy in _checked(policies):
         calls[repr(policy)] = BoundCall(under_policy(f, policy, select), args, kwargs)

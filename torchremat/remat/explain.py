@@ -14,7 +14,7 @@ from torchremat.avals import Aval
 from torchremat.errors import TraceError
 from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.remat.assigned import under_policy
-from torchremat.remat.bound import BoundCall, InputLabel, labels_of_state, name_of
+from torchremat.remat.bound import BoundCall, InputLabel, labels_of_state, name_of, refuse_misspelt
 from torchremat.remat.choices import Choice, Decision
 from torchremat.remat.draws import draws_again, state_aval
 from torchremat.remat.held import Held, Observation, ObservedInput, observe
@@ -82,6 +82,7 @@ def explain(
          512 B  x  f32[8,16]
       2.00 KiB  w  f32[16,32]
     """
+    refuse_misspelt(explain, f, kwargs)
     call = BoundCall(f, args, kwargs)  # before it is wrapped: a wrong `f` is told about by name
     if policy is not None or select is not None:
         call = BoundCall(under_policy(f, policy, select), args, kwargs)

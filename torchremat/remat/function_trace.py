@@ -4,6 +4,7 @@ import operator
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,8 +16,9 @@ from torchremat.autodiff.joint import TraceOptions
 from torchremat.errors import DeviceError, EffectWarning
 from torchremat.graph.dynamic_inputs import DynamicInputs
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.questions import Questions
 from torchremat.graph.sources import source_of_error, warn_user
-from torchremat.graph.tracing import InputSpec
+from torchremat.graph.tracing import InputSpec, current_tracing
 from torchremat.remat.calls import Parts, Result, Skeleton
 from torchremat.remat.region import Region
 
@@ -40,10 +42,12 @@ def trace_function(
     roots: Sequence[tuple[str, nn.Module]],
     options: TraceOptions,
     around: Callable[..., Any] | None = None,
+    values: Sequence[Tensor] = (),
 ) -> FunctionTrace:
     """Trace `fun`, called as `skeleton` says with tensors of `specs`, or of `dynamic` sizes.
 
-    It does not keep `fun` alive. `roots` are the modules that it starts from, by name. What runs
+    It does not keep `fun` alive. Questions that are answered are answered of `values`, the tensors
+    of the call. `roots` are the modules that it starts from, by name. What runs
     is `around(fun, *args, **kwargs)`, if given.
     """
     paths = ModulePaths({})
@@ -64,11 +68,15 @@ def trace_function(
             results.append(result)
         return list(result.tensors)
 
-    body = FunctionBody(lambda: flat, specs)
+    around_it = current_tracing()
+    outer = None if around_it is None else around_it.ask
+    questions = Questions(values, outer) if dynamic is None else None
+    body = FunctionBody(lambda: flat, specs, questions)
     names = [f"arg{i}" for i in range(len(specs))]
     traced_specs = specs if dynamic is None else dynamic.specs
     try:
-        region = Region.traced(body, traced_specs, names, paths, options, dynamic)
+        with nullcontext() if questions is None else questions.first():
+            region = Region.traced(body, traced_specs, names, paths, options, dynamic)
     except RuntimeError as error:
         if not re.match(_NO_DEVICE, str(error)):
             raise

@@ -26,6 +26,7 @@ from torchremat.avals import Aval
 from torchremat.errors import TraceError
 from torchremat.graph.aliases import base_of, call_of, is_item
 from torchremat.graph.modules import ModulePaths
+from torchremat.graph.questions import Questions
 from torchremat.graph.shardings import Sharding, held_part, put_together
 from torchremat.graph.surroundings import off_meta
 from torchremat.graph.tracing import InputSpec, Tracing
@@ -141,7 +142,9 @@ class _Observer:
         self.call = call
         self.differentiate_all = differentiate_all
         self.paths = ModulePaths(call.roots)
-        self.tracing = Tracing(paths=self.paths)
+        distinct = {id(tensor): tensor for tensor in call.tensors}  # each is one input
+        questions = Questions(list(distinct.values()))
+        self.tracing = Tracing(paths=self.paths, questions=questions)
         self.records: list[weakref.ref[_Record]] = []
         self.versions: dict[int, int] = {}
         self.reader: Any = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchremat.graph.dynamic_inputs import DynamicInputs, is_alike
+from torchremat.graph.questions import Question
 from torchremat.graph.shardings import CotangentPlacements
 from torchremat.graph.surroundings import Surroundings
 from torchremat.graph.tracing import InputSpec
@@ -38,6 +39,8 @@ class Trace:
     dynamic: DynamicInputs | None = None
     offsets: tuple[int, ...] | None = None
     """Where in their storages the inputs began, if the graph depends on it."""
+    questions: tuple[Question, ...] = ()
+    """What it took for granted of the values of its inputs."""
     cotangent_placements: CotangentPlacements = field(default_factory=CotangentPlacements)
     tensor_guard: Any = None
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
@@ -60,6 +63,10 @@ class Trace:
         if self.offsets is None:
             return True
         return self.offsets == tuple(InputSpec.of(t).storage_offset for t in tensors)
+
+    def has_answers_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether what was asked of the values of the inputs has the same answers for `tensors`."""
+        return all(question.has_answer_of(tensors) for question in self.questions)
 
     def still_holds(self) -> bool:
         """Whether what the trace took for granted, besides the arguments, is as it was."""
@@ -88,7 +95,7 @@ class Trace:
         return all(
             isinstance(t, Tensor) and InputSpec.of(t, any_level=True) == spec
             for t, spec in zip(captured, recorded, strict=True)
-        )
+        ) and self.has_answers_of([*call.tensors, *captured])
 
 
 class PolicyKey:

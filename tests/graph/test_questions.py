@@ -1,0 +1,194 @@
+"""Questions of a library for the values of masks are answered, each call with its own answers."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import torchremat as tr
+from tests.helpers import assert_same
+from torchremat.errors import ConcretizationError
+
+_CODE = """
+def skips(x, mask):
+    return x.sin() * 2 if mask.all() else x.sin() * mask
+
+def skips_by_item(x, mask):
+    return x.sin() * 2 if (mask == 1).all().item() else x.sin() * mask
+
+def contains(x, tokens):
+    return x.sin() * 2 if 0 in tokens[:, [-1, 0]] else x.cos()
+
+def writes_first(x, mask):
+    mine = mask.clone()
+    mine *= mask
+    return x.sin() * 2 if mine.all() else x.sin() * mask
+
+def asks_twice(x, mask):
+    y = x.sin() * 2 if mask.all() else x.sin()
+    return y.cos() if mask.any() else y * 3
+
+def drops(x):
+    for _ in range(3):
+        x = x.sin()
+        if torch.rand([]) < 0.0:
+            continue
+        x = x * torch.rand([])
+    return x
+
+def drops_some(x):
+    return x if torch.rand([]) < 0.5 else x.sin()
+
+def asks_what_it_made(x, mask):
+    return x.sin() if torch.ones(3).all() else x * mask
+
+def asks_a_weight(x, w):
+    return x.sin() if (w > 0).all() else x
+
+def asks_long(x, mask):
+    y = mask
+    for _ in range(40):
+        y = y * mask
+    return x.sin() if y.all() else x
+
+def writes_through_a_view(x, mask):
+    mine = mask.clone()
+    mine[0].zero_()
+    return x.sin() if mine.all() else x
+
+def writes_to_the_argument(x, mask):
+    mask.zero_()
+    return x.sin() if mask.all() else x
+"""
+
+
+def library(name):
+    functions = {"torch": torch, "__name__": name}
+    exec(compile(_CODE, "masks.py", "exec"), functions)
+    return functions
+
+
+HERE = library("transformers.masks")
+ONES, SOME = torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+def assert_differentiates_as(found, expected):
+    assert_same(found[:2], expected[:2])
+    assert_same(found[2], expected[2], close=True)
+
+
+def gradients_of(function, x, *rest):
+    """The value, and the first and second derivatives."""
+    x = x.clone().requires_grad_()
+    y = function(x, *rest)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(dx.square().sum(), x)
+    return y.detach(), dx.detach(), again
+
+
+@pytest.mark.parametrize(
+    "name", ["skips", "skips_by_item", "writes_first", "asks_twice", "asks_what_it_made"]
+)
+def test_each_call_has_its_own_answers(name):
+    plain = HERE[name]
+    checkpointed = tr.checkpoint(plain)
+    x = torch.randn(2, 3)
+    for mask in (SOME, ONES, torch.zeros_like(ONES), ONES, SOME):
+        found, expected = (gradients_of(f, x, mask) for f in (checkpointed, plain))
+        assert_differentiates_as(found, expected)
+
+
+def test_what_is_asked_of_tokens():
+    checkpointed = tr.checkpoint(HERE["contains"])
+    x = torch.randn(2, 3)
+    for tokens in (SOME, ONES, SOME):
+        assert_same(checkpointed(x, tokens), HERE["contains"](x, tokens))
+
+
+def test_calls_with_the_same_answers_share_a_trace():
+    runs = []
+
+    def function(x, mask):
+        runs.append(1)
+        return HERE["skips"](x, mask)
+
+    checkpointed = tr.checkpoint(function)
+    for mask in (SOME, ONES, SOME.flip(0), ONES, SOME):
+        checkpointed(torch.randn(2, 3, requires_grad=True), mask).sum().backward()
+    assert len(runs) == 2
+
+
+def test_the_arguments_are_let_go_of():
+    checkpointed = tr.checkpoint(HERE["skips"])
+    mask = SOME.clone()
+    gone = weakref.ref(mask)
+    checkpointed(torch.randn(2, 3), mask)
+    del mask
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_closed_over_is_asked_anew():
+    mask = {"mask": SOME}
+    skips = HERE["skips"]
+    checkpointed = tr.checkpoint(lambda x: skips(x, mask["mask"]))
+    x = torch.randn(2, 3)
+    for mask["mask"] in (SOME, ONES, SOME):
+        assert_same(checkpointed(x), skips(x, mask["mask"]))
+
+
+def test_a_layer_is_never_skipped_with_probability_0():
+    x = torch.randn(3)
+    torch.manual_seed(0)
+    expected, state = gradients_of(HERE["drops"], x), torch.get_rng_state()
+    torch.manual_seed(0)
+    assert_differentiates_as(gradients_of(tr.checkpoint(HERE["drops"]), x), expected)
+    assert_same(torch.get_rng_state(), state)
+
+
+def test_what_looks_at_a_function_answers_too():
+    x = torch.randn(2, 3, requires_grad=True)
+    for mask in (SOME, ONES):
+        found = [row.source for row in tr.saved_residuals(HERE["skips"], x, mask)]
+        assert ("from the argument mask" in found) is (mask is SOME)
+    wrapped = tr.checkpoint(HERE["skips"])
+    assert tr.estimate(wrapped, x, SOME).peak_bytes > 0
+    assert tr.plan(HERE["skips"], x, SOME, budget="100%").peak_bytes > 0
+
+
+def test_under_transformations_of_functions():
+    skips = tr.checkpoint(HERE["skips"])
+    x = torch.randn(2, 3)
+    for mask in (SOME, ONES):
+        plain = lambda x, mask=mask: HERE["skips"](x, mask).square().sum()  # noqa: E731
+        found = torch.func.hessian(lambda x, mask=mask: skips(x, mask).square().sum())(x)
+        assert_same(found, torch.func.hessian(plain)(x), close=True)
+
+
+REFUSED = ["drops_some", "asks_a_weight", "asks_long", "writes_through_a_view"]
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "writes_to_the_argument"])
+def test_what_has_no_answer_is_an_error_as_before(name):
+    rest = () if name == "drops_some" else (torch.ones(2, 3, requires_grad="weight" in name),)
+    before = [t.clone() for t in rest]
+    with pytest.raises(ConcretizationError, match=r"masks\.py:\d+"):
+        tr.checkpoint(HERE[name])(torch.randn(2, 3, requires_grad=True), *rest)
+    assert_same(list(rest), before)
+
+
+def test_the_users_own_questions_are_errors():
+    skips = library("my_models.masks")["skips"]
+    with pytest.raises(ConcretizationError, match=r"torch\.where"):
+        tr.checkpoint(skips)(torch.randn(2, 3), SOME)
+
+
+@pytest.mark.parametrize("given", ["meta", "mapped over"])
+def test_an_argument_without_a_value_is_told_apart(given):
+    skips = tr.checkpoint(HERE["skips"])
+    with pytest.raises(ConcretizationError, match="Give it as a plain tensor"):
+        if given == "meta":
+            tr.estimate(skips, torch.ones(2, 3, device="meta", requires_grad=True), SOME.to("meta"))
+        else:
+            torch.vmap(skips)(torch.randn(2, 3), SOME)

@@ -539,7 +539,7 @@ def counted_searches():
         searches.append(args)
         return plain(*args)
 
-    plain, planner.solve = planner.solve, solve
+    plain, planner.solve_orders = planner.solve_orders, solve
     return searches
 
 

@@ -261,8 +261,8 @@ def test_layers_that_are_alike_are_solved_once(monkeypatch):
     from torchremat.planning import planner
 
     solved = []
-    solve = planner.solve
-    monkeypatch.setattr(planner, "solve", lambda *args: solved.append(1) or solve(*args))
+    solve = planner.solve_orders
+    monkeypatch.setattr(planner, "solve_orders", lambda *args: solved.append(1) or solve(*args))
     model = tr.nn.wrap(GPT(layers=4, width=24), "budget:90%", select="layers.*")
     model(torch.randint(0, 64, (2, 48))).backward()
     assert len(solved) == 1

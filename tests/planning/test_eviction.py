@@ -5,6 +5,7 @@ from hypothesis import given, note
 
 from tests.planning.test_oracles import cases, examples, least_peak, least_seconds, problems
 from tests.planning.test_solver import layers, peak
+from torchremat.planning.clock import Deadline, Watch
 from torchremat.planning.eviction import RULES, Evictor, evicted, lowest_trial
 from torchremat.planning.problem import Operator, Part, Problem, costs_of
 from torchremat.planning.reorder import floor_of, reordered, with_backward
@@ -147,4 +148,6 @@ def test_a_budget_below_the_floor_is_refused_with_the_least_that_was_found():
 
 def test_there_may_be_no_time():
     problem = layers(3)
-    assert Evictor(problem, deadline=0.0).decisions(peak(problem), RULES[0], ()) is None
+    assert (
+        Evictor(problem, Deadline(Watch(1.0), -1.0)).decisions(peak(problem), RULES[0], ()) is None
+    )

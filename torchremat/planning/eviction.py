@@ -14,11 +14,10 @@ less is alive beside it than will be.
 """
 
 import heapq
-import math
-import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from torchremat.planning.clock import NEVER, Deadline
 from torchremat.planning.ordering import Decisions
 from torchremat.planning.peak_rows import ForwardBytes
 from torchremat.planning.problem import Part, Problem
@@ -43,9 +42,9 @@ RULES = (Rule(1, 1), Rule(1, 0.5), Rule(1, 0), Rule(0, 1))
 
 
 class Evictor:
-    """Walks over the steps of `problem`, until `deadline` on the monotonic clock."""
+    """Walks over the steps of `problem`, until `deadline`."""
 
-    def __init__(self, problem: Problem, deadline: float = math.inf) -> None:
+    def __init__(self, problem: Problem, deadline: Deadline = NEVER) -> None:
         self.problem = problem
         self.deadline = deadline
         self.again = Recomputation(problem)
@@ -70,8 +69,8 @@ class Evictor:
         walk = _Walk(self.again, budget, rule, kept)
         step, holds = 0, 0
         while step < len(self.problem.backward):
-            stuck = None if time.monotonic() > self.deadline else walk.run(step)
-            if time.monotonic() > self.deadline:
+            stuck = None if self.deadline.is_over else walk.run(step)
+            if self.deadline.is_over:
                 return None
             if stuck is None:
                 step += 1

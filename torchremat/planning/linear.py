@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from torchremat.planning.clock import Watch
+
 try:
     from scipy import sparse  # type: ignore[import-untyped]
     from scipy.optimize import (  # type: ignore[import-untyped]
@@ -27,6 +29,7 @@ except ImportError as error:  # pragma: no cover
         "installed: pip install scipy"
     ) from error
 
+
 Floats = NDArray[np.float64]
 
 
@@ -38,11 +41,13 @@ class Answer:
         x: the variables, `None` if none were found.
         value: their cost.
         bound: no variables cost less; infinite if there are none.
+        is_late: whether a limit ended the search for better ones.
     """
 
     x: Floats | None = field(repr=False)
     value: float
     bound: float
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,8 @@ class LinearProgram:
     2.0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self.watch = watch
         self._costs: list[float] = []
         self._upper: list[float] = []
         self._integral: list[bool] = []
@@ -81,6 +87,11 @@ class LinearProgram:
         self._bounds: list[float] = []
         self.offset = 0.0
         self._built: _Arrays | None = None
+
+    @property
+    def slowdown(self) -> float:
+        """How many seconds on the wall, which the library measures, one of ours takes."""
+        return 1.0 if self.watch is None else self.watch.slowdown
 
     @property
     def num_variables(self) -> int:
@@ -120,7 +131,7 @@ class LinearProgram:
                 b_ub=arrays.bounds,
                 bounds=np.stack([np.zeros_like(upper), upper], 1),
                 method="highs-ipm",
-                options={"time_limit": max(seconds, 0.05)},
+                options={"time_limit": max(seconds, 0.05) * self.slowdown},
             )
         if result.status == 2:
             return Relaxation(Answer(None, np.inf, np.inf), np.zeros(0))
@@ -130,8 +141,18 @@ class LinearProgram:
         reduced = (result.lower.marginals + result.upper.marginals) * arrays.scale
         return Relaxation(Answer(result.x, value, value), reduced)
 
-    def solve(self, *, seconds: float, gap: float = 0.0, fixed: Fixing | None = None) -> Answer:
-        """Solve it within `seconds`, to within `gap` of the optimum, some variables `fixed`."""
+    def solve(
+        self,
+        *,
+        seconds: float,
+        gap: float = 0.0,
+        fixed: Fixing | None = None,
+        nodes: int | None = None,
+    ) -> Answer:
+        """Solve it within `seconds`, to within `gap` of the optimum, some variables `fixed`.
+
+        The search goes on for so many `nodes` of its tree at most.
+        """
         arrays = self._arrays()
         lower, upper = np.zeros(self.num_variables), np.array(self._upper)
         if fixed is not None:
@@ -143,13 +164,18 @@ class LinearProgram:
                 constraints=LinearConstraint(arrays.matrix, ub=arrays.bounds),
                 bounds=Bounds(lower, upper),
                 integrality=np.array(self._integral, dtype=np.int64),
-                options={"time_limit": max(seconds, 0.05), "mip_rel_gap": gap},
+                options={
+                    "time_limit": max(seconds, 0.05) * self.slowdown,
+                    "mip_rel_gap": gap,
+                    **({} if nodes is None else {"node_limit": nodes}),
+                },
             )
         dual = getattr(result, "mip_dual_bound", None)
         bound = 0.0 if dual is None or not np.isfinite(dual) else dual * arrays.scale + self.offset
+        is_late = result.status == 1
         if result.x is None:
-            return Answer(None, np.inf, np.inf if result.status == 2 else bound)
-        return Answer(result.x, float(result.fun) * arrays.scale + self.offset, bound)
+            return Answer(None, np.inf, np.inf if result.status == 2 else bound, is_late)
+        return Answer(result.x, float(result.fun) * arrays.scale + self.offset, bound, is_late)
 
     @property
     def integral(self) -> NDArray[np.int64]:

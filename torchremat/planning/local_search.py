@@ -6,11 +6,11 @@ those that bring down what is above the budget, for the least time each byte; th
 time away and keep within it.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
+from torchremat.planning.clock import Deadline
 from torchremat.planning.ordering import Decisions
 from torchremat.planning.problem import Part, Problem
 from torchremat.planning.trials import Trial, Trier
@@ -20,9 +20,9 @@ WIDTH = 48
 
 
 class LocalSearch:
-    """Search around decisions for better ones, until `deadline` on the monotonic clock."""
+    """Search around decisions for better ones, until `deadline`."""
 
-    def __init__(self, trier: Trier, deadline: float) -> None:
+    def __init__(self, trier: Trier, deadline: Deadline) -> None:
         self.trier = trier
         self.deadline = deadline
         self.problem: Problem = trier.problem
@@ -77,7 +77,7 @@ class LocalSearch:
         return None
 
     def _is_late(self) -> bool:
-        return time.monotonic() > self.deadline
+        return self.deadline.is_over
 
     # --- changes that lower the bytes where they are highest -------------------------------------
 

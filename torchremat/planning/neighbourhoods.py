@@ -6,7 +6,6 @@ answer        x = 0, 1, 1,   1, 0        what the two disagree about is left fre
                                          to one of the backward pass, or to some values
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -67,16 +66,15 @@ class Neighbourhoods:
             assert answer.x is not None
             kind = turn % _KINDS
             free = self._free(kind, answer.x, sizes[kind], random)
-            started = time.monotonic()
             fixing = Fixing(self.integral[~free], np.round(answer.x[self.integral[~free]]))
-            found = self.program.solve(seconds=min(seconds(), _SLICE), gap=gap, fixed=fixing)
-            took = time.monotonic() - started
+            limit = min(seconds(), _SLICE)
+            found = self.program.solve(seconds=limit, gap=gap, fixed=fixing, nodes=_SLICE_NODES)
             turn += 1
             vain += 1
             if found.x is not None and found.value < answer.value * (1 - 1e-6) - 1e-15:
                 answer, vain = found, 0
                 yield answer
-            factor = 0.7 if took > _SLICE * 0.9 else 1.15
+            factor = 0.7 if found.is_late else 1.15
             sizes[kind] = min(max(factor * sizes[kind], 0.02), 0.8)
 
     def _where_sure(self, free: int) -> Fixing | None:
@@ -119,3 +117,4 @@ class Neighbourhoods:
 _KINDS = 5
 _PATIENCE = 20
 _SLICE = 1.0
+_SLICE_NODES = 1000

@@ -18,9 +18,9 @@ from torchremat.planning.held_limits import with_limit, without_wait
 from torchremat.planning.ordering import replay_of
 from torchremat.planning.problem import Costs, Problem, Schedule, costs_of
 from torchremat.planning.progress import shown_progress
-from torchremat.planning.reorder import reordered
+from torchremat.planning.reorder import orders_of
 from torchremat.planning.sharing import solved_once, text_of
-from torchremat.planning.solver import Options, Solution, solve
+from torchremat.planning.solver import Options, Solution, solve_orders
 from torchremat.planning.step import Step
 from torchremat.remat.report import human_bytes
 
@@ -146,30 +146,32 @@ class Planner:
         if room >= plain.costs.peak and within:
             return PlannedStep(self.step, plain.schedule, plain.costs, 0.0, nbytes)
         room -= self.step.copied_nbytes
-        problem = self._reordered
+        problems = self._orders
         if saved is not None:
-            problem = with_limit(problem, room, saved - self.step.copied_nbytes)
-        solution = self._solved(room, problem)
-        if solution.schedule is None and problem is not self._reordered:
+            limit = saved - self.step.copied_nbytes
+            problems = tuple(with_limit(problem, room, limit) for problem in problems)
+        solution = self._solved(room, problems)
+        if solution.schedule is None and problems[0] is not self._orders[0]:
             raise self._cannot_save(asked, saved, nbytes, solution.least_peak - room)
         if solution.schedule is None:
             raise self._cannot(asked, nbytes, solution)
         schedule = without_wait(self.step.problem, solution.schedule)
-        costs = costs_of(self._reordered, schedule)
+        costs = costs_of(self.step.problem, schedule)
         return PlannedStep(self.step, schedule, costs, solution.lower_bound_seconds, nbytes)
 
     @cached_property
-    def _reordered(self) -> Problem:
-        return reordered(self.step.problem)
+    def _orders(self) -> tuple[Problem, ...]:
+        """The step in the orders in which its backward pass may run, the best first."""
+        return orders_of(self.step.problem)
 
-    def _solved(self, room: int, problem: Problem) -> Solution:
+    def _solved(self, room: int, problems: tuple[Problem, ...]) -> Solution:
         """The schedule for `room` bytes, which one process looks for where there are several."""
 
         def describe() -> str:
             asked = f"{room} {self.solver} {self.seconds} {self.cost_model!r}"
-            return "\n".join([asked, text_of(problem), *lines_of(self.joint.module.graph)])
+            return "\n".join([asked, *map(text_of, problems), *lines_of(self.joint.module.graph)])
 
-        return solved_once(describe, lambda: _solved(problem, room, self.solver, self.seconds))
+        return solved_once(describe, lambda: _solved(problems, room, self.solver, self.seconds))
 
     def _cannot(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
@@ -196,7 +198,7 @@ class Planner:
         """What the operator at the peak is, and where the user wrote it."""
         if solution.lowest is None:
             return ""
-        live = costs_of(self._reordered, solution.lowest).live
+        live = costs_of(self.step.problem, solution.lowest).live
         order = (*solution.lowest.forward, *solution.lowest.backward)
         call = self.step.calls[order[max(range(len(live)), key=live.__getitem__)]]
         return "" if call is None else f"At that peak runs {_described(call)}. "
@@ -207,9 +209,12 @@ _ENOUGH = 4
 
 
 @functools.lru_cache(maxsize=64)  # layers of a model that are wrapped one by one are alike
-def _solved(problem: Problem, room: int, solver: str, seconds: float | None) -> Solution:
-    with shown_progress(f"planning {len(problem.operators)} operators") as progress:
-        return solve(problem, room, Options(seconds=seconds, solver=solver, progress=progress))
+def _solved(
+    problems: tuple[Problem, ...], room: int, solver: str, seconds: float | None
+) -> Solution:
+    with shown_progress(f"planning {len(problems[0].operators)} operators") as progress:
+        options = Options(seconds=seconds, solver=solver, progress=progress)
+        return solve_orders(problems, room, options)
 
 
 def _described(call: fx.Node) -> str:

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from torchremat.planning.clock import Watch
 from torchremat.planning.facts import Facts
 from torchremat.planning.host_rows import HostRows
 from torchremat.planning.intervals import Intervals
@@ -50,6 +51,7 @@ class SavingProgram:
         conflicts: values of which not all are to be saved.
         outer: they may be, and nothing is known of when: every schedule is an answer, and some
             answers are no schedules.
+        watch: that of the search, on which the seconds of its solver are.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class SavingProgram:
         *,
         conflicts: Iterable[Sequence[int]] = (),
         outer: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         self.outer = outer
         self.facts = facts
@@ -69,7 +72,7 @@ class SavingProgram:
         self.budget = budget
         self.moments = sorted(set(moments))
         self.window = window
-        self.linear = LinearProgram()
+        self.linear = LinearProgram(watch)
         self.times = Intervals(facts, self.moments, window, outer=outer)
         self._add_variables()
         self._add_reads()

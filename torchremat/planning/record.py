@@ -1,43 +1,7 @@
-"""What a search has found so far, and the time that it has left."""
+"""What a search has found so far."""
 
-import time
-from collections.abc import Callable
-
+from torchremat.planning.clock import Clock
 from torchremat.planning.trials import Trial
-
-
-class Clock:
-    """The time of a search.
-
-    Args:
-        seconds: how long it may take.
-        progress: called now and then with the fraction of that time that is gone.
-    """
-
-    def __init__(self, seconds: float, progress: Callable[[float], None] | None = None) -> None:
-        self.seconds = seconds
-        self.progress = progress
-        self.start = time.monotonic()
-        self.told = 0.0
-
-    @property
-    def gone(self) -> float:
-        """The fraction of the time that is gone."""
-        return (time.monotonic() - self.start) / max(self.seconds, 1e-9)
-
-    def until(self, fraction: float) -> float:
-        """The seconds until `fraction` of the time is gone."""
-        return max(0.0, (fraction - self.gone) * self.seconds)
-
-    def deadline(self, fraction: float) -> float:
-        """When `fraction` of the time is gone, on the monotonic clock."""
-        return self.start + fraction * self.seconds
-
-    def tell(self) -> None:
-        """Tell how far the search is."""
-        self.told = max(self.told, min(self.gone, 1.0))
-        if self.progress is not None:
-            self.progress(self.told)
 
 
 class Record:

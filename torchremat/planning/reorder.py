@@ -24,6 +24,12 @@ def reordered(problem: Problem) -> Problem:
     return min(problem, early, key=lambda p: (floor_of(p), _beside_recomputation(p)))
 
 
+def orders_of(problem: Problem) -> tuple[Problem, ...]:
+    """`problem` in the order of `reordered`, and as it is if that is another."""
+    first = reordered(problem)
+    return (first,) if first.backward == problem.backward else (first, problem)
+
+
 def _beside_recomputation(problem: Problem) -> int:
     """The bytes that are alive before what may be computed again is read, over all steps."""
     before = BackwardBytes.of(problem).before

@@ -6,7 +6,6 @@ step 3              8 seconds   above it at steps 1 and 7     steps 1 and 7
 steps 1, 3, 7       9 seconds   keeps within the budget
 """
 
-import time
 from dataclasses import replace
 
 from torchremat.planning.eviction import Evictor, evicted
@@ -81,6 +80,7 @@ class Rounds:
             sorted(self.positions),
             self.window,
             conflicts=sorted(map(sorted, self.conflicts)),
+            watch=self.clock.watch,
         )
 
     @property
@@ -198,12 +198,17 @@ class Rounds:
                 for found in evicted(self.trier, self.evictor, trial.decisions.saved):
                     self.record.note(found)
             seconds = min(share * self.clock.seconds, self.clock.until(1.0))
-            self.record.note(LocalSearch(self.trier, time.monotonic() + seconds).repair(trial))
+            self.record.note(
+                LocalSearch(self.trier, self.clock.watch.within(seconds)).repair(trial)
+            )
 
     def _prove_at_once(self) -> None:
         """A bound from what is held at the end of the forward pass, for all schedules."""
         made = self.facts.forward_bytes.made
-        program = SavingProgram(self.facts, self.trier.budget, [], [max(made.values(), default=0)])
+        positions = [max(made.values(), default=0)]
+        program = SavingProgram(
+            self.facts, self.trier.budget, [], positions, watch=self.clock.watch
+        )
         seconds = self.clock.until(_AT_ONCE_SHARE)
         self.record.prove(program.linear.relaxed(seconds=seconds).answer.bound)
 
@@ -216,7 +221,13 @@ class Rounds:
         outer = self.window is not None and num > _LARGE
         window = self.window if outer else None
         program = SavingProgram(
-            self.facts, self.trier.budget, moments, sorted(self.positions), window, outer=outer
+            self.facts,
+            self.trier.budget,
+            moments,
+            sorted(self.positions),
+            window,
+            outer=outer,
+            watch=self.clock.watch,
         )
         left = self.clock.until(1.0)
         if num > _SOLVABLE:

@@ -8,19 +8,27 @@
 At any time the best that the simulation accepted is at hand, with the bound that was proved.
 """
 
-import time
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from torchremat.planning.backward_search import (
+    BackwardSearch,
+    Limits,
+    Needed,
+    is_too_small,
+    lowest_by_steps,
+)
+from torchremat.planning.clock import Clock, Deadline, Watch
 from torchremat.planning.cuts import saved_by_cuts
 from torchremat.planning.eviction import Evictor, evicted, lowest_trial
 from torchremat.planning.local_search import LocalSearch
 from torchremat.planning.ordering import Decisions
 from torchremat.planning.problem import Problem, Schedule, costs_of
-from torchremat.planning.record import Clock, Record
+from torchremat.planning.record import Record
 from torchremat.planning.reorder import floor_of
 from torchremat.planning.rounds import Rounds
-from torchremat.planning.trials import Trier
+from torchremat.planning.trials import Trial, Trier
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,9 @@ class Options:
 
     Attributes:
         seconds: the time to take at most, roughly; the best found by then is the answer. Without
-            it, 5 seconds and 6 more for each thousand operators, at most 28.
+            it, 5 seconds and 6 more for each thousand operators, at most 28. Of up to a thousand
+            operators these are seconds of the processor: where other programs run as well, they
+            take up to twice as long.
         gap: how near to the optimum, as a fraction, is near enough.
         solver: "milp" or "auto" for integer programs; "local" for minimum cuts and local search.
         progress: called now and then with the fraction of the time that is gone.
@@ -79,38 +89,55 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
     """
     options = options or Options()
     seconds = options.seconds_for(problem)
+    is_timed = options.seconds is not None or len(problem.operators) > _MOST_STRETCHED
+    watch = Watch(1.0 if is_timed else _STRETCH)
     if not problem.offloadable:
-        return _solution(problem, _searched(problem, budget, options, seconds))
-    record = _searched(problem, budget, options, _LINKED_SHARE * seconds)
+        return _solution(problem, _searched(problem, budget, options, watch, seconds))
+    record = _searched(problem, budget, options, watch, _LINKED_SHARE * seconds)
     if not record.is_good:
         left = replace(options, progress=None)
         _without_link(problem, budget, left, (1 - _LINKED_SHARE) * seconds, record)
     if record.best is not None:
-        local = LocalSearch(Trier(problem, budget), time.monotonic() + _TIDY_SHARE * seconds)
+        local = LocalSearch(Trier(problem, budget), watch.within(_TIDY_SHARE * seconds))
         record.note(local.with_fewer_copies(record.best))
     return _solution(problem, record)
 
 
-def _searched(problem: Problem, budget: int, options: Options, seconds: float) -> Record:
+def solve_orders(
+    problems: Sequence[Problem], budget: int, options: Options | None = None
+) -> Solution:
+    """`solve` for the first of `problems`, which differ in their order, that has an answer.
+
+    If none has, the solution is that of the least peak. Only where a problem is small is there more
+    in the orders after the first than time they take.
+    """
+    solutions: list[Solution] = []
+    for problem in problems:
+        if solutions and not _is_searchable(problem):
+            break
+        solutions.append(solve(problem, budget, options))
+        if solutions[-1].schedule is not None:
+            return solutions[-1]
+    return min(solutions, key=lambda solution: solution.least_peak)
+
+
+def _searched(
+    problem: Problem, budget: int, options: Options, watch: Watch, seconds: float
+) -> Record:
     """What a search of so many seconds finds."""
-    end = time.monotonic() + seconds
     is_small = len(problem.operators) <= _MOST_OPERATORS
-    clock = Clock(_FIRST_SHARE * seconds if is_small else seconds, options.progress)
+    whole = Clock(watch, seconds)
+    clock = Clock(watch, _FIRST_SHARE * seconds if is_small else seconds, options.progress)
     trier, record = Trier(problem, budget), Record(clock, options.gap)
     if not record.note(trier(Decisions(problem.needed))).fits:
         record.note(trier(Decisions(trier.fixed)))
         if problem.offloadable:
             kept = (problem.needed | trier.fixed) - problem.offloadable
             record.note(trier(Decisions(kept, offloaded=problem.offloadable)))
-        if budget < floor_of(problem):
+        share = _EVICTION_SHARE if is_small else _LARGE_SHARE
+        if budget < floor_of(problem) or not _start(trier, record, clock.deadline(share)):
             _lower(record, Evictor(problem, clock.deadline(1.0)), budget)
             return record
-        if not problem.offloadable:  # the walk knows no link: from what it finds none is used
-            share = _EVICTION_SHARE if is_small else _LARGE_SHARE
-            evictor = Evictor(problem, clock.deadline(share))
-            for saved in (problem.known, trier.fixed):
-                for trial in evicted(trier, evictor, saved):
-                    record.note(trial)
         if record.best is not None and budget < _LOW * floor_of(problem):
             local = LocalSearch(trier, clock.deadline(_LOW_SHARE))
             record.note(local.improve(record.best))
@@ -119,18 +146,32 @@ def _searched(problem: Problem, budget: int, options: Options, seconds: float) -
         if record.best is None:
             _cut(trier, record)
         _polish(trier, record)
-        if record.best is None and record.lowest is not None:  # rather late than not at all
-            late = LocalSearch(trier, time.monotonic() + _SPARE * clock.seconds)
-            record.note(late.repair(record.lowest))
         if record.best is None:
-            _lower(record, Evictor(problem, time.monotonic() + _SPARE * clock.seconds), budget)
+            _rescue(trier, record, watch.within(_SPARE * clock.seconds))
         elif is_small and not record.is_near(_FAR):
-            left = max(end - time.monotonic(), 0.0)
-            _refine(trier, record, _REFINE_SHARE * left)
-            left = max(end - time.monotonic(), 0.0)
+            if _is_searchable(problem):
+                _step_back_wider(trier, record, watch.within(_BACK_SHARE * whole.until(1.0)))
+            _refine(trier, record, _REFINE_SHARE * whole.until(1.0))
+            left = whole.until(1.0)
             for factor in _EASIER:
                 _from_above(trier, record, factor, left / len(_EASIER))
     return record
+
+
+def _start(trier: Trier, record: Record, deadline: Deadline) -> bool:
+    """Look for some schedule that fits; whether it is not proved that there is none."""
+    problem = trier.problem
+    if not problem.offloadable:  # the walk knows no link: from what it finds none is used
+        evictor = Evictor(problem, deadline)
+        for saved in (problem.known, trier.fixed):
+            for trial in evicted(trier, evictor, saved):
+                record.note(trial)
+    if record.best is not None or not _is_searchable(problem):
+        return True
+    if is_too_small(problem, trier.budget, deadline):
+        return False
+    _step_back(trier, record, Limits(_FIRST_WIDTH, _MOST_STATES, deadline))
+    return True
 
 
 def _without_link(
@@ -138,13 +179,14 @@ def _without_link(
 ) -> None:
     """What is found with nothing offloaded is an answer too, and a start for better ones."""
     alone = replace(problem, host_bytes_per_second=None)
-    found = _searched(alone, budget, options, _ALONE_SHARE * seconds)
+    watch = record.clock.watch
+    found = _searched(alone, budget, options, watch, _ALONE_SHARE * seconds)
     trier = Trier(problem, budget)
     for trial in (found.lowest, found.best):
         if trial is not None:
             record.note(trier(trial.decisions))
     if record.best is not None and not record.is_good:
-        local = LocalSearch(trier, time.monotonic() + (1 - _ALONE_SHARE) * seconds)
+        local = LocalSearch(trier, watch.within((1 - _ALONE_SHARE) * seconds))
         record.note(local.improve(record.best))
 
 
@@ -162,25 +204,69 @@ def _polish(trier: Trier, record: Record) -> None:
         if record.is_good or record.clock.gone > 1:
             break
         if record.best is None or trial.costs.added_seconds < record.best.costs.added_seconds:
-            half = time.monotonic() + record.clock.until(1.0) / 2
+            half = record.clock.watch.within(record.clock.until(1.0) / 2)
             record.note(LocalSearch(trier, half).repair(trial))
     if record.best is not None and not record.is_good:
         local = LocalSearch(trier, record.clock.deadline(1.0))
         record.note(local.improve(record.best))
 
 
-def _lower(record: Record, evictor: Evictor, budget: int) -> None:
-    """How low the peak can be, where `budget` cannot be met."""
+def _rescue(trier: Trier, record: Record, deadline: Deadline) -> None:
+    """Find some schedule that fits: rather late than not at all."""
     assert record.lowest is not None
-    low = max(budget + 1, floor_of(evictor.problem))
-    lowest = lowest_trial(evictor, low, record.lowest.costs.peak)
+    record.note(LocalSearch(trier, deadline).repair(record.lowest))
+    if record.best is None:
+        assert deadline.watch is not None
+        more = deadline.watch.within(_SPARE * record.clock.seconds)
+        _lower(record, Evictor(trier.problem, more), trier.budget)
+        record.note(trier(record.lowest.decisions))
+
+
+def _lower(record: Record, evictor: Evictor, budget: int) -> None:
+    """How low the peak can be, where `budget` was not met."""
+    assert record.lowest is not None
+    problem = evictor.problem
+    floor = floor_of(problem)
+    lowest = lowest_trial(evictor, max(budget + 1, floor), record.lowest.costs.peak)
     if lowest is not None:
         record.note_lowest(lowest)
+    if record.lowest.costs.peak > floor and _is_searchable(problem):
+        lowest = lowest_by_steps(problem, record.trials[0].costs.peak, evictor.deadline)
+        if lowest is not None:
+            record.note_lowest(lowest)
+
+
+def _is_searchable(problem: Problem) -> bool:
+    """Whether it is small enough to search from the last step to the first."""
+    return not problem.offloadable and BackwardSearch(problem).size <= _MOST_SEARCHED
+
+
+def _step_back(trier: Trier, record: Record, limits: Limits, near: Trial | None = None) -> Needed:
+    """Search from the last step to the first, near a schedule if there is one."""
+    search = BackwardSearch(trier.problem)
+    found = search.run(trier.budget, limits, None if near is None else near.replay.schedule)
+    for decisions in itertools.islice(search.decisions(found), _MOST_STARTS):
+        if record.note(trier(decisions)).fits:
+            break
+    return found
+
+
+def _step_back_wider(trier: Trier, record: Record, deadline: Deadline) -> None:
+    """Search so wider and wider, and improve what it finds."""
+    states, before = _MOST_STATES, record.best
+    for width, is_near in itertools.product(_WIDTHS, (False, True)):
+        limits = Limits(width, states, deadline, prompt=True)
+        found = _step_back(trier, record, limits, record.best if is_near else None)
+        states -= found.states
+        if record.is_near(_FAR) or not (found.is_through and found.is_cut):
+            break
+    if record.best is not None and record.best is not before:
+        record.note(LocalSearch(trier, deadline).improve(record.best))
 
 
 def _refine(trier: Trier, record: Record, seconds: float) -> None:
     """Search around the best with all moments as rows, where there are not too many."""
-    near = Record(Clock(seconds), record.gap)
+    near = Record(Clock(record.clock.watch, seconds), record.gap)
     near.best, near.lowest, near.bound = record.best, record.lowest, record.bound
     rounds = Rounds(trier, near)
     if rounds.is_fine:
@@ -192,8 +278,9 @@ def _refine(trier: Trier, record: Record, seconds: float) -> None:
 def _from_above(trier: Trier, record: Record, factor: float, seconds: float) -> None:
     """Bring what is found for a budget `factor` times as large under the budget."""
     easier = Trier(trier.problem, int(factor * trier.budget))
-    found = Record(Clock(_EASIER_SHARE * seconds), record.gap)
-    local = LocalSearch(trier, time.monotonic() + seconds)
+    watch = record.clock.watch
+    found = Record(Clock(watch, _EASIER_SHARE * seconds), record.gap)
+    local = LocalSearch(trier, watch.within(seconds))
     found.note(easier(Decisions(trier.problem.needed)))
     found.note(easier(Decisions(easier.fixed)))
     Rounds(easier, found).run()
@@ -222,6 +309,12 @@ _EVICTION_SHARE = 0.3
 _LARGE_SHARE = 0.1
 _LOW_SHARE = 0.3
 _FIRST_SHARE = 0.5
+_BACK_SHARE = 0.6
+_MOST_SEARCHED = 20_000
+"""Values times steps of the largest problem that is searched from the last step to the first."""
+_FIRST_WIDTH = 50
+_WIDTHS = (25, 50, 100, 200, 400, 800)
+_MOST_STATES = 150_000
 _REFINE_SHARE = 0.8
 _FAR = 0.03
 _EASIER = (1.04, 1.1, 1.2)
@@ -231,4 +324,6 @@ _LOW = 1.06
 """Times the floor of the order: budgets below are met best from nothing saved."""
 _LEAST_CUTS = 4
 _MOST_STARTS = 4
+_STRETCH = 2.0
+_MOST_STRETCHED = 1000
 _SAFETY = 1 - 1e-7  # HiGHS answers to within a tolerance

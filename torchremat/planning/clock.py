@@ -1,0 +1,99 @@
+"""The time of a search: of the processor, so that what else runs on the machine changes little.
+
+                     alone    beside another program     beside many
+on the wall          4 s      8 s                        8 s, twice as long at most
+of the processor     4 s      4 s                        2 s
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Watch:
+    """Seconds of this thread on the processor; at least a part of those on the wall.
+
+    Args:
+        stretch: how many seconds on the wall count as one at the least; 1 for the wall alone.
+
+    >>> Watch(1.0).slowdown
+    1.0
+    """
+
+    def __init__(self, stretch: float) -> None:
+        self.stretch = stretch
+        self._wall = time.monotonic()
+        self._thread = time.thread_time()
+
+    @property
+    def now(self) -> float:
+        """The seconds that went by."""
+        worked = time.thread_time() - self._thread
+        return max(worked, (time.monotonic() - self._wall) / self.stretch)
+
+    @property
+    def slowdown(self) -> float:
+        """How many seconds on the wall one of these took so far."""
+        wall = time.monotonic() - self._wall
+        return min(max(wall / max(self.now, _LEAST_SECONDS), 1.0), self.stretch)
+
+    def within(self, seconds: float) -> "Deadline":
+        """When so many seconds more went by."""
+        return Deadline(self, self.now + seconds)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A time on a watch; without one it is never over."""
+
+    watch: Watch | None = None
+    at: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has gone by."""
+        return self.watch is not None and self.watch.now > self.at
+
+
+NEVER = Deadline()
+
+
+class Clock:
+    """The time of a part of a search.
+
+    Args:
+        watch: that of the search.
+        seconds: how long the part may take.
+        progress: called now and then with the fraction of that time that is gone.
+    """
+
+    def __init__(
+        self, watch: Watch, seconds: float, progress: Callable[[float], None] | None = None
+    ) -> None:
+        self.watch = watch
+        self.seconds = seconds
+        self.progress = progress
+        self.start = watch.now
+        self.told = 0.0
+
+    @property
+    def gone(self) -> float:
+        """The fraction of the time that is gone."""
+        return (self.watch.now - self.start) / max(self.seconds, 1e-9)
+
+    def until(self, fraction: float) -> float:
+        """The seconds until `fraction` of the time is gone."""
+        return max(0.0, (fraction - self.gone) * self.seconds)
+
+    def deadline(self, fraction: float) -> Deadline:
+        """When `fraction` of the time is gone."""
+        return Deadline(self.watch, self.start + fraction * self.seconds)
+
+    def tell(self) -> None:
+        """Tell how far the search is."""
+        self.told = max(self.told, min(self.gone, 1.0))
+        if self.progress is not None:
+            self.progress(self.told)
+
+
+_LEAST_SECONDS = 0.05

@@ -44,7 +44,7 @@ class ConcretizationError(TorchrematError, TypeError):
     """Python asked for the value of a traced tensor (`if x > 0`, `x.item()`, `float(x)`).
 
     Raised when a function is traced: at the first call of a checkpoint, in `make_graph`, `jit`,
-    `plan`.
+    `plan`; and by `vmap`, for a tensor that is mapped.
 
     Cure: let the value be a Python value that is named in `static_argnums`; or say it with
     tensors, `torch.where` or `torch.cond`; or ask for it outside the function.
@@ -169,11 +169,11 @@ class DerivativeShapeError(TorchrematError, ValueError):
 
 
 class MissingRuleError(TorchrematError, AttributeError):
-    """A function with rules of its own for derivatives is called before they are defined.
+    """A function with rules of its own is called before they are defined.
 
-    Raised by a call of a `custom_jvp` or `custom_vjp`.
+    Raised by a call of a `custom_jvp`, a `custom_vjp` or a `custom_vmap`.
 
-    Cure: define the rules first: `f.defjvp(rule)`, `f.defvjp(fwd, bwd)`.
+    Cure: define the rules first: `f.defjvp(rule)`, `f.defvjp(fwd, bwd)`, `f.def_vmap(rule)`.
     """
 
 
@@ -380,6 +380,15 @@ class RegistrationError(TorchrematError, ValueError):
 
     Cure: register for an `OpOverload` (`torch.ops.aten.sin.default`), and
     `unregister_vmappable` a type before it is registered anew.
+    """
+
+
+class RegistrationTypeError(RegistrationError, TypeError):
+    """A rule is registered for what is no operator.
+
+    Raised by `primitive_batchers` and its kin, `defvectorized`, `defbroadcasting`, `defreducer`.
+
+    Cure: register for an `OpOverload`, such as `torch.ops.aten.sin.default`.
     """
 
 

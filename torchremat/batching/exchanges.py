@@ -271,8 +271,8 @@ def pshuffle(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[int]
 def _dimension(function: str, dim: int, rank: int) -> int:
     if not -rank <= dim < rank:
         raise CollectiveError(
-            f"{function} at {current_source()} was given dimension {dim}, and its tensor has "
-            f"{rank}, counted as it is returned where one is new: from {-rank} to {rank - 1}"
+            f"axis {dim} is out of bounds for array of dimension {rank}: {function} at "
+            f"{current_source()}, whose tensor has so many, a new one counted too"
         )
     return dim % rank
 

@@ -190,6 +190,11 @@ class Pile:
         >>> Pile.from_nested(x).lengths
         tensor([2, 3])
         """
+        if not isinstance(nested, Tensor):
+            raise RaggedTypeError(
+                "Pile.from_nested takes a nested tensor of layout torch.jagged, and is given a "
+                f"{type(nested).__name__}; Pile.from_list takes a list of tensors"
+            )
         if not nested.is_nested or nested.layout != torch.jagged:
             raise RaggedTypeError(
                 "Pile.from_nested takes a nested tensor of layout torch.jagged, and is given a "
@@ -299,6 +304,12 @@ def _flatten(pile: Pile) -> tuple[list[Any], _Form]:
     return [[elt.shape[dim].lengths for dim in dims], pile.data], form
 
 
+def _flatten_with_keys(pile: Pile) -> tuple[list[Any], _Form]:
+    children, form = _flatten(pile)
+    keys = map(_torch.GetAttrKey, ("lengths", "data"))
+    return list(zip(keys, children, strict=True)), form
+
+
 def _unflatten(children: Any, form: _Form) -> Pile:
     lengths, data = children
     shape = list(form.shape)
@@ -310,5 +321,9 @@ def _unflatten(children: Any, form: _Form) -> Pile:
 
 
 _torch.register_pytree_node(
-    Pile, _flatten, _unflatten, serialized_type_name="torchremat.batching.Pile"
+    Pile,
+    _flatten,
+    _unflatten,
+    serialized_type_name="torchremat.batching.Pile",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -109,13 +109,13 @@ def _batch(op: _torch.OpOverload, *args: Any, **kwargs: Any) -> Any:
         vals, dims = [t for t, _ in found], [dim for _, dim in found]
         if all(dim is None for dim in dims):
             return arguments.call(vals)
-        found = rule(level.size, vals, dims, arguments.params)
-    if not isinstance(found, tuple | list) or len(found) != 2:
+        result: Any = rule(level.size, vals, dims, arguments.params)
+    if not isinstance(result, tuple | list) or len(result) != 2:
         raise RuleError(
             f"the batching rule of {op} must give a pair: the output and its axis, or a list of "
-            f"outputs and a list of their axes. It gave {found!r}"
+            f"outputs and a list of their axes. It gave {result!r}"
         )
-    return _wrapped(op, *found, level)
+    return _wrapped(op, result[0], result[1], level)
 
 
 def _rule_for(op: _torch.OpOverload) -> Callable[..., tuple[Any, Any]] | None:

@@ -96,7 +96,7 @@ def _cut(x: Tensor, axis: int | None, num_tiles: int | None) -> Tensor:
 
 
 def _joined(y: Tensor, axis: int | None) -> Tensor:
-    """The tiles, which are first in `y`, side by side along `axis`; `None` for one that is shared."""
+    """The tiles, which are first in `y`, side by side along `axis`; `None`: there is one."""
     if axis is None:
         return y
     axis = canonical_axis(axis, y.dim() - 1)

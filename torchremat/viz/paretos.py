@@ -70,6 +70,11 @@ def pareto_figure(
     points: Pareto | Iterable[PointLike], named: Mapping[str, PointLike], title: str
 ) -> Figure:
     """The curve as a figure."""
+    if not isinstance(points, Iterable):
+        raise TypeError(
+            f"pareto takes the points of a curve, as planning.pareto(f, x) gives them, but it was "
+            f"given {points!r} ({type(points).__name__})"
+        )
     curve = sorted(_point(point) for point in points)
     peers = {name: _point(point) for name, point in named.items()}
     if not curve and not peers:

@@ -182,7 +182,7 @@ class Pile:
     # --- nested tensors --------------------------------------------------------------------------
 
     @classmethod
-    def from_nested(cls, nested: Any) -> "Pile":
+    def from_nested(cls, nested: Tensor) -> "Pile":
         """A pile of the elements of a nested tensor of PyTorch, of layout `torch.jagged`: no copy.
 
         >>> import torch
@@ -200,15 +200,16 @@ class Pile:
                 "Pile.from_nested takes a nested tensor of layout torch.jagged, and is given a "
                 f"tensor of layout {nested.layout}, is_nested={nested.is_nested}"
             )
-        if nested.lengths() is not None:
+        values: Any = nested  # with methods that types of tensors do not tell of
+        if values.lengths() is not None:
             raise RaggedError(
                 "Pile.from_nested takes a nested tensor without holes, and this one has some (it "
                 "was narrowed): pass nested.contiguous()"
             )
         dim = _torch.ragged_dim_of(nested) - 1
         shape = [0 if d == dim else s for d, s in enumerate(nested.shape[1:])]
-        lengths = nested.offsets().diff()
-        return cls.of(nested.values(), [lengths], [dim], shape)
+        lengths = values.offsets().diff()
+        return cls.of(values.values(), [lengths], [dim], shape)
 
     def to_nested(self) -> Tensor:
         """A nested tensor of PyTorch, of layout `torch.jagged`, with the same data: no copy."""

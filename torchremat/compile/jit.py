@@ -21,7 +21,7 @@ from torchremat.avals import Aval
 from torchremat.compile.donated_tensors import DonatedTensor, take, why_refused, why_unusable
 from torchremat.compile.jit_program import JitProgram
 from torchremat.compile.lowering import check_backend
-from torchremat.errors import DonationError, DonationWarning
+from torchremat.errors import ArgumentTypeError, DonationError, DonationWarning
 from torchremat.graph.codegen import source_of
 from torchremat.graph.sizes import Sizes
 from torchremat.graph.sources import current_source, warn_user
@@ -328,7 +328,7 @@ def jit(
             backend=backend,
         )
     if not callable(fun):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"jit takes a function or an nn.Module, but it was given {fun!r} "
             f"({type(fun).__name__}); options are given by keyword: jit(fun, donate_argnums=0)"
         )

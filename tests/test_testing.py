@@ -76,3 +76,10 @@ def test_check_grads_of_bad_input():
         testing.check_grads(torch.sin, torch.ones(2))
     with pytest.raises(ValueError, match="order 1 or 2"):
         testing.check_grads(torch.sin, torch.ones(2, dtype=torch.float64), order=3)
+
+
+def test_check_grads_takes_trees():
+    x = torch.linspace(0.1, 1, 3, dtype=torch.float64)
+    tr.testing.check_grads(lambda pair: {"y": pair[0] * pair[1]["w"]}, (x, {"w": x.clone()}))
+    with pytest.raises(ValueError, match="convert it with .double"):
+        tr.testing.check_grads(lambda pair: pair[0], (x.float(),))

@@ -1139,6 +1139,26 @@ def asks_for_value():
     assert not _torch.asks_for_value(RuntimeError("another"))
 
 
+@check("needs_mapped_value")
+def needs_mapped_value():
+    for ask in (
+        lambda x: x if x > 0 else -x,
+        lambda x: x * x.item(),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            torch.func.vmap(ask)(torch.ones(2))
+        assert _torch.needs_mapped_value(caught.value)
+    assert not _torch.needs_mapped_value(RuntimeError("another"))
+
+
+@check("GetAttrKey")
+def a_key_of_an_attribute():
+    assert _torch.keystr((_torch.GetAttrKey("data"),)) == ".data"
+
+
 @check("depends_on_symbols")
 def depends_on_symbols():
     size = _torch.new_symbol(_torch.new_shape_env(), 5, "n")

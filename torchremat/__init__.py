@@ -8,6 +8,7 @@
 """
 
 from torchremat import (
+    api_util,
     batching,
     checkpoint_policies,
     config,
@@ -16,6 +17,7 @@ from torchremat import (
     nn,
     parallel,
     planning,
+    testing,
     viz,
 )
 from torchremat.autodiff.graph_transforms import jvp_graph
@@ -92,6 +94,7 @@ __all__ = [
     "UnmatchedWarning",
     "all_gather",
     "all_to_all",
+    "api_util",
     "axis_index",
     "axis_size",
     "batch_graph",
@@ -148,6 +151,7 @@ __all__ = [
     "remat_p",
     "saved_residuals",
     "sequential_vmap",
+    "testing",
     "transpose_graph",
     "value_and_grad",
     "viz",

@@ -134,6 +134,7 @@ tree_unflatten = _pytree.tree_unflatten
 tree_map = _pytree.tree_map
 keystr = _pytree.keystr
 register_pytree_node = _pytree.register_pytree_node
+GetAttrKey = _pytree.GetAttrKey
 
 
 def children_of(spec: TreeSpec) -> Sequence[TreeSpec]:
@@ -1745,6 +1746,18 @@ add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._C._func
 def asks_for_value(error: RuntimeError) -> bool:
     """Whether `error` is that of `vmap` where Python asks for the value of a mapped tensor."""
     return "It looks like you're calling .item() on a Tensor" in str(error)
+
+
+def needs_mapped_value(error: RuntimeError) -> bool:
+    """Whether `error` says that Python, or the size of a result, depends on a mapped tensor."""
+    return any(text in str(error) for text in _NEEDS_MAPPED_VALUE)
+
+
+_NEEDS_MAPPED_VALUE = (
+    "vmap: It looks like you're",
+    "vmap: We do not support batching operators that can",  # nonzero, a mask as an index
+    "Cannot access data pointer of Tensor that doesn't have storage",  # tolist, numpy
+)
 
 
 # --- operators without a batching rule -----------------------------------------------------------

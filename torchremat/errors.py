@@ -44,7 +44,7 @@ class ConcretizationError(TorchrematError, TypeError):
     """Python asked for the value of a traced tensor (`if x > 0`, `x.item()`, `float(x)`).
 
     Raised when a function is traced: at the first call of a checkpoint, in `make_graph`, `jit`,
-    `plan`.
+    `plan`; and by `vmap`, for a tensor that is mapped.
 
     Cure: let the value be a Python value that is named in `static_argnums`; or say it with
     tensors, `torch.where` or `torch.cond`; or ask for it outside the function.
@@ -141,8 +141,8 @@ class RecomputationError(TorchrematError, RuntimeError):
 class DonationError(TorchrematError, RuntimeError):
     """A tensor that must not be donated was, or the values of one that was donated are used.
 
-    Raised by what `jit` made: for a donated parameter that is needed, views of it, a tensor
-    that is donated twice; and by each use of a donated tensor's values.
+    Raised by what `jit` made: for a view, the base of one, a tensor that is passed twice or whose
+    memory an array shares; and by each use of a donated tensor's values.
 
     Cure: go on with the outputs instead of what was donated; pass a clone, or leave the
     argument out of `donate_argnums`, if it is needed later.
@@ -169,11 +169,11 @@ class DerivativeShapeError(TorchrematError, ValueError):
 
 
 class MissingRuleError(TorchrematError, AttributeError):
-    """A function with rules of its own for derivatives is called before they are defined.
+    """A function with rules of its own is called before they are defined.
 
-    Raised by a call of a `custom_jvp` or `custom_vjp`.
+    Raised by a call of a `custom_jvp`, a `custom_vjp` or a `custom_vmap`.
 
-    Cure: define the rules first: `f.defjvp(rule)`, `f.defvjp(fwd, bwd)`.
+    Cure: define the rules first: `f.defjvp(rule)`, `f.defvjp(fwd, bwd)`, `f.def_vmap(rule)`.
     """
 
 
@@ -217,7 +217,8 @@ class ClosureError(TorchrematError, RuntimeError):
 
 
 class DonationWarning(UserWarning):
-    """A donated tensor's storage is of no use: no output has its size and dtype.
+    """A donated tensor's storage cannot be used: no output has its size and dtype, it is a
+    parameter, or the backward pass needs it.
 
     Given by what `jit` made, the first time. The tensor stays as it was.
 
@@ -379,6 +380,15 @@ class RegistrationError(TorchrematError, ValueError):
 
     Cure: register for an `OpOverload` (`torch.ops.aten.sin.default`), and
     `unregister_vmappable` a type before it is registered anew.
+    """
+
+
+class RegistrationTypeError(RegistrationError, TypeError):
+    """A rule is registered for what is no operator.
+
+    Raised by `primitive_batchers` and its kin, `defvectorized`, `defbroadcasting`, `defreducer`.
+
+    Cure: register for an `OpOverload`, such as `torch.ops.aten.sin.default`.
     """
 
 

@@ -82,18 +82,26 @@ def check_grads(
     """Check the derivatives of `f` against finite differences, in reverse mode up to `order`.
 
     `torch.autograd.gradcheck` and `gradgradcheck` do it; arguments that are differentiated must be
-    `float64` or complex. Raises `ValueError` for another dtype or order, and
-    `torch.autograd.gradcheck.GradcheckError` (a `RuntimeError`) where derivatives are wrong.
+    `float64` or complex. They are trees, and so is what `f` gives. Raises `ValueError` for another
+    dtype or order, and `torch.autograd.gradcheck.GradcheckError` (a `RuntimeError`) where
+    derivatives are wrong.
 
     >>> import torch
     >>> check_grads(torch.sin, torch.ones(3, dtype=torch.float64))
+    >>> w = {"a": torch.ones(3, dtype=torch.float64)}
+    >>> check_grads(lambda w: {"y": w["a"].exp()}, w)
     """
     if order not in (1, 2):
         raise ArgumentValueError(f"check_grads goes to order 1 or 2, but order is {order!r}")
-    inputs = [_as_input(a) for a in args]
-    torch.autograd.gradcheck(f, inputs, rtol=rtol, atol=atol)
+    leaves, spec = _torch.tree_flatten(args)
+    inputs = [_as_input(leaf) for leaf in leaves]
+
+    def flat(*leaves: Any) -> tuple[Tensor, ...]:
+        return tuple(_tensors(f(*_torch.tree_unflatten(list(leaves), spec))))
+
+    torch.autograd.gradcheck(flat, inputs, rtol=rtol, atol=atol)
     if order == 2:
-        torch.autograd.gradgradcheck(f, inputs, rtol=rtol, atol=atol)
+        torch.autograd.gradgradcheck(flat, inputs, rtol=rtol, atol=atol)
 
 
 def _as_input(value: Any) -> Any:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchremat as tr
-from torchremat.errors import RuleError
+from torchremat.errors import MissingRuleError, RuleError
 
 X = torch.linspace(0, 1, 6, dtype=torch.float64).reshape(3, 2)
 
@@ -125,5 +125,20 @@ def test_a_rule_that_gives_no_result(rule, text):
 
 
 def test_a_function_without_a_rule():
-    with pytest.raises(RuleError, match="no batching rule defined for custom_vmap function"):
+    with pytest.raises(
+        MissingRuleError, match=r"No batching rule defined for custom_vmap function <lambda> using"
+    ):
         tr.vmap(tr.custom_vmap(lambda x: x))(X)
+
+
+def test_flags_of_another_structure_than_the_outputs_are_refused():
+    @tr.custom_vmap
+    def pair(x):
+        return x, x
+
+    @pair.def_vmap
+    def rule(axis_size, in_batched, x):
+        return (x, x), (True, True, True)
+
+    with pytest.raises(RuleError, match=r"output batching specification .* rule \(rule\) do not"):
+        tr.vmap(pair)(X)

@@ -38,7 +38,7 @@ def test_matchaxis(src, dst, expected):
 
 def test_matchaxis_sums_only_if_asked():
     assert torch.equal(matchaxis("i", 2, 0, None, X, sum_match=True), X.sum(0))
-    with pytest.raises(AxisError, match=r"\(axis_name='i'\) but out_axes is None"):
+    with pytest.raises(AxisError, match=r"\(axis_name=i\) but out_axes is None"):
         matchaxis("i", 2, 0, None, X)
 
 
@@ -46,3 +46,8 @@ def test_matchaxis_sums_only_if_asked():
 def test_axes_that_are_not_there(call):
     with pytest.raises(AxisError, match="out of bounds"):
         call()
+
+
+def test_numbers_are_broadcast():
+    assert broadcast(2.0, 3, 0).tolist() == [2.0] * 3
+    assert broadcast(X, sz=5, axis=1).shape == (2, 5, 3, 4)

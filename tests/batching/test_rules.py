@@ -12,7 +12,7 @@ from torchremat.batching import (
     primitive_batchers,
     spmd_axis_primitive_batchers,
 )
-from torchremat.errors import RegistrationError, RuleError
+from torchremat.errors import RegistrationError, RegistrationTypeError, RuleError
 
 aten = torch.ops.aten
 REGISTRIES = (primitive_batchers, axis_primitive_batchers, spmd_axis_primitive_batchers)
@@ -157,6 +157,9 @@ def test_defvectorized_wants_one_place():
         (lambda vals, dims: ([vals[0]], [0, 1]), "gave 1 outputs and 2 axes"),
         (lambda vals, dims: (3, 0), "must give a tensor and its axis"),
         (lambda vals, dims: (vals[0], 5), "out of bounds"),
+        (lambda vals, dims: None, "must give a pair"),
+        (lambda vals, dims: vals[0], "must give a pair"),
+        (lambda vals, dims: (torch.zeros(7, 2), 0), r"has \d+ examples, .* shape \(7, 2\)"),
     ],
 )
 def test_a_rule_that_gives_no_result(rule, text):
@@ -165,8 +168,23 @@ def test_a_rule_that_gives_no_result(rule, text):
         tr.vmap(torch.sin)(X)
 
 
+@pytest.mark.parametrize(
+    ("op", "fun"),
+    [
+        (aten.sum.default, lambda x: x.sum()),
+        (aten.mean.default, lambda x: x.mean()),
+        (aten.prod.default, lambda x: x.prod()),
+    ],
+)
+def test_reductions_over_all_are_mapped_by_their_overload_with_dims(op, fun):
+    x = torch.linspace(0.5, 2, 24).reshape(2, 3, 4)
+    expected = torch.stack([fun(x[:, i]) for i in range(3)])
+    defreducer(op)
+    torch.testing.assert_close(tr.vmap(fun, 1)(x), expected)
+
+
 def test_rules_are_registered_for_overloads():
-    with pytest.raises(RegistrationError, match="OpOverload"):
+    with pytest.raises(RegistrationTypeError, match="OpOverload"):
         primitive_batchers[torch.sin] = lambda vals, dims: (vals[0], dims[0])
     with pytest.raises(RegistrationError, match="no argument 'dim'"):
         defreducer(aten.sin.default)

@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 import torchremat as tr
-from torchremat.errors import AxisError, AxisTypeError, LoopWarning, NotAvailableError
+from torchremat.errors import (
+    AxisError,
+    AxisTypeError,
+    ConcretizationError,
+    LoopWarning,
+    NotAvailableError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -359,7 +365,7 @@ BAD = {
         "vmap has mapped output but out_axes is None"),
     "mapped output of a name": (
         lambda: tr.vmap(lambda x: x, 0, None, axis_name="i")(X), AxisError,
-        "vmap has mapped output (axis_name='i') but out_axes is None"),
+        "vmap has mapped output (axis_name=i) but out_axes is None"),
     "out axis": (
         lambda: tr.vmap(lambda x: x, 0, 2)(X), AxisError,
         "axis 2 is out of bounds for array of dimension 2"),
@@ -398,3 +404,24 @@ def test_explain_names_what_runs_in_a_loop():
         report = tr.explain(tr.vmap(fun), x)
     looped = [row for row in report if "vmap has no rule for it" in row.reason]
     assert [row.op.split(".")[0] for row in looped] == ["segment_reduce", "segment_reduce"]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x if x > 0 else -x,
+        lambda x: x * x.item(),
+        lambda x: x * float(x),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        tr.grad(lambda x: x if x > 0 else -x),
+        tr.vmap(lambda x, y: x if y > 0 else -x, (None, 0), axis_size=2),
+    ],
+)
+def test_the_value_of_a_mapped_tensor_is_not_there(fun):
+    args = (torch.ones(3),) * (2 if getattr(fun, "_mapping", None) else 1)
+    in_axes = (0, None) if len(args) == 2 else 0
+    args = (args[0], torch.ones(2)) if len(args) == 2 else args
+    with pytest.raises(ConcretizationError, match=r"needed at test_vmap.py:\d+ .*torch.where"):
+        tr.vmap(fun, in_axes)(*args)

@@ -123,3 +123,59 @@ def test_registering_twice_and_taking_back_what_is_not_there():
         unregister_vmappable(Along)
     with pytest.raises(RegistrationError, match="is a tensor"):
         register_vmappable(torch.nn.Parameter, Along, int, to_elt, from_elt)
+
+
+class Box:
+    def __init__(self, data):
+        self.data = data
+
+
+@pytest.fixture
+def register_box():
+    def register(spec_type, axis_size_type, to_elt, from_elt, make_iota=None):
+        register_vmappable(Box, spec_type, axis_size_type, to_elt, from_elt, make_iota)
+
+    yield register
+    unregister_vmappable(Box)
+
+
+def test_the_rules_of_a_container_may_compute(register_box):
+    register_box(
+        int,
+        int,
+        lambda cont, get_idx, x, spec: Box(cont(x.data + 1, spec)),
+        lambda cont, size, x, spec: Box(cont(size, x.data * 2, spec) + 1),
+    )
+    assert tr.vmap(lambda x: x)(Box(torch.arange(3))).data.tolist() == [3, 5, 7]
+
+
+def test_an_axis_size_may_be_of_a_type_of_its_own(register_box):
+    class Count:
+        def __init__(self, number):
+            self.number = number
+
+    sizes = []
+
+    def from_elt(cont, size, x, spec):
+        sizes.append(size)
+        return Box(cont(size, x.data, 0))
+
+    register_box(
+        str,
+        Count,
+        lambda cont, get_idx, x, spec: Box(cont(x.data, 0) * 10 + get_idx()),
+        from_elt,
+        lambda count: torch.arange(count.number),
+    )
+    three = Count(3)
+    mapped = tr.vmap(lambda x: x, "rows", "rows", axis_size=three)
+    assert mapped(Box(torch.arange(3))).data.tolist() == [0, 11, 22]
+    assert sizes == [three]
+    with pytest.raises(AxisError, match="inconsistent sizes"):
+        mapped(Box(torch.arange(4)))
+
+
+def test_a_container_is_mapped_along_its_spec_alone(register_box):
+    register_box(str, int, lambda cont, get_idx, x, spec: x, lambda cont, size, x, spec: x)
+    with pytest.raises(AxisTypeError, match=r"0 as the axis of .* type Box: .* along a str"):
+        tr.vmap(lambda x: x)(Box(torch.arange(3)))

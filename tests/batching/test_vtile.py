@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchremat.batching import vtile
-from torchremat.errors import AxisError
+from torchremat.errors import AxisError, AxisTypeError
 
 
 def test_a_tile_is_what_is_left_of_the_axis():
@@ -53,3 +53,13 @@ def test_no_tile_size_gives_tiles_of_one():
 def test_bad_input(call, text):
     with pytest.raises(AxisError, match=re.escape(text)):
         call()
+
+
+def test_an_output_that_differs_from_tile_to_tile_needs_an_axis():
+    with pytest.raises(AxisError, match="mapped output but out_axes is None"):
+        vtile(lambda x: [x], [0], [None], 3)(torch.arange(6.0))
+
+
+def test_the_function_returns_a_list():
+    with pytest.raises(AxisTypeError, match="returned a Tensor"):
+        vtile(lambda x: x, [0], [0], 3)(torch.arange(6.0))

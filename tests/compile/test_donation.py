@@ -4,6 +4,7 @@ import copy
 import gc
 import operator
 import pickle
+import re
 import warnings
 import weakref
 
@@ -212,8 +213,9 @@ def test_in_inference_mode_arguments_are_written_over(backend):
         x = step(step(x))
     assert x.data_ptr() == where
     assert x.tolist() == [4.0] * 3
-    with pytest.raises(DonationError, match="made in inference mode, which is off"):
-        step(x)
+    with pytest.warns(DonationWarning, match="made in inference mode, which is off"):
+        assert step(x).tolist() == [8.0] * 3
+    assert x.tolist() == [4.0] * 3
 
 
 def test_an_argument_beside_others_that_require_gradients_is_written_over(backend):
@@ -298,6 +300,15 @@ def test_what_no_output_can_use_warns_and_stays(backend, fun):
         jitted(x)  # said once
 
 
+def test_an_operand_of_zero_or_one_is_written_over_where_it_changes_something(backend):
+    for fun in (lambda x: x + 1, lambda x: x * 2 + 1, lambda x: x * 0, lambda x: x - 1):
+        x = torch.full((4,), 3.0)
+        place = x.data_ptr()
+        found = tr.jit(fun, donate_argnums=0, backend=backend)(x)
+        assert found.data_ptr() == place
+        assert torch.equal(found, fun(torch.full((4,), 3.0)))
+
+
 def test_each_output_serves_one_argument():
     a, b = torch.ones(3), torch.ones(3)
     with pytest.warns(DonationWarning, match=r"y: f32\[3\]"):
@@ -360,14 +371,17 @@ def requires_grad():
 
 
 REFUSED = {
-    parameter: "it is a parameter",
     view: "it is a view of another tensor",
     base_of_a_view: "something else refers to it: a view of it",
     detached: "another tensor or an array shares its storage",
-    with_an_array: "another tensor or an array shares its storage",
-    of_an_array: "its memory is not PyTorch's alone",
     saved_by_autograd: "what autograd keeps for a backward pass",
-    requires_grad: "needed for the backward pass",
+}
+
+UNUSABLE = {
+    parameter: "it is a parameter",
+    of_an_array: "its memory is not PyTorch's alone",
+    with_an_array: "its memory is not PyTorch's alone",
+    requires_grad: "it is needed for the backward pass",
 }
 
 
@@ -381,6 +395,24 @@ def test_a_tensor_that_others_need_is_refused(make):
         step(x)
     assert torch.equal(x.detach(), before)
     del other
+
+
+@pytest.mark.parametrize("make", UNUSABLE)
+def test_a_tensor_whose_storage_cannot_be_taken_warns_and_stays(make, backend):
+    step = tr.jit(lambda x, y: (x + 1, y * 2), donate_argnums=(0, 1), backend=backend)
+    x, _ = make()
+    said = []
+    for y in (torch.ones(2), torch.ones(2)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DonationWarning)
+            found, _ = step(x, y)
+        assert found.tolist() == [2.0] * 3
+        assert x.tolist() == [1.0] * 3
+        assert isinstance(y, DonatedTensor)  # the others are taken
+        said.append([str(w.message) for w in caught if w.category is DonationWarning])
+    (message,) = said[0]
+    assert re.search(rf"not usable: x: f32\[3\] \({UNUSABLE[make]}", message)
+    assert not said[1]  # said once
 
 
 def test_once_the_others_are_gone_it_can_be_donated():
@@ -400,11 +432,12 @@ def test_the_same_tensor_twice_is_refused():
         tr.jit(lambda x: x + captured, donate_argnums=0, backend="eager")(captured)
 
 
-def test_what_the_backward_pass_reads_is_refused():
+def test_what_the_backward_pass_reads_stays():
     fun = tr.jit(lambda x, w: x * w, donate_argnums=0, backend="eager")
     x, w = torch.ones(3), torch.ones(3, requires_grad=True)
-    with pytest.raises(DonationError, match="needed for the backward pass"):
-        fun(x, w)
+    with pytest.warns(DonationWarning, match="needed for the backward pass"):
+        fun(x, w).sum().backward()
+    assert w.grad.tolist() == x.tolist() == [1.0] * 3
     with torch.no_grad():
         assert fun(x, w).tolist() == [1.0] * 3
     assert isinstance(x, DonatedTensor)

@@ -74,6 +74,15 @@ def test_several_devices_map(four_devices, size):
     assert tr.pmap(torch.sin)(x).shape == (size, 3)
 
 
+def test_devices_that_nobody_gives_anything_get_zeros(four_devices):
+    send = tr.pmap(lambda x: tr.ppermute(x, "i", [(0, 1), (3, 0)]), axis_name="i")
+    x = torch.arange(1.0, 5.0, requires_grad=True)
+    y = send(x)
+    assert y.tolist() == [4.0, 1.0, 0.0, 0.0]
+    y.sum().backward()
+    assert x.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
 def test_a_pmap_inside_takes_the_devices_that_are_left(four_devices):
     x = torch.arange(4.0).reshape(2, 2)
     f = tr.pmap(tr.pmap(lambda a: (tr.psum(a, "i"), tr.psum(a, ("i", "j"))), "j"), "i")

@@ -36,11 +36,11 @@ from torchremat.batching.rules import (
     primitive_batchers,
     spmd_axis_primitive_batchers,
 )
+from torchremat.batching.segments import segment_sum
 from torchremat.batching.sharding import with_sharding_constraint
 from torchremat.batching.vmap import vmap
 from torchremat.batching.vmappable import is_vmappable, register_vmappable, unregister_vmappable
 from torchremat.batching.vtile import vtile
-from torchremat.kernels.segments import segment_sum
 
 __all__ = [
     "ConcatAxis",

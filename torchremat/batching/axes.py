@@ -15,7 +15,7 @@ from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.avals import Aval
 from torchremat.batching.ragged.pile import Pile
-from torchremat.batching.vmappable import is_spec, is_vmappable, vmappable_of
+from torchremat.batching.vmappable import is_spec, is_vmappable, num_examples, vmappable_of
 from torchremat.errors import AxisError, AxisTypeError
 
 
@@ -74,7 +74,7 @@ class MappedLeaves:
         axes = flatten_axes(f"{caller} in_axes", spec, (in_axes, 0), kws=True)
         return cls(fun, leaves, axes, spec, caller)
 
-    def size(self, axis_size: int | None) -> int:
+    def size(self, axis_size: Any) -> int:
         """The size of the mapped axis, which all arguments agree on.
 
         Raises:
@@ -88,8 +88,11 @@ class MappedLeaves:
         known = [size for size in sizes if size is not None]
         if not known and axis_size is None:
             self._refuse_no_size()
-        if axis_size is not None:
-            known.append(axis_size)
+        given = axis_size if isinstance(axis_size, int) else num_examples(axis_size)
+        if given is not None:
+            known.append(given)
+        if not known:
+            self._refuse_no_size()
         if any(size != known[0] for size in known):
             self._refuse_sizes(sizes, axis_size)
         return known[0]
@@ -99,6 +102,12 @@ class MappedLeaves:
             return len(leaf)
         registered = vmappable_of(type(leaf))
         if registered is not None:
+            if not isinstance(axis, registered.spec_type):
+                raise AxisTypeError(
+                    f"{self.caller} was given {axis!r} as the axis of its {self._name_of(leaf)}: "
+                    f"such a container is mapped along a {registered.spec_type.__name__}, in "
+                    "in_axes, or not at all (None)."
+                )
             return _size_of_container(leaf, axis)
         if not isinstance(leaf, Tensor | int | float | complex):
             raise AxisTypeError(
@@ -128,9 +137,10 @@ class MappedLeaves:
                 f"{self.caller} wrapped function must be passed at least one argument containing "
                 f"an array, got empty *args={args} and **kwargs={kwargs}"
             )
-        raise AxisError(f"{self.caller} must have at least one non-None value in in_axes")
+        or_size = " or axis_size must be specified" if self.caller == "vmap" else ""
+        raise AxisError(f"{self.caller} must have at least one non-None value in in_axes{or_size}")
 
-    def _refuse_sizes(self, sizes: Sequence[int | None], axis_size: int | None) -> None:
+    def _refuse_sizes(self, sizes: Sequence[int | None], axis_size: Any) -> None:
         names = self._names()
         lines = []
         for i, (size, count) in enumerate(Counter(s for s in sizes if s is not None).most_common()):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.batching.positions import broadcast, moveaxis
-from torchremat.errors import ArgumentTypeError, RuleError
+from torchremat.errors import ArgumentTypeError, MissingRuleError, RuleError
 from torchremat.remat.bound import name_of
 
 VmapRule = Callable[..., tuple[Any, Any]]
@@ -29,8 +29,9 @@ class custom_vmap:  # noqa: N801 (a decorator)
     used. Outside `vmap` the function runs as it is.
 
     Raises:
-        RuleError: (a `ValueError`) at the call under `vmap`, if there is no rule, or it gives no
-            pair of outputs and bools, or an output without the axis where it says there is one.
+        MissingRuleError: (an `AttributeError`) at the call, if there is no rule.
+        RuleError: (a `ValueError`) at the call under `vmap`, if the rule gives no pair of outputs
+            and bools, or an output without the axis where it says there is one.
 
     After `jax.custom_batching.custom_vmap`.
 
@@ -62,9 +63,10 @@ class custom_vmap:  # noqa: N801 (a decorator)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         if self.rule is None:
-            raise RuleError(
-                f"no batching rule defined for custom_vmap function {name_of(self.fun)} using "
-                "def_vmap"
+            raise MissingRuleError(
+                "No batching rule defined for custom_vmap function "
+                f"{getattr(self.fun, '__name__', self.fun)} using def_vmap. Give it one: "
+                "@f.def_vmap above rule(axis_size, in_batched, *args)."
             )
         if kwargs:
             args = _bound(self.fun, args, kwargs)
@@ -149,7 +151,13 @@ class _UserCall(_FlatCall):
                 f"which of them are batched. It returned {given!r}"
             )
         outputs, self.out_spec = _torch.tree_flatten(given[0])
-        flags = flatten_axes("out_batched", self.out_spec, given[1])
+        try:
+            flags = flatten_axes("out_batched", self.out_spec, given[1])
+        except ValueError as error:
+            raise RuleError(
+                "structure of output value and output batching specification returned by custom "
+                f"vmap rule ({getattr(self.rule, '__name__', self.rule)}) do not match. {error}"
+            ) from error
         for output, flag in zip(outputs, flags, strict=True):
             self._check(output, flag, axis_size)
         return tuple(outputs), tuple(flags)

@@ -21,7 +21,7 @@ from torchremat.batching.collective_ops import (
 )
 from torchremat.batching.collectives import axis_index, axis_size
 from torchremat.errors import CollectiveError, PermutationError
-from torchremat.graph.named_axes import AxisName, axis_frame
+from torchremat.graph.named_axes import AxisName, axes_in_scope, axis_frame
 from torchremat.graph.sources import current_source
 
 T = TypeVar("T")
@@ -190,8 +190,8 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
         x: a tree of tensors and numbers.
         axis_name: the axis of the examples, or a tuple of several.
         perm: pairs of an index whose value is taken and of one that gets it. Each index of the
-            axis is once in first place and once in second; over processes it may be in none, and
-            an example that nobody gives anything gets zeros.
+            axis is once in first place and once in second; under `pmap` and over processes it may
+            be in none, and an example that nobody gives anything gets zeros.
 
     Raises:
         NameError: if nothing around binds a name.
@@ -210,7 +210,8 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
     pairs = tuple((int(src), int(dst)) for src, dst in perm)
     size = axis_size(axis_name)
     among_processes = any(axis_frame(name).group is not None for name in names)
-    _check_permutation(pairs, size, axis_name, partial=among_processes)
+    may_miss = among_processes or any(f.num_devices and f.name in names for f in axes_in_scope())
+    _check_permutation(pairs, size, axis_name, partial=may_miss)
 
     def permute(leaf: Any) -> Any:
         if len(names) == 1 and among_processes:
@@ -218,7 +219,7 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
             return ppermute_p(leaf, axis_name=names[0], perm=pairs, axis_size=size)
         if not isinstance(leaf, Tensor) and len(pairs) == size:
             return leaf
-        if len(names) == 1:
+        if len(names) == 1 and len(pairs) == size:
             return ppermute_p(leaf, axis_name=names[0], perm=pairs)
         return _permute_gathered(torch.as_tensor(leaf), axis_name, dict((d, s) for s, d in pairs))
 
@@ -228,7 +229,7 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
 def _permute_gathered(
     x: Tensor, axis_name: AxisName | Sequence[AxisName], source_of: dict[int, int]
 ) -> Tensor:
-    """`ppermute` over several names: each example picks out what it gets."""
+    """`ppermute` over several names, or of some: each example picks out what it gets, or zeros."""
     sources = [source_of.get(i, 0) for i in range(axis_size(axis_name))]
     index = axis_index(axis_name, device=x.device).reshape(1)
     mine = torch.tensor(sources, device=x.device).index_select(0, index)
@@ -271,8 +272,8 @@ def pshuffle(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[int]
 def _dimension(function: str, dim: int, rank: int) -> int:
     if not -rank <= dim < rank:
         raise CollectiveError(
-            f"{function} at {current_source()} was given dimension {dim}, and its tensor has "
-            f"{rank}, counted as it is returned where one is new: from {-rank} to {rank - 1}"
+            f"axis {dim} is out of bounds for array of dimension {rank}: {function} at "
+            f"{current_source()}, whose tensor has so many, a new one counted too"
         )
     return dim % rank
 

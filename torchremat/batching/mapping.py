@@ -17,9 +17,9 @@ from torchremat.batching.pile_mapping import has_piles, needs_piles, run_on_pile
 from torchremat.batching.positions import matchaxis
 from torchremat.batching.sharding import spread_examples
 from torchremat.batching.vmappable import is_vmappable, vmappable_of
-from torchremat.errors import AxisTypeError, LoopWarning
+from torchremat.errors import AxisTypeError, ConcretizationError, LoopWarning
 from torchremat.graph.mapped_functions import run_mapped
-from torchremat.graph.sources import current_source, warn_user
+from torchremat.graph.sources import current_source, source_of_error, warn_user
 from torchremat.graph.tracing import current_tracing
 from torchremat.remat.bound import name_of
 
@@ -49,8 +49,15 @@ class Mapping:
         try:
             return self._run_level(call, size)
         except RuntimeError as error:
-            if not _torch.asks_for_value(error) or not _may_be_sizes(call):
+            if not _torch.needs_mapped_value(error):
                 raise
+            if not _torch.asks_for_value(error) or not _may_be_sizes(call):
+                raise ConcretizationError(
+                    f"the value of a tensor that vmap maps is needed at {source_of_error(error)}, "
+                    "but under vmap it stands for the values of all examples. To choose between "
+                    "two tensors use torch.where; between two functions, torch.cond; for a size "
+                    "that depends on values, pad and mask; or give it None in in_axes."
+                ) from error
         return run_on_piles(self, call, size)  # it makes tensors of sizes that it is given
 
     def _run_level(self, call: MappedLeaves, size: int) -> Any:
@@ -67,6 +74,13 @@ class Mapping:
         return level.outputs(values, dims)
 
 
+@dataclass(frozen=True)
+class _Container:
+    """One that a function returned, of all examples."""
+
+    value: Any
+
+
 class _Level:
     """A call on its way into a level of `vmap`, and out of it.
 
@@ -78,6 +92,7 @@ class _Level:
         self.mapping = mapping
         self.call = call
         self.size = size
+        self.axis_size = size if mapping.axis_size is None else mapping.axis_size
         self.tensors: list[Tensor] = []
         self.in_dims: tuple[int | None, ...] = ()
         self.out_spec: Any = None
@@ -109,10 +124,9 @@ class _Level:
     def _element(self, cont: Callable[..., Any], leaf: Any, axis: Any) -> Any:
         kind = vmappable_of(type(leaf))
         assert kind is not None
-        make_iota = kind.make_iota or torch.arange
 
         def get_idx() -> Any:
-            return cont(make_iota(self.size), 0)
+            return cont(kind.numbers(self.axis_size, self.size), 0)
 
         return kind.to_elt(cont, get_idx, leaf, axis)
 
@@ -129,44 +143,39 @@ class _Level:
         ]
         args, kwargs = _torch.tree_unflatten(elements, self.call.spec)
         result = self.call.fun(*args, **kwargs)
-        self.out_leaves, spec = _torch.tree_flatten(result, is_leaf=is_vmappable)
+        leaves, spec = _torch.tree_flatten(result, is_leaf=is_vmappable)
         self.out_axes = flatten_axes("vmap out_axes", spec, self.mapping.out_axes)
         self.out_spec = spec
-        return self._tensors_of_outputs()
+        self.out_leaves = [
+            _Container(self._all_of(leaf, axis)) if is_vmappable(leaf) else leaf
+            for leaf, axis in zip(leaves, self.out_axes, strict=True)
+        ]
+        return [leaf for leaf in self.out_leaves if isinstance(leaf, Tensor)]
 
-    def _tensors_of_outputs(self) -> list[Tensor]:
-        found: list[Tensor] = []
+    def _all_of(self, element: Any, axis: Any) -> Any:
+        """The container of all examples, made inside the level: its rule may compute."""
+        level = _torch.transform_depth()
 
-        def note(size: Any, value: Any, axis: Any) -> Any:
+        def cont(_: Any, value: Any, axis: Any) -> Any:
             if isinstance(value, Tensor):
-                found.append(value)
-            return value
+                return self._placed(*_torch.unwrap_batched_tensor(value, level), axis)
+            return self._repeated(value, axis)
 
-        for leaf, axis in zip(self.out_leaves, self.out_axes, strict=True):
-            kind = vmappable_of(type(leaf))
-            if kind is None:
-                note(self.size, leaf, axis)
-            else:
-                kind.from_elt(note, self.size, leaf, axis)
-        return found
+        kind = vmappable_of(type(element))
+        assert kind is not None
+        return kind.from_elt(cont, self.axis_size, element, axis)
 
     def outputs(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Any:
         """The result of the call: all examples together, the axis where `out_axes` says."""
         left = iter(zip(tensors, dims, strict=True))
-
-        def place(size: Any, value: Any, axis: Any) -> Any:
-            if isinstance(value, Tensor):
-                tensor, dim = next(left)
-                return self._placed(tensor, dim, axis)
-            return self._repeated(value, axis)
-
-        placed = []
+        placed: list[Any] = []
         for leaf, axis in zip(self.out_leaves, self.out_axes, strict=True):
-            kind = vmappable_of(type(leaf))
-            if kind is None:
-                placed.append(place(self.size, leaf, axis))
+            if isinstance(leaf, _Container):
+                placed.append(leaf.value)
+            elif isinstance(leaf, Tensor):
+                placed.append(self._placed(*next(left), axis))
             else:
-                placed.append(kind.from_elt(place, self.size, leaf, axis))
+                placed.append(self._repeated(leaf, axis))
         return _torch.tree_unflatten(placed, self.out_spec)
 
     def _placed(self, value: Tensor, dim: int | None, axis: Any) -> Tensor:

@@ -6,6 +6,7 @@ After `jax.interpreters.batching`. An axis is an int, negative ones counting fro
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchremat.errors import AxisError
@@ -28,8 +29,8 @@ def moveaxis(x: Tensor, src: int, dst: int) -> Tensor:
     return x if src == dst else x.movedim(src, dst)
 
 
-def broadcast(x: Tensor, size: int, axis: int) -> Tensor:
-    """`x` repeated `size` times along a new dimension `axis`: a view of stride 0.
+def broadcast(x: Tensor | float | complex, sz: int, axis: int) -> Tensor:
+    """`x`, a tensor or a number, repeated `sz` times along a new dimension `axis`: a view.
 
     Raises:
         AxisError: (a `ValueError`) if the result has no such dimension.
@@ -39,9 +40,10 @@ def broadcast(x: Tensor, size: int, axis: int) -> Tensor:
     tensor([[1., 1., 1.],
             [2., 2., 2.]])
     """
+    x = torch.as_tensor(x)
     axis = canonical_axis(axis, x.dim() + 1)
     shape = list(x.shape)
-    shape.insert(axis, size)
+    shape.insert(axis, sz)
     return x.unsqueeze(axis).expand(shape)
 
 
@@ -56,13 +58,13 @@ def bdim_at_front(x: Tensor, bdim: int | None, size: int) -> Tensor:
 
 
 def matchaxis(
-    axis_name: Any, size: int, src: int | None, dst: int | None, x: Tensor, sum_match: bool = False
+    axis_name: Any, sz: int, src: int | None, dst: int | None, x: Tensor, sum_match: bool = False
 ) -> Tensor:
     """`x` with the mapped axis, which is at `src`, at `dst`.
 
     Args:
         axis_name: what the axis is called, for the error; `None` if it has no name.
-        size: the size of the axis.
+        sz: the size of the axis.
         src: where it is in `x`; `None` if `x` does not vary.
         dst: where it is to be. An `x` that does not vary is repeated there.
         x: a tensor.
@@ -76,12 +78,12 @@ def matchaxis(
     tensor(3.)
     """
     if src is None:
-        return x if dst is None else broadcast(x, size, dst)
+        return x if dst is None else broadcast(x, sz, dst)
     if dst is not None:
         return moveaxis(x, src, dst)
     if sum_match:
         return x.sum(src)
-    name = "" if axis_name is None else f" (axis_name={axis_name!r})"
+    name = "" if axis_name is None else f" (axis_name={axis_name})"
     raise AxisError(
         f"vmap has mapped output{name} but out_axes is None. None says that all examples give the "
         "same value; give the axis where they are to be, or reduce over them: psum over a named "

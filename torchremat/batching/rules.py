@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.batching.positions import canonical_axis, moveaxis
-from torchremat.errors import RegistrationError, RuleError
+from torchremat.errors import RegistrationError, RegistrationTypeError, RuleError
 from torchremat.graph import surroundings
 from torchremat.graph.named_axes import frame_at
 
@@ -49,7 +49,7 @@ class Rules(MutableMapping[_torch.OpOverload, Rule]):
 
     def __setitem__(self, op: _torch.OpOverload, rule: Rule) -> None:
         if not isinstance(op, _torch.OpOverload):
-            raise RegistrationError(
+            raise RegistrationTypeError(
                 f"batching rules are registered for an OpOverload, such as "
                 f"torch.ops.aten.sin.default, but {op!r} ({type(op).__name__}) was given"
             )
@@ -109,8 +109,13 @@ def _batch(op: _torch.OpOverload, *args: Any, **kwargs: Any) -> Any:
         vals, dims = [t for t, _ in found], [dim for _, dim in found]
         if all(dim is None for dim in dims):
             return arguments.call(vals)
-        outputs, out_dims = rule(level.size, vals, dims, arguments.params)
-    return _wrapped(op, outputs, out_dims, level.number)
+        result: Any = rule(level.size, vals, dims, arguments.params)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise RuleError(
+            f"the batching rule of {op} must give a pair: the output and its axis, or a list of "
+            f"outputs and a list of their axes. It gave {result!r}"
+        )
+    return _wrapped(op, result[0], result[1], level)
 
 
 def _rule_for(op: _torch.OpOverload) -> Callable[..., tuple[Any, Any]] | None:
@@ -131,7 +136,7 @@ def _rule_for(op: _torch.OpOverload) -> Callable[..., tuple[Any, Any]] | None:
     return None
 
 
-def _wrapped(op: _torch.OpOverload, outputs: Any, dims: Any, level: int) -> Any:
+def _wrapped(op: _torch.OpOverload, outputs: Any, dims: Any, level: _torch.VmapLevel) -> Any:
     if isinstance(outputs, Tensor):
         return _wrapped_one(op, outputs, dims, level)
     if not isinstance(outputs, tuple | list) or not isinstance(dims, tuple | list):
@@ -147,12 +152,18 @@ def _wrapped(op: _torch.OpOverload, outputs: Any, dims: Any, level: int) -> Any:
     return tuple(_wrapped_one(op, value, dim, level) for value, dim in pairs)
 
 
-def _wrapped_one(op: _torch.OpOverload, value: Any, dim: Any, level: int) -> Any:
+def _wrapped_one(op: _torch.OpOverload, value: Any, dim: Any, level: _torch.VmapLevel) -> Any:
     if dim is None or not isinstance(value, Tensor):
         return value
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise RuleError(f"the batching rule of {op} must give an int or None as axis, not {dim!r}")
-    return _torch.add_batch_dim(value, canonical_axis(dim, value.dim()), level)
+    axis = canonical_axis(dim, value.dim())
+    if value.shape[axis] != level.size:
+        raise RuleError(
+            f"the batching rule of {op} says that axis {dim} of an output is the mapped one, which "
+            f"has {level.size} examples, but the output has the shape {tuple(value.shape)}"
+        )
+    return _torch.add_batch_dim(value, axis, level.number)
 
 
 class Arguments:
@@ -203,7 +214,7 @@ def defvectorized(op: _torch.OpOverload) -> None:
     """`op` works on each number alone: the mapped axis stays where it is, the same in all inputs.
 
     Raises:
-        RegistrationError: (a `TypeError` or `ValueError`) if `op` is no `OpOverload`.
+        RegistrationTypeError: (a `TypeError` and `ValueError`) if `op` is no `OpOverload`.
 
     >>> import torch, torchremat as tr
     >>> defvectorized(torch.ops.aten.sin.default)
@@ -229,7 +240,7 @@ def defbroadcasting(op: _torch.OpOverload) -> None:
     """`op` works on each number alone and broadcasts its inputs: the mapped axis is put in front.
 
     Raises:
-        RegistrationError: (a `ValueError`) if `op` is no `OpOverload`.
+        RegistrationTypeError: (a `TypeError` and `ValueError`) if `op` is no `OpOverload`.
 
     >>> import torch, torchremat as tr
     >>> defbroadcasting(torch.ops.aten.add.Tensor)
@@ -262,8 +273,12 @@ def _lined_up(x: Tensor, dim: int | None, rank: int) -> Tensor:
 def defreducer(op: _torch.OpOverload, dim: str = "dim") -> None:
     """`op` reduces one input over the dimensions that its argument `dim` names; none means all.
 
+    One without such an argument, that reduces over all, is mapped by its overload that has one:
+    `aten.sum.default` by `aten.sum.dim_IntList`.
+
     Raises:
-        RegistrationError: (a `ValueError`) if `op` is no `OpOverload`, or has no such argument.
+        RegistrationTypeError: (a `TypeError` and `ValueError`) if `op` is no `OpOverload`.
+        RegistrationError: (a `ValueError`) if no overload of it has such an argument.
 
     >>> import torch, torchremat as tr
     >>> amax = torch.ops.aten.amax.default
@@ -272,9 +287,39 @@ def defreducer(op: _torch.OpOverload, dim: str = "dim") -> None:
     torch.Size([2, 3])
     >>> del primitive_batchers[amax]
     """
-    if isinstance(op, _torch.OpOverload) and dim not in [a.name for a in op._schema.arguments]:
-        raise RegistrationError(f"{op} has no argument {dim!r} that names dimensions: {op._schema}")
-    primitive_batchers[op] = functools.partial(_reducing, op, dim)
+    rule = functools.partial(_reducing, op, dim)
+    if isinstance(op, _torch.OpOverload) and dim not in _arguments_of(op):
+        rule = functools.partial(_reducing_all, _overload_with(op, dim), dim)
+    primitive_batchers[op] = rule
+
+
+def _arguments_of(op: _torch.OpOverload) -> dict[str, str]:
+    return {a.name: str(a.type) for a in _torch.schema_arguments(op)}
+
+
+def _overload_with(op: _torch.OpOverload, dim: str) -> _torch.OpOverload:
+    """The one that reduces one input over `dim` to one output."""
+    for name in op.overloadpacket.overloads():
+        overload: _torch.OpOverload = getattr(op.overloadpacket, name)
+        kinds = _arguments_of(overload)
+        is_of_one = [*kinds.values()].count("Tensor") == 1 == len(overload._schema.returns)
+        if is_of_one and "int" in kinds.get(dim, ""):
+            return overload
+    raise RegistrationError(f"{op} has no argument {dim!r} that names dimensions: {op._schema}")
+
+
+def _reducing_all(
+    op: _torch.OpOverload,
+    name: str,
+    vals: Sequence[Tensor],
+    dims: Sequence[int | None],
+    **params: Any,
+) -> tuple[Any, Any]:
+    """By the overload `op`, over all that an example has: `[n, ...]` as `[n, -1]`."""
+    (x,), (bdim,) = vals, dims
+    assert bdim is not None
+    flat = moveaxis(x, bdim, 0).reshape(x.shape[bdim], -1)
+    return op(flat, **{name: 1}, **params), 0
 
 
 def _reducing(

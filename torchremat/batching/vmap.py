@@ -20,7 +20,7 @@ from torchremat.batching import attention_rule
 from torchremat.batching.axes import check_axes
 from torchremat.batching.chunks import call_in_chunks
 from torchremat.batching.mapping import Mapping
-from torchremat.batching.vmappable import is_spec
+from torchremat.batching.vmappable import holds_containers, is_axis_size, is_spec
 from torchremat.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -69,7 +69,7 @@ class Mapped(Checkpointed):
         """Call the function on all examples at once."""
         if torch.compiler.is_dynamo_compiling():
             return _call_in_compiler(self.fun, self._mapping, None, *args, **kwargs)
-        if self._is_never_traced:
+        if self._is_never_traced or holds_containers((args, kwargs)):
             return self._mapping(self.fun, *args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -161,7 +161,8 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
         out_axes: where it is to be in the outputs, as a tree prefix. An output that does not vary
             is repeated; `None` leaves it without the axis.
         axis_name: what collectives inside (`psum`, ...) call the axis: any hashable value.
-        axis_size: its size, where no argument says it.
+        axis_size: its size, where no argument says it; also of a type that was registered for
+            containers (`register_vmappable`).
         spmd_axis_name: the axis of a device mesh that the examples are spread over.
         sum_match: sum an output that varies where `out_axes` is `None`.
         randomness: what random operators do: `"error"`, draw `"different"` numbers for each
@@ -226,9 +227,10 @@ def _check_axis(name: Any, size: Any) -> None:
         raise AxisTypeError(
             f"axis_name must be hashable, a string say, but it is {name!r} ({type(name).__name__})"
         )
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+    is_number = isinstance(size, int) and not isinstance(size, bool)
+    if size is not None and not is_number and not is_axis_size(size):
         raise AxisTypeError(f"axis_size must be an int, but it is {size!r} ({type(size).__name__})")
-    if size is not None and size < 0:
+    if is_number and size < 0:
         raise AxisError(f"axis_size must be at least 0, but it is {size}")
 
 

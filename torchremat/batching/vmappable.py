@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchremat import _torch
 from torchremat.batching.ragged.pile import ConcatAxis, Pile
 from torchremat.errors import RegistrationError
 
@@ -26,6 +28,12 @@ class Vmappable:
     to_elt: ToElt
     from_elt: FromElt
     make_iota: Callable[[Any], Any] | None
+
+    def numbers(self, axis_size: Any, size: int) -> Any:
+        """The numbers of the examples of an axis, of which there are `size`."""
+        if self.make_iota is None or not isinstance(axis_size, self.axis_size_type):
+            return torch.arange(size)
+        return self.make_iota(axis_size)
 
 
 _registered: dict[type, Vmappable] = {}
@@ -44,13 +52,14 @@ def register_vmappable(
     Args:
         data_type: the type of the containers; subclasses are types of their own.
         spec_type: the type of what stands for them in `in_axes` and `out_axes`.
-        axis_size_type: the type of what `vmap(..., axis_size=)` is given with them; mostly `int`.
+        axis_size_type: the type of what `vmap(..., axis_size=)` may be given with them; mostly
+            `int`. `from_elt` and `make_iota` are given it.
         to_elt: `to_elt(cont, get_idx, container, spec)` gives the element of one example, for which
             `cont(tensor, axis)` gives a tensor's, and `get_idx()` the number of the example.
         from_elt: `from_elt(cont, axis_size, element, spec)` gives the container of all, for which
             `cont(axis_size, tensor, axis)` gives the tensor of all.
         make_iota: `make_iota(axis_size)` gives the numbers of the examples; by default
-            `torch.arange(axis_size)`.
+            `torch.arange` does.
 
     Raises:
         RegistrationError: (a `ValueError`) if `data_type` is registered already, or is a tensor.
@@ -109,6 +118,26 @@ def is_vmappable(x: Any) -> bool:
 def vmappable_of(kind: type) -> Vmappable | None:
     """What was registered for containers of type `kind`."""
     return _registered.get(kind)
+
+
+def is_axis_size(size: Any) -> bool:
+    """Whether `size` is of a type that says how large the axis of some container is."""
+    return any(isinstance(size, v.axis_size_type) for v in _registered.values())
+
+
+def num_examples(axis_size: Any) -> int | None:
+    """How many examples an axis size of a registered type stands for, if that is known."""
+    for kind in _registered.values():
+        if kind.make_iota is not None and isinstance(axis_size, kind.axis_size_type):
+            return int(kind.make_iota(axis_size).shape[0])
+    return None
+
+
+def holds_containers(tree: Any) -> bool:
+    """Whether there is a container of a registered type in a tree."""
+    return bool(_registered) and any(
+        vmappable_of(type(leaf)) for leaf in _torch.tree_flatten(tree, is_leaf=is_vmappable)[0]
+    )
 
 
 def is_spec(axis: Any) -> bool:

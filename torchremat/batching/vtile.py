@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchremat.batching.positions import canonical_axis
 from torchremat.batching.vmap import vmap
-from torchremat.errors import AxisError
+from torchremat.errors import AxisError, AxisTypeError
 
 
 def vtile(
@@ -33,7 +33,7 @@ def vtile(
 
     Raises:
         AxisError: (a `ValueError`) at the call, if an axis cannot be divided evenly or is not
-            there, or no argument is cut.
+            there, no argument is cut, or an output that varies has `None` in `out_axes_flat`.
 
     After `jax.interpreters.batching.vtile`.
 
@@ -53,20 +53,27 @@ def vtile(
             raise AxisError("vtile must have an argument that is cut: No mapped arguments?")
         cut = [_cut(x, a, tile_size) for x, a in zip(args, in_axes_flat, strict=True)]
         axes = [_axis_of(x, a) for x, a in zip(args, in_axes_flat, strict=True)]
-        mapped = vmap(_as_list, (None, *axes), 0, axis_name)
-        outputs = mapped(f_flat, *cut)
-        if len(outputs) != len(out_axes_flat):
-            raise AxisError(
-                f"vtile was given {len(out_axes_flat)} out_axes, but the function returns "
-                f"{len(outputs)} outputs"
-            )
+        in_front = [None if a is None else 0 for a in out_axes_flat]
+        mapped = vmap(_as_list, (None, None, *axes), in_front, axis_name)
+        outputs = mapped(f_flat, len(out_axes_flat), *cut)
         return [_joined(y, a) for y, a in zip(outputs, out_axes_flat, strict=True)]
 
     return tiled
 
 
-def _as_list(f_flat: Callable[..., Any], *tiles: Tensor) -> list[Any]:
-    return list(f_flat(*tiles))
+def _as_list(f_flat: Callable[..., Any], num_outputs: int, *tiles: Tensor) -> list[Any]:
+    outputs = f_flat(*tiles)
+    if not isinstance(outputs, list | tuple):
+        raise AxisTypeError(
+            f"vtile takes a function that returns a list or tuple of tensors, but it returned a "
+            f"{type(outputs).__name__}"
+        )
+    if len(outputs) != num_outputs:
+        raise AxisError(
+            f"vtile was given {num_outputs} out_axes, but the function returns {len(outputs)} "
+            "outputs"
+        )
+    return list(outputs)
 
 
 def _axis_of(x: Tensor, axis: int | None) -> int | None:
@@ -89,8 +96,8 @@ def _cut(x: Tensor, axis: int | None, num_tiles: int | None) -> Tensor:
 
 
 def _joined(y: Tensor, axis: int | None) -> Tensor:
-    """The tiles, which are first in `y`, side by side along `axis`."""
+    """The tiles, which are first in `y`, side by side along `axis`; `None`: there is one."""
     if axis is None:
-        return y[0]
+        return y
     axis = canonical_axis(axis, y.dim() - 1)
     return y.movedim(0, axis).flatten(axis, axis + 1)

@@ -135,16 +135,14 @@ def _may_vanish(node: fx.Node) -> bool:
 
     A copy at the end would then be of an argument, which another copy may have written to.
     """
-    name = getattr(node.target, "overloadpacket", node.target)
+    target: object = node.target
+    neutral = _NEUTRAL.get(getattr(target, "overloadpacket", target))
     literals = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, int | float)]
-    return (
-        name in _WITH_IDENTITIES
-        and len(node.all_input_nodes) == 1
-        and any(value in (0, 1) for value in literals)
-    )
+    return neutral is not None and len(node.all_input_nodes) == 1 and neutral in literals
 
 
-_WITH_IDENTITIES = {aten.add, aten.sub, aten.mul, aten.div, aten.pow}
+_NEUTRAL: dict[object, int] = {aten.add: 0, aten.sub: 0, aten.mul: 1, aten.div: 1, aten.pow: 1}
+"""Operators that give what they read if the other operand is this number."""
 
 
 def is_pointwise(target: object) -> bool:

@@ -90,7 +90,8 @@ def axis_frame(name: AxisName) -> AxisFrame:
     for frame in reversed(in_scope):
         if frame.name == name:
             return frame
-    known = ", ".join(repr(frame.name) for frame in in_scope if frame.name is not None)
+    names = dict.fromkeys(frame.name for frame in in_scope if frame.name is not None)
+    known = ", ".join(map(repr, names))
     bound = f"the axes in scope are {known}" if known else "no axis has a name here"
     raise AxisNameError(
         f"unbound axis name: {name}. A name is bound by vmap(fun, axis_name={name!r}) or pmap "

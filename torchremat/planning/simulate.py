@@ -122,7 +122,7 @@ class _Links:
         results = results_of(forward)
         placeholders = () if backward is None else backward.graph.find_nodes(op="placeholder")
         given = None if backward is None else backward.meta.get("roles")
-        roles = forward.meta.get("roles")
+        roles = roles_of_results(forward)
         if roles is not None and given is not None:
             return cls(roles, tuple(placeholders), _sources_by_order(roles, given))
         positions = {r.name: i for i, r in enumerate(results) if isinstance(r, fx.Node)}
@@ -165,3 +165,12 @@ def _source_by_name(
             "placeholder if it is a cotangent"
         )
     return -1
+
+
+def roles_of_results(graph: fx.GraphModule) -> tuple[str, ...] | None:
+    """What the results of a forward graph are; `None` for one that does not say so.
+
+    A backward graph, simulated by itself, says what its placeholders are.
+    """
+    roles: tuple[str, ...] | None = graph.meta.get("roles")
+    return None if roles is None or "cotangent" in roles or "input" in roles else roles

@@ -82,7 +82,8 @@ class Figure:
         elif suffix == ".svg":
             write_text(path, self.svg(), what)
         else:
-            write_text(path, _PAGE.format(title=escape(self.title), svg=self.svg()), what)
+            svg = self.svg().replace(_NAMESPACE, "", 1)  # which HTML needs not: no address in it
+            write_text(path, _PAGE.format(title=escape(self.title), svg=svg), what)
 
     def svg(self) -> str:
         """The figure as SVG."""
@@ -90,7 +91,7 @@ class Figure:
         size = f'width="{self.width}" height="{self.height}"'
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+                f"<svg{_NAMESPACE} {size} "
                 f'viewBox="0 0 {self.width} {self.height}" font-family="{_FONTS}">',
                 f"<title>{escape(self.title)}</title>",
                 "<defs>",
@@ -103,6 +104,7 @@ class Figure:
         )
 
 
+_NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'
 _FONTS = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 _PAGE = """<!doctype html>

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.planning.plan import human_seconds
 from torchremat.planning.plans import Pareto, ParetoPoint
 from torchremat.remat.report import human_bytes
@@ -70,10 +71,17 @@ def pareto_figure(
     points: Pareto | Iterable[PointLike], named: Mapping[str, PointLike], title: str
 ) -> Figure:
     """The curve as a figure."""
+    if not isinstance(points, Iterable):
+        raise ArgumentTypeError(
+            f"pareto takes the points of a curve, as planning.pareto(f, x) gives them, but it was "
+            f"given {points!r} ({type(points).__name__})"
+        )
     curve = sorted(_point(point) for point in points)
     peers = {name: _point(point) for name, point in named.items()}
     if not curve and not peers:
-        raise ValueError("pareto has no points to draw: give what planning.pareto(f, x) gives")
+        raise ArgumentValueError(
+            "pareto has no points to draw: give what planning.pareto(f, x) gives"
+        )
     shapes = _Drawing(curve, peers).shapes()
     head = Text(LEFT, 30, fitted(title, 16, WIDTH - LEFT - 10, bold=True), 16, bold=True)
     return Figure(WIDTH, HEIGHT, title, (head, *shapes))
@@ -93,7 +101,7 @@ def _point(point: PointLike) -> _Point:
         peak, seconds = point
         return _Point(float(peak), float(seconds))
     except (TypeError, ValueError):
-        raise TypeError(
+        raise ArgumentTypeError(
             "a point of a curve is a pair (peak bytes, added seconds) or a ParetoPoint, but one "
             f"is {point!r} ({type(point).__name__})"
         ) from None

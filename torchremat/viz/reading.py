@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from torchremat.autodiff.bodies import FunctionBody
-from torchremat.errors import GraphError
+from torchremat.errors import ArgumentTypeError, GraphError
 from torchremat.graph.aliases import base_of
 from torchremat.graph.typed_graph import TypedGraph
 from torchremat.planning.cost_model import CostModel
@@ -57,7 +57,7 @@ def picture_of(
         return _of_graph(graph, cost_model, title or "A graph", len(drawable.consts))
     if isinstance(drawable, fx.GraphModule):
         return _of_graph(drawable, cost_model, title or "A graph", 0)
-    raise TypeError(
+    raise ArgumentTypeError(
         f"{reprlib.repr(drawable)} ({type(drawable).__name__}) cannot be drawn: give a Plan "
         "(tr.plan(f, x, budget=...)), a Report (tr.explain(f, x)), a TypedGraph "
         "(tr.make_graph(f)(x)) or an fx.GraphModule of ATen operators"

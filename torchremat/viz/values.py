@@ -10,6 +10,7 @@ from torchremat.avals import Aval
 from torchremat.graph.aliases import base_of, call_of, is_item, is_view
 from torchremat.graph.ops import packet_name
 from torchremat.planning.cost_model import CostModel
+from torchremat.planning.simulate import roles_of_results
 from torchremat.planning.timeline import Timeline
 from torchremat.remat.bound import InputLabel
 from torchremat.remat.host_copies import COPIES, start_fetch
@@ -60,7 +61,7 @@ class Values:
         later = [] if backward is None else [n for n in _nodes_of(backward) if n.name not in names]
         self.sources = _sources_of_gradients(self.told.inputs, backward)
         modules = backward_modules(self._operators([*nodes, *later]))
-        roles = forward.meta.get("roles")
+        roles = roles_of_results(forward)
         results = _results_of(forward)
         if roles is not None:
             results = [r for r, role in zip(results, roles, strict=True) if role == "output"]

@@ -141,3 +141,13 @@ def test_plain_elements_are_a_pile_too():
     assert pile.data.tolist() == [3, 0, 6]
     assert str(pile.aval.elt_ty) == "i64[]"
     assert [x.item() for x in pile] == [3, 0, 6]
+
+
+def test_its_leaves_have_paths():
+    paths = [_torch.keystr(path) for path, _ in _torch.tree_flatten_with_path(iotas())[0]]
+    assert paths == [".lengths[0]", ".data"]
+
+
+def test_from_nested_takes_a_tensor():
+    with pytest.raises(RaggedTypeError, match="is given a list; Pile.from_list"):
+        Pile.from_nested([torch.ones(2)])

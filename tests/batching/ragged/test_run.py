@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.batching.ragged.checks import LENGTHS, check, looped, mapped, pile_of
 from torchremat import checkpoint, jit
+from torchremat.batching import axis_index, psum, vmap
 from torchremat.batching.ragged.pile import Pile, pile_axis
 from torchremat.batching.ragged.run import Dense, as_pile, run_ragged
 from torchremat.errors import LoopWarning, RaggedError, RaggedTypeError
@@ -361,3 +362,16 @@ def test_nothing_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mapped(attend, pile_of(LENGTHS, 5))
+
+
+def test_collectives_are_over_the_elements():
+    pile = pile_of(NONEMPTY)
+    total = pile.data.sum()
+    shares = vmap(lambda x: x / psum(x.sum(), "i"), pile_axis, pile_axis, axis_name="i")(pile)
+    torch.testing.assert_close(shares.data, pile.data / total)
+    same = vmap(lambda x: psum(x.sum(), "i"), pile_axis, None, axis_name="i")(pile)
+    torch.testing.assert_close(same, total)
+    places = vmap(lambda x: x.sum() * 0 + axis_index("i"), pile_axis, 0, axis_name="i")(pile)
+    assert places.tolist() == [0, 1, 2]
+    with pytest.raises(RaggedError, match=r"psum over 'i', at test_run.py:\d+ .* Reduce"):
+        vmap(lambda x: psum(x, "i"), pile_axis, pile_axis, axis_name="i")(pile)

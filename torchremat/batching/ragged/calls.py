@@ -1,5 +1,6 @@
 """One operator of the graph of an element, to be run for a whole batch; the rules by operator."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -181,8 +182,15 @@ def as_padded(data: Tensor, sizes: tuple[Any, ...]) -> Value:
     return packed(Padded(data, extents))
 
 
-def mapped(call: Call, convert: Callable[[Value], Value] = lambda v: v) -> Any:
-    """What the operator gives for batches along dim 0, and for what is shared."""
+def mapped(
+    call: Call,
+    convert: Callable[[Value], Value] = lambda v: v,
+    place: Callable[[Tensor, int | None], Any] | None = None,
+) -> Any:
+    """What the operator gives for batches along dim 0, and for what is shared.
+
+    `place` is given each output and where the batch is in it; by default it goes to the front.
+    """
     tensors: list[Tensor] = []
     dims: list[int | None] = []
     holes: list[Any] = []
@@ -219,14 +227,23 @@ def mapped(call: Call, convert: Callable[[Value], Value] = lambda v: v) -> Any:
     outputs, out_dims = run_mapped(
         run, tuple(dims), batch.axis_size, batch.randomness, batch.axis_name
     )(*tensors)
-    moved = [
-        o.expand(batch.axis_size, *o.shape) if dim is None else o.movedim(dim, 0)
-        for o, dim in zip(outputs, out_dims, strict=True)
-    ]
+    if place is None:
+        place = functools.partial(_in_front, batch.axis_size)
+    moved = [place(o, dim) for o, dim in zip(outputs, out_dims, strict=True)]
     if len(kinds) == 1:
         return moved[0] if moved else None
     left = iter(moved)
     return [next(left) if is_tensor else None for is_tensor in kinds[1]]
+
+
+def _in_front(axis_size: int, output: Tensor, dim: int | None) -> Tensor:
+    return output.expand(axis_size, *output.shape) if dim is None else output.movedim(dim, 0)
+
+
+def _as_value(output: Tensor, dim: int | None) -> Value:
+    if dim is None:
+        return Shared(output)
+    return Padded(output.movedim(dim, 0), (None,) * (output.dim() - 1))
 
 
 @dataclass(frozen=True)
@@ -236,14 +253,17 @@ class _Hole:
 
 def plain(call: Call) -> Any:
     """Run an operator none of whose sizes differ."""
+    if is_collective(call):
+        return mapped(call, place=_as_value)
     draws = torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ())
-    if all(isinstance(v, Shared) for v in call.values) and not draws and not _is_collective(call):
+    if all(isinstance(v, Shared) for v in call.values) and not draws:
         outputs = call.run(lambda v: v.data, lambda s: s)
         return call.wrap(outputs, lambda data, _: Shared(data))
     return call.wrap(mapped(call), lambda data, _: Padded(data, (None,) * (data.dim() - 1)))
 
 
-def _is_collective(call: Call) -> bool:
+def is_collective(call: Call) -> bool:
+    """Whether it is of all elements together: `psum` over the axis of the elements, say."""
     return call.batch.axis_name is not None and "axis_name" in call.kwargs
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from torchremat.batching.ragged import indexing, nested, structural  # noqa: F401  (they register rules)
 from torchremat.batching.ragged.attention import attention
-from torchremat.batching.ragged.calls import RULES, Batch, Call, plain
+from torchremat.batching.ragged.calls import RULES, Batch, Call, is_collective, plain
 from torchremat.batching.ragged.extents import Extent
 from torchremat.batching.ragged.loop import loop
 from torchremat.batching.ragged.pointwise import map_entries, pointwise
@@ -132,6 +132,12 @@ def run_call(call: Call) -> Any:
         if call.op is attention:
             call = replace(call, op=_plain_attention)
         return plain(call)
+    if is_collective(call):
+        raise RaggedError(
+            f"{call.name} over {call.kwargs['axis_name']!r}, at {call.source}, is given a tensor "
+            "whose size differs from element to element: there is nothing to put together. Reduce "
+            "each element first (x.sum(), x.amax()), or pad."
+        )
     rule = RULES.get(call.name)
     if rule is None and torch.Tag.pointwise in getattr(call.op, "tags", ()):
         rule = pointwise

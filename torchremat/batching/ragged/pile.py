@@ -182,7 +182,7 @@ class Pile:
     # --- nested tensors --------------------------------------------------------------------------
 
     @classmethod
-    def from_nested(cls, nested: Any) -> "Pile":
+    def from_nested(cls, nested: Tensor) -> "Pile":
         """A pile of the elements of a nested tensor of PyTorch, of layout `torch.jagged`: no copy.
 
         >>> import torch
@@ -190,20 +190,26 @@ class Pile:
         >>> Pile.from_nested(x).lengths
         tensor([2, 3])
         """
+        if not isinstance(nested, Tensor):
+            raise RaggedTypeError(
+                "Pile.from_nested takes a nested tensor of layout torch.jagged, and is given a "
+                f"{type(nested).__name__}; Pile.from_list takes a list of tensors"
+            )
         if not nested.is_nested or nested.layout != torch.jagged:
             raise RaggedTypeError(
                 "Pile.from_nested takes a nested tensor of layout torch.jagged, and is given a "
                 f"tensor of layout {nested.layout}, is_nested={nested.is_nested}"
             )
-        if nested.lengths() is not None:
+        values: Any = nested  # with methods that types of tensors do not tell of
+        if values.lengths() is not None:
             raise RaggedError(
                 "Pile.from_nested takes a nested tensor without holes, and this one has some (it "
                 "was narrowed): pass nested.contiguous()"
             )
         dim = _torch.ragged_dim_of(nested) - 1
         shape = [0 if d == dim else s for d, s in enumerate(nested.shape[1:])]
-        lengths = nested.offsets().diff()
-        return cls.of(nested.values(), [lengths], [dim], shape)
+        lengths = values.offsets().diff()
+        return cls.of(values.values(), [lengths], [dim], shape)
 
     def to_nested(self) -> Tensor:
         """A nested tensor of PyTorch, of layout `torch.jagged`, with the same data: no copy."""
@@ -299,6 +305,12 @@ def _flatten(pile: Pile) -> tuple[list[Any], _Form]:
     return [[elt.shape[dim].lengths for dim in dims], pile.data], form
 
 
+def _flatten_with_keys(pile: Pile) -> tuple[list[Any], _Form]:
+    children, form = _flatten(pile)
+    keys = map(_torch.GetAttrKey, ("lengths", "data"))
+    return list(zip(keys, children, strict=True)), form
+
+
 def _unflatten(children: Any, form: _Form) -> Pile:
     lengths, data = children
     shape = list(form.shape)
@@ -310,5 +322,9 @@ def _unflatten(children: Any, form: _Form) -> Pile:
 
 
 _torch.register_pytree_node(
-    Pile, _flatten, _unflatten, serialized_type_name="torchremat.batching.Pile"
+    Pile,
+    _flatten,
+    _unflatten,
+    serialized_type_name="torchremat.batching.Pile",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -1,6 +1,7 @@
 """`run_ragged`: a function mapped over elements of different sizes."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchremat.batching.ragged.pile_type import IndexedSize
 from torchremat.batching.ragged.values import Packed, Padded, Shared, Value
 from torchremat.batching.ragged.values import batch as batch_of
 from torchremat.errors import RaggedTypeError
+from torchremat.graph.named_axes import AxisFrame, axis_environment, in_scope
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,8 @@ def run_ragged(
     inputs = _Inputs(axis_size)
     specs = [inputs.add(v, axis, i) for i, (v, axis) in enumerate(zip(values, axes, strict=True))]
     owner = function if owner is None else owner
-    graph, captured = element_graph(function, specs, owner, (key, axis_size if axis_name else None))
+    with _named(axis_name, axis_size):
+        graph, captured = element_graph(function, specs, owner, (key, axis_environment()))
     extra = [torch.empty(0)] if graph.has_extra_input else []
     lifted = [Shared(t) for t in [*extra, *captured]]
     batch = Batch(axis_size, inputs.sizes(graph), randomness, axis_name)
@@ -85,6 +88,11 @@ def run_ragged(
         run_body,
     )
     return [_result(value) for value in found]
+
+
+def _named(axis_name: Any, axis_size: int) -> AbstractContextManager[None]:
+    """A block in which the axis of the elements has its name, and cannot be reached yet."""
+    return in_scope() if axis_name is None else in_scope(AxisFrame(axis_name, axis_size, None))
 
 
 def _result(value: Any) -> Dense | Ragged:

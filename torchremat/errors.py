@@ -141,8 +141,8 @@ class RecomputationError(TorchrematError, RuntimeError):
 class DonationError(TorchrematError, RuntimeError):
     """A tensor that must not be donated was, or the values of one that was donated are used.
 
-    Raised by what `jit` made: for a view, the base of one, a tensor that is passed twice or whose
-    memory an array shares; and by each use of a donated tensor's values.
+    Raised by what `jit` made: for a donated parameter that is needed, views of it, a tensor
+    that is donated twice; and by each use of a donated tensor's values.
 
     Cure: go on with the outputs instead of what was donated; pass a clone, or leave the
     argument out of `donate_argnums`, if it is needed later.
@@ -217,8 +217,7 @@ class ClosureError(TorchrematError, RuntimeError):
 
 
 class DonationWarning(UserWarning):
-    """A donated tensor's storage cannot be used: no output has its size and dtype, it is a
-    parameter, or the backward pass needs it.
+    """A donated tensor's storage is of no use: no output has its size and dtype.
 
     Given by what `jit` made, the first time. The tensor stays as it was.
 

@@ -90,28 +90,29 @@ def _name_of(func: Callable[..., Any]) -> str:
     return name if name.startswith("__") else name.partition(".")[0]
 
 
-def why_unusable(tensor: Tensor) -> str | None:
-    """Why the memory of `tensor` cannot be taken, although nothing else has it, if so."""
-    if isinstance(tensor, nn.Parameter):
-        return (
-            "it is a parameter, which its module goes on using: take the parameters out with "
-            "torch.func.functional_call, or {n: p.detach().clone() ...}"
-        )
+def why_refused(tensor: Tensor) -> str | None:
+    """Why `tensor` must not be donated, if so.
+
+    It must be the only one that has its storage: no view, no base of one, not kept by autograd.
+    """
     if type(tensor) is not Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return (
+                "it is a parameter, which its module goes on using. Donate plain tensors: take the "
+                "parameters out with torch.func.functional_call, or {n: p.detach().clone() ...}"
+            )
         return f"it is a {type(tensor).__name__}; only plain tensors can be donated"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "it was made in inference mode, which is off: it cannot be written to here"
-    if not tensor.untyped_storage().resizable():
-        return "its memory is not PyTorch's alone (torch.from_numpy, shared memory, a file)"
+    for applies, reason in _OWNERSHIP:
+        if applies(tensor):
+            return reason
     return None
 
 
-def why_refused(tensor: Tensor) -> str | None:
-    """Why `tensor` must not be donated, if so: a view, its base or an array has its memory too."""
-    return next((reason for applies, reason in _OWNERSHIP if applies(tensor)), None)
-
-
 _OWNERSHIP: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
+    (
+        lambda tensor: tensor.is_inference() and not torch.is_inference_mode_enabled(),
+        "it was made in inference mode, which is off: it cannot be written to here",
+    ),
     (_torch.is_view, "it is a view of another tensor, which would lose its values. Donate a copy"),
     (
         lambda tensor: _torch.tensor_uses(tensor) > 1,
@@ -122,6 +123,11 @@ _OWNERSHIP: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
         lambda tensor: _torch.storage_uses(tensor) > 1,
         "another tensor or an array shares its storage (detach(), numpy(), what autograd keeps). "
         "Drop that first (del), or donate a copy",
+    ),
+    (
+        lambda tensor: not tensor.untyped_storage().resizable(),
+        "its memory is not PyTorch's alone (torch.from_numpy, numpy(), shared memory, a file). "
+        "Donate a copy",
     ),
 )
 

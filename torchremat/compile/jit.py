@@ -4,7 +4,7 @@ It is a checkpoint whose policy keeps what plain autograd keeps, traced and cach
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchremat.api_util import (
     rebase_donate_argnums,
 )
 from torchremat.avals import Aval
-from torchremat.compile.donated_tensors import DonatedTensor, take, why_refused, why_unusable
+from torchremat.compile.donated_tensors import DonatedTensor, take, why_refused
 from torchremat.compile.jit_program import JitProgram
 from torchremat.compile.lowering import check_backend
 from torchremat.errors import ArgumentTypeError, DonationError, DonationWarning
@@ -150,7 +150,8 @@ class Jitted(Checkpointed):
         ):
             return super()._apply(trace, program, tensors, sizes)
         if program.donated and not any(isinstance(t, _torch.FakeTensor) for t in tensors):
-            program, tensors = _donate(program, tensors, self.fun)
+            tensors = _donate(program, tensors, self.fun)
+            program = program.donating
         return self._run(trace, program, tensors, sizes)
 
     def _run(
@@ -192,59 +193,37 @@ class Jitted(Checkpointed):
         return Lowered(modules[0], modules[1] if modules[1:] else None, codes, self)
 
 
-def _donate(
-    program: JitProgram, tensors: list[Tensor], fun: Any
-) -> tuple[JitProgram, list[Tensor]]:
-    """The program that takes what it can, and the inputs: what is taken is gone for the user."""
-    call = _call_of(fun)
+def _donate(program: JitProgram, tensors: list[Tensor], fun: Any) -> list[Tensor]:
+    """The inputs, those that are donated in tensors of their own; the user's are gone."""
     twice = len(set(map(id, tensors))) < len(tensors)
-    spared: dict[int, str] = {}
     for i, label in program.donated:
-        if (reason := why_unusable(tensors[i])) is not None:
-            spared[i] = reason
-            continue
-        if i in program.needed_backward:
-            spared[i] = (
-                "it is needed for the backward pass, which autograd records: donate under "
-                "torch.no_grad()"
-            )
-            continue
         reason = why_refused(tensors[i])
         if twice and sum(other is tensors[i] for other in tensors) > 1:
             reason = "the same tensor is passed twice, so that its values are read by both names"
+        if reason is None and i in program.needed_backward:
+            reason = (
+                "it is needed for the backward pass, which autograd records. Donate under "
+                "torch.no_grad(), or what requires no gradient and is not multiplied with what does"
+            )
         if reason is not None:
             raise DonationError(
-                f"{call} cannot be given the storage of its argument {label} "
+                f"{_call_of(fun)} cannot be given the storage of its argument {label} "
                 f"({Aval.of(tensors[i])}): {reason}."
             )
-    program = program.sparing(frozenset(spared))
-    donation = program.donation
-    if (donation.unusable or spared) and not program.has_warned:
+    donation, call = program.donation, _call_of(fun)
+    if donation.unusable and not program.has_warned:
         program.has_warned = True
-        _warn_of_unusable(program, tensors, spared, call)
+        labels = dict(program.donated)
+        avals = ", ".join(f"{labels[i]}: {Aval.of(tensors[i])}" for i in donation.unusable)
+        warn_user(
+            f"Some donated buffers were not usable: {avals}. {call} has no output of that size and "
+            "dtype left for them, or writes to them; they stay as they are.",
+            DonationWarning,
+        )
     given = list(tensors)
     for i in donation.taken:
         given[i] = take(tensors[i], call)
-    return program.donating, given
-
-
-def _warn_of_unusable(
-    program: JitProgram, tensors: Sequence[Tensor], spared: Mapping[int, str], call: str
-) -> None:
-    why = dict.fromkeys(
-        program.donation.unusable,
-        "no output of that size and dtype is left for it, or it is written to",
-    )
-    labels = dict(program.labels)
-    lines = [
-        f"{labels[i]}: {Aval.of(tensors[i])} ({reason})"
-        for i, reason in sorted((why | dict(spared)).items())
-    ]
-    warn_user(
-        f"Some donated buffers were not usable: {', '.join(lines)}. They stay as they are, in "
-        f"{call}. Take such an argument out of donate_argnums and donate_argnames.",
-        DonationWarning,
-    )
+    return given
 
 
 def _call_of(fun: Any) -> str:
@@ -294,13 +273,12 @@ def jit(
         TypeError: for a `fun` that cannot be called, or argument numbers that are none.
         ValueError: for an unknown backend, an argument that `fun` does not have, or one that is
             both static and donated.
-        DonationError: (a `RuntimeError`) at a call, if something else has the memory of a donated
-            tensor: a view, its base, an array, another argument; and later, where the values of a
-            donated tensor are used.
+        DonationError: (a `RuntimeError`) at a call, if a donated tensor is a parameter, a view or
+            the base of one, passed twice, or needed for the backward pass; and later, where the
+            values of a donated tensor are used.
 
     Warns:
-        DonationWarning: once, if the storage of a donated tensor cannot be used: no output has its
-            size and dtype, it is a parameter, or the backward pass needs it. It stays as it was.
+        DonationWarning: if no output can use the storage of a donated tensor.
 
     After `jax.jit`.
 

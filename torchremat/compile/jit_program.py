@@ -45,36 +45,19 @@ class JitProgram(FunctionProgram):
         self.backend = backend
         self.donated = tuple(donated)
         """Positions of donated inputs, with what the user calls them."""
-        self.labels = self.donated
-        """Also those that were donated, and are spared."""
-        self._sparing: dict[frozenset[int], JitProgram] = {}
         self.has_warned = False
         """Whether it has been said which of them are of no use."""
 
-    def sparing(self, positions: frozenset[int]) -> "JitProgram":
-        """The same program, for calls in which the donated inputs at `positions` are not taken."""
-        if not positions:
-            return self
-        if positions not in self._sparing:
-            left = [(i, label) for i, label in self.donated if i not in positions]
-            self._sparing[positions] = program = self._with_donated(left)
-            program.labels = self.labels
-        return self._sparing[positions]
-
-    def _with_donated(self, donated: Sequence[tuple[int, str]]) -> "JitProgram":
-        return JitProgram(
+    @cached_property
+    def donating(self) -> "JitProgram":
+        """The same program, which may write outputs to the storage of the inputs it is given."""
+        program = JitProgram(
             self.region,
             self.policy,
             module_prefix=self.module_prefix,
             chosen=(self.root_joint, self.choices),
             backend=self.backend,
-            donated=donated,
         )
-
-    @cached_property
-    def donating(self) -> "JitProgram":
-        """The same program, which may write outputs to the storage of the inputs it is given."""
-        program = self._with_donated(())
         program.__dict__["donation"] = self.donation
         return program
 

@@ -73,6 +73,7 @@ def run_as(module, rank, size, names, folder):
         world_size=size,
         timeout=timedelta(seconds=patience),
     )
+    distributed.barrier()  # a process that has no more to do may end before others are connected
     with open(f"{meeting}-{rank}.ended", "w") as file:
         for name, check in checks.items():
             start = time.monotonic()

@@ -143,8 +143,8 @@ class _Observer:
         self.differentiate_all = differentiate_all
         self.paths = ModulePaths(call.roots)
         distinct = {id(tensor): tensor for tensor in call.tensors}  # each is one input
-        questions = Questions(list(distinct.values()))
-        self.tracing = Tracing(paths=self.paths, questions=questions)
+        self.questions = Questions(list(distinct.values()))
+        self.tracing = Tracing(paths=self.paths, questions=self.questions)
         self.records: list[weakref.ref[_Record]] = []
         self.versions: dict[int, int] = {}
         self.reader: Any = None
@@ -159,7 +159,8 @@ class _Observer:
                 put_together(fake, Sharding.of(tensor), i, tracing.cotangent_placements)
                 for i, (fake, tensor) in enumerate(zip(fakes, self.call.tensors, strict=True))
             ]
-            with tracing.bound(self.call.tensors, wholes), self._hooks():
+            bound = tracing.bound(self.call.tensors, wholes)
+            with bound, self._hooks(), self.questions.first():
                 output = self.call.run(wholes)
             records = [r for reference in self.records if (r := reference()) is not None]
             nodes = _autograd_nodes(output)

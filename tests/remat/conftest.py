@@ -1,4 +1,4 @@
-"""A pool of the host's memory with nothing in it."""
+"""The garbage collector, and a pool of the host's memory with nothing in it."""
 
 import gc
 
@@ -8,8 +8,25 @@ from torchremat import config
 from torchremat.remat import host_pool
 
 
+@pytest.fixture(scope="module")
+def frozen():
+    """What other tests left, a second's work for the collector, is left out of its runs."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def small_values(monkeypatch):
+def no_collector(frozen):
+    """Nothing may wait for the cyclic collector: what it would free counts as alive."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def small_values(frozen, monkeypatch):
     """Values of any size are offloaded, and nobody else's are in the pool."""
     monkeypatch.setattr(config, "least_offload_nbytes", 0)
     gc.collect()

@@ -20,22 +20,7 @@ SIZE = WIDTH * WIDTH * 8
 D = torch.double
 POLICIES = ["full", "none"]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """What other tests left, a second's work, is no concern of the collector's here."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def no_collector(frozen):
-    """Nothing here may wait for the cyclic collector."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 
 class Timeline(LiveBytes):

@@ -9,21 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from torchremat.remat.measure import HeldBytes, HeldTensor, LiveBytes, storages_in
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 KB = 1024  # bytes of a float32 tensor of 256
 
 
 @pytest.fixture
 def x():
     return torch.ones(256)
-
-
-@pytest.fixture(autouse=True)
-def no_cycles():
-    """Nothing here may live until the cyclic collector runs: the counts would be too high."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class TestLiveBytes:

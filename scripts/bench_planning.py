@@ -18,6 +18,7 @@ ones.
 import argparse
 import importlib.util
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -282,6 +283,7 @@ def run(options: argparse.Namespace) -> Record:
     file = Path(options.json) if options.json else None
     if options.resume and file is not None and file.exists():
         results = json.loads(file.read_text())
+    results["command"] = shlex.join(["python", f"scripts/{Path(__file__).name}", *sys.argv[1:]])
     done = {record["model"] for record in results["models"]}
     consulted = {(record["model"], record["fraction"]) for record in results["oracles"]}
     model_of = partial(measure, cost=cost, seconds=options.seconds, quick=options.quick)

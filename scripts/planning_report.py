@@ -16,7 +16,6 @@ Table = tuple[str, Sequence[str], list[Sequence[str]]]
 
 LEAST_RATIO = 0.01
 """Less counts as this in means: where order alone meets a peak nothing is added."""
-COMMAND = "python scripts/bench_planning.py --jobs 2 --json planning.json --docs"
 
 
 def tables_of(results: Record) -> list[Table]:
@@ -318,7 +317,7 @@ def write_docs(results: Record, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     draw(results["models"], folder / "planning.png")
     tables = tables_of(results)
-    parts = [_INTRODUCTION.format(command=COMMAND, **results)]
+    parts = [_INTRODUCTION.format(**results)]
     parts += [_markdown(table) for table in tables[:4]]
     parts.append("## Every peer\n")
     parts += [_markdown(table, level=3) for table in tables[4:]]

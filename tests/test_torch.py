@@ -891,6 +891,13 @@ def partition_of_aot_autograd():
     assert "aten.sin" in cuts.backwards[0]
 
 
+@check("is_reduction")
+def reductions():
+    assert _torch.is_reduction(aten.var_mean.correction)
+    assert not _torch.is_reduction(aten.mm.default)
+    assert not _torch.is_reduction(len)
+
+
 @check("compile_fx", "inductor_partitioner", "min_cut_partition")
 def partition_of_inductor():
     cuts = _Cuts(_torch.min_cut_partition)
@@ -912,6 +919,23 @@ def partition_of_inductor():
         _compile(backend)
     assert "aten.sin" in cuts.backwards[0]
     assert all(isinstance(node, torch.fx.Node) for node in asked)
+
+
+def test_a_kernel_that_reads_what_another_writes_is_fused_with_it_if_allowed():
+    asked = []
+
+    def may_fuse(one, other):
+        asked.extend({str(n.target) for loop in loops for n in loop} for loops in (one, other))
+        return True
+
+    def backend(module, inputs):
+        return _torch.compile_fx(module, inputs, config={}, may_fuse=may_fuse)
+
+    torch._dynamo.reset()
+    with torch._inductor.utils.fresh_inductor_cache():
+        f = torch.compile(lambda x: x - x.sum(-1, keepdim=True), backend=backend)
+        assert torch.equal(f(torch.ones(8, 8)), torch.full((8, 8), -7.0))
+    assert asked[:2] == [{"aten.sum.dim_IntList"}, {"aten.sub.Tensor"}]
 
 
 @check("is_in_stock_compiler", "selective_policy_at_work", "node_in_compiler", "MUST_SAVE")

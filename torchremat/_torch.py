@@ -874,6 +874,12 @@ def schema_arguments(op: OpOverload) -> list[Any]:
     return list(op._schema.arguments)
 
 
+def is_reduction(target: Any) -> bool:
+    """Whether `target` is an operator of which PyTorch says that it reduces: a sum, a variance."""
+    tag = getattr(torch.Tag, "reduction", None)
+    return isinstance(target, OpOverload) and tag in target.tags
+
+
 def boxed_call(op: OpOverload) -> Callable[..., Any]:
     """The operator as a builtin, without the Python prologue of `OpOverload.__call__`."""
     return op._op
@@ -1505,8 +1511,8 @@ def compile_fx(
     `keeps_as_cut`: what the forward graph hands on is what the partition function says, also where
     convolutions read it, and not a copy in the layout that inductor gives them.
 
-    `may_fuse` is asked whether two kernels that do not read one another may become one: for each it
-    is given the nodes of the graph that every loop in it computes.
+    `may_fuse` is asked whether two kernels may become one: for each it is given the nodes of the
+    graph that every loop in it computes.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -1574,8 +1580,8 @@ def _fusing(base: Any, may_fuse: _MayFuse) -> Any:
 
     class Choices(base):  # type: ignore[misc]
         @staticmethod
-        def can_fuse_horizontal(scheduler: Any, one: Any, other: Any, score: int) -> bool:
-            return may_fuse(_nodes_in(one), _nodes_in(other)) and base.can_fuse_horizontal(
+        def can_fuse(scheduler: Any, one: Any, other: Any, score: int) -> bool:
+            return may_fuse(_nodes_in(one), _nodes_in(other)) and base.can_fuse(
                 scheduler, one, other, score
             )
 

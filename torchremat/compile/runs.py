@@ -20,6 +20,7 @@ from torchremat import _torch
 from torchremat.autodiff.graph_schedule import GraphSchedule, Replayed
 from torchremat.autodiff.joint import Joint, is_forward
 from torchremat.compile.copies import writes_input
+from torchremat.graph.aliases import is_item
 
 _RUN = "torchremat_run"
 
@@ -137,7 +138,10 @@ def _moment(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
 
 
 def merged_in_runs(graph: fx.Graph) -> fx.Graph:
-    """A copy of `graph` in which what is computed twice in one run is computed once."""
+    """A copy of `graph` in which what is computed twice in one run is computed once.
+
+    What reduces to little, as normalisations do, is one value in all runs if it is kept anyway.
+    """
     for node in graph.nodes:
         run = _run_of(node)
         if run is not None and run[0] and isinstance(node.target, _torch.OpOverload):
@@ -146,7 +150,73 @@ def merged_in_runs(graph: fx.Graph) -> fx.Graph:
     for node in merged.nodes:
         if isinstance(node.target, _Run):
             node.target = node.target.op
+    _reduce_once(merged)
     return merged
+
+
+LITTLE = 1 / 16
+"""Of what it reads: a reduction to no more is not done again where it is kept anyway."""
+
+
+def _reduce_once(graph: fx.Graph) -> None:
+    """Let reductions that run again, to little, be those that ran before, if these are kept.
+
+    forward     m = mean(x);  y = x - m
+    backward    m_again = mean(x_again);  y_again = x_again - m_again;  dx = f(dy, m)
+    becomes     y_again = x_again - m
+    """
+    equal: dict[fx.Node, fx.Node] = {}  # for each node the first that computes the same
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_told_by_arguments(node):
+            continue
+        leaves, structure = _torch.tree_flatten((node.args, node.kwargs))
+        told = [equal.get(i, i) if isinstance(i, fx.Node) else (type(i), repr(i)) for i in leaves]
+        before = first.setdefault((node.target, *told, structure), node)
+        if before is node:
+            continue
+        equal[node] = before
+        is_item_of_first = is_item(node) and node.args == before.args
+        if is_item_of_first or (_reduces_to_little(node) and _is_read_backward(before)):
+            node.replace_all_uses_with(before)
+            graph.erase_node(node)
+
+
+def _is_told_by_arguments(node: fx.Node) -> bool:
+    target = node.target
+    return is_item(node) or (
+        isinstance(target, _torch.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not node.is_impure()
+    )
+
+
+def _reduces_to_little(node: fx.Node) -> bool:
+    run = _run_of(node)
+    if run is None or not run[0] or not _torch.is_reduction(node.target):
+        return False
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    return _nbytes(node.meta["val"]) <= LITTLE * max(map(_nbytes, values), default=0)
+
+
+def _is_read_backward(reduction: fx.Node) -> bool:
+    """Whether what runs once in the backward pass reads it, or what is as little of it."""
+    most, left, found = _nbytes(reduction.meta["val"]), [reduction], {reduction}
+    while left:
+        for user in left.pop().users:
+            run = _run_of(user)
+            if run is not None and not run[0]:
+                return True
+            is_new = run is None and user.op == "call_function" and user not in found
+            if is_new and _nbytes(user.meta["val"]) <= most:
+                found.add(user)
+                left.append(user)
+    return False
+
+
+def _nbytes(value: Any) -> int:
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, torch.Tensor))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torchremat.graph.inner_graphs import inner_graphs_of
 from torchremat.graph.ops import op_name
 from torchremat.planning.calls import Call
 from torchremat.planning.devices import Rates, rates_of, this_device
-from torchremat.planning.fusion import is_read_in_place, is_written
+from torchremat.planning.fusion import flops_again, is_read_in_place, is_written
 from torchremat.planning.measuring import kept_rates
 from torchremat.planning.profiling import NodeTimer
 from torchremat.planning.work import Work, has_formula, work_of
@@ -157,13 +157,19 @@ class CostModel:
             if measured is not None:
                 return measured
         seconds = max(
-            self._matmul_seconds(work) + work.pointwise_flops / self.rates.pointwise,
+            self._matmul_seconds(work) + self._pointwise_flops(call, work) / self.rates.pointwise,
             self._bytes(node, work) / self.rates.memory_rate(),
         )
         if not is_alone:
             return seconds
         launch = self.rates.launch_seconds
         return max(launch, seconds) if self.rates.runs_ahead else launch + seconds
+
+    def _pointwise_flops(self, call: Call, work: Work) -> int:
+        again = flops_again(call.target) if self.fuses else None
+        if again is None:
+            return work.pointwise_flops
+        return again * max(layout.num_elements for layout in call.outputs())
 
     def _matmul_seconds(self, work: Work) -> float:
         tf32 = self.tf32_convolutions if work.kind == "conv" else self.tf32_matmuls

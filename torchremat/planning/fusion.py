@@ -7,7 +7,8 @@
 
 A value of a pointwise operator is computed where it is read if all that read it are pointwise or
 reductions. Compilers do it so, within limits that are not modelled: sizes that do not match, too
-many readers.
+many readers. A normalisation is pointwise when it runs again: means and variances are little, and
+there.
 """
 
 from collections.abc import Iterator
@@ -39,15 +40,24 @@ _REDUCTIONS = frozenset(
     f"aten.{name}"
     for name in (
         "sum", "mean", "var", "var_mean", "std", "amax", "amin", "aminmax", "max", "min", "argmax",
-        "argmin", "any", "all", "prod", "linalg_vector_norm", "logsumexp", "cumsum", "_softmax",
-        "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
-        "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
-        "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
-        "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "cudnn_batch_norm",
-        "cudnn_batch_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
-        "nll_loss_forward", "nll_loss_backward", "mse_loss",
+        "argmin", "any", "all", "prod", "linalg_vector_norm", "logsumexp", "cumsum",
+        "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward",
+        "native_group_norm_backward", "native_batch_norm_backward", "cudnn_batch_norm_backward",
+        "_fused_rms_norm_backward", "nll_loss_forward", "nll_loss_backward", "mse_loss",
     )
 )  # fmt: skip
+
+# Reductions to little, which are not done again, and of these and the input something pointwise;
+# with the additions that this is for each element.
+_NORMALISATIONS = {
+    f"aten.{name}": count
+    for count, names in {
+        4: "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit "
+        "_native_batch_norm_legit_functional cudnn_batch_norm _fused_rms_norm",
+        8: "_softmax _log_softmax",
+    }.items()
+    for name in names.split()
+}
 
 
 def is_written(node: fx.Node) -> bool:
@@ -55,11 +65,16 @@ def is_written(node: fx.Node) -> bool:
     if not _is_pointwise(node.target):
         return True
     found = False
-    for consumer in _consumers(node):
+    for consumer in _consumers(_normalised(node)):
         if consumer.op != "call_function" or not _fuses(consumer.target):
             return True
         found = True
     return not found
+
+
+def flops_again(target: Any) -> int | None:
+    """What a normalisation does for each element where its statistics are there: additions."""
+    return _NORMALISATIONS.get(packet_name(target))
 
 
 def is_read_in_place(source: fx.Node) -> bool:
@@ -68,6 +83,14 @@ def is_read_in_place(source: fx.Node) -> bool:
     if is_item(node):
         node = call_of(node)
     return node.op == "call_function" and not is_written(node)
+
+
+def _normalised(node: fx.Node) -> fx.Node:
+    """What is as large as the input, of a normalisation; else the node."""
+    if flops_again(node.target) is None:
+        return node
+    items = (user for user in node.users if is_item(user) and user.args[1] == 0)
+    return next(items, node)
 
 
 def _consumers(node: fx.Node) -> Iterator[fx.Node]:
@@ -83,7 +106,7 @@ def _consumers(node: fx.Node) -> Iterator[fx.Node]:
 
 @cache
 def _is_pointwise(target: Any) -> bool:
-    if packet_name(target) in _POINTWISE:
+    if packet_name(target) in _POINTWISE or packet_name(target) in _NORMALISATIONS:
         return True
     return isinstance(target, _torch.OpOverload) and (
         torch.Tag.pointwise in target.tags and not target._schema.is_mutable

@@ -5,6 +5,8 @@ input at the end, or by whoever runs the graph. What is computed again in the ba
 find the new value, where the forward pass found the old one.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -35,6 +37,17 @@ def keep_written(module: fx.GraphModule) -> tuple[fx.Node, ...]:
             copy.meta["recompute"] = _torch.MUST_SAVE
             copies.append(copy)
     return tuple(copies)
+
+
+def drop_copies_for(graph: fx.Graph, is_late: Callable[[fx.Node], bool]) -> None:
+    """Take out copies of inputs that are written to which nothing reads that `is_late`."""
+    for target in (torch.ops.torchremat.copied.default, aten.clone.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source = node.args[0]
+            is_ours = source.op == "placeholder" and node.meta.get("recompute") == _torch.MUST_SAVE
+            if is_ours and not any(map(is_late, node.users)):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
 
 
 def _is_pointwise(write: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.graph_schedule import GraphSchedule, Replayed
 from torchremat.autodiff.joint import Joint, is_forward
-from torchremat.compile.copies import writes_input
+from torchremat.compile.copies import drop_copies_for, writes_input
 from torchremat.graph.aliases import is_item
 
 _RUN = "torchremat_run"
@@ -66,9 +66,32 @@ def scheduled_joint(
         write.meta = dict(node.meta)
     end = builder.graph.output(type(results)(found))  # type: ignore[call-arg]
     end.meta = dict(output.meta)
+    _forget_statistics(builder.graph)
+    drop_copies_for(builder.graph, lambda user: _run_of(user) is not None)
     module = fx.GraphModule(joint.module, builder.graph)
     module.meta.update(joint.module.meta)
     return module
+
+
+def _forget_statistics(graph: fx.Graph) -> None:
+    """Let batch normalisations in training that run again take no running statistics.
+
+    They read those of the batch alone, and what the statistics were before need not be kept.
+    """
+    aten = torch.ops.aten
+    full = aten._native_batch_norm_legit_functional.default
+    for node in graph.find_nodes(op="call_function", target=full):
+        x, weight, bias, _, _, is_training, momentum, eps = node.args
+        run = _run_of(node)
+        if run is None or not run[0] or not is_training:
+            continue
+        after = [item for item in node.users if item.args[1] not in (0, 1, 2)]
+        if not any(item.users for item in after):
+            for item in after:
+                graph.erase_node(item)
+            node.target = aten._native_batch_norm_legit.no_stats
+            node.args = (x, weight, bias, is_training, momentum, eps)
+            node.meta["val"] = node.meta["val"][:3]
 
 
 def _is_told_by_values(joint: Joint, schedule: GraphSchedule) -> bool:
@@ -98,11 +121,13 @@ def _steps_of(order: Sequence[fx.Node], joint: Joint) -> list[int]:
 
 
 def _mark_after(node: fx.Node, run: int, step: int) -> None:
-    """Note when the nodes after `node` run; those that run again do so in the backward pass."""
+    """Note when the nodes after `node` run, and that the forward pass does nothing of it.
+
+    A compiler else has it do what needs no cotangent, and hand on one mask more.
+    """
     node = node.next
     while node.op != "root":
-        if run:
-            node.meta["recompute"] = _torch.MUST_RECOMPUTE
+        node.meta["recompute"] = _torch.MUST_RECOMPUTE
         node.meta["custom"] = {**node.meta.get("custom", {}), _RUN: (run, step)}
         node = node.next
 

@@ -103,7 +103,8 @@ class CostModel:
         """The model for a plan that a compiler runs; budgets under inductor use it by themselves.
 
         A pointwise operator all of whose consumers are pointwise or reductions runs in their
-        kernel: it costs what it reads from outside, and writes and launches nothing.
+        kernel: it costs what it reads from outside, and writes and launches nothing. So does a
+        normalisation, for which means and variances are there when it runs again.
         """
         return replace(self, fuses=True)
 

@@ -108,6 +108,17 @@ def test_nothing_is_made_in_two_layouts(model: nn.Module) -> None:
     assert all(stride_of_channels == 1 for *_, stride_of_channels, _, _ in wide)
 
 
+def test_the_forward_pass_of_a_plan_makes_neither_copies_of_statistics_nor_masks() -> None:
+    reports: list[Report] = []
+    f, x = compiled(UNet(), "budget:60%", "inductor", report=reports.append), images()
+    with fresh_inductor_cache():
+        _, (forward, _) = run_and_get_code(lambda: f(x).backward())
+    again = {row.op for row in reports[0] if row.decision == "recomputed"}
+    assert any("batch_norm" in op for op in again)
+    assert "torchremat.copied" not in forward
+    assert "torch.bool" not in forward
+
+
 @pytest.mark.slow
 def test_max_autotune_of_convolutions(model: nn.Module) -> None:
     with fresh_inductor_cache():

@@ -5,13 +5,13 @@ input at the end, or by whoever runs the graph. What is computed again in the ba
 find the new value, where the forward pass found the old one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.aliases import base_of, call_of, lies_alike
+from torchremat.graph.aliases import base_of, call_of, is_view, lies_alike
 
 aten = torch.ops.aten
 
@@ -45,9 +45,17 @@ def drop_copies_for(graph: fx.Graph, is_late: Callable[[fx.Node], bool]) -> None
         for node in graph.find_nodes(op="call_function", target=target):
             source = node.args[0]
             is_ours = source.op == "placeholder" and node.meta.get("recompute") == _torch.MUST_SAVE
-            if is_ours and not any(map(is_late, node.users)):
+            if is_ours and not any(u.op == "output" or is_late(u) for u in _readers(node)):
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads `node`, also through views."""
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from _readers(user)
 
 
 def _is_pointwise(write: fx.Node) -> bool:

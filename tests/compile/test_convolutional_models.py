@@ -108,7 +108,7 @@ def test_nothing_is_made_in_two_layouts(model: nn.Module) -> None:
     assert all(stride_of_channels == 1 for *_, stride_of_channels, _, _ in wide)
 
 
-def test_the_forward_pass_of_a_plan_makes_neither_copies_of_statistics_nor_masks() -> None:
+def test_the_forward_pass_of_a_plan_copies_no_statistics() -> None:
     reports: list[Report] = []
     f, x = compiled(UNet(), "budget:60%", "inductor", report=reports.append), images()
     with fresh_inductor_cache():
@@ -116,6 +116,13 @@ def test_the_forward_pass_of_a_plan_makes_neither_copies_of_statistics_nor_masks
     again = {row.op for row in reports[0] if row.decision == "recomputed"}
     assert any("batch_norm" in op for op in again)
     assert "torchremat.copied" not in forward
+
+
+def test_the_forward_pass_of_a_plan_makes_no_masks() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
+    f = compiled(model, "budget:100%", "inductor")
+    with fresh_inductor_cache():
+        _, (forward, _) = run_and_get_code(lambda: f(torch.randn(64, 32)).mean().backward())
     assert "torch.bool" not in forward
 
 

@@ -27,3 +27,20 @@ def seed() -> int:
     """Random numbers are the same in each test, whatever ran before it."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    """What other tests left, a second's work for the collector, is left out of its runs."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def no_collector(frozen):
+    """Nothing may wait for the cyclic collector: what it would free counts as alive."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

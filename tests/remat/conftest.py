@@ -1,4 +1,4 @@
-"""The garbage collector, and a pool of the host's memory with nothing in it."""
+"""A pool of the host's memory with nothing in it."""
 
 import gc
 
@@ -6,23 +6,6 @@ import pytest
 
 from torchremat import config
 from torchremat.remat import host_pool
-
-
-@pytest.fixture(scope="module")
-def frozen():
-    """What other tests left, a second's work for the collector, is left out of its runs."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture
-def no_collector(frozen):
-    """Nothing may wait for the cyclic collector: what it would free counts as alive."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from typing import Any
 
 from torchremat.graph.sources import Source, is_user_file
 
-_STDLIB = os.path.dirname(os.__file__) + os.sep
+_STDLIB_FOLDER = os.path.dirname(os.__file__) + os.sep
 
 
 def _is_users(file: str) -> bool:
     """Whether `file` is neither torch's, nor this package's, nor Python's own."""
-    return is_user_file(file) and (not file.startswith(_STDLIB) or "site-packages" in file)
+    return is_user_file(file) and (not file.startswith(_STDLIB_FOLDER) or "site-packages" in file)
 
 
 def line_that_makes(changed: Callable[[], bool], run: Callable[[], Any]) -> Source | None:

@@ -150,7 +150,7 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 # Two facts about nodes matter to all that follows. An operator with several outputs is a *call*
 # whose outputs are its *items*. And a *view* (transpose, reshape) computes nothing: it lies in the
 # memory of its *base*, so it costs no bytes to keep and no time to make again. The schema of an
-# operator says which it is. (torchremat/graph/aliases.py)
+# operator says which it is. (torchremat/graph/aliasing.py)
 
 
 def is_item(node: fx.Node) -> bool:
@@ -199,7 +199,7 @@ def nbytes_of(value: fx.Node) -> int:
 # Somebody who writes a policy wants to say "keep the attention", and a graph has only mm_3. The
 # function itself can say it, through the same mark. As marks are taken out of the graph, a name
 # costs nothing when the graph runs; it is of the value, not of the variable, which is why `read`
-# puts it on the base. (torchremat/remat/names.py)
+# puts it on the base. (torchremat/policies/checkpoint_name.py)
 
 
 def name(x: Tensor, label: str) -> Tensor:
@@ -212,7 +212,7 @@ def name(x: Tensor, label: str) -> Tensor:
 # A policy says what *may* be kept; what the backward pass does not need is not kept anyway. Some
 # policies ask one value at a time, others want the whole graph before they answer. One protocol
 # does for both: a policy is given the graph and answers with a function of its values.
-# (torchremat/remat/policy_protocol.py, policies.py)
+# (torchremat/policies/policy.py, policies.py)
 
 MayKeep = Callable[[fx.Node], bool]
 Policy = Callable[[Joint], MayKeep]
@@ -241,7 +241,7 @@ def names(*labels: str) -> Policy:
 
 # An operator that draws random numbers would draw others the second time. Whatever a policy says,
 # its value is kept. (The library keeps the state of the generator instead where that is smaller,
-# and knows more such operators: torchremat/remat/replay.py.)
+# and knows more such operators: torchremat/policies/replay_rules.py.)
 
 
 def must_keep(value: fx.Node) -> bool:
@@ -391,7 +391,8 @@ def run(module: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
 #
 # (The derivative of the operator is a function of inputs, cotangents and residuals. In the library
 # that function is traced and split in its turn, so derivatives of every order are the same operator
-# again, and there are rules for `vmap`, forward mode and tracing: torchremat/remat/function.py.)
+# again, and there are rules for `vmap`, forward mode and tracing:
+# torchremat/remat/op/autograd_functions.py.)
 
 
 class Remat(torch.autograd.Function):
@@ -438,7 +439,8 @@ def checkpoint(fun: Callable[..., Any], policy: Policy = nothing) -> Callable[..
 # Which tensors `run` holds when is known from the graphs alone, and so is the size of each. A
 # *storage* is alive from the operator that makes it to the last that reads it or a view of it; what
 # the step gives, and the cotangents, which autograd holds, to the end. Inputs and parameters are
-# there anyway and do not count. The greatest sum is the peak. (torchremat/planning/walk.py)
+# there anyway and do not count. The greatest sum is the peak.
+# (torchremat/planning/memory/interpreter.py)
 
 
 @dataclass
@@ -526,7 +528,8 @@ class Simulation:
 # Cuts at several prices give the best of each size; the simulator says which of them fits. Yet few
 # bytes kept are no low peak: in the table below, a policy that keeps two values a layer peaks
 # lower than the cut that keeps one. (In the library cuts are only the start, in
-# torchremat/planning/cuts.py: an integer program then has a row for the bytes at each moment.)
+# torchremat/planning/search/min_cut.py: an integer program then has a row for the bytes at each
+# moment.)
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 1e12, 1e11
 ENDLESS = 1 << 30

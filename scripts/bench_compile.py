@@ -41,7 +41,7 @@ from compile_models import MODELS
 from compile_report import print_report, write_docs
 
 import torchremat as tr
-from torchremat.compile.dynamo import torchremat as backend
+from torchremat.compile.dynamo.backend import torchremat as backend
 
 BUDGETS = (0.5, 0.25, 0.75, 0.1, 0.0, 0.9, 0.35)
 """Of `torch._functorch.config.activation_memory_budget`, the telling ones first."""

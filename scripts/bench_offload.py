@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torchremat as tr
 from torchremat.measure import LiveBytes
-from torchremat.remat import host_pool
+from torchremat.remat.offload import host_pool
 
 TARGET = 1.10  # of the step without offload, where that takes twice as long as the copies
 POLICIES = tr.checkpoint_policies

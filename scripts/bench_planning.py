@@ -36,14 +36,14 @@ from planning_models import MODELS
 from planning_peers import Peer, peers_of
 from planning_report import print_report, write_docs
 
-from torchremat.planning.backward_search import least_peak_bound
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.devices import Rates
-from torchremat.planning.problem import Problem, Schedule, costs_of, plain_schedule
-from torchremat.planning.reorder import orders_of
+from torchremat.planning.costs.device_rates import Rates
+from torchremat.planning.problem.backward_order import orders_of
+from torchremat.planning.problem.problem import Problem, Schedule, costs_of, plain_schedule
+from torchremat.planning.search.backward_search import least_peak_bound
 from torchremat.planning.solver import Options, Solution, solve, solve_orders
-from torchremat.planning.step import Step
-from torchremat.planning.steps import region_of
+from torchremat.planning.step.problem_builder import Step
+from torchremat.planning.step.traced_step import region_of
 
 FRACTIONS = (0.75, 0.5, 0.35, 0.25)
 NEAR = 0.005

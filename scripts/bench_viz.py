@@ -21,7 +21,7 @@ from torch import nn
 import torchremat as tr
 from torchremat import viz
 from torchremat.planning import Plan
-from torchremat.viz.reading import picture_of
+from torchremat.viz.picture.build import picture_of
 
 sys.path.append(str(Path(__file__).parent.parent))
 from tests.viz.chromium import CHROMIUM, Page

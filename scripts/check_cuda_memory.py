@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torchremat as tr
-from torchremat.planning.simulate import simulate
+from torchremat.planning.memory.simulate import simulate
 
 POLICIES = ("none", "full", "dots", "dots_with_no_batch_dims_saveable")
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchremat.kernels import segment_ops
-from torchremat.kernels.segments import offsets_of, segment_max, segment_min, segment_sum
-from torchremat.kernels.segments_eager import reduce_segments
+from torchremat.kernels.segments import segment_ops
+from torchremat.kernels.segments.segments import offsets_of, segment_max, segment_min, segment_sum
+from torchremat.kernels.segments.segments_eager import reduce_segments
 
 REDUCTIONS = {"sum": segment_sum, "max": segment_max, "min": segment_min}
 DTYPES = (

@@ -15,8 +15,9 @@ order. In stage t, before its own operator runs,
               D[t, v, j] >= R[t, reader i], S[t+1, v]         i > j: a later reader, the next stage
               bytes alive while each operator of each stage runs <= budget
 
-The forward pass runs nothing twice. What is alive is what `torchremat.planning.problem.costs_of`
-counts. Only R and E are binary: the least S and D are then integers by themselves.
+The forward pass runs nothing twice. What is alive is what `costs_of` of
+`torchremat.planning.problem.problem` counts. Only R and E are binary: the least S and D are then
+integers by themselves.
 
 Operators run in their order within a stage, each at most once; that is Checkmate's class too.
 """
@@ -30,8 +31,8 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from torchremat.planning.ordering import forward_order
-from torchremat.planning.problem import Part, Problem, Schedule
+from torchremat.planning.problem.problem import Part, Problem, Schedule
+from torchremat.planning.problem.replay import forward_order
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import replace
 
-from torchremat.planning.problem import Operator, Part, Problem
+from torchremat.planning.problem.problem import Operator, Part, Problem
 
 
 def coarsened(problem: Problem, most: int) -> Problem:

@@ -23,11 +23,11 @@ from torch._functorch import config, partitioners
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchremat.graph.aliases import base_of, call_of, is_item
-from torchremat.planning.problem import Part, Schedule, plain_schedule
-from torchremat.planning.simulate import simulate
-from torchremat.planning.step import Step
-from torchremat.planning.walk import results_of
+from torchremat.graph.nodes import base_of, call_of, is_item
+from torchremat.planning.memory.interpreter import results_of
+from torchremat.planning.memory.simulate import simulate
+from torchremat.planning.problem.problem import Part, Schedule, plain_schedule
+from torchremat.planning.step.problem_builder import Step
 
 aten = torch.ops.aten
 BUDGETS = (0.9, 0.75, 0.5, 0.35, 0.25, 0.1)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import torchremat as tr
 from torchremat.batching import Pile, pile_axis
-from torchremat.kernels.segments import offsets_of
+from torchremat.kernels.segments.segments import offsets_of
 
 HEADS, DIM = 8, 64
 LAYER_WIDTH = 256

@@ -6,7 +6,7 @@ from torch import nn
 
 import torchremat as tr
 from torchremat import testing
-from torchremat.remat import function
+from torchremat.remat.op import autograd_functions as function
 
 
 @pytest.mark.parametrize("policy", [None, "none", "dots", "full"])

@@ -20,27 +20,20 @@ from torchremat import (
     testing,
     viz,
 )
-from torchremat.autodiff.graph_transforms import jvp_graph
+from torchremat.autodiff.jvp_graph import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.batching.batch_graph import batch_graph
-from torchremat.batching.collectives import (
-    axis_index,
-    axis_size,
-    pmax,
-    pmean,
-    pmin,
-    psum,
-)
-from torchremat.batching.custom_vmap import custom_vmap, sequential_vmap
-from torchremat.batching.exchanges import (
+from torchremat.batching.collectives.exchange import (
     all_gather,
     all_to_all,
     ppermute,
     pshuffle,
     psum_scatter,
 )
+from torchremat.batching.collectives.reduce import axis_index, axis_size, pmax, pmean, pmin, psum
+from torchremat.batching.custom_vmap import custom_vmap, sequential_vmap
 from torchremat.batching.vmap import vmap
-from torchremat.compile.jit import jit
+from torchremat.compile.jit.jit import jit
 from torchremat.derivatives.custom_jvp import custom_jvp
 from torchremat.derivatives.custom_vjp import custom_vjp
 from torchremat.derivatives.gradients import grad, jvp, value_and_grad, vjp
@@ -53,8 +46,6 @@ from torchremat.errors import (
     NoMatchError,
     UnmatchedWarning,
 )
-from torchremat.graph.dce import dce_graph
-from torchremat.graph.typed_graph import TypedGraph, eval_graph
 from torchremat.parallel.devices import (
     device_count,
     devices,
@@ -66,19 +57,21 @@ from torchremat.parallel.devices import (
     process_index,
 )
 from torchremat.parallel.pmap import pmap
+from torchremat.planning.api import plan
 from torchremat.planning.estimate import estimate
-from torchremat.planning.plans import plan
+from torchremat.policies.builtin import policy
+from torchremat.policies.checkpoint_name import checkpoint_name, name_p
+from torchremat.policies.verdicts import Offloadable, Recompute, Saveable
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.checkpoint import checkpoint as remat
-from torchremat.remat.compare import compare
-from torchremat.remat.explain import explain
-from torchremat.remat.make_graph import make_graph
-from torchremat.remat.names import checkpoint_name, name_p
-from torchremat.remat.op import remat_p
-from torchremat.remat.partial_eval_graph import partial_eval_graph
-from torchremat.remat.policies import policy
-from torchremat.remat.residuals import print_saved_residuals, saved_residuals
-from torchremat.remat.verdicts import Offloadable, Recompute, Saveable
+from torchremat.remat.op.make_graph import make_graph
+from torchremat.remat.op.partial_eval_graph import partial_eval_graph
+from torchremat.remat.op.remat_op import remat_p
+from torchremat.report.compare import compare
+from torchremat.report.explain import explain
+from torchremat.report.residuals import print_saved_residuals, saved_residuals
+from torchremat.typed_graph.dce import dce_graph
+from torchremat.typed_graph.typed_graph import TypedGraph, eval_graph
 
 __version__ = "0.1.0"
 

@@ -7,12 +7,8 @@ JAX's, with its names (`jax.checkpoint_policies`), and others that PyTorch's use
 dots_saveable | save_only_these_names('attn')
 """
 
-from torchremat.planning.policy import from_plan, memory_budget
-from torchremat.remat.offload_policies import (
-    offload_dot_with_no_batch_dims,
-    save_and_offload_only_these_names,
-)
-from torchremat.remat.policies import (
+from torchremat.planning.budget_policy import from_plan, memory_budget
+from torchremat.policies.builtin import (
     checkpoint_dots,
     checkpoint_dots_with_no_batch_dims,
     dots_saveable,
@@ -28,7 +24,11 @@ from torchremat.remat.policies import (
     save_only_these_names,
     save_ops,
 )
-from torchremat.remat.selective import from_selective
+from torchremat.policies.from_selective import from_selective
+from torchremat.policies.offload import (
+    offload_dot_with_no_batch_dims,
+    save_and_offload_only_these_names,
+)
 
 __all__ = [
     "checkpoint_dots",

@@ -10,10 +10,10 @@
 (16384, 279560)
 """
 
-from torchremat.remat.host_pool import HostStats
-from torchremat.remat.host_pool import reset_counts as reset_host_counts
-from torchremat.remat.host_pool import stats as host_stats
-from torchremat.remat.measure import HeldBytes, HeldTensor, LiveBytes
+from torchremat.remat.offload.host_pool import HostStats
+from torchremat.remat.offload.host_pool import reset_counts as reset_host_counts
+from torchremat.remat.offload.host_pool import stats as host_stats
+from torchremat.report.live_bytes import HeldBytes, HeldTensor, LiveBytes
 
 __all__ = [
     "HeldBytes",

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from torchremat import _torch
 from torchremat.errors import ArgumentValueError
+from torchremat.policies.builtin import PolicyLike
 from torchremat.remat.checkpoint import checkpoint
-from torchremat.remat.explain import explain
-from torchremat.remat.guards import modules_in, variables_of
-from torchremat.remat.measure import HeldBytes
-from torchremat.remat.policies import PolicyLike
+from torchremat.remat.tracing.variables import modules_in, variables_of
+from torchremat.report.explain import explain
+from torchremat.report.live_bytes import HeldBytes
 
 _TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10}
 

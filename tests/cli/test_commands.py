@@ -6,8 +6,8 @@ import torch
 
 import torchremat as tr
 from tests.cli.commands import in_folder, output_of, run  # noqa: F401
-from torchremat.cli.benchmarks import difference
-from torchremat.cli.targets import load_target
+from torchremat.cli.arguments.targets import load_target
+from torchremat.cli.commands.run_bench import difference
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 MODEL = "model.py:make"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import torchremat as tr
 from torchremat import _torch
-from torchremat.compile import machines
+from torchremat.compile import device_support as machines
 from torchremat.compile.lowering import lower
 from torchremat.errors import (
     CompilerWarning,

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchremat as tr
-from torchremat.avals import Aval
+from torchremat.core.avals import Aval
 from torchremat.derivatives.custom_jvp import custom_jvp
 from torchremat.derivatives.custom_vjp import custom_vjp
 from torchremat.derivatives.gradients import grad, jvp, value_and_grad, vjp

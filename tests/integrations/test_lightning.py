@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import OptionError, UnmatchedWarning
-from torchremat.integrations.switched import switched_forward
+from torchremat.integrations.training_only import switched_forward
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # both warn of few workers, no logger and what of PyTorch they use

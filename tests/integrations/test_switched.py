@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat.integrations.measured import StepPeak
-from torchremat.integrations.switched import Applied, remove, switched_forward
+from torchremat.integrations.callback import StepPeak
+from torchremat.integrations.training_only import Applied, remove, switched_forward
 from torchremat.measure import LiveBytes
 from torchremat.nn import report, wrap
 

@@ -22,12 +22,12 @@ from torchremat.errors import (
     OptionError,
     PolicyValueError,
 )
-from torchremat.remat.measure import LiveBytes
+from torchremat.report.live_bytes import LiveBytes
 
 transformers = pytest.importorskip("transformers")
 
 from torchremat.integrations import transformers as integration  # noqa: E402
-from torchremat.integrations.switched import switched_forward  # noqa: E402
+from torchremat.integrations.training_only import switched_forward  # noqa: E402
 from torchremat.integrations.transformers import RematCallback  # noqa: E402
 
 FAST = ("gpt2", "bert, fused attention", "mamba")

@@ -53,8 +53,8 @@ def test_compiles(target, dtype, reduction, tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from torchremat.kernels.segments_eager import accumulator_dtype, identity_of
-    from torchremat.kernels.segments_triton import LONG, segment_kernel
+    from torchremat.kernels.segments.segments_eager import accumulator_dtype, identity_of
+    from torchremat.kernels.segments.segments_triton import LONG, segment_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     data, partials = f"*{NAMES[dtype]}", f"*{NAMES[accumulator_dtype(dtype)]}"
@@ -79,8 +79,8 @@ def test_compiles(target, dtype, reduction, tmp_path, monkeypatch):
 def test_inductor_finds_the_kernel():
     from torch._library.triton import get_triton_kernels_for_op
 
-    from torchremat.kernels import segment_ops
-    from torchremat.kernels.segments_triton import segment_kernel
+    from torchremat.kernels.segments import segment_ops
+    from torchremat.kernels.segments.segments_triton import segment_kernel
 
     assert segment_ops.HAS_TRITON
     assert get_triton_kernels_for_op("torchremat::segment_max") == [segment_kernel]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import torchremat as tr
-from torchremat.kernels import segment_ops
+from torchremat.kernels.segments import segment_ops
 
 RUNS = {"count": 0}
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import torchremat as tr
 from torchremat.errors import AxisNameError, NotAvailableError, ProcessError
-from torchremat.parallel import faults, plans
+from torchremat.parallel import agreed_plan as plans
+from torchremat.parallel import process_failures as faults
 from torchremat.planning import planner
 
 CHECKS = {}

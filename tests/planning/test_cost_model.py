@@ -17,12 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import torchremat as tr
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions, trace_joint
-from torchremat.graph.modules import ModulePaths
-from torchremat.graph.tracing import InputSpec
-from torchremat.planning import cost_model, measuring, profiling
-from torchremat.planning.calls import Call
+from torchremat.planning import cost_model
 from torchremat.planning.cost_model import CostModel, measure
-from torchremat.planning.devices import KNOWN_DEVICES, Rates, rates_of
+from torchremat.planning.costs import measured_rates as measuring
+from torchremat.planning.costs import op_timer as profiling
+from torchremat.planning.costs.device_rates import KNOWN_DEVICES, Rates, rates_of
+from torchremat.planning.costs.op_signature import Call
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import ModulePaths
 
 aten = torch.ops.aten
 # one operation or byte a second, and no time to launch

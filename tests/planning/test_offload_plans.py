@@ -13,16 +13,17 @@ import torchremat as tr
 from tests.helpers import assert_same
 from torchremat import planning
 from torchremat.checkpoint_policies import everything_saveable, from_plan, memory_budget
+from torchremat.core.formatting import human_bytes
 from torchremat.errors import OffloadWarning, PlanError
 from torchremat.measure import HeldBytes, LiveBytes
 from torchremat.planning import CostModel, Plan
-from torchremat.planning.devices import rates_of
-from torchremat.planning.step import LEAST_OFFLOAD
-from torchremat.planning.steps import timeline_of
-from torchremat.remat import host_copies, host_pool
-from torchremat.remat.program import FunctionProgram
-from torchremat.remat.report import human_bytes
-from torchremat.viz.reading import picture_of
+from torchremat.planning.costs.device_rates import rates_of
+from torchremat.planning.step.problem_builder import LEAST_OFFLOAD
+from torchremat.planning.step.traced_step import timeline_of
+from torchremat.remat.offload import copies as host_copies
+from torchremat.remat.offload import host_pool
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.viz.picture.build import picture_of
 
 
 def tower(depth: int, width: int) -> nn.Module:

@@ -20,8 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
-from torchremat.planning.ordering import Decisions, replay_of
-from torchremat.planning.problem import (
+from torchremat.planning.problem.problem import (
     Operator,
     Part,
     Problem,
@@ -30,6 +29,7 @@ from torchremat.planning.problem import (
     costs_of,
     plain_schedule,
 )
+from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.solver import Options, Solution, solve
 
 FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD

@@ -9,8 +9,8 @@ from torch import nn
 import torchremat as tr
 from tests.planning.models import GPT
 from torchremat._torch import TorchDispatchMode
-from torchremat.planning.budgets import Budget
-from torchremat.remat.report import human_bytes
+from torchremat.core.formatting import human_bytes
+from torchremat.planning.budget import Budget
 
 
 @torch.library.custom_op("torchremat_tests::hungry", mutates_args=())

@@ -9,6 +9,7 @@ from torch import nn
 import torchremat as tr
 from tests.planning.models import GPT, MODELS
 from torchremat import planning
+from torchremat.core.formatting import human_bytes
 from torchremat.errors import (
     BudgetError,
     BudgetSpellingError,
@@ -17,8 +18,7 @@ from torchremat.errors import (
     TraceError,
 )
 from torchremat.measure import LiveBytes
-from torchremat.planning.budgets import Budget
-from torchremat.remat.report import human_bytes
+from torchremat.planning.budget import Budget
 
 TOKENS = torch.randint(0, 64, (2, 32))
 

@@ -13,9 +13,9 @@ from tests.planning.models import MODELS
 from tests.planning.test_budget_policy import step
 from torchremat.checkpoint_policies import memory_budget
 from torchremat.errors import BudgetError, PolicyError
-from torchremat.planning.held_limits import with_limit, without_wait
-from torchremat.planning.ordering import Decisions, replay_of
-from torchremat.planning.problem import Operator, Part, Problem, costs_of
+from torchremat.planning.planner import with_limit, without_wait
+from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
+from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.solver import solve
 
 

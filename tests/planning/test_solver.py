@@ -8,21 +8,15 @@ import pytest
 from hypothesis import given, note
 
 from tests.planning.test_oracles import cases, examples, least_seconds
-from torchremat.planning.facts import Facts
-from torchremat.planning.linear import LinearProgram, silence
-from torchremat.planning.moments import Moment
-from torchremat.planning.ordering import Decisions, replay_of
-from torchremat.planning.problem import (
-    Operator,
-    Part,
-    Problem,
-    costs_of,
-    plain_schedule,
-)
-from torchremat.planning.program import SavingProgram
-from torchremat.planning.reorder import floor_of, reordered
+from torchremat.planning.milp.intervals import Moment
+from torchremat.planning.milp.linear_program import LinearProgram, silence
+from torchremat.planning.milp.problem_index import Facts
+from torchremat.planning.milp.saving_program import SavingProgram
+from torchremat.planning.problem.backward_order import floor_of, reordered
+from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of, plain_schedule
+from torchremat.planning.problem.replay import Decisions, replay_of
+from torchremat.planning.problem.trial import Trier
 from torchremat.planning.solver import Options, solve
-from torchremat.planning.trials import Trier
 
 FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD
 

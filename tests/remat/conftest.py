@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from torchremat import config
-from torchremat.remat import host_pool
+from torchremat.remat.offload import host_pool
 
 
 @pytest.fixture

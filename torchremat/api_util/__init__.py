@@ -7,13 +7,14 @@ is a leaf.
 from torchremat.api_util.axes import flatten_axes
 from torchremat.api_util.donation_vectors import donation_vector, rebase_donate_argnums
 from torchremat.api_util.flattening import (
+    ArgnumsPartial,
     apply_flat_fun,
     apply_flat_fun_nokwargs,
+    argnums_partial,
     flatten_fun,
     flatten_fun_nokwargs,
 )
 from torchremat.api_util.hashing import WrapHashably, same_value
-from torchremat.api_util.partial import ArgnumsPartial, argnums_partial
 from torchremat.api_util.static_arguments import (
     ArgumentSelection,
     StaticArguments,

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.graph.mapped_functions import run_mapped
-from torchremat.graph.named_axes import AxisName
 from torchremat.graph.ops import draws_by_shape
-from torchremat.graph.questions import Questions
-from torchremat.graph.shardings import CotangentPlacements, Sharding, put_together
-from torchremat.graph.sizes import Interpreter
-from torchremat.graph.surroundings import Surroundings
-from torchremat.graph.tracing import InputSpec, Tracing
+from torchremat.graph.symbolic_sizes import Interpreter
+from torchremat.tracing.ambient_state import Surroundings
+from torchremat.tracing.axes.mapped_functions import run_mapped
+from torchremat.tracing.axes.named_axes import AxisName
+from torchremat.tracing.dtensors import CotangentPlacements, Sharding, put_together
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.tracing import Tracing
+from torchremat.tracing.value_guards import Questions
 
 FlatFunction = Callable[[list[Tensor]], list[Any]]
 
@@ -263,3 +264,30 @@ def gradients(
             create_graph=create_graph,
         )
     )
+
+
+class NotedInterpreter(Interpreter):
+    """Runs a graph in a trace; what an operator turns into gets its module and source line."""
+
+    def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
+        super().__init__(module)
+        self.tracing = tracing
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one operator, with its notes, in the phase that the trace is in."""
+        self.tracing.notes = n.meta | {"phase": self.tracing.phase}
+        try:
+            return super().run_node(n)
+        finally:
+            self.tracing.notes = None
+
+
+@dataclass(frozen=True, eq=False)
+class NotedBody(Body):
+    """The function that runs a graph. Each operator is noted as what it comes from."""
+
+    module: fx.GraphModule
+
+    def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs of the graph."""
+        return list(NotedInterpreter(self.module, tracing).run(*inputs))

@@ -18,12 +18,14 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.autodiff.bodies import Body, gradients
 from torchremat.errors import EffectError
-from torchremat.graph.dynamic_inputs import shapes_of
-from torchremat.graph.function_calls import FunctionCalls, drop_inside
-from torchremat.graph.functionalize import functionalize
-from torchremat.graph.modules import ModulePaths
-from torchremat.graph.no_grad import refuse_no_grad_writes
-from torchremat.graph.tracing import InputSpec, Tracing
+from torchremat.graph.nodes import is_forward
+from torchremat.tracing.dynamic_inputs import shapes_of
+from torchremat.tracing.function_op import FunctionCalls, drop_inside
+from torchremat.tracing.functionalize import functionalize
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.no_grad_op import refuse_no_grad_writes
+from torchremat.tracing.tracing import Tracing
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +64,6 @@ class Joint:
                 needed.add(node)
                 stack.extend(node.all_input_nodes)
         return [node for node in self.forward_nodes if node in needed]
-
-
-def is_forward(node: fx.Node) -> bool:
-    """Whether the function itself, and not its derivative, runs the operator `node`."""
-    return (
-        node.op in ("call_function", "get_attr") and node.meta.get("phase", "forward") == "forward"
-    )
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import RetraceError
-from torchremat.graph.aliases import changes_nothing, is_item
-from torchremat.graph.codegen import is_identity
-from torchremat.graph.eqns import attribute
+from torchremat.graph.aliasing import changes_nothing
+from torchremat.graph.nodes import attribute, is_identity, is_item
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from torchremat.graph.aliases import is_view
+from torchremat.graph.nodes import is_view
 
 MayKeep = Callable[[fx.Node], bool]
 """Whether the value of a known operator may be kept."""

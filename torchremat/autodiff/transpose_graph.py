@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.autodiff.bodies import Body, gradients
-from torchremat.autodiff.graph_transforms import (
+from torchremat.autodiff.jvp_graph import (
     TensorsOf,
     TracedBody,
     check_inexact,
@@ -25,14 +25,14 @@ from torchremat.autodiff.graph_transforms import (
     trace_body,
     with_holes,
 )
+from torchremat.core.trees import HOLE, Structure, tuple_of
 from torchremat.errors import GraphError
-from torchremat.graph.building import build_graph
-from torchremat.graph.dce import check_mask, eliminate_dead
-from torchremat.graph.dependence import depending_on, read_by
-from torchremat.graph.printing import format_graph
-from torchremat.graph.structure import HOLE, Structure, tuple_of
-from torchremat.graph.tracing import Tracing
-from torchremat.graph.typed_graph import TypedGraph
+from torchremat.tracing.tracing import Tracing
+from torchremat.typed_graph.building import build_graph
+from torchremat.typed_graph.dce import check_mask, eliminate_dead
+from torchremat.typed_graph.dependence import depending_on, read_by
+from torchremat.typed_graph.printing import format_graph
+from torchremat.typed_graph.typed_graph import TypedGraph
 
 aten = torch.ops.aten
 

@@ -3,32 +3,15 @@
 The counterpart of `jax.interpreters.batching`.
 """
 
-from torchremat.batching.batch_graph import batch_graph
-from torchremat.batching.collectives import (
-    axis_index,
-    axis_size,
-    pmax,
-    pmean,
-    pmin,
-    psum,
-)
-from torchremat.batching.custom_vmap import custom_vmap, sequential_vmap
-from torchremat.batching.exchanges import (
-    all_gather,
-    all_to_all,
-    ppermute,
-    pshuffle,
-    psum_scatter,
-)
-from torchremat.batching.positions import (
+from torchremat.batching.axis_positions import (
     bdim_at_front,
     broadcast,
     matchaxis,
     moveaxis,
     not_mapped,
 )
-from torchremat.batching.ragged.pile import ConcatAxis, Pile, PileTy, pile_axis
-from torchremat.batching.rules import (
+from torchremat.batching.batch_graph import batch_graph
+from torchremat.batching.batching_rules import (
     axis_primitive_batchers,
     defbroadcasting,
     defreducer,
@@ -36,7 +19,17 @@ from torchremat.batching.rules import (
     primitive_batchers,
     spmd_axis_primitive_batchers,
 )
-from torchremat.batching.segments import segment_sum
+from torchremat.batching.collectives.exchange import (
+    all_gather,
+    all_to_all,
+    ppermute,
+    pshuffle,
+    psum_scatter,
+)
+from torchremat.batching.collectives.reduce import axis_index, axis_size, pmax, pmean, pmin, psum
+from torchremat.batching.custom_vmap import custom_vmap, sequential_vmap
+from torchremat.batching.ragged.pile import ConcatAxis, Pile, PileTy, pile_axis
+from torchremat.batching.segment_sum import segment_sum
 from torchremat.batching.sharding import with_sharding_constraint
 from torchremat.batching.vmap import vmap
 from torchremat.batching.vmappable import is_vmappable, register_vmappable, unregister_vmappable

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.batching.positions import bdim_at_front
-from torchremat.batching.rules import rules_where_torch_has_none
+from torchremat.batching.axis_positions import bdim_at_front
+from torchremat.batching.batching_rules import rules_where_torch_has_none
 
 _attention = _torch.FLASH_ATTENTION
 _backward = _torch.FLASH_ATTENTION_BACKWARD

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, fx
 
 from torchremat.autodiff.bodies import BatchedBody, Body
-from torchremat.autodiff.graph_transforms import TensorsOf, check_pure, spec_of, trace_body
+from torchremat.autodiff.jvp_graph import TensorsOf, check_pure, spec_of, trace_body
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
-from torchremat.graph.building import build_graph
-from torchremat.graph.dce import copied, set_outputs
-from torchremat.graph.named_axes import AxisName
-from torchremat.graph.tracing import InputSpec, Tracing
-from torchremat.graph.typed_graph import TypedGraph
+from torchremat.tracing.axes.named_axes import AxisName
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.tracing import Tracing
+from torchremat.typed_graph.building import build_graph
+from torchremat.typed_graph.dce import copied, set_outputs
+from torchremat.typed_graph.typed_graph import TypedGraph
 
 Axes = int | None | Sequence[int | None]
 aten = torch.ops.aten

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import flatten_axes
-from torchremat.batching.positions import broadcast, moveaxis
+from torchremat.batching.axis_positions import broadcast, moveaxis
+from torchremat.core.source import name_of
 from torchremat.errors import ArgumentTypeError, MissingRuleError, RuleError
-from torchremat.remat.bound import name_of
 
 VmapRule = Callable[..., tuple[Any, Any]]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import AxisError, NotAvailableError
-from torchremat.graph.named_axes import frame_being_mapped
-from torchremat.graph.tracing import current_tracing
+from torchremat.tracing.axes.named_axes import frame_being_mapped
+from torchremat.tracing.tracing import current_tracing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchremat.batching.positions import canonical_axis
+from torchremat.batching.axis_positions import canonical_axis
 from torchremat.batching.vmap import vmap
 from torchremat.errors import AxisError, AxisTypeError
 

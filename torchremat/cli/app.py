@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from torchremat.cli import options
-from torchremat.cli.running import Command
+from torchremat.cli.terminal.exit_codes import Command
 
 _TARGET = """
     TARGET is package.module:name or path/to/file.py:name, where name is a function without
@@ -79,7 +79,7 @@ def main() -> None:
 @options.debug
 def plan(**given: Any) -> None:
     """Plan what to save and what to compute again within a budget of peak memory."""
-    from torchremat.cli.plans import PlanOptions, run_plan
+    from torchremat.cli.commands.run_plan import PlanOptions, run_plan
 
     run_plan(PlanOptions(**given))
 
@@ -104,7 +104,7 @@ def plan(**given: Any) -> None:
 @options.debug
 def residuals(**given: Any) -> None:
     """Show what is kept from the forward pass for the backward, what is computed again, and why."""
-    from torchremat.cli.residuals import ResidualsOptions, run_residuals
+    from torchremat.cli.commands.run_residuals import ResidualsOptions, run_residuals
 
     run_residuals(ResidualsOptions(**given))
 
@@ -127,7 +127,7 @@ def residuals(**given: Any) -> None:
 @options.debug
 def graph(**given: Any) -> None:
     """Print the traced graph with types, or draw it with what is saved and what computed again."""
-    from torchremat.cli.graphs import GraphOptions, run_graph
+    from torchremat.cli.commands.run_graph import GraphOptions, run_graph
 
     run_graph(GraphOptions(**given))
 
@@ -154,7 +154,7 @@ def compare(**given: Any) -> None:
     Bytes held are exact; the peak is simulated to the byte, and the time is that of a cost model.
     bench measures both.
     """
-    from torchremat.cli.comparing import CompareOptions, run_compare
+    from torchremat.cli.commands.run_compare import CompareOptions, run_compare
 
     run_compare(CompareOptions(**given))
 
@@ -189,7 +189,7 @@ def bench(**given: Any) -> None:
     little can the other ratios be trusted. "bit-equal" says whether outputs and gradients are those
     of plain to the last bit; "no" for "plain again" says that the model gives others each time.
     """
-    from torchremat.cli.benchmarks import BenchOptions, run_bench
+    from torchremat.cli.commands.run_bench import BenchOptions, run_bench
 
     run_bench(BenchOptions(**given))
 
@@ -202,6 +202,6 @@ def bench(**given: Any) -> None:
 @options.debug
 def env(json_path: str | None) -> None:
     """Print what to put in a bug report: versions, processors, settings. Nothing secret is read."""
-    from torchremat.cli.environment import run_env
+    from torchremat.cli.commands.run_env import run_env
 
     run_env(json_path)

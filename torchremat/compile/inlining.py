@@ -14,8 +14,7 @@ from typing import Any
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.aliases import is_item
-from torchremat.graph.eqns import attribute
+from torchremat.graph.nodes import attribute, is_item
 
 
 def inlined(module: fx.GraphModule) -> fx.GraphModule:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.batching.collective_ops import as_exchanges
+from torchremat.batching.collectives.collective_ops import as_exchanges
+from torchremat.compile.device_support import check_devices, lacks_triton, warn_of_triton
 from torchremat.compile.inlining import inlined
-from torchremat.compile.machines import check_devices, lacks_triton, warn_of_triton
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
-from torchremat.remat.compilers import register_compiler
-from torchremat.remat.names import name_p
-from torchremat.remat.replay import draws_forward
+from torchremat.policies.checkpoint_name import name_p
+from torchremat.policies.replay_rules import draws_forward
+from torchremat.remat.program.compilers import register_compiler
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.avals import Aval
-from torchremat.derivatives.calls import CustomJvpCall, uncompiled
+from torchremat.core.avals import Aval
+from torchremat.core.trees import Structure
 from torchremat.derivatives.rule_arguments import (
     Arguments,
     Signature,
@@ -21,10 +21,10 @@ from torchremat.derivatives.rule_arguments import (
     put_together,
     take_apart,
 )
+from torchremat.derivatives.rule_dispatch import CustomJvpCall, uncompiled
 from torchremat.derivatives.rules import Cotangents, JvpRule, Tensors
 from torchremat.derivatives.symbolic_zeros import SymbolicZero, zero_of
 from torchremat.errors import MissingRuleError, RuleTypeError
-from torchremat.graph.structure import Structure
 
 
 class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)

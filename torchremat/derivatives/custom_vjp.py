@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.avals import Aval
-from torchremat.derivatives.calls import CustomVjpCall, uncompiled
+from torchremat.core.avals import Aval
+from torchremat.core.trees import Structure
 from torchremat.derivatives.rule_arguments import (
     Arguments,
     Signature,
@@ -22,11 +22,11 @@ from torchremat.derivatives.rule_arguments import (
     put_together,
     take_apart,
 )
+from torchremat.derivatives.rule_dispatch import CustomVjpCall, uncompiled
 from torchremat.derivatives.rules import Cotangents, Tensors, VjpRule
 from torchremat.derivatives.symbolic_zeros import CustomVJPPrimal, SymbolicZero, zero_of
 from torchremat.errors import MissingRuleError, RuleTypeError, RuleValueError
-from torchremat.graph.structure import Structure
-from torchremat.remat.make_graph import is_kept_whole
+from torchremat.remat.op.make_graph import is_kept_whole
 
 
 class custom_vjp:  # noqa: N801 (JAX's name, used as a decorator)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.avals import Aval
-from torchremat.derivatives.flattened import (
+from torchremat.core.avals import Aval
+from torchremat.derivatives.flat_functions import (
     Flattened,
     check_callable,
     conjugated,
@@ -22,7 +22,7 @@ from torchremat.derivatives.linearize import pull_back_graph
 from torchremat.derivatives.rule_arguments import name_of, outline
 from torchremat.derivatives.rules import is_inexact
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError
-from torchremat.graph.typed_graph import TypedGraph
+from torchremat.typed_graph.typed_graph import TypedGraph
 
 
 def grad(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.derivatives.flattened import Flattened, check_callable, positions
+from torchremat.derivatives.flat_functions import Flattened, check_callable, positions
 from torchremat.derivatives.gradients import pull_back_of, push_forward
 from torchremat.derivatives.rule_arguments import name_of
 from torchremat.derivatives.rules import is_inexact

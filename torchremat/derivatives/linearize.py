@@ -15,17 +15,17 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments
-from torchremat.autodiff.graph_transforms import jvp_graph
+from torchremat.autodiff.jvp_graph import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
-from torchremat.avals import Aval
-from torchremat.derivatives.flattened import Flattened, check_callable, fits, like
+from torchremat.core.avals import Aval
+from torchremat.core.trees import HOLE, Structure
+from torchremat.derivatives.flat_functions import Flattened, check_callable, fits, like
 from torchremat.derivatives.rule_arguments import leaves_up_to, name_of, outline
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError, GraphError
-from torchremat.graph.dce import copied, eliminate_dead, set_outputs
-from torchremat.graph.structure import HOLE, Structure
-from torchremat.graph.typed_graph import TypedGraph, eval_graph
-from torchremat.remat.make_graph import trace_graph
-from torchremat.remat.partial_eval_graph import partial_eval_graph
+from torchremat.remat.op.make_graph import trace_graph
+from torchremat.remat.op.partial_eval_graph import partial_eval_graph
+from torchremat.typed_graph.dce import copied, eliminate_dead, set_outputs
+from torchremat.typed_graph.typed_graph import TypedGraph, eval_graph
 
 aten = torch.ops.aten
 _CHANGES_OF_FORM = {aten.expand.default, aten._to_copy.default}

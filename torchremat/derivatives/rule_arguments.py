@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import as_argnums
-from torchremat.avals import Aval
+from torchremat.core.avals import Aval
+from torchremat.core.trees import HOLE, Structure, tuple_of
 from torchremat.errors import RuleTypeError
-from torchremat.graph.structure import HOLE, Structure, tuple_of
 
 
 def name_of(fun: Callable[..., Any]) -> str:

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
 from torchremat.errors import ForwardModeError
-from torchremat.graph.mapped_functions import run_mapped
-from torchremat.graph.named_axes import AxisName
-from torchremat.graph.tracing import map_arguments
+from torchremat.tracing.axes.mapped_functions import run_mapped
+from torchremat.tracing.axes.named_axes import AxisName
+from torchremat.tracing.tracing import map_arguments
 
 Tensors = Sequence[Tensor]
 Cotangents = Sequence[Tensor | None]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchremat.avals import Aval
+from torchremat.core.avals import Aval
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.sizes import Size, symbols_in
+from torchremat.graph.nodes import is_identity
+from torchremat.graph.symbolic_sizes import Size, symbols_in
 
 Runner = Callable[[list[Any]], tuple[Any, ...]]
 """Runs a graph: from a list of inputs, which it empties, to a tuple of outputs.
@@ -169,14 +170,8 @@ class _Writer:
         return self.bound[id(value)]
 
 
-def is_identity(node: fx.Node) -> bool:
-    """Whether `node` hands its input on: it has a meaning for transformations, none at run time."""
-    return getattr(node.target, "is_identity", False) or node.target in _IDENTITIES
-
-
 # an output is a tensor of its own: autograd keeps a record for each
 _alias = _torch.boxed_call(torch.ops.aten.alias.default)
-_IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 def all_items(node: fx.Node) -> dict[int, fx.Node]:

@@ -18,7 +18,7 @@ from torchremat._torch import (
     OpOverloadPacket,
     schema_arguments,
 )
-from torchremat.avals import Aval
+from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 
 # fmt: off

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from torchremat.graph.inner_graphs import inner_graphs_of
+from torchremat.graph.nodes import _body, inner_graphs_of
 
 
 def slice_graph(
@@ -105,3 +106,69 @@ def nodes_read_by(node: fx.Node) -> list[fx.Node]:
     inputs = body.graph.find_nodes(op="placeholder")
     read = [o for o, i in zip(operands, inputs, strict=True) if i.users]
     return [reference, *(o for o in read if isinstance(o, fx.Node))]
+
+
+aten = torch.ops.aten
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Remove transposes of transposes: a backward pass has two for each `nn.Linear`.
+
+    u = t(w);  v = t(u)     v is w, strides and all
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.t.default):
+        inner = node.args[0]
+        if isinstance(inner, fx.Node) and inner.target is aten.t.default:
+            source = inner.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+    for node in reversed(list(graph.nodes)):
+        if node.target is aten.t.default and not node.users:
+            graph.erase_node(node)
+
+
+def prune_bodies(
+    module: fx.GraphModule, *, must_run: Callable[[fx.Node], bool] | None = None
+) -> None:
+    """Let each checkpoint inside compute only those of its outputs that somebody reads."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if not hasattr(node.target, "runner_of"):
+            continue
+        body = _body(node)
+        (output,) = body.graph.find_nodes(op="output")
+        results = output.args[0]
+        used = {item.args[1] for item in node.users}
+        if all(i in used or not isinstance(r, fx.Node) for i, r in enumerate(results)):
+            continue
+        wanted = [r if i in used else None for i, r in enumerate(results)]
+        inputs = body.graph.find_nodes(op="placeholder")
+        pruned = slice_graph(body, inputs, wanted, must_run=must_run)
+        prune_bodies(pruned, must_run=must_run)
+        pruned.meta.update(program=body.meta.get("program"))
+        with graph.inserting_before(node):
+            node.args = (_reference(graph, pruned, node), *node.args[1:])
+    _eliminate_dead(graph, must_run)
+
+
+def _eliminate_dead(graph: fx.Graph, must_run: Callable[[fx.Node], bool] | None) -> None:
+    keeps = must_run or (lambda node: False)
+    # not graph.eliminate_dead_code, which goes into bodies and asks nobody there
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in _ENDS and not keeps(node):
+            graph.erase_node(node)
+
+
+_ENDS = ("placeholder", "output")
+
+
+def _reference(graph: fx.Graph, body: fx.GraphModule, like: fx.Node) -> fx.Node:
+    module = graph.owning_module
+    assert module is not None
+    number = 0
+    while hasattr(module, name := f"opened_{number}"):
+        number += 1
+    module.add_module(name, body)
+    node = graph.get_attr(name)
+    node.meta = {key: like.meta.get(key) for key in ("phase", "module", "source")}
+    return node

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from torchremat.errors import OptionError
-from torchremat.integrations.session import SessionCallback
-from torchremat.integrations.switched import Applied, remove
-from torchremat.remat.policies import Policy
-from torchremat.remat.select import has_forward
+from torchremat.integrations.callback import SessionCallback
+from torchremat.integrations.training_only import Applied, remove
+from torchremat.policies.builtin import Policy
+from torchremat.policies.module_selection import has_forward
 
 __all__ = ["RematCallback"]
 

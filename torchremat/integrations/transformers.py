@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import nn
 
+from torchremat.core.source import warn_user
 from torchremat.errors import NoMatchError, OptionError, nearest_names
-from torchremat.graph.sources import warn_user
-from torchremat.integrations.session import SessionCallback
-from torchremat.integrations.switched import Applied, remove
-from torchremat.remat.assigned import PolicyByPattern
-from torchremat.remat.policies import PolicyLike, as_policy
+from torchremat.integrations.callback import SessionCallback
+from torchremat.integrations.training_only import Applied, remove
+from torchremat.policies.builtin import PolicyLike, as_policy
+from torchremat.remat.module_policies import PolicyByPattern
 
 try:
     from transformers import PreTrainedModel, TrainerCallback

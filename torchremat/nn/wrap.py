@@ -6,13 +6,13 @@ from torch import nn
 
 from torchremat.compile.lowering import check_backend
 from torchremat.errors import ArgumentTypeError, NoMatchError, NoStepError
-from torchremat.remat.assigned import PolicyByPattern, assigned_policies
+from torchremat.policies.builtin import PolicyLike
+from torchremat.policies.module_selection import Select
 from torchremat.remat.checkpoint import check_prevent_cse
-from torchremat.remat.explain import Report, report_of_programs
 from torchremat.remat.module_forward import RematForward, wrapped_forward
-from torchremat.remat.policies import PolicyLike
-from torchremat.remat.program import FunctionProgram
-from torchremat.remat.select import Select
+from torchremat.remat.module_policies import PolicyByPattern, assigned_policies
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.report.explain import Report, report_of_programs
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 

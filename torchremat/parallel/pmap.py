@@ -17,10 +17,11 @@ from torch import Tensor, distributed
 from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.api_util.static_arguments import as_argnums
-from torchremat.batching.axes import MappedLeaves, check_axes
-from torchremat.batching.mapping import Mapping
+from torchremat.batching.mapped_arguments import MappedLeaves, check_axes
+from torchremat.batching.vmap_level import Mapping
 from torchremat.batching.vmappable import is_vmappable
-from torchremat.compile.jit import jit
+from torchremat.compile.jit.jit import jit
+from torchremat.core.source import current_source
 from torchremat.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -28,10 +29,7 @@ from torchremat.errors import (
     AxisTypeError,
     NotAvailableError,
 )
-from torchremat.graph.named_axes import AxisFrame, AxisName, axes_in_scope, in_scope
-from torchremat.graph.sources import current_source
 from torchremat.parallel.devices import process_count
-from torchremat.parallel.faults import agree, tell_others
 from torchremat.parallel.pmap_options import (
     Options,
     check_devices,
@@ -42,6 +40,8 @@ from torchremat.parallel.pmap_options import (
     number_of_own,
 )
 from torchremat.parallel.process_axes import ALONE
+from torchremat.parallel.process_failures import agree, tell_others
+from torchremat.tracing.axes.named_axes import AxisFrame, AxisName, axes_in_scope, in_scope
 
 
 class ProcessMapped:

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.avals import Aval
 from torchremat.batching.vmappable import is_spec
+from torchremat.core.avals import Aval
+from torchremat.core.source import current_source
 from torchremat.errors import ArgumentValueError, AxisError, AxisTypeError, DeviceError
-from torchremat.graph.named_axes import AxisName
-from torchremat.graph.sources import current_source
 from torchremat.parallel.devices import (
     Device,
     local_device_count,
     process_count,
     process_index,
 )
+from torchremat.tracing.axes.named_axes import AxisName
 
 
 @dataclass(frozen=True)

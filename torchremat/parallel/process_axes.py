@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from torchremat import _torch
-from torchremat.avals import Aval
-from torchremat.batching.collective_ops import (
+from torchremat.batching.collectives.collective_ops import (
     CollectiveOp,
     all_gather_p,
     all_to_all_p,
@@ -32,10 +31,11 @@ from torchremat.batching.collective_ops import (
     psum_p,
     psum_scatter_p,
 )
+from torchremat.core.avals import Aval
+from torchremat.core.source import current_source
 from torchremat.errors import AxisNameError, ProcessError
-from torchremat.graph.named_axes import AxisName
-from torchremat.graph.sources import current_source
-from torchremat.parallel.faults import what_others_say
+from torchremat.parallel.process_failures import what_others_say
+from torchremat.tracing.axes.named_axes import AxisName
 
 ALONE = "this process"
 """The group of this process, where there are no others."""

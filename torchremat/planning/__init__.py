@@ -12,12 +12,12 @@ True
 """
 
 from torchremat.planning import cost_model
+from torchremat.planning.api import Pareto, ParetoPoint, pareto, plan
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.estimate import Estimate, estimate
+from torchremat.planning.memory.simulate import simulate
+from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.plan import Figures, Plan
-from torchremat.planning.plans import Pareto, ParetoPoint, pareto, plan
-from torchremat.planning.simulate import simulate
-from torchremat.planning.timeline import Timeline
 
 __all__ = [
     "CostModel",

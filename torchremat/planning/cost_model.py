@@ -13,15 +13,14 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
-from torchremat.graph.aliases import is_item, is_view
-from torchremat.graph.inner_graphs import inner_graphs_of
+from torchremat.graph.nodes import inner_graphs_of, is_item, is_view
 from torchremat.graph.ops import op_name
-from torchremat.planning.calls import Call
-from torchremat.planning.devices import Rates, rates_of, this_device
-from torchremat.planning.fusion import flops_again, is_read_in_place, is_written
-from torchremat.planning.measuring import kept_rates
-from torchremat.planning.profiling import NodeTimer
-from torchremat.planning.work import Work, has_formula, work_of
+from torchremat.planning.costs.device_rates import Rates, rates_of, this_device
+from torchremat.planning.costs.fusion import flops_again, is_read_in_place, is_written
+from torchremat.planning.costs.measured_rates import kept_rates
+from torchremat.planning.costs.op_signature import Call
+from torchremat.planning.costs.op_timer import NodeTimer
+from torchremat.planning.costs.op_work import Work, has_formula, work_of
 
 Device = Union[str, torch.device, Rates, "CostModel", None]
 """What `CostModel.of` takes."""

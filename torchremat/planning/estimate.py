@@ -7,27 +7,25 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchremat.core.formatting import human_bytes, human_seconds, table
 from torchremat.errors import ArgumentTypeError
-from torchremat.planning.budgets import Budget
+from torchremat.planning.api import device_of
+from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.optimizers import (
+from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,
     input_nbytes,
     parameter_nbytes,
     state_nbytes,
 )
-from torchremat.planning.plan import human_seconds
-from torchremat.planning.plans import device_of
-from torchremat.planning.steps import graphs_of, region_of, timeline_of
-from torchremat.planning.timeline import Timeline
-from torchremat.remat.assigned import under_policy
-from torchremat.remat.bound import refuse_misspelt
-from torchremat.remat.host_copies import COPIES
-from torchremat.remat.plain_autograd import plain_autograd
-from torchremat.remat.policies import PolicyLike, as_policy
-from torchremat.remat.program import FunctionProgram
-from torchremat.remat.report import human_bytes, table
-from torchremat.remat.select import Select
+from torchremat.planning.memory.timeline import Timeline
+from torchremat.planning.step.traced_step import graphs_of, region_of, timeline_of
+from torchremat.policies.builtin import PolicyLike, as_policy, plain_autograd
+from torchremat.policies.module_selection import Select
+from torchremat.remat.module_policies import under_policy
+from torchremat.remat.offload.copies import COPIES
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.tracing.input_labels import refuse_misspelt
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from torchremat.graph.aliases import call_of
-from torchremat.planning.simulate import simulate
-from torchremat.planning.steps import graphs_of
-from torchremat.planning.timeline import LiveValue, Timeline
-from torchremat.remat.policy_protocol import Failed
-from torchremat.remat.program import FunctionProgram
-from torchremat.remat.report import human_bytes
+from torchremat.core.formatting import human_bytes
+from torchremat.graph.nodes import call_of
+from torchremat.planning.memory.simulate import simulate
+from torchremat.planning.memory.timeline import LiveValue, Timeline
+from torchremat.planning.step.traced_step import graphs_of
+from torchremat.policies.policy import Failed
+from torchremat.remat.program.program import FunctionProgram
 
 _SHOWN = 5
 

@@ -9,17 +9,23 @@ from importlib import import_module
 
 from torch import fx
 
-from torchremat.autodiff.graph_schedule import GraphSchedule
 from torchremat.autodiff.joint import Joint
+from torchremat.core.formatting import _percent, human_bytes, human_seconds, table
 from torchremat.errors import PlanError
+from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.elsewhere import kept_elsewhere
-from torchremat.planning.fingerprints import difference, fingerprint_of, lines_of
-from torchremat.planning.simulate import simulate
-from torchremat.planning.timeline import Timeline
-from torchremat.remat.report import human_bytes, table
+from torchremat.planning.memory.simulate import simulate
+from torchremat.planning.memory.timeline import Timeline
+from torchremat.planning.step.fingerprint import (
+    difference,
+    fingerprint_of,
+    kept_elsewhere,
+    lines_of,
+)
 
 FORMAT = "torchremat plan"
+
+
 VERSION = 1
 
 
@@ -285,19 +291,3 @@ def order_of(schedule: GraphSchedule, joint: Joint) -> Order:
         tuple(numbers[node] for node in schedule.backward),
         tuple(sorted(numbers[node] for node in schedule.offloaded)),
     )
-
-
-def human_seconds(seconds: float) -> str:
-    """A time for people.
-
-    >>> human_seconds(0.0123), human_seconds(4.2e-6), human_seconds(3)
-    ('12.3 ms', '4.20 us', '3.00 s')
-    """
-    units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-    unit, size = next((u for u in units if abs(seconds) >= u[1]), units[-1])
-    value = seconds / size
-    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,28 +1,27 @@
 """From a joint graph and a budget to a schedule of the graph."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
-from torchremat.autodiff.graph_schedule import GraphSchedule
-from torchremat.autodiff.joint import Joint, is_forward
+from torchremat.autodiff.joint import Joint
+from torchremat.core.formatting import human_bytes
+from torchremat.core.progress import shown_progress
 from torchremat.errors import BudgetError, PlanError, PolicyValueError, nearest_names
-from torchremat.graph.aliases import base_of, call_of
+from torchremat.graph.nodes import base_of, call_of, is_forward
+from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.slicing import nodes_read_by
-from torchremat.planning.budgets import Budget
+from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.fingerprints import lines_of
-from torchremat.planning.held_limits import with_limit, without_wait
-from torchremat.planning.ordering import replay_of
-from torchremat.planning.problem import Costs, Problem, Schedule, costs_of
-from torchremat.planning.progress import shown_progress
-from torchremat.planning.reorder import orders_of
-from torchremat.planning.sharing import solved_once, text_of
+from torchremat.planning.problem.backward_order import orders_of
+from torchremat.planning.problem.problem import Costs, Operator, Part, Problem, Schedule, costs_of
+from torchremat.planning.problem.replay import replay_of
+from torchremat.planning.shared_solve import solved_once, text_of
 from torchremat.planning.solver import Options, Solution, solve_orders
-from torchremat.planning.step import Step
-from torchremat.remat.report import human_bytes
+from torchremat.planning.step.fingerprint import lines_of
+from torchremat.planning.step.problem_builder import Step
 
 SOLVERS = ("auto", "milp", "local")
 
@@ -225,3 +224,34 @@ def _described(call: fx.Node) -> str:
         if is_forward(made_by) and made_by.meta.get("source"):
             return f"{call.target}, for what {made_by.meta['source']} computes"
     return str(call.target)
+
+
+def with_limit(problem: Problem, room: int, limit: int) -> Problem:
+    """`problem` so that what keeps within `room` saves no more than `limit` bytes, outputs apart.
+
+    Numbers of operators and values stay; `without_wait` takes the new one out of a schedule.
+
+    >>> sine = Operator((), (0,), 1.0, Part.FORWARD)
+    >>> cosine = Operator((0,), (1,), 1.0, Part.BACKWARD)
+    >>> limited = with_limit(Problem((sine, cosine), (4, 4)), 100, 6)
+    >>> limited.nbytes, limited.backward
+    ((4, 4, 94), (2, 1))
+    """
+    always = problem.constant + problem.backward_constant
+    always += sum(problem.nbytes[v] for v in problem.outputs)
+    taken = room - always - limit
+    if taken <= 0:  # the budget is the narrower
+        return problem
+    wait = Operator((), (len(problem.nbytes),), 0.0, Part.BACKWARD, repeatable=False)
+    return replace(
+        problem,
+        operators=(*problem.operators, wait),
+        nbytes=(*problem.nbytes, taken),
+        backward_order=(len(problem.operators), *problem.backward),
+    )
+
+
+def without_wait(problem: Problem, schedule: Schedule) -> Schedule:
+    """`schedule`, of `problem` with a limit, as one of `problem`."""
+    end = len(problem.operators)
+    return replace(schedule, backward=tuple(o for o in schedule.backward if o < end))

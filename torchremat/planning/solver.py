@@ -12,23 +12,23 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torchremat.planning.backward_search import (
+from torchremat.planning.milp.row_generation import Rounds
+from torchremat.planning.problem.backward_order import floor_of
+from torchremat.planning.problem.problem import Problem, Schedule, costs_of
+from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.trial import Trial, Trier
+from torchremat.planning.search.backward_search import (
     BackwardSearch,
     Limits,
     Needed,
     is_too_small,
     lowest_by_steps,
 )
-from torchremat.planning.clock import Clock, Deadline, Watch
-from torchremat.planning.cuts import saved_by_cuts
-from torchremat.planning.eviction import Evictor, evicted, lowest_trial
-from torchremat.planning.local_search import LocalSearch
-from torchremat.planning.ordering import Decisions
-from torchremat.planning.problem import Problem, Schedule, costs_of
-from torchremat.planning.record import Record
-from torchremat.planning.reorder import floor_of
-from torchremat.planning.rounds import Rounds
-from torchremat.planning.trials import Trial, Trier
+from torchremat.planning.search.clock import Clock, Deadline, Watch
+from torchremat.planning.search.eviction import Evictor, evicted, lowest_trial
+from torchremat.planning.search.incumbent import Record
+from torchremat.planning.search.local_search import LocalSearch
+from torchremat.planning.search.min_cut import saved_by_cuts
 
 
 @dataclass(frozen=True)

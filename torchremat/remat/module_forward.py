@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from torchremat.api_util import StaticArguments
-from torchremat.remat.checkpoint import Checkpointed
-from torchremat.remat.compilers import compiler_named
-from torchremat.remat.guards import Variable, variables_of
-from torchremat.remat.policies import Policy
-from torchremat.remat.program import FunctionProgram
-from torchremat.remat.under_dynamo import checkpoint_in_compiler, outside_compiler
+from torchremat.policies.builtin import Policy
+from torchremat.remat.checkpointed import Checkpointed
+from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
+from torchremat.remat.program.compilers import compiler_named
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.tracing.variables import Variable, variables_of
 
 
 class RematForward:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchremat.autodiff.joint import is_forward
 from torchremat.errors import RecomputationError
-from torchremat.graph.aliases import is_view
 from torchremat.graph.codegen import compile_graph, symbols_of
+from torchremat.graph.nodes import is_forward, is_view
 from torchremat.graph.slicing import slice_graph
-from torchremat.remat.compiled import Compiled, accept_any_layout
-from torchremat.remat.program import FunctionProgram
-from torchremat.remat.region import Mask
+from torchremat.remat.program.compiled_graph import Compiled, accept_any_layout
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.region import Mask
 
 
 class VerifyingProgram(FunctionProgram):

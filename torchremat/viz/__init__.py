@@ -13,8 +13,8 @@ are figures; and the exports hand the graph to other tools.
 
 from torchremat.viz.exports import to_dot, to_json, to_model_explorer, to_perfetto
 from torchremat.viz.page import diff_html, graph_html
-from torchremat.viz.paretos import pareto
-from torchremat.viz.timelines import timeline
+from torchremat.viz.pareto_figure import pareto
+from torchremat.viz.timeline_figure import timeline
 
 __all__ = [
     "diff_html",

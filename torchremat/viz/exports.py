@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from torchremat.core.formatting import human_bytes
 from torchremat.errors import PlanError
 from torchremat.planning.cost_model import CostModel
-from torchremat.remat.report import human_bytes
-from torchremat.viz.looks import LOOKS, STACK
-from torchremat.viz.picture import Picture, Value
-from torchremat.viz.reading import Drawable, picture_of
+from torchremat.viz.figure.styles import LOOKS, STACK
+from torchremat.viz.picture.build import Drawable, picture_of
+from torchremat.viz.picture.picture import Picture, Value
 
 _DOT_SHAPES = {"box": "box", "cut": "note", "slanted": "parallelogram", "hexagon": "hexagon",
                "round": "oval"}  # fmt: skip

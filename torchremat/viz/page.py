@@ -8,16 +8,16 @@ from string import Template
 from typing import Any
 
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.timeline import Timeline
-from torchremat.viz.looks import LOOKS, STACK
-from torchremat.viz.parts import groups_of
-from torchremat.viz.picture import KINDS, Picture
-from torchremat.viz.reading import Drawable, picture_of
-from torchremat.viz.writing import PathLike, suffix_of, write_text
+from torchremat.planning.memory.timeline import Timeline
+from torchremat.viz.figure.files import PathLike, suffix_of, write_text
+from torchremat.viz.figure.styles import LOOKS, STACK
+from torchremat.viz.picture.build import Drawable, picture_of
+from torchremat.viz.picture.folding import groups_of
+from torchremat.viz.picture.picture import KINDS, Picture
 
 SCRIPTS = (
     "format",
-    "looks",
+    "styles",
     "model",
     "layout",
     "edges",

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 
-from torchremat.batching.ragged import indexing, nested, structural  # noqa: F401  (they register rules)
-from torchremat.batching.ragged.attention import attention
-from torchremat.batching.ragged.calls import RULES, Batch, Call, is_collective, plain
-from torchremat.batching.ragged.extents import Extent
-from torchremat.batching.ragged.loop import loop
-from torchremat.batching.ragged.pointwise import map_entries, pointwise
-from torchremat.batching.ragged.values import Padded, Shared, Value
+from torchremat.batching.ragged.layouts.layouts import Padded, Shared, Value
+from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.rules import indexing, structural  # noqa: F401  (they register rules)
+from torchremat.batching.ragged.rules.attention import attention
+from torchremat.batching.ragged.rules.fallback_loop import loop
+from torchremat.batching.ragged.rules.op_call import RULES, Batch, Call, is_collective, plain
+from torchremat.batching.ragged.rules.pointwise import map_entries, pointwise
 from torchremat.errors import RaggedError
-from torchremat.graph.inner_graphs import inner_graphs_of
-from torchremat.graph.no_grad import no_grad_p
-from torchremat.graph.sizes import SYMBOLIC, Size
-from torchremat.remat.names import name_p
-from torchremat.remat.op import remat_p
+from torchremat.graph.nodes import inner_graphs_of
+from torchremat.graph.symbolic_sizes import SYMBOLIC, Size
+from torchremat.policies.checkpoint_name import name_p
+from torchremat.remat.op.remat_op import remat_p
+from torchremat.tracing.no_grad_op import no_grad_p
 
 BodyRunner = Callable[[fx.GraphModule, Sequence[Value], Batch], Sequence[Any]]
 

@@ -13,7 +13,7 @@ from torchremat import _torch
 from torchremat.batching.ragged.pile_type import EltTy, IndexedSize, Var
 from torchremat.batching.ragged.pile_type import PileTy as PileTy
 from torchremat.errors import RaggedError, RaggedTypeError
-from torchremat.kernels.segments import offsets_of
+from torchremat.kernels.segments.segments import offsets_of
 
 
 @dataclass(frozen=True)

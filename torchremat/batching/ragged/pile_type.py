@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.avals import dtype_name
+from torchremat.core.avals import dtype_name
 
 _numbers = itertools.count(1)
 

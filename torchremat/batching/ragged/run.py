@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.batching.ragged.bodies import run_body
-from torchremat.batching.ragged.calls import Batch
-from torchremat.batching.ragged.element import ElementGraph, ElementSpec, element_graph
-from torchremat.batching.ragged.extents import Extent, Sizes
-from torchremat.batching.ragged.flat import flat_pile_data, padded_of_flat
+from torchremat.batching.ragged.checkpoint_bodies import run_body
 from torchremat.batching.ragged.interpret import interpret
+from torchremat.batching.ragged.layouts.flat import flat_pile_data, padded_of_flat
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
+from torchremat.batching.ragged.layouts.layouts import batch as batch_of
+from torchremat.batching.ragged.layouts.ragged_sizes import Extent, Sizes
 from torchremat.batching.ragged.pile import ConcatAxis, Pile
 from torchremat.batching.ragged.pile_type import IndexedSize
-from torchremat.batching.ragged.values import Packed, Padded, Shared, Value
-from torchremat.batching.ragged.values import batch as batch_of
+from torchremat.batching.ragged.rules.op_call import Batch
+from torchremat.batching.ragged.trace.element_graph import ElementGraph, ElementSpec, element_graph
 from torchremat.errors import RaggedTypeError
-from torchremat.graph.named_axes import AxisFrame, axis_environment, in_scope
+from torchremat.tracing.axes.named_axes import AxisFrame, axis_environment, in_scope
 
 
 @dataclass(frozen=True, eq=False)

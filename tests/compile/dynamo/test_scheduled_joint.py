@@ -1,0 +1,59 @@
+"""Operators that run repeatedly in a graph for a compiler."""
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchremat.compile.dynamo.scheduled_joint import merged_in_runs
+
+aten = torch.ops.aten
+
+
+def normalised_twice(dim: list[int], *, reads_mean: bool) -> fx.Graph:
+    """A forward pass, the same once more, and a backward pass that reads the mean, or not."""
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = []
+        for _ in range(2):
+            var, mean = torch.var_mean(x, dim, keepdim=True)
+            results.append((x - mean) * torch.rsqrt(var))
+        return (*results, results[1] * (mean if reads_mean else 2.0))
+
+    graph = make_fx(f)(torch.randn(4, 64)).graph
+    calls = graph.find_nodes(op="call_function", target=aten.var_mean.correction)
+    (output,) = graph.find_nodes(op="output")
+    _, _, last = output.args[0]
+    run = 0
+    for node in graph.nodes:
+        if node is calls[1]:
+            run = 1
+        if run and node is not last:
+            node.meta["custom"] = {"torchremat_run": (1, 0)}
+    last.meta["custom"] = {"torchremat_run": (0, 1)}
+    if reads_mean:  # that of the forward pass
+        again = last.args[1]
+        items = graph.find_nodes(op="call_function", target=again.target)
+        last.update_arg(1, next(i for i in items if i.args == (calls[0], again.args[1])))
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("dim", "reads_mean", "count"),
+    [
+        pytest.param([1], True, 1, id="kept, of 64 elements each"),
+        pytest.param([1], False, 2, id="not kept"),
+        pytest.param([0], True, 2, id="of four elements each"),
+    ],
+)
+def test_what_reduces_to_little_and_is_kept_is_computed_once(
+    dim: list[int], reads_mean: bool, count: int
+) -> None:
+    graph = normalised_twice(dim, reads_mean=reads_mean)
+    before = fx.GraphModule({}, graph)
+    after = fx.GraphModule({}, merged_in_runs(graph))
+    assert len(after.graph.find_nodes(op="call_function", target=aten.var_mean.correction)) == count
+    assert len(after.graph.find_nodes(op="call_function", target=aten.rsqrt.default)) == 2
+    x = torch.randn(4, 64)
+    for ours, plain in zip(after(x), before(x), strict=True):
+        assert torch.equal(ours, plain)

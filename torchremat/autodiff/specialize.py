@@ -1,0 +1,70 @@
+"""A joint graph that holds for many sizes, at some of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint
+from torchremat.graph.nodes import attribute
+from torchremat.graph.symbolic_sizes import Size, Sizes, value_of
+
+
+def joint_at(joint: Joint, sizes: Sizes) -> tuple[Joint, Mapping[fx.Node, fx.Node]]:
+    """`joint` with numbers for symbols, and the node that each node of it became."""
+    module, nodes = _AtSizes(sizes).module(joint.module)
+
+    def renamed(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(nodes[e] if isinstance(e, fx.Node) else e for e in entries)
+
+    return (
+        Joint(
+            module,
+            renamed(joint.inputs),
+            renamed(joint.outputs),
+            tuple((i, nodes[value]) for i, value in joint.mutations),
+            renamed(joint.cotangents),
+            renamed(joint.gradients),
+            joint.opened,
+        ),
+        nodes,
+    )
+
+
+class _AtSizes:
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.fake_mode = _torch.new_fake_mode()
+
+    def module(self, module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+        """A copy of `module`, and of the bodies in it, with numbers for symbols."""
+        graph = fx.Graph()
+        nodes: dict[fx.Node, fx.Node] = {}
+        attributes: dict[str, Any] = {}
+        for node in module.graph.nodes:
+            copy = nodes[node] = graph.node_copy(node, nodes.__getitem__)
+            copy.args = fx.node.map_aggregate(copy.args, self._number)
+            copy.kwargs = fx.node.map_aggregate(copy.kwargs, self._number)
+            if "val" in node.meta:
+                copy.meta["val"] = _torch.tree_map(self._value, node.meta["val"])
+            if node.op == "get_attr":
+                held = attribute(module, str(node.target))
+                if isinstance(held, fx.GraphModule):
+                    body = self.module(held)[0]
+                    body.meta = {k: v for k, v in held.meta.items() if k != "runner"}
+                    held = body
+                attributes[str(node.target)] = held
+        return fx.GraphModule(attributes, graph), nodes
+
+    def _number(self, value: Any) -> Any:
+        return value.at(self.sizes) if isinstance(value, Size) else value
+
+    def _value(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value_of(value, self.sizes)
+        shape = [value_of(size, self.sizes) for size in value.shape]
+        stride = [value_of(size, self.sizes) for size in value.stride()]
+        with self.fake_mode:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

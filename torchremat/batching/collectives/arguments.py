@@ -1,0 +1,89 @@
+"""What all collectives ask of their arguments: names in scope, leaves, and groups of examples."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.core.source import current_source
+from torchremat.errors import CollectiveError, CollectiveTypeError, NotAvailableError
+from torchremat.tracing.axes.named_axes import AxisName, as_names, axis_frame, parts_of
+
+T = TypeVar("T")
+Groups = Sequence[Sequence[int]] | None
+"""Which examples do something together, as lists of their indices; `None`: all of them."""
+
+
+def names_in_scope(
+    function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups
+) -> tuple[AxisName, ...]:
+    """The names one by one; raises for one that is not bound."""
+    names = as_names(axis_name)
+    parts = tuple(part for name in names for part in parts_of(name))  # raises if there is none
+    if groups is not None and len(names) == 1 and len(parts) != 1:
+        raise NotAvailableError(
+            f"{function} over {names[0]!r} was given axis_index_groups at {current_source()}: the "
+            "axis has several devices in each of several processes, and groups need one in each"
+        )
+    if groups is not None and len(names) != 1:
+        raise CollectiveError(
+            f"{function} over {names} was given axis_index_groups at {current_source()}: groups "
+            "are of the examples along one axis. Name one axis, or leave them out."
+        )
+    return parts
+
+
+def map_leaves(
+    function: str, mapping: Callable[[Any], Any], x: T, *, only_tensors: bool = False
+) -> T:
+    """`mapping` of the leaves of a tree, which are tensors or numbers; `None` stays."""
+    kinds = (Tensor,) if only_tensors else (Tensor, int, float, complex)
+
+    def checked(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if not isinstance(leaf, kinds):
+            accepted = "tensors" if only_tensors else "tensors and numbers"
+            raise CollectiveTypeError(
+                f"{function} takes a tree of {accepted}, but at {current_source()} a leaf is "
+                f"{leaf!r} ({type(leaf).__name__}): convert it with torch.as_tensor"
+            )
+        return mapping(leaf)
+
+    return _torch.tree_map(checked, x)  # type: ignore[no-any-return]
+
+
+def with_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
+    """The groups as a parameter of the operator; none if there are none."""
+    if groups is None:
+        return {}
+    size = axis_frame(name).size
+    members = [i for group in groups for i in group]
+    if sorted(members) != [*range(size)]:
+        raise CollectiveError(
+            f"axis_index_groups must cover all indices exactly once: {function} at "
+            f"{current_source()} was given {groups}, and the axis {name!r} has the indices 0, ..., "
+            f"{size - 1}"
+        )
+    return {"axis_index_groups": tuple(tuple(group) for group in groups)}
+
+
+def sized(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
+    """The groups, and how many examples do something together."""
+    given = with_groups(function, name, groups)
+    return given | {"axis_size": group_size(function, name, groups)}
+
+
+def group_size(function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups) -> int:
+    """How many examples do something together."""
+    if groups is None:
+        return math.prod(axis_frame(name).size for name in as_names(axis_name))
+    sizes = {len(group) for group in groups}
+    if len(sizes) != 1:
+        raise CollectiveError(
+            f"{function} at {current_source()} was given groups of different sizes, {groups}: "
+            "axis_index_groups must all be the same size, so that all examples see one shape"
+        )
+    return sizes.pop()

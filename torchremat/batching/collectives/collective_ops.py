@@ -1,0 +1,389 @@
+"""The operators behind the collectives, each over one named axis: what they are, and their rules.
+
+An operator stands for itself in a trace, in which the axis cannot be reached, and under levels of
+`torch.func` other than that of the axis, which hand it on. The `torch.vmap` of the axis works it
+out, on tensors in which the axis is a dimension:
+
+    psum                y = sum_j x_j               y does not vary
+    pmax                y = max_j x_j               y does not vary
+    all_gather          y = [x_0, x_1, ...]         y does not vary
+    psum_scatter        y_k = sum_j x_j[k]
+    all_to_all          y_k = [x_0[k], x_1[k], ...]
+    ppermute            y_dst = x_src
+    axis_index          y_k = k
+
+Where the axis is one of processes, the operator names the `group`. Every level hands it on then,
+and `over_processes` works it out.
+
+Derivatives are those of what one example sees: each of them has a cotangent, for what does not vary
+too.
+
+    psum                dx = psum(dy)               all_to_all      dx = all_to_all(dy), back
+    all_gather          dx = psum_scatter(dy)       ppermute        dx = ppermute(dy), back
+    psum_scatter        dx = all_gather(dy)         pmax            dx = psum(dy) / number of ties,
+                                                                    where x is y
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.errors import AxisNameError, CollectiveError, PermutationError
+from torchremat.tracing.axes.named_axes import AxisName, axis_frame, frame_at, group_of
+
+Params = dict[str, Any]
+Mapped = tuple[Tensor, int | None]
+"""A tensor, and which dimension is the axis; `None` if the tensor does not vary along it."""
+
+
+class _InCompiler(threading.local):
+    depth = 0
+
+
+_in_compiler = _InCompiler()
+
+
+@contextmanager
+def as_exchanges() -> Iterator[None]:
+    """A block in which collectives of processes are the exchanges that they are made of.
+
+    So a graph is traced for a compiler, which knows those.
+    """
+    _in_compiler.depth += 1
+    try:
+        yield
+    finally:
+        _in_compiler.depth -= 1
+
+
+class CollectiveOp(_torch.HigherOrderOperator):
+    """An operator over a named axis: `psum[axis_name='i'] x`. It may be computed again freely."""
+
+    is_over_axis = True
+    over_processes: ClassVar[Callable[..., Tensor] | None] = None
+    """How processes work it out together: takes it, tensors and params. `torchremat.parallel`'s."""
+    worked_out: Callable[..., "Mapped"]
+    """How it is worked out on a tensor whose first dimension is the axis."""
+
+    @property
+    def title(self) -> str:
+        """What it is called."""
+        return str(self.name())  # type: ignore[no-untyped-call]
+
+    def __call__(self, /, *tensors: Tensor, **params: Any) -> Tensor:
+        """Work it out along the axis, or write it down where the axis is out of reach."""
+        living = map(_torch.without_dead_levels, tensors)
+        if "group" not in params and (group := group_of(params["axis_name"])) is not None:
+            params["group"] = group
+        if "group" in params and _in_compiler.depth:
+            return _run_over_processes(self, *living, **params)
+        return super().__call__(*living, **params)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _define(
+    name: str,
+    function: type[torch.autograd.Function] | None,
+    worked_out: Callable[..., Mapped],
+    unmapped: Callable[..., Mapped],
+    shape: Callable[..., Sequence[int]],
+) -> CollectiveOp:
+    """The operator `name`, with its rules.
+
+    `worked_out` takes a tensor whose first dimension is the axis, `unmapped` one that does not
+    vary and the size of the axis, `shape` the shape that one example sees; and keywords all.
+    """
+    op = CollectiveOp(name)  # type: ignore[no-untyped-call]
+    op.worked_out = worked_out
+
+    def batched(
+        level: int, size: int, x: Mapped, /, *, axis_name: AxisName, **params: Any
+    ) -> Mapped:
+        value, dim = x
+        if not _is_over(level, axis_name, params):
+            if dim is None:
+                return op(value, axis_name=axis_name, **params), None
+            return op(_at_front(value, dim), axis_name=axis_name, **_moved(params, 1)), 0
+        check_size(name, axis_name, size, params)
+        if "axis_index_groups" in params:
+            value = value.expand(size, *value.shape) if dim is None else _at_front(value, dim)
+            return _in_groups(worked_out, value, **params), 0
+        return unmapped(value, size, **params) if dim is None else worked_out(
+            _at_front(value, dim), **params
+        )  # fmt: skip
+
+    def run(x: Tensor, *, axis_name: AxisName, **params: Any) -> Tensor:
+        if not _torch.is_faking():
+            return _run_over_processes(op, x, axis_name=axis_name, **params)
+        seen = {k: v for k, v in params.items() if k not in ("axis_index_groups", "group")}
+        return x.new_empty(shape(x.shape, **seen))
+
+    _torch.register_simple_rules(op, run)
+    _torch.register_axis_rules(op, function, batched)
+    return op
+
+
+def _is_over(level: int, axis_name: AxisName, params: Params) -> bool:
+    """Whether the axis of an operator is that of a level."""
+    frame = frame_at(level)
+    return "group" not in params and frame is not None and frame.name == axis_name
+
+
+def _run_over_processes(op: CollectiveOp, *tensors: Tensor, **params: Any) -> Tensor:
+    if "group" not in params or op.over_processes is None:
+        raise _out_of_reach(op.title, params["axis_name"])
+    return CollectiveOp.over_processes(op, *tensors, **params)  # type: ignore[misc]
+
+
+def _at_front(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim, 0) if dim else x
+
+
+_DIMENSIONS = ("axis", "scatter_dimension", "split_axis", "concat_axis")
+"""Keywords that are dimensions of one example; none is negative."""
+
+
+def _moved(params: Params, by: int) -> Params:
+    return {key: value + by if key in _DIMENSIONS else value for key, value in params.items()}
+
+
+def _out_of_reach(name: str, axis_name: AxisName) -> AxisNameError:
+    axis_frame(axis_name)  # raises if there is none
+    return AxisNameError(
+        f"unbound axis name: {axis_name}. {name} is to be worked out where the axis cannot be "
+        "reached: a graph that was traced in the scope of the axis runs by itself. Run it under "
+        f"vmap(..., axis_name={axis_name!r})."
+    )
+
+
+def check_size(name: str, axis_name: AxisName, size: int, params: Params) -> None:
+    """Raise if the operator was written down for an axis of another size."""
+    groups, perm = params.get("axis_index_groups"), params.get("perm")
+    if groups is not None:
+        traced = sum(map(len, groups))
+    else:
+        traced = params.get("axis_size", size if perm is None else len(perm))
+    if traced != size:
+        error = CollectiveError if perm is None else PermutationError
+        raise error(
+            f"{name} was traced for an axis {axis_name!r} of size {traced}, and is applied over "
+            f"one of size {size}: trace the function again in the scope of that axis"
+        )
+
+
+def _in_groups(
+    worked_out: Callable[..., Mapped],
+    x: Tensor,
+    *,
+    axis_index_groups: tuple[tuple[int, ...], ...],
+    **params: Any,
+) -> Tensor:
+    """Each group of examples by itself."""
+    parts: list[Tensor] = []
+    for group in axis_index_groups:
+        y, dim = worked_out(torch.stack([x[i] for i in group]), **params)
+        parts += [y] * len(group) if dim is None else y.unbind(dim)
+    members = [i for group in axis_index_groups for i in group]
+    return torch.stack([part for _, part in sorted(zip(members, parts, strict=True), key=_first)])
+
+
+def _first(pair: tuple[int, Tensor]) -> int:
+    return pair[0]
+
+
+# --- derivatives ---------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(run: Any, op: CollectiveOp, params: Params, x: Tensor) -> Tensor:
+        return run(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        _, ctx.op, ctx.params, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        op, params = _transposed(ctx.op, ctx.params)
+        return None, None, None, op(cotangent, **params)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, ___: None, tangent: Tensor) -> Tensor:
+        return ctx.op(tangent, **ctx.params)  # type: ignore[no-any-return]
+
+
+def _transposed(op: CollectiveOp, params: Params) -> tuple[CollectiveOp, Params]:
+    given = dict(params)
+    if op is all_gather_p:
+        return psum_scatter_p, given | {"scatter_dimension": given.pop("axis")}
+    if op is psum_scatter_p:
+        return all_gather_p, given | {"axis": given.pop("scatter_dimension")}
+    if op is all_to_all_p:
+        back = {"split_axis": given["concat_axis"], "concat_axis": given["split_axis"]}
+        return op, given | back
+    if op is ppermute_p:
+        return op, given | {"perm": tuple((dst, src) for src, dst in given["perm"])}
+    return op, params
+
+
+class _Extremum(torch.autograd.Function):
+    """JAX has no such rule. Ties share the cotangent, as those of `amax` do."""
+
+    @staticmethod
+    def forward(run: Any, op: CollectiveOp, params: Params, x: Tensor) -> Tensor:
+        return run(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        _, _, ctx.params, x = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        is_best, num_best = _ties(ctx)
+        share = psum_p(cotangent, **ctx.params) / num_best
+        return None, None, None, torch.where(is_best, share, 0)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, ___: None, tangent: Tensor) -> Tensor:
+        is_best, num_best = _ties(ctx)
+        return psum_p(torch.where(is_best, tangent, 0), **ctx.params) / num_best
+
+
+def _ties(ctx: Any) -> tuple[Tensor, Tensor]:
+    """Whether an example has the extremum, and how many have."""
+    x, best = (t.detach() for t in ctx.saved_tensors)
+    is_best = (x == best) | (x.isnan() & best.isnan())
+    return is_best, psum_p(is_best.to(x.dtype), **ctx.params)
+
+
+# --- the operators -------------------------------------------------------------------------------
+
+
+def _same(shape: Sequence[int], **_: Any) -> Sequence[int]:
+    return shape
+
+
+def _unchanged(x: Tensor, size: int, **_: Any) -> Mapped:
+    return x, None
+
+
+psum_p = _define(
+    "psum",
+    _Linear,
+    lambda x: (x.sum(0, dtype=x.dtype), None),
+    lambda x, size: (x * size, None),
+    _same,
+)
+pmax_p = _define("pmax", _Extremum, lambda x: (x.amax(0), None), _unchanged, _same)
+pmin_p = _define("pmin", _Extremum, lambda x: (x.amin(0), None), _unchanged, _same)
+
+
+def _permute(x: Tensor, *, perm: Sequence[tuple[int, int]]) -> Mapped:
+    sources = [src for src, _ in sorted(perm, key=lambda pair: pair[1])]
+    return x[sources], 0
+
+
+ppermute_p = _define("ppermute", _Linear, _permute, _unchanged, _same)
+
+
+def _gather(x: Tensor, *, axis: int, axis_size: int, tiled: bool) -> Mapped:
+    y = x.movedim(0, axis)
+    return (y.flatten(axis, axis + 1) if tiled else y), None
+
+
+def _gather_same(x: Tensor, size: int, **params: Any) -> Mapped:
+    return _gather(x.expand(size, *x.shape), **params)
+
+
+def _gathered(shape: Sequence[int], *, axis: int, axis_size: int, tiled: bool) -> Sequence[int]:
+    before, after = shape[:axis], shape[axis:]
+    return (*before, axis_size * after[0], *after[1:]) if tiled else (*before, axis_size, *after)
+
+
+all_gather_p = _define("all_gather", _Linear, _gather, _gather_same, _gathered)
+
+
+def _scatter(x: Tensor, *, scatter_dimension: int, axis_size: int, tiled: bool) -> Mapped:
+    return _scatter_sum(x.sum(0, dtype=x.dtype), scatter_dimension, axis_size, tiled)
+
+
+def _scatter_same(
+    x: Tensor, size: int, *, scatter_dimension: int, axis_size: int, tiled: bool
+) -> Mapped:
+    return _scatter_sum(x * size, scatter_dimension, axis_size, tiled)
+
+
+def _scatter_sum(total: Tensor, dim: int, axis_size: int, tiled: bool) -> Mapped:
+    return (total.unflatten(dim, (axis_size, -1)) if tiled else total), dim
+
+
+def _scattered(
+    shape: Sequence[int], *, scatter_dimension: int, axis_size: int, tiled: bool
+) -> Sequence[int]:
+    before, size, after = (
+        shape[:scatter_dimension],
+        shape[scatter_dimension],
+        shape[scatter_dimension + 1 :],
+    )
+    return (*before, size // axis_size, *after) if tiled else (*before, *after)
+
+
+psum_scatter_p = _define("psum_scatter", _Linear, _scatter, _scatter_same, _scattered)
+
+
+def _exchange(
+    x: Tensor, *, split_axis: int, concat_axis: int, axis_size: int, tiled: bool
+) -> Mapped:
+    """Receivers come first, then senders, which end up at `concat_axis`."""
+    split = split_axis + 1
+    chunks = x.unflatten(split, (axis_size, -1)) if tiled else x
+    y = chunks.movedim(split, 0).movedim(1, concat_axis + 1)
+    return (y.flatten(concat_axis + 1, concat_axis + 2) if tiled else y), 0
+
+
+def _exchange_same(x: Tensor, size: int, **params: Any) -> Mapped:
+    return _exchange(x.expand(size, *x.shape), **params)
+
+
+def _exchanged(
+    shape: Sequence[int], *, split_axis: int, concat_axis: int, axis_size: int, tiled: bool
+) -> Sequence[int]:
+    sizes = list(shape)
+    if tiled:
+        sizes[split_axis] //= axis_size
+        sizes[concat_axis] *= axis_size
+    else:
+        sizes.insert(concat_axis, sizes.pop(split_axis))
+    return sizes
+
+
+all_to_all_p = _define("all_to_all", _Linear, _exchange, _exchange_same, _exchanged)
+
+
+def _define_axis_index() -> CollectiveOp:
+    op = CollectiveOp("axis_index")  # type: ignore[no-untyped-call]
+
+    def batched(level: int, size: int, *, axis_name: AxisName, **device: Any) -> Mapped:
+        if not _is_over(level, axis_name, device):
+            return op(axis_name=axis_name, **device), None
+        return torch.arange(size, **device), 0
+
+    def run(*, axis_name: AxisName, group: str | None = None, **device: Any) -> Tensor:
+        if _torch.is_faking():
+            return torch.empty((), dtype=torch.int64, **device)
+        given = {} if group is None else {"group": group}
+        return _run_over_processes(op, axis_name=axis_name, **given, **device)
+
+    _torch.register_simple_rules(op, run)
+    _torch.register_axis_rules(op, None, batched)
+    return op
+
+
+axis_index_p = _define_axis_index()

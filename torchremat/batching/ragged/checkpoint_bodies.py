@@ -1,0 +1,115 @@
+"""A checkpoint inside the mapped function: it stays one, over the whole batch."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from torchremat.batching.ragged.interpret import interpret
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
+from torchremat.batching.ragged.layouts.ragged_sizes import Extent, Sizes
+from torchremat.batching.ragged.rules.op_call import Batch
+from torchremat.batching.ragged.trace.decompositions import lowered_body
+from torchremat.graph.symbolic_sizes import symbols_in
+from torchremat.remat.checkpoint import checkpoint
+from torchremat.remat.op.op_rules import policy_of
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What of the operands of a body is no tensor; the traces of the body are kept by it."""
+
+    kinds: tuple[tuple[Any, ...], ...]
+    extents: tuple[tuple[str, Any], ...]
+    numbers: tuple[tuple[str, Any], ...]
+    batch: tuple[Any, ...]
+    computed: dict[str, Any] = field(compare=False)
+    """Sizes that are computed of others, by their texts."""
+
+
+_functions: "weakref.WeakKeyDictionary[fx.GraphModule, dict[_Form, _Body]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _Body:
+    """The body under `checkpoint`, for operands of one form."""
+
+    def __init__(self, module: fx.GraphModule, form: _Form) -> None:
+        self.kinds: list[tuple[Any, ...]] = []
+        self.computed = form.computed
+        body = lowered_body(module)
+
+        def run(operands: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
+            sizes = _sizes(form, lengths, operands)
+            batch = Batch(form.batch[0], sizes, *form.batch[1:])
+            pairs = zip(operands, form.kinds, strict=True)
+            inputs = [_value(t, kind, sizes, form.computed) for t, kind in pairs]
+            (output,) = body.graph.find_nodes(op="output")
+            found = interpret(body, inputs, batch, output.args[0], {}, run_body)
+            self.kinds = [_kind(v) for v in found]
+            form.computed.update(_computed(sizes))
+            return [v.data for v in found]
+
+        self.function = run  # the traces of a checkpoint are kept as long as its function
+        self.checkpointed: Callable[..., list[Tensor]] = checkpoint(run, policy=policy_of(module))
+
+
+def run_body(module: fx.GraphModule, operands: Sequence[Value], batch: Batch) -> list[Value]:
+    """The values that the body of a checkpoint gives for a batch."""
+    symbols = batch.sizes.symbols
+    extents = [(name, e.known_longest) for name, e in symbols.items() if isinstance(e, Extent)]
+    names = {*symbols_in(module)}
+    form = _Form(
+        tuple(_kind(v) for v in operands),
+        tuple(extents),
+        tuple((n, symbols[n]) for n in sorted(names) if not isinstance(symbols[n], Extent)),
+        (batch.axis_size, batch.randomness, batch.axis_name),
+        _computed(batch.sizes),
+    )
+    bodies = _functions.setdefault(module, {})
+    body = bodies.setdefault(form, _Body(module, form))
+    lengths = [symbols[name].lengths for name, _ in extents]
+    results = body.checkpointed([v.data for v in operands], lengths)
+    pairs = zip(results, body.kinds, strict=True)
+    computed = body.computed
+    return [_value(t, kind, batch.sizes, computed) for t, kind in pairs]
+
+
+def _computed(sizes: Sizes) -> dict[str, Any]:
+    return {text: e.symbolic for text, e in sizes.extents.items() if e.symbolic is not None}
+
+
+def _kind(value: Value) -> tuple[Any, ...]:
+    if isinstance(value, Shared):
+        return ("shared",)
+    if isinstance(value, Packed):
+        return ("packed", value.dim, value.extent.text)
+    return ("padded", tuple(None if e is None else e.text for e in value.extents))
+
+
+def _value(tensor: Tensor, kind: tuple[Any, ...], sizes: Sizes, computed: dict[str, Any]) -> Value:
+    def named(text: str) -> Extent:
+        if text in sizes.extents:
+            return sizes.extents[text]
+        return sizes.of(computed[text])  # type: ignore[no-any-return]
+
+    if kind[0] == "shared":
+        return Shared(tensor)
+    if kind[0] == "packed":
+        return Packed(tensor, kind[1], named(kind[2]))
+    return Padded(tensor, tuple(None if e is None else named(e) for e in kind[1]))
+
+
+def _sizes(form: _Form, lengths: Sequence[Tensor], operands: Sequence[Tensor]) -> Sizes:
+    symbols: dict[str, Any] = dict(form.numbers)
+    totals = {
+        kind[2]: tensor.shape[kind[1]]
+        for kind, tensor in zip(form.kinds, operands, strict=True)
+        if kind[0] == "packed"
+    }
+    for (name, longest), of in zip(form.extents, lengths, strict=True):
+        symbols[name] = Extent(name, of, totals.get(name), longest)
+    return Sizes(form.batch[0], symbols)

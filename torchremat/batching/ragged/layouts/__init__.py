@@ -1,0 +1,1 @@
+"""How the values of a ragged batch are stored."""

@@ -1,0 +1,227 @@
+"""Sizes that differ from element to element of a batch, and what is computed of them.
+
+In the graph of one element such a size is a symbol, `s0`; others are computed of it, as `s0 - 1`
+and `4*s0`. For a batch each is an `Extent`: the lengths of all elements.
+
+    lengths  2 0 3        offsets  0 2 2 5        total  5        longest  3
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.errors import RaggedError
+from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, printed, value_of
+from torchremat.kernels.segments.segments import offsets_of, segment_expand
+
+
+class _Reading(threading.local):
+    """What is made of the value of a tensor while a graph is traced."""
+
+    gives_symbols = False
+
+
+reading = _Reading()
+
+
+@dataclass(eq=False)
+class Extent:
+    """A size that differs from element to element."""
+
+    text: str
+    """The size as an expression: equal texts are equal extents in one run."""
+    lengths: Tensor
+    """`[axis_size]`, of int64, on the device of the data."""
+    known_total: Any = None
+    """The sum of the lengths, where it is known without reading them."""
+    known_longest: Any = None
+    """No length is greater; known without reading them."""
+    symbolic: Any = None
+    """The size in the graph of one element, if it is computed of others."""
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Where each element begins in concatenated data, and the last one ends."""
+        return offsets_of(self.lengths)
+
+    @cached_property
+    def total(self) -> Any:
+        """The sum of the lengths."""
+        if self.known_total is not None:
+            return self.known_total
+        return self._read(lambda lengths: lengths.sum())
+
+    @cached_property
+    def longest(self) -> Any:
+        """The greatest length, or a bound of it."""
+        if _is_at_hand(self.lengths):
+            return self._read(lambda lengths: lengths.max())
+        if self.known_longest is not None:
+            return self.known_longest
+        return self._read(lambda lengths: lengths.max())
+
+    @property
+    def known_on_host(self) -> bool:
+        """Whether `host` costs nothing."""
+        return _is_at_hand(self.lengths)
+
+    @cached_property
+    def host(self) -> list[int]:
+        """The lengths as numbers."""
+        if _torch.is_fake(_torch.innermost_tensor(self.lengths)):
+            raise RaggedError(
+                "the lengths of the elements of a batch must be known here as numbers, which they "
+                f"are not while a function is traced (the size {self.text} of its graph)"
+            )
+        return list(_torch.innermost_tensor(self.lengths).tolist())
+
+    def _read(self, of: Callable[[Tensor], Tensor]) -> Any:
+        lengths = _torch.innermost_tensor(self.lengths)
+        if _torch.is_fake(lengths) and reading.gives_symbols:
+            return of(self.lengths).item()
+        if _torch.is_fake(lengths):
+            raise RaggedError(
+                f"the size {self.text} differs from element to element, and how much memory it "
+                "takes in all cannot be known while a function is traced: the size comes from the "
+                "values of a tensor. Make the ragged tensor outside, and pass it as a Pile."
+            )
+        return int(of(lengths)) if lengths.numel() else 0
+
+    @cached_property
+    def element_of_row(self) -> Tensor:
+        """`[total]`: the element that each row of concatenated data belongs to."""
+        elements = torch.arange(self.lengths.shape[0], device=self.lengths.device)
+        return segment_expand(elements, self.offsets, self.total)
+
+    @cached_property
+    def place_of_row(self) -> Tensor:
+        """`[total]`: the place of each row in its element."""
+        starts = segment_expand(self.offsets[:-1], self.offsets, self.total)
+        return torch.arange(self.total, device=starts.device) - starts
+
+    @cached_property
+    def is_valid(self) -> Tensor:
+        """`[axis_size, longest]`: where a padded tensor has values."""
+        places = torch.arange(self.longest, device=self.lengths.device)
+        return places < self.lengths[:, None]
+
+    @cached_property
+    def padding(self) -> tuple[Tensor, Tensor]:
+        """The indices for `take_rows` from concatenated rows to padded ones, and back."""
+        places = torch.arange(self.longest, device=self.lengths.device)
+        rows = torch.where(self.is_valid, self.offsets[:-1, None] + places, -1)
+        return rows.flatten(), self.element_of_row * self.longest + self.place_of_row
+
+
+def _is_at_hand(lengths: Tensor) -> bool:
+    """Whether reading `lengths` costs nothing: a device would have to be waited for."""
+    lengths = _torch.innermost_tensor(lengths)
+    return lengths.device.type == "cpu" and not _torch.is_fake(lengths)
+
+
+def _maximum(*values: Any) -> Any:
+    result = values[0]
+    for value in values[1:]:
+        result = torch.maximum(*map(torch.as_tensor, (result, value)))
+    return result
+
+
+def _minimum(*values: Any) -> Any:
+    return -_maximum(*(-value for value in values))
+
+
+_NAMES_OF_TENSORS = {
+    "max": _maximum,
+    "min": _minimum,
+    "math": torch,
+    "torch": SimpleNamespace(_sym_sqrt=torch.sqrt, sym_float=lambda x: x.to(torch.float64)),
+    "float": lambda x: x.to(torch.float64),
+}
+
+
+@dataclass(eq=False)
+class Sizes:
+    """What the sizes in the graph of one element are, for a batch.
+
+    `symbols` has for each symbol an extent, or a number where all elements have the same.
+    """
+
+    axis_size: int
+    symbols: dict[str, Any]
+    extents: dict[str, Extent] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.extents |= {e.text: e for e in self.symbols.values() if isinstance(e, Extent)}
+
+    def of(self, size: Any) -> Any:
+        """A size of the graph of one element: a number, or an `Extent`."""
+        if isinstance(size, Size):
+            size = size.symbolic
+        if not isinstance(size, SYMBOLIC):
+            return size
+        text = printed(size)
+        if text in self.extents:
+            return self.extents[text]
+        names = _torch.names_in_size(size)
+        values = {name: self.symbols[name] for name in names}
+        varying = {n: e for n, e in values.items() if isinstance(e, Extent)}
+        if not varying:
+            return value_of(size, values)
+        extent = self._computed(text, size, values, varying)
+        self.extents[text] = extent
+        return extent
+
+    def varies(self, size: Any) -> bool:
+        """Whether a number made of sizes differs from element to element."""
+        if isinstance(size, Size):
+            size = size.symbolic
+        if not isinstance(size, SYMBOLIC):
+            return False
+        return any(isinstance(self.symbols[n], Extent) for n in _torch.names_in_size(size))
+
+    def shape(self, tensor: Any) -> tuple[Any, ...]:
+        """The shape of a value of the graph of one element: numbers and extents."""
+        return tuple(self.of(size) for size in tensor.shape)
+
+    def numbers(self, size: Any) -> Tensor:
+        """A number made of sizes, for each element: `[axis_size]`."""
+        if isinstance(size, Size):
+            size = size.symbolic
+        names = _torch.names_in_size(size)
+        values = {name: self.symbols[name] for name in names}
+        scope = {n: e.lengths if isinstance(e, Extent) else e for n, e in values.items()}
+        return eval(printed(size), dict(_NAMES_OF_TENSORS), scope)  # type: ignore[no-any-return]
+
+    def _computed(
+        self, text: str, size: Any, values: Mapping[str, Any], varying: Mapping[str, Extent]
+    ) -> Extent:
+        lengths = self.numbers(size).clamp(min=0)
+
+        def at(point: Mapping[str, Any]) -> Any:
+            return value_of(size, {**values, **point})
+
+        extent = Extent(text, lengths, symbolic=size)
+        if all(e.known_longest is not None for e in varying.values()):
+            corners = product(*((0, e.known_longest) for e in varying.values()))
+            extent.known_longest = max(
+                0, *(at(dict(zip(varying, corner, strict=True))) for corner in corners)
+            )
+        zero = dict.fromkeys(varying, 0)
+        constant = at(zero)
+        slopes = {name: at({**zero, name: 1}) - constant for name in varying}
+        point = {name: 1009 + 7 * i for i, name in enumerate(varying)}
+        linear = constant + sum(slopes[n] * point[n] for n in varying)
+        is_linear = at(point) == linear and constant >= 0 and min(slopes.values()) >= 0
+        if is_linear and all(e.known_total is not None for e in varying.values()):
+            extent.known_total = constant * self.axis_size + sum(
+                slopes[n] * e.known_total for n, e in varying.items()
+            )
+        return extent

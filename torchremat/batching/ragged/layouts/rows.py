@@ -1,0 +1,150 @@
+"""Concatenated rows in another order: slices, selections, flips, cat along a dim that differs."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded
+from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.layouts.take_rows_op import take_rows
+from torchremat.errors import RaggedError
+
+
+def inverse_of(index: Tensor, num_rows: Any) -> Tensor:
+    """Where each of `num_rows` rows is in `index`, or -1."""
+    inverse = torch.full((num_rows,), -1, dtype=torch.int64, device=index.device)
+    return inverse.scatter(0, index, torch.arange(index.shape[0], device=index.device))
+
+
+def taken(value: Packed, places: Tensor, extent: Extent) -> Packed:
+    """A value of length `extent`: `places` has, for each row of it, the place in its element."""
+    index = value.extent.offsets[extent.element_of_row] + places
+    rows = take_rows(value.data.movedim(value.dim, 0), index, inverse_of(index, value.extent.total))
+    return Packed(rows.movedim(0, value.dim), value.dim, extent)
+
+
+def sliced(value: Packed, start: int | Tensor, step: int, extent: Extent) -> Packed:
+    """From `start` on, every `step`-th place; as many as `extent` says."""
+    starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
+    starts = starts.clamp(min=0)
+    places = starts[extent.element_of_row] + extent.place_of_row * step
+    return taken(value, places, extent)
+
+
+def _from_start(lengths: Tensor, place: int) -> Tensor:
+    return lengths + place if place < 0 else torch.full_like(lengths, place)
+
+
+def selected(value: Packed, place: int, source: Any) -> Padded:
+    """One place of each element, which must have it."""
+    lengths = value.extent.lengths
+    places = _from_start(lengths, place)
+    fits = _check(value.extent, place, source)
+    index = value.extent.offsets[:-1] + places
+    rows = take_rows(value.data.movedim(value.dim, 0), index, inverse_of(index, value.extent.total))
+    return Padded(_marked(rows, fits), (None,) * (value.rank - 1))
+
+
+def _check(extent: Extent, place: int, source: Any) -> Tensor | None:
+    """Raise if an element has no such place; if reading lengths costs, which elements have it."""
+    needed = place + 1 if place >= 0 else -place
+    if not extent.known_on_host:
+        return extent.lengths >= needed
+    if any(n < needed for n in extent.host):
+        worst = next(i for i, n in enumerate(extent.host) if n < needed)
+        raise RaggedError(
+            f"index {place} is out of range for element {worst} of the batch, which has length "
+            f"{extent.host[worst]}, at {source}"
+        )
+    return None
+
+
+def _marked(rows: Tensor, fits: Tensor | None) -> Tensor:
+    """`rows`, with NaN for elements that have no such place: those of another stand there."""
+    if fits is None or not rows.is_floating_point():
+        return rows
+    return torch.where(fits.view(-1, *[1] * (rows.dim() - 1)), rows, torch.nan)
+
+
+def constant_slice(value: Packed, start: int, stop: int, step: int, source: Any) -> Padded:
+    """Places from `start` to before `stop`, which all elements must have: a batch of one size."""
+    places = list(range(start, stop, step))
+    if not places:
+        start = 0
+    fits = _check(value.extent, start if start < 0 else max(places, default=-1), source)
+    starts = _from_start(value.extent.lengths, start)
+    offsets = value.extent.offsets[:-1, None]
+    steps = torch.arange(len(places), device=starts.device) * step
+    index = (offsets + starts[:, None] + steps).flatten()
+    rows = take_rows(value.data.movedim(value.dim, 0), index, inverse_of(index, value.extent.total))
+    rows = rows.unflatten(0, (starts.shape[0], len(places)))
+    data = _marked(rows, fits).movedim(1, 1 + value.dim)
+    return Padded(data, (None,) * value.rank)
+
+
+def put(value: Packed, rows: Tensor, part: Extent, start: int | Tensor, step: int) -> Packed:
+    """`value` with `rows`, of which each element has as many as `part` says, from `start` on."""
+    starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
+    element = part.element_of_row
+    target = value.extent.offsets[element] + starts.clamp(min=0)[element] + part.place_of_row * step
+    source = inverse_of(target, value.extent.total)
+    new = take_rows(rows, source, target, zero=True)
+    old = value.data.movedim(value.dim, 0)
+    is_new = (source >= 0).view(-1, *[1] * (old.dim() - 1))
+    return Packed(torch.where(is_new, new, old).movedim(0, value.dim), value.dim, value.extent)
+
+
+def joined(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: Extent) -> Packed:
+    """Values one after the other along `dim`.
+
+    Each part has its rows, concatenated over the elements, and the lengths of the elements.
+    """
+    before = extent.offsets[:-1]
+    targets = []
+    for rows, lengths in parts:
+        part = Extent("", lengths, known_total=rows.shape[0])
+        targets.append(before[part.element_of_row] + part.place_of_row)
+        before = before + lengths
+    target = torch.cat(targets)
+    source = inverse_of(target, target.shape[0])
+    rows = take_rows(torch.cat([rows for rows, _ in parts]), source, target)
+    return Packed(rows.movedim(0, dim), dim, extent)
+
+
+# --- all entries in a row ------------------------------------------------------------------------
+
+
+def _flat_index(leading: int, extent: Extent) -> tuple[Tensor, Tensor]:
+    """For rows in the order of each element's entries, which they are of `[leading * total]`; back.
+
+    Element of 2 rows and 3 columns, concatenated along the columns: its row 1 comes after row 0.
+    """
+    whole = Extent("", extent.lengths * leading, known_total=leading * extent.total)
+    element, place = whole.element_of_row, whole.place_of_row
+    lengths = extent.lengths[element]
+    index = (place // lengths) * extent.total + extent.offsets[element] + place % lengths
+    return index, inverse_of(index, index.shape[0])
+
+
+def flat_rows(value: Packed) -> Tensor:
+    """The entries of one element after those of another, each element's in its own order."""
+    leading = prod(value.data.shape[: value.dim])
+    data = value.data.reshape(leading * value.extent.total, -1)
+    if leading != 1:
+        data = take_rows(data, *_flat_index(leading, value.extent))
+    return data.reshape(-1)
+
+
+def from_flat_rows(rows: Tensor, sizes: tuple[Any, ...], dim: int) -> Packed:
+    """The value of these `sizes`, which differ along `dim`."""
+    extent: Extent = sizes[dim]
+    leading, trailing = prod(sizes[:dim]), prod(sizes[dim + 1 :])
+    data = rows.reshape(leading * extent.total, trailing)
+    if leading != 1:
+        index, inverse = _flat_index(leading, extent)
+        data = take_rows(data, inverse, index)
+    shape = [s.total if isinstance(s, Extent) else s for s in sizes]
+    return Packed(data.reshape(shape), dim, extent)

@@ -1,0 +1,88 @@
+"""What no rule knows: an operator run for one element after the other, which is exact and slow."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
+from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.rules.op_call import Call
+from torchremat.core.source import warn_user
+from torchremat.errors import LoopWarning, RaggedError
+
+
+def loop(call: Call) -> Any:
+    """Run the operator for one element after the other.
+
+    Raises:
+        RaggedError: if it cannot run so, naming the operator.
+    """
+    count = call.batch.axis_size
+    warn_user(
+        f"{call.name}, at {call.source}, has no rule for elements of different sizes: it runs for "
+        f"each of the {count} elements by itself",
+        LoopWarning,
+    )
+    try:
+        results = [_run_one(call, i) for i in range(count)]
+    except (RaggedError, RuntimeError, IndexError, TypeError, ValueError) as error:
+        raise RaggedError(
+            f"{call.name}, at {call.source}, has no rule for elements of different sizes, and "
+            f"cannot run for one after the other: {error}"
+        ) from error
+    if isinstance(call.result, Tensor):
+        return _joined(call, results, call.result)
+    columns = zip(*results, strict=True)
+    pairs = zip(columns, call.result, strict=True)
+    return [_joined(call, c, r) if isinstance(r, Tensor) else r for c, r in pairs]
+
+
+def _run_one(call: Call, i: int) -> Any:
+    def size(of: Any) -> Any:
+        return of.host[i] if isinstance(of, Extent) else of
+
+    return call.run(lambda value: element(value, i), size)
+
+
+def element(value: Value, i: int) -> Tensor:
+    """Element `i` of a value."""
+    if isinstance(value, Shared):
+        return value.data
+    if isinstance(value, Packed):
+        start = sum(value.extent.host[:i])
+        return value.data.narrow(value.dim, start, value.extent.host[i])
+    data = value.data[i]
+    for dim, extent in enumerate(value.extents):
+        if extent is not None:
+            data = data.narrow(dim, 0, extent.host[i])
+    return data
+
+
+def _joined(call: Call, elements: Sequence[Tensor], result: Any) -> Value:
+    return from_elements(elements, call.sizes_of(result))
+
+
+def from_elements(elements: Sequence[Tensor], sizes: tuple[Any, ...]) -> Value:
+    """The value with these elements, of `sizes`."""
+    places = [d for d, size in enumerate(sizes) if isinstance(size, Extent)]
+    if not places:
+        return Padded(torch.stack(list(elements)), (None,) * len(sizes))
+    if len(places) == 1:
+        return Packed(torch.cat(list(elements), places[0]), places[0], sizes[places[0]])
+    pads = [
+        [
+            n
+            for s, m in zip(reversed(sizes), reversed(e.shape), strict=True)
+            for n in (0, _rest(s, m))
+        ]
+        for e in elements
+    ]
+    full = [torch.nn.functional.pad(e, p) for e, p in zip(elements, pads, strict=True)]
+    extents = tuple(s if isinstance(s, Extent) else None for s in sizes)
+    return Padded(torch.stack(full), extents)
+
+
+def _rest(size: Any, length: int) -> int:
+    return size.longest - length if isinstance(size, Extent) else 0

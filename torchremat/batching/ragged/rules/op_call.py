@@ -1,0 +1,285 @@
+"""One operator of the graph of an element, to be run for a whole batch; the rules by operator."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.batching.ragged.layouts.layouts import (
+    Packed,
+    Padded,
+    Shared,
+    Value,
+    is_ragged,
+    packed,
+    padded,
+)
+from torchremat.batching.ragged.layouts.ragged_sizes import Extent, Sizes
+from torchremat.errors import RaggedError
+from torchremat.graph.symbolic_sizes import Size
+from torchremat.tracing.axes.mapped_functions import run_mapped
+from torchremat.tracing.axes.named_axes import AxisName
+
+Rule = Callable[["Call"], Any]
+RULES: dict[str, Rule] = {}
+"""What runs an operator on values whose sizes differ, by the name of its packet."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operators of ATen; it answers `NotImplemented` where it does not hold."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update((f"aten.{name}", function) for name in names)
+        return function
+
+    return register
+
+
+@dataclass(eq=False)
+class Batch:
+    """What the elements of a batch have in common."""
+
+    axis_size: int
+    sizes: Sizes
+    randomness: str = "error"
+    axis_name: AxisName = None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of `op`: arguments with values in them, and what it gives for one element."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    batch: Batch
+    source: Any = None
+
+    @cached_property
+    def name(self) -> str:
+        """The name of the packet: `aten.sum`."""
+        return str(getattr(self.op, "overloadpacket", self.op))
+
+    @cached_property
+    def values(self) -> list[Value]:
+        """The values among the arguments, in order."""
+        return list(_leaves((self.args, dict(self.kwargs)), (Shared, Padded, Packed)))
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether a size differs from element to element, of an argument or as one."""
+        return any(map(is_ragged, self.values)) or any(
+            self.batch.sizes.varies(size)
+            for size in _leaves((self.args, dict(self.kwargs)), (Size,))
+        )
+
+    @cached_property
+    def bound(self) -> dict[str, Any]:
+        """The arguments by their names in the schema, with defaults."""
+        bound = {}
+        for i, argument in enumerate(_torch.schema_arguments(self.op)):
+            if i < len(self.args):
+                bound[argument.name] = self.args[i]
+            else:
+                bound[argument.name] = self.kwargs.get(argument.name, argument.default_value)
+        return bound
+
+    def dims(self, rank: int, name: str = "dim") -> tuple[int, ...]:
+        """The argument `dim`, as dims from 0; all if there is none."""
+        given = self.bound.get(name)
+        if given is None or (isinstance(given, Sequence) and not given):
+            return tuple(range(rank))
+        given = given if isinstance(given, Sequence) else [given]
+        return tuple(d % rank if rank else 0 for d in given)
+
+    def sizes_of(self, result: Any) -> tuple[Any, ...]:
+        """The sizes of a result for an element: numbers and extents."""
+        return self.batch.sizes.shape(result)
+
+    def check_random(self) -> None:
+        """Raise if the operator draws random numbers that it may not draw."""
+        if torch.Tag.nondeterministic_seeded not in getattr(self.op, "tags", ()):
+            return
+        if self.batch.randomness == "error":
+            raise RuntimeError(
+                "vmap: called random operation while in randomness error mode. Please either use "
+                "the 'same' or 'different' randomness flags on vmap or perform the randomness "
+                f"operation out of vmap ({self.name} at {self.source})"
+            )
+        if self.batch.randomness == "same":
+            raise RaggedError(
+                f"{self.name} at {self.source} draws for elements of different sizes, which cannot "
+                "draw the same numbers: use randomness='different', or draw outside"
+            )
+
+    def run(self, convert: Callable[[Value], Tensor], size: Callable[[Any], Any]) -> Any:
+        """Call the operator with tensors for values, and numbers for sizes."""
+
+        def swap(leaf: Any) -> Any:
+            if isinstance(leaf, Value):
+                return convert(leaf)
+            return size(self.batch.sizes.of(leaf)) if isinstance(leaf, Size) else leaf
+
+        return self.op(*_mapped(swap, self.args), **_mapped(swap, dict(self.kwargs)))
+
+    def wrap(self, outputs: Any, make: Callable[[Tensor, tuple[Any, ...]], Value]) -> Any:
+        """Values for what the operator gave, of the sizes that the result has."""
+        if isinstance(outputs, Tensor):
+            return make(outputs, self.sizes_of(self.result))
+        if isinstance(outputs, tuple | list):
+            return [
+                make(o, self.sizes_of(r)) if isinstance(o, Tensor) else o
+                for o, r in zip(outputs, self.result, strict=True)
+            ]
+        return outputs
+
+
+def on_packed(call: Call) -> Any:
+    """Run the operator on concatenated data, as it would on one element that is longer.
+
+    For operators that treat each place along the dim that differs alike.
+    """
+    call.check_random()
+    outputs = call.run(lambda v: v.data, lambda s: s.total if isinstance(s, Extent) else s)
+    return call.wrap(outputs, _as_packed)
+
+
+def _as_packed(data: Tensor, sizes: tuple[Any, ...]) -> Value:
+    places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+    if not places:
+        return Shared(data)
+    (dim,) = places
+    return Packed(data, dim, sizes[dim])
+
+
+def on_padded(call: Call, fill: Callable[[Padded], Tensor] | None = None) -> Any:
+    """Run the operator on padded data, mapped over the batch.
+
+    For operators that give the right values wherever those of their arguments are right. `fill`
+    puts what does no harm where arguments have no values.
+    """
+    call.check_random()
+
+    def convert(value: Value) -> Value:
+        if not is_ragged(value):
+            return value
+        full = padded(value, call.batch.axis_size)
+        return replace(full, data=fill(full) if fill else full.data)
+
+    outputs = mapped(call, convert)
+    return call.wrap(outputs, as_padded)
+
+
+def as_padded(data: Tensor, sizes: tuple[Any, ...]) -> Value:
+    """The value of these sizes with `data`, that is padded."""
+    extents = tuple(size if isinstance(size, Extent) else None for size in sizes)
+    return packed(Padded(data, extents))
+
+
+def mapped(
+    call: Call,
+    convert: Callable[[Value], Value] = lambda v: v,
+    place: Callable[[Tensor, int | None], Any] | None = None,
+) -> Any:
+    """What the operator gives for batches along dim 0, and for what is shared.
+
+    `place` is given each output and where the batch is in it; by default it goes to the front.
+    """
+    tensors: list[Tensor] = []
+    dims: list[int | None] = []
+    holes: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            value = convert(leaf)
+            tensors.append(value.data)
+            dims.append(None if isinstance(value, Shared) else 0)
+            holes.append(len(tensors) - 1)
+            return _Hole(len(tensors) - 1)
+        if isinstance(leaf, Size):
+            size = call.batch.sizes.of(leaf)
+            return size.longest if isinstance(size, Extent) else size
+        return leaf
+
+    args, kwargs = _mapped(note, call.args), _mapped(note, dict(call.kwargs))
+    kinds: list[Any] = []
+
+    def run(*inner: Tensor) -> tuple[Tensor, ...]:
+        def fill(leaf: Any) -> Any:
+            return inner[leaf.place] if isinstance(leaf, _Hole) else leaf
+
+        outputs = call.op(*_mapped(fill, args), **_mapped(fill, kwargs))
+        kinds.append(type(outputs))
+        if outputs is None:  # a check, of an inverse say
+            return ()
+        if isinstance(outputs, Tensor):
+            return (outputs,)
+        kinds.append([isinstance(o, Tensor) for o in outputs])
+        return tuple(o for o in outputs if isinstance(o, Tensor))
+
+    batch = call.batch
+    outputs, out_dims = run_mapped(
+        run, tuple(dims), batch.axis_size, batch.randomness, batch.axis_name
+    )(*tensors)
+    if place is None:
+        place = functools.partial(_in_front, batch.axis_size)
+    moved = [place(o, dim) for o, dim in zip(outputs, out_dims, strict=True)]
+    if len(kinds) == 1:
+        return moved[0] if moved else None
+    left = iter(moved)
+    return [next(left) if is_tensor else None for is_tensor in kinds[1]]
+
+
+def _in_front(axis_size: int, output: Tensor, dim: int | None) -> Tensor:
+    return output.expand(axis_size, *output.shape) if dim is None else output.movedim(dim, 0)
+
+
+def _as_value(output: Tensor, dim: int | None) -> Value:
+    if dim is None:
+        return Shared(output)
+    return Padded(output.movedim(dim, 0), (None,) * (output.dim() - 1))
+
+
+@dataclass(frozen=True)
+class _Hole:
+    place: int
+
+
+def plain(call: Call) -> Any:
+    """Run an operator none of whose sizes differ."""
+    if is_collective(call):
+        return mapped(call, place=_as_value)
+    draws = torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ())
+    if all(isinstance(v, Shared) for v in call.values) and not draws:
+        outputs = call.run(lambda v: v.data, lambda s: s)
+        return call.wrap(outputs, lambda data, _: Shared(data))
+    return call.wrap(mapped(call), lambda data, _: Padded(data, (None,) * (data.dim() - 1)))
+
+
+def is_collective(call: Call) -> bool:
+    """Whether it is of all elements together: `psum` over the axis of the elements, say."""
+    return call.batch.axis_name is not None and "axis_name" in call.kwargs
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, tuple | list):
+        return type(tree)(_mapped(function, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(function, item) for key, item in tree.items()}
+    return function(tree)
+
+
+def _leaves(tree: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
+    if isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _leaves(item, kinds)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()), kinds)
+    elif isinstance(tree, kinds):
+        yield tree

@@ -1,0 +1,101 @@
+"""Rules for the operators of this package themselves: a ragged `vmap` inside a ragged `vmap`.
+
+The segments of all elements lie one after the other, once offsets count from the start of all rows:
+
+    element 0: 2 rows, offsets 0 1 2      element 1: 3 rows, offsets 0 3
+    together:  5 rows, offsets 0 1 2 2 5        (between the two is an empty segment, of neither)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Value
+from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.layouts.rows import inverse_of
+from torchremat.batching.ragged.layouts.take_rows_op import take_rows
+from torchremat.batching.ragged.rules.op_call import RULES, Call
+from torchremat.batching.ragged.rules.structural import part_of
+
+
+def _rows(call: Call, value: Value) -> tuple[Tensor, Extent] | None:
+    return part_of(value, 0, call.batch.axis_size)
+
+
+def _wrapped(rows: Tensor, extent: Any, call: Call) -> Value:
+    if isinstance(extent, Extent):
+        return Packed(rows, 0, extent)
+    data = rows.unflatten(0, (call.batch.axis_size, extent))
+    return Padded(data, (None,) * (data.dim() - 1))
+
+
+def _places_of_segments(segments: Extent, ends: Extent) -> Tensor:
+    """Which of the segments between all offsets each segment is."""
+    return ends.offsets[segments.element_of_row] + segments.place_of_row
+
+
+def _extent_of(size: Any, call: Call, like: Tensor) -> Extent:
+    if isinstance(size, Extent):
+        return size
+    count = call.batch.axis_size
+    lengths = torch.full((count,), size, dtype=torch.int64, device=like.device)
+    return Extent("", lengths, known_total=size * count)
+
+
+def _reduction(call: Call) -> Any:
+    data, ends = (_rows(call, v) for v in call.args[:2])
+    if data is None or ends is None:
+        return NotImplemented
+    offsets = ends[0] + data[1].offsets[ends[1].element_of_row]
+    found = call.op(data[0], offsets)
+    size = call.sizes_of(call.result)[0]
+    segments = _extent_of(size, call, offsets)
+    places = _places_of_segments(segments, ends[1])
+    rows = take_rows(found, places, inverse_of(places, found.shape[0]))
+    return _wrapped(rows, size, call)
+
+
+def _expansion(call: Call) -> Any:
+    values, ends = (_rows(call, v) for v in call.args[:2])
+    if values is None or ends is None:
+        return NotImplemented
+    size = call.sizes_of(call.result)[0]
+    extent = _extent_of(size, call, ends[0])
+    offsets = ends[0] + extent.offsets[ends[1].element_of_row]
+    places = _places_of_segments(values[1], ends[1])
+    source = inverse_of(places, offsets.shape[0] - 1)
+    spread = take_rows(values[0], source, places, zero=True)
+    return _wrapped(call.op(spread, offsets, extent.total), size, call)
+
+
+def _softmax(call: Call) -> Any:
+    data, ends = (_rows(call, v) for v in call.args[:2])
+    if data is None or ends is None:
+        return NotImplemented
+    offsets = ends[0] + data[1].offsets[ends[1].element_of_row]
+    return _wrapped(call.op(data[0], offsets, *call.args[2:]), call.sizes_of(call.result)[0], call)
+
+
+def _take(call: Call) -> Any:
+    data, index, inverse = (_rows(call, v) for v in call.args[:3])
+    if data is None or index is None or inverse is None:
+        return NotImplemented
+    rows = call.op(data[0], _shifted(index, data[1]), _shifted(inverse, index[1]), *call.args[3:])
+    return _wrapped(rows, call.sizes_of(call.result)[0], call)
+
+
+def _shifted(index: tuple[Tensor, Extent], into: Extent) -> Tensor:
+    """Indices of rows of an element, as those of all rows."""
+    rows, extent = index
+    return torch.where(rows < 0, rows, rows + into.offsets[extent.element_of_row])
+
+
+RULES.update({
+    "torchremat.segment_sum": _reduction,
+    "torchremat.segment_max": _reduction,
+    "torchremat.segment_min": _reduction,
+    "torchremat.segment_expand": _expansion,
+    "torchremat.segment_softmax": _softmax,
+    "torchremat.take_rows": _take,
+})  # fmt: skip

@@ -1,0 +1,162 @@
+"""Rules for operators that work on each entry, with broadcasting."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat.batching.ragged.layouts.layouts import (
+    Packed,
+    Padded,
+    Shared,
+    Value,
+    as_rows,
+    packed,
+    padded,
+)
+from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.rules.op_call import Batch, Call, rule
+from torchremat.graph.symbolic_sizes import Size
+
+
+def broadcast_sizes(operands: Sequence[Value]) -> tuple[Any, ...]:
+    """The sizes of an element that operands of these sizes broadcast to: numbers and extents."""
+    rank = max(v.rank for v in operands)
+    sizes: list[Any] = [1] * rank
+    for value in operands:
+        for i, size in enumerate(value.sizes):
+            if isinstance(size, Extent) or size != 1:
+                sizes[rank - value.rank + i] = size
+    return tuple(sizes)
+
+
+def map_entries(
+    batch: Batch,
+    function: Callable[..., Any],
+    operands: Sequence[Value],
+    sizes: tuple[Any, ...] | None = None,
+) -> Any:
+    """Apply `function`, which works entry by entry, to values that broadcast to `sizes`.
+
+    It is called with tensors that broadcast, and gives one tensor or several.
+    """
+    sizes = broadcast_sizes(operands) if sizes is None else sizes
+    places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+    if not places and all(isinstance(v, Shared) for v in operands):
+        return _wrapped(function(*(v.data for v in operands)), Shared)
+    if len(places) == 1 and not any(isinstance(v, Padded) and v.is_ragged for v in operands):
+        (dim,) = places
+        rows = [_along_rows(v, len(sizes), dim, sizes[dim]) for v in operands]
+        return _wrapped(function(*rows), lambda data: Packed(data, dim, sizes[dim]))
+    extents = tuple(size if isinstance(size, Extent) else None for size in sizes)
+    full = [_with_rank(v, len(sizes), batch.axis_size) for v in operands]
+    return _wrapped(function(*full), lambda data: packed(Padded(data, extents)))
+
+
+def _wrapped(outputs: Any, make: Callable[[Tensor], Value]) -> Any:
+    return make(outputs) if isinstance(outputs, Tensor) else [make(o) for o in outputs]
+
+
+def _along_rows(value: Value, rank: int, dim: int, extent: Extent) -> Tensor:
+    """`value` as it broadcasts against concatenated data of `rank` dims."""
+    if not isinstance(value, Padded):
+        return value.data
+    ones = [1] * (rank - value.rank)
+    data = value.data.reshape(value.data.shape[0], *ones, *value.data.shape[1:])
+    return as_rows(data.squeeze(1 + dim), extent).movedim(0, dim)
+
+
+def _with_rank(value: Value, rank: int, axis_size: int) -> Tensor:
+    """`value` as it broadcasts against padded data of elements of `rank` dims."""
+    if isinstance(value, Shared):
+        return value.data
+    data = padded(value, axis_size).data
+    return data.reshape(data.shape[0], *[1] * (rank - value.rank), *data.shape[1:])
+
+
+def pointwise(call: Call) -> Any:
+    """The rule of operators with the tag `pointwise`, and of others that work entry by entry."""
+    call.check_random()
+    operands: list[Value] = []
+    replaced = False
+
+    def take(leaf: Any) -> Any:
+        nonlocal replaced
+        if isinstance(leaf, Value):
+            operands.append(leaf)
+            return _Place(len(operands) - 1)
+        if isinstance(leaf, Size):
+            if call.batch.sizes.varies(leaf):
+                operands.append(Padded(call.batch.sizes.numbers(leaf), ()))
+                replaced = True
+                return _Place(len(operands) - 1)
+            return call.batch.sizes.of(leaf)
+        return leaf
+
+    args = [take(a) for a in call.args]
+    kwargs = {k: take(v) for k, v in call.kwargs.items()}
+    op = call.op.overloadpacket if replaced else call.op
+    if call.name == "aten.masked_fill" and isinstance(args[2], _Place):
+        op, args = torch.where, [args[1], args[2], args[0]]
+    results = call.result if isinstance(call.result, tuple | list) else [call.result]
+
+    def run(*tensors: Tensor) -> Any:
+        tensors = tuple(
+            _as_in_element(t, v, results[0].dtype) for t, v in zip(tensors, operands, strict=True)
+        )
+        fill = [tensors[a.index] if isinstance(a, _Place) else a for a in args]
+        named = {k: tensors[v.index] if isinstance(v, _Place) else v for k, v in kwargs.items()}
+        outputs = op(*fill, **named)
+        if isinstance(outputs, Tensor):
+            return outputs.to(results[0].dtype)
+        return tuple(o.to(r.dtype) for o, r in zip(outputs, results, strict=True))
+
+    return map_entries(call.batch, run, operands, call.sizes_of(results[0]))
+
+
+def _as_in_element(tensor: Tensor, value: Value, dtype: torch.dtype) -> Tensor:
+    """A scalar of an element, which has dims here, must not promote the dtype of others."""
+    if value.rank == 0 and tensor.dim() > 0 and tensor.dtype != dtype:
+        if tensor.is_floating_point() and dtype.is_floating_point:
+            return tensor.to(dtype)
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            return tensor.to(dtype) if dtype != torch.bool and not dtype.is_complex else tensor
+    return tensor
+
+
+class _Place:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+@rule(
+    "clone", "detach", "alias", "_to_copy", "lift_fresh_copy", "lift_fresh", "contiguous",
+    "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
+    "native_dropout", "bernoulli", "where", "native_dropout_backward", "isclose",
+    "fill", "positive", "_conj", "_neg_view", "resolve_conj", "nan_to_num", "prelu",
+    "_prelu_kernel", "to", "type_as", "masked_fill",
+)  # fmt: skip
+def _untagged(call: Call) -> Any:
+    return pointwise(call)
+
+
+def broadcast_to(batch: Batch, value: Value, sizes: tuple[Any, ...]) -> Value:
+    """`value`, expanded to elements of `sizes`."""
+    rank = len(sizes)
+    places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+
+    def expand(data: Tensor) -> Tensor:
+        packs = len(places) == 1 and data.dim() <= rank
+        shape = [(s.total if packs else s.longest) if isinstance(s, Extent) else s for s in sizes]
+        if not packs:
+            shape = [batch.axis_size, *shape]
+        return data.expand(shape)
+
+    return map_entries(batch, expand, [value], sizes)  # type: ignore[no-any-return]
+
+
+@rule("expand", "broadcast_to")
+def _expand(call: Call) -> Any:
+    (value,) = call.values
+    return broadcast_to(call.batch, value, call.sizes_of(call.result))

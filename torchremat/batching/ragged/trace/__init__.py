@@ -1,0 +1,1 @@
+"""The graph of one element of a ragged batch."""

@@ -1,0 +1,145 @@
+"""What the graph of one element cannot hold: branches on sizes, sizes that do not fit."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from torchremat import _torch
+from torchremat.core.source import Source, current_source, is_user_file, source_of_error
+from torchremat.errors import RaggedError, TorchrematError
+from torchremat.graph.symbolic_sizes import printed
+
+
+@contextmanager
+def explained_mismatches(
+    elements: Sequence[tuple[int, ...]], symbols: dict[int, torch.SymInt]
+) -> Iterator[None]:
+    """Say whose sizes they are that an operator finds not to fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = {printed(size): number for number, size in symbols.items()}
+        met = [name for name in names if name in str(error)]
+        if isinstance(error, TorchrematError) or not met:
+            raise
+        places = "; ".join(
+            f"{name} is the size of dim {shape.index(names[name])} of input {i}"
+            for name in met
+            for i, shape in enumerate(elements)
+            if names[name] in shape
+        )
+        source = source_of_error(error)
+        where = "" if source is None else f" at {source}"
+        raise RaggedError(
+            f"sizes that differ from element to element do not fit{where}: "
+            f"{str(error).removesuffix(')')}. Here {places}. Two sizes are one if their lengths "
+            "are equal in all elements."
+        ) from error
+
+
+@contextmanager
+def refusing_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
+    """Raise where the user's own Python code needs a size that differs as a number.
+
+    PyTorch's code, which asks for much, is answered as for a large size.
+    """
+    evaluate = shapes.evaluate_sym_node
+
+    def checked(node: Any, *args: Any, **kwargs: Any) -> Any:
+        if not node.expr.free_symbols:
+            return evaluate(node, *args, **kwargs)
+        source = _user_who_asks()
+        if source is None and node.pytype is int:
+            raise RaggedError(
+                f"an operator of PyTorch, called at {current_source()}, needs a size as a number "
+                f"that differs from element to element ({node.expr}): it has no form for such. Use "
+                "other operators, or map over a dense batch."
+            )
+        if source is not None:
+            raise RaggedError(
+                f"Python needs the value of a size that differs from element to element, at "
+                f"{source} (of {node.expr}): an `if`, `int` or `range` of it has one answer in the "
+                "graph of all elements. Use operators of tensors: torch.where, torch.arange(n), "
+                "x[:k] with a number k."
+            )
+        return evaluate(node, *args, **kwargs)
+
+    shapes.evaluate_sym_node = checked  # type: ignore[method-assign,assignment]
+    try:
+        with _refusing_comparisons(shapes):
+            yield
+    finally:
+        del shapes.evaluate_sym_node
+
+
+@contextmanager
+def _refusing_comparisons(shapes: _torch.ShapeEnv) -> Iterator[None]:
+    """Raise where the user's code compares a size with what only an empty element would equal.
+
+    The trace takes sizes for positive, and would answer `n > 0` without asking.
+    """
+    plain = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
+
+    def checked(name: str, size: Any, *others: Any) -> Any:
+        result = plain[name](size, *others)
+        other = others[0] if others else 0
+        frame = sys._getframe(2)
+        if (
+            result is NotImplemented
+            or size.node.shape_env is not shapes
+            or not is_user_file(frame.f_code.co_filename)
+            or not _is_settled(result)
+            or not _torch.depends_on_symbols(size - other)
+        ):
+            return result
+        source = Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        raise RaggedError(
+            f"Python compares a size that differs from element to element, at {source}, with "
+            f"{other}: the answer may differ for an empty element, and the graph of all elements "
+            "has one. Use operators of tensors: torch.where, sums, which are 0 for none."
+        )
+
+    for name in _COMPARISONS:
+        setattr(torch.SymInt, name, _method(checked, name))
+    try:
+        yield
+    finally:
+        for name, method in plain.items():
+            setattr(torch.SymInt, name, method)
+
+
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__")
+
+
+def _method(checked: Any, name: str) -> Any:
+    return lambda size, *other: checked(name, size, *other)
+
+
+def _is_settled(result: Any) -> bool:
+    return not _torch.depends_on_symbols(result)
+
+
+_SYMBOLS_OF_TORCH = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *place)
+    for place in (("__init__.py",), ("fx", "experimental"))
+)
+
+
+_CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__", "__round__", "__trunc__")
+
+
+def _user_who_asks() -> Source | None:
+    """The line of the user's that needs the value of a size; none if PyTorch's code does."""
+    frame: FrameType | None = sys._getframe(2)
+    asked = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS_OF_TORCH):
+        asked = frame.f_code.co_name
+        frame = frame.f_back
+    if frame is None or asked not in _CONVERSIONS or not is_user_file(frame.f_code.co_filename):
+        return None
+    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

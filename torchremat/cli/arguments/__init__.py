@@ -1,0 +1,1 @@
+"""What the command is given: targets, policies, budgets."""

@@ -1,0 +1,133 @@
+"""Policies, budgets, selections and optimizers as the command line gives them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+from torchremat.checkpoint_policies import from_plan  # noqa: F401  (plan: and budget: are words)
+from torchremat.cli.arguments.targets import Target
+from torchremat.cli.arguments.user_modules import find, split
+from torchremat.errors import TorchrematError, nearest_names
+from torchremat.planning.budget import Budget
+from torchremat.policies.builtin import Policy, policy
+from torchremat.policies.module_selection import select_modules
+from torchremat.remat.module_policies import under_policy
+
+
+@contextmanager
+def given_by(option: str) -> Iterator[None]:
+    """What is wrong with the value of an option is told as such."""
+    try:
+        yield
+    except (TorchrematError, OSError) as error:
+        if not isinstance(error, ValueError | TypeError | OSError):
+            raise
+        raise click.BadParameter(_said(error), param_hint=f"'{option}'") from error
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def read_policy(text: str) -> Policy:
+    """The policy that `text` spells; `click.BadParameter` if none.
+
+    >>> read_policy("dots|names:attn")
+    dots_saveable | save_only_these_names('attn')
+    """
+    with given_by("--policy"):
+        return policy(text)
+
+
+def check_budget(text: str) -> None:
+    """`click.BadParameter` if `text` is no budget."""
+    with given_by("--budget"):
+        Budget.of(text)
+
+
+def read_policies(policies: Sequence[str], budgets: Sequence[str]) -> dict[str, Policy]:
+    """Policies by what the user calls them.
+
+    Raises `click.UsageError` if there are none.
+
+    >>> list(read_policies(["full", "dots"], ["50%"]))
+    ['full', 'dots', 'budget:50%']
+    """
+    for budget in budgets:
+        check_budget(budget)
+    texts = [*policies, *(f"budget:{budget}" for budget in budgets)]
+    if not texts:
+        raise click.UsageError(
+            "there is nothing to set beside plain PyTorch: give --policy or --budget, "
+            "each as often as you like"
+        )
+    return {text: read_policy(text) for text in texts}
+
+
+def one_policy(policy_text: str | None, budget: str | None, select: str | None) -> Policy | None:
+    """The one policy of a command that takes one; `None` without any."""
+    if policy_text is not None and budget is not None:
+        raise click.UsageError("--policy and --budget are two policies: give one of them")
+    if policy_text is None and budget is None:
+        if select is not None:
+            raise click.UsageError("--select says where a policy goes: give --policy or --budget")
+        return None
+    texts = [policy_text] if policy_text is not None else []
+    return next(iter(read_policies(texts, [budget] if budget is not None else []).values()))
+
+
+def under(target: Target, chosen: Policy | None, select: str | None) -> Callable[..., Any]:
+    """The target's function under a policy: as a whole, or each of the modules selected."""
+    if chosen is None:
+        return target.fun
+    check_select(target, select)
+    return under_policy(target.fun, chosen, select)
+
+
+def check_select(target: Target, select: str | None) -> None:
+    """`click.BadParameter` if `--select` does not select modules of the target."""
+    if select is None:
+        return
+    if not isinstance(target.fun, nn.Module):
+        raise click.BadParameter(
+            f"it picks modules of a model, and {target.text} is a function",
+            param_hint="'--select'",
+        )
+    try:
+        select_modules(target.fun, select)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="'--select'") from error
+
+
+def read_optimizer(text: str | None) -> type[torch.optim.Optimizer] | None:
+    """The class of optimizers of that name, of `torch.optim` or as `package.module:Class`.
+
+    >>> read_optimizer("adamw").__name__
+    'AdamW'
+    """
+    if text is None:
+        return None
+    if ":" in text:
+        found: Any = find(*split(text))[1]
+        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+            return found
+        raise click.BadParameter(f"{text} is no optimizer's class", param_hint="'--optimizer'")
+    known = {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    if text.lower() not in known:
+        names = [kind.__name__ for kind in known.values()]
+        raise click.BadParameter(
+            f"torch.optim has no {text!r}; {nearest_names(text, names)}. Another is given as "
+            "package.module:Class",
+            param_hint="'--optimizer'",
+        )
+    return known[text.lower()]

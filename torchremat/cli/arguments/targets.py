@@ -1,0 +1,166 @@
+"""Targets: the function or model that a command is about, from `package.module:name` or a file.
+
+`name` is one of:
+
+- a function without arguments that returns `(fun_or_module, args)` or `(…, args, kwargs)`;
+- a module, a class of modules or a function, with its arguments from an `example_inputs()` beside
+  it: a method of the module, or a function of the same file.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+from torchremat import _torch
+from torchremat.cli.arguments.user_modules import find, split
+from torchremat.cli.terminal.exit_codes import UserCodeError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function or module, and the arguments to call it with."""
+
+    text: str
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def load_target(text: str, device: str | None = None) -> Target:
+    """The target that `text` names, made on `device` if one is given.
+
+    What the user's code prints goes to standard error. Raises `click.UsageError` if there is no
+    such module, file or name, and `click.ClickException` if what it is cannot be used, or its code
+    raises.
+
+    >>> load_target("torch.nn:Tanh")
+    Traceback (most recent call last):
+    click.exceptions.ClickException: torch.nn:Tanh is a module, and there is nothing to call it ...
+    """
+    where, name = split(text)
+    with contextlib.redirect_stdout(sys.stderr), _on(device):
+        module, found = find(where, name)
+        fun, arguments = _made(text, found)
+        if arguments is None:
+            arguments = _examples(text, fun, vars(module).get("example_inputs"))
+        args, kwargs = _split(arguments)
+        return _moved(Target(text, fun, args, kwargs), device)
+
+
+def _made(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
+    """A function or module, and its arguments if they came with it."""
+    if isinstance(found, nn.Module):
+        return found, None
+    if not callable(found):
+        raise click.ClickException(
+            f"{text} is {found!r} ({type(found).__name__}), and not a function or module. Give a "
+            "function without arguments that returns (fun_or_module, args)"
+        )
+    needed = _num_required(found)
+    if isinstance(found, type) and needed:
+        raise click.ClickException(
+            f"{text} is a class that needs arguments to be made. Give a function without arguments "
+            "that returns (module, args):\n"
+            f"    def make():\n        return {found.__name__}(...), (x,)"
+        )
+    if needed:
+        return found, None
+    with _user_code(f"{text}()"):
+        result = found()
+    match result:
+        case (fun, args) if isinstance(result, tuple) and callable(fun):
+            return fun, _as_tuple(args)
+        case (fun, args, dict() as kwargs) if isinstance(result, tuple) and callable(fun):
+            return fun, (_as_tuple(args), kwargs)
+    if callable(result):
+        return result, None
+    raise click.ClickException(
+        f"{text}() returned {_described(result)}. It is to return (fun_or_module, args), where "
+        "args is a tuple, or (fun_or_module, args, kwargs)"
+    )
+
+
+def _num_required(function: Callable[..., Any]) -> int:
+    """How many arguments a function cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # one of C
+        return 1
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return sum(p.default is p.empty and p.kind not in variadic for p in parameters)
+
+
+def _examples(text: str, fun: Any, beside: Any) -> Any:
+    """The arguments from `example_inputs`, of the module or in its file."""
+    examples = getattr(fun, "example_inputs", beside)
+    if not callable(examples):
+        kind = "module" if isinstance(fun, nn.Module) else "function"
+        raise click.ClickException(
+            f"{text} is a {kind}, and there is nothing to call it with. Give a function without "
+            "arguments that returns (fun_or_module, args), or write example_inputs() beside it, "
+            "which returns a tuple of arguments"
+        )
+    with _user_code(f"example_inputs() of {text}"):
+        return _as_tuple(examples())
+
+
+def _as_tuple(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, tuple | list) else (arguments,)
+
+
+def _split(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, from a tuple or from a pair of a tuple and a dict."""
+    args, kwargs = arguments, {}
+    if len(args) == 2 and isinstance(args[0], tuple | list) and isinstance(args[1], dict):
+        args, kwargs = args
+    return tuple(args), dict(kwargs)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(entry).__name__ for entry in value) or 'nothing'}"
+    return f"a value of type {type(value).__name__}"
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def _on(device: str | None) -> contextlib.AbstractContextManager[Any]:
+    """What is made inside is on `device`."""
+    if device is None:
+        return contextlib.nullcontext()
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise click.BadParameter(str(error).partition("\n")[0], param_hint="'--device'") from None
+
+
+def _moved(target: Target, device: str | None) -> Target:
+    """What was made elsewhere all the same (with `device=`, or when a file was loaded) moves."""
+    if device is None:
+        return target
+    fun = target.fun
+    with _user_code(f"moving {target.text} to {device}"):
+        if isinstance(fun, nn.Module):
+            fun = fun.to(device)
+        args, kwargs = _torch.tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
+            (target.args, target.kwargs),
+        )
+    return Target(target.text, fun, args, kwargs)
+
+
+@contextlib.contextmanager
+def _user_code(doing: str) -> Iterator[None]:
+    """What the user's code raises is told as its own error."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(doing, error) from error

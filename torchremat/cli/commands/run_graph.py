@@ -1,0 +1,79 @@
+"""`torchremat graph`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchremat.cli.arguments.read_policies import one_policy, under
+from torchremat.cli.arguments.targets import load_target
+from torchremat.cli.terminal.output import (
+    check_pages,
+    check_writable,
+    show,
+    working,
+    write_json,
+    write_page,
+)
+from torchremat.planning.api import plan
+from torchremat.remat.op.make_graph import make_graph
+from torchremat.tracing.ambient_state import off_meta
+from torchremat.typed_graph.typed_graph import TypedGraph
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """What the command was given; see its help."""
+
+    target: str
+    policy: str | None = None
+    budget: str | None = None
+    select: str | None = None
+    sources: bool = False
+    device: str | None = None
+    html: str | None = None
+    json_path: str | None = None
+
+
+def run_graph(options: GraphOptions) -> None:
+    """Trace and print the graph, or write it as a page or JSON."""
+    chosen = one_policy(options.policy, options.budget, options.select)
+    check_writable(json=options.json_path)
+    check_pages(options.html)
+    with working(f"loading {options.target}"):
+        target = load_target(options.target, options.device)
+    fun = under(target, chosen, options.select)
+    with working("tracing"), off_meta():
+        graph = make_graph(fun)(*target.args, **target.kwargs)
+    if options.html is None and options.json_path != "-":
+        show(graph.text(sources=options.sources))
+    if options.html is not None:
+        drawn = graph
+        if options.budget is not None and options.select is None:
+            drawn = plan(target.fun, *target.args, budget=options.budget, **target.kwargs)
+        write_page(drawn, options.html)
+    if options.json_path is not None:
+        write_json(equations_of(graph), options.json_path)
+
+
+def equations_of(graph: TypedGraph) -> dict[str, Any]:
+    """A graph as JSON takes it: an entry for each equation, with the user's line.
+
+    >>> import torch
+    >>> graph = make_graph(lambda x: torch.sin(x).sum())(torch.ones(3))
+    >>> equations_of(graph)["eqns"][0]["outputs"]
+    ['b:f32[3]']
+    """
+    return {
+        "in_avals": list(map(str, graph.in_avals)),
+        "out_avals": list(map(str, graph.out_avals)),
+        "eqns": [
+            {
+                "op": str(eqn.op),
+                "inputs": [f"{value}:{value.aval}" for value in eqn.inputs],
+                "outputs": [f"{value}:{value.aval}" for value in eqn.outputs],
+                "params": {name: str(value) for name, value in eqn.params.items()},
+                "module": eqn.module,
+                "source": None if eqn.source is None else str(eqn.source),
+            }
+            for eqn in graph.eqns
+        ],
+    }

@@ -1,0 +1,144 @@
+"""How the command ends: exit codes, errors in a few lines, warnings in one, quiet pipes.
+
+0: done. 1: it failed. 2: it was asked for wrongly. 130: Ctrl-C. 141: nobody read what it wrote.
+"""
+
+import io
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from torchremat.errors import TorchrematError
+
+FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
+
+
+class UserCodeError(click.ClickException):
+    """The user's own code raised while it was loaded or called."""
+
+    def __init__(self, doing: str, cause: BaseException) -> None:
+        said = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        place = place_of(cause)
+        super().__init__(f"{doing} raised {said}" + (f"\n  at {place}" if place else ""))
+
+
+class Command(click.Group):
+    """A group of commands whose errors are told as a shell's user expects."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; nobody needs to be told that nobody reads what it writes."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # or a closed pipe is noticed only when Python ends
+        except BrokenPipeError:
+            _discard_output()
+            ctx.exit(PIPE_CLOSED)
+        return result
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order in which they are written."""
+        return list(self.commands)
+
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
+    ) -> NoReturn:
+        """Run, and exit with a code of this module's docstring."""
+        settings: dict[str, bool] = {}  # --debug writes to it, wherever it stands
+        extra["standalone_mode"] = False
+        try:
+            with _warnings_told():
+                code = super().main(args, prog_name, obj=settings, **extra)
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted", err=True)
+            code = INTERRUPTED
+        except Exception as error:
+            code = _tell(error, debug=settings.get("debug", False))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _tell(error: Exception, *, debug: bool) -> int:
+    """Tell of an error on standard error; the exit code."""
+    if debug and not isinstance(error, click.UsageError):
+        traceback.print_exception(error)
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    click.echo(f"Error: {told(error)}", err=True)
+    if not debug and not isinstance(error, TorchrematError | OSError):
+        click.echo("--debug shows where it was raised", err=True)
+    return FAILED
+
+
+def told(error: Exception) -> str:
+    """What to say of an error: the message of our own as it is, of others with type and place.
+
+    >>> told(ValueError("no"))
+    'ValueError: no'
+    """
+    if isinstance(error, TorchrematError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{os.fspath(error.filename)!s}: {error.strerror}"
+    place = place_of(error)
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return said + (f"\n  at {place}" if place else "")
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error passed, as `model.py:12 (make)`.
+
+    >>> place_of(ValueError("raised nowhere"))
+    ''
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    if not own:
+        return ""
+    return f"{_short_path(own[-1].filename)}:{own[-1].lineno} ({own[-1].name})"
+
+
+def _is_library(filename: str) -> bool:
+    parts = Path(filename).parts
+    package = str(Path(__file__).parents[2])
+    return (
+        filename.startswith(("<", package))
+        or "site-packages" in parts
+        or filename.startswith(os.path.dirname(os.__file__))
+    )
+
+
+def _short_path(filename: str) -> str:
+    """A path as it is shortest: from the current folder, if it lies there."""
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+
+
+def _discard_output() -> None:
+    """What is still buffered for a closed pipe goes nowhere, or Python complains as it ends."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        sys.stdout = io.StringIO()  # it is no file
+
+
+@contextmanager
+def _warnings_told() -> Iterator[None]:
+    """The library's own warnings are a line on standard error; others stay as they are."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if category.__module__.startswith("torchremat."):
+                click.echo(f"Warning: {message}", err=True)
+            else:
+                shown(message, category, *rest, **more)
+
+        warnings.showwarning = show
+        yield

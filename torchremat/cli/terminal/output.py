@@ -1,0 +1,133 @@
+"""Where results go: text to standard output, coloured on a terminal, and JSON to files."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.highlighter import RegexHighlighter
+from rich.theme import Theme
+
+from torchremat.errors import NotAvailableError
+
+_THEME = Theme(
+    {
+        "remat.saved": "green",
+        "remat.recomputed": "yellow",
+        "remat.offloaded": "cyan",
+        "remat.source": "dim",
+        "remat.heading": "bold",
+    }
+)
+
+
+class _Decisions(RegexHighlighter):
+    """Decisions in their colours, headings bold, the user's lines dim."""
+
+    base_style = "remat."
+    highlights = (
+        r"(?m)^(?P<saved>saved)\b",
+        r"(?m)^(?P<recomputed>recomputed)\b",
+        r"(?m)^(?P<offloaded>offloaded)\b",
+        r"(?m)^(?P<heading>(policy|held for|plan on|inputs:|parameters:|constants:).*)$",
+        r"(?P<source>\S+\.py:\d+ \(.*\))$",
+    )
+
+
+def show(text: str) -> None:
+    """Print `text`: as it is where no terminal reads it, else with colours if they are wanted.
+
+    Lines are never broken or cut: `NO_COLOR` and `TERM=dumb` are obeyed.
+    """
+    if not sys.stdout.isatty():
+        click.echo(text)
+        return
+    console = Console(theme=_THEME, highlighter=_Decisions())
+    console.print(text, markup=False, emoji=False, soft_wrap=True)
+
+
+def check_writable(**paths: str | None) -> None:
+    """`click.BadParameter` if a file cannot be written that an option of that name gives.
+
+    It is asked before long work is done for the file.
+
+    >>> check_writable(save="no/such/folder/plan.json")
+    Traceback (most recent call last):
+    click.exceptions.BadParameter: no/such/folder/plan.json: there is no folder no/such/folder
+    """
+    for option, path in paths.items():
+        if path is None or path == "-":
+            continue
+        folder = Path(path).parent
+        there = Path(path) if Path(path).exists() else folder
+        if not folder.is_dir():
+            raise click.BadParameter(
+                f"{path}: there is no folder {folder}", param_hint=f"'--{option}'"
+            )
+        if not os.access(there, os.W_OK):
+            raise click.BadParameter(f"{path}: it may not be written", param_hint=f"'--{option}'")
+
+
+def write_json(content: Any, path: str) -> None:
+    """Write `content`, what `json` takes or text that is JSON, to a file; `-` is standard output.
+
+    Raises `OSError` if the file cannot be written.
+    """
+    text = content if isinstance(content, str) else json.dumps(content, indent=1)
+    if path == "-":
+        click.echo(text)
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(f"{text}\n")
+    note(f"wrote {path}")
+
+
+def note(text: str) -> None:
+    """A line for whoever watches; it is no part of the result."""
+    click.echo(text, err=True)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show, while the block runs and where standard error is a terminal, that something goes on."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
+
+
+def check_pages(path: str | None, function: str = "graph_html") -> None:
+    """Before long work: whether a page can be drawn and written, if `path` asks for one.
+
+    Raises `click.BadParameter`, and `NotAvailableError` (a `NotImplementedError`) where
+    `torchremat.viz` lacks the function.
+    """
+    if path is not None:
+        check_writable(html=path)
+        _viz(function)
+
+
+def write_page(drawn: Any, path: str) -> None:
+    """Draw a plan, a graph or a report as a page. Raises `OSError` if it cannot be written."""
+    _viz("graph_html")(drawn, path)
+    note(f"wrote {path}")
+
+
+def write_diff(before: Any, after: Any, path: str) -> None:
+    """Draw two of them side by side."""
+    _viz("diff_html")(before, after, path)
+    note(f"wrote {path}")
+
+
+def _viz(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module("torchremat.viz"), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise NotAvailableError(f"--html: torchremat.viz.{name} is not in this version") from error

@@ -1,0 +1,60 @@
+"""What compilers need of the machine: the devices of a graph, and Triton for GPUs."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.core.source import warn_user
+from torchremat.errors import CompilerWarning, DeviceError
+
+_BY_TRITON = ("cuda", "xpu")
+
+
+def _nodes_by_device(module: fx.GraphModule) -> dict[torch.device, fx.Node]:
+    """The devices of the tensors of a graph, each with the first node that has one there."""
+    found: dict[torch.device, fx.Node] = {}
+    for node in module.graph.nodes:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        leaves: Iterable[object] = value if isinstance(value, tuple | list) else (value,)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                found.setdefault(leaf.device, node)
+    return found
+
+
+def check_devices(module: fx.GraphModule) -> None:
+    """Raise `DeviceError` (a `RuntimeError`) if the graph has tensors where this machine has none.
+
+    Code can be made only for a device that can be asked what it is.
+    """
+    for device, node in _nodes_by_device(module).items():
+        if device.type in ("cpu", "meta"):
+            continue
+        count = torch.get_device_module(device).device_count()
+        if (device.index or 0) >= count:
+            has = f"only {count} of that kind" if count else "none of that kind"
+            raise DeviceError(
+                f"inductor is to compile a graph with tensors on {device} (the first is "
+                f"{node.name}, from {node.meta.get('source')}), but this machine has {has}. Move "
+                "the model and the arguments to a device that is here, or compile where the graph "
+                "is to run"
+            )
+
+
+def lacks_triton(module: fx.GraphModule) -> bool:
+    """Whether inductor would need Triton for the graph, and it is not installed."""
+    if _torch.has_triton():
+        return False
+    return any(device.type in _BY_TRITON for device in _nodes_by_device(module))
+
+
+def warn_of_triton(who: str, otherwise: str) -> None:
+    """Tell that operators run one after the other; `otherwise` says so without a warning."""
+    warn_user(
+        f"{who} needs Triton to make kernels for a GPU, and it is not installed: the operators run "
+        "one after the other. Install it (pip install triton; PyTorch for CUDA and ROCm brings it "
+        f"along), or ask for {otherwise}.",
+        CompilerWarning,
+    )

@@ -1,0 +1,272 @@
+"""The backend of `torch.compile` in which a policy decides what is kept for the backward pass.
+
+    torch.compile(model, backend="torchremat", options={"policy": "dots"})
+
+Dynamo captures the program: guards, graph breaks and changing shapes are its work. AOTAutograd
+traces the joint graph, the policy says where it is cut, and inductor compiles both halves.
+"""
+
+import functools
+import hashlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.compile.device_support import lacks_triton, warn_of_triton
+from torchremat.compile.dynamo.inductor_decompositions import broken_up, random_decompositions
+from torchremat.compile.dynamo.partition import (
+    cut,
+    cut_as_scheduled,
+    cut_for_fusion,
+    decide,
+    partition_as_autograd_does,
+    partition_as_pytorch_does,
+)
+from torchremat.compile.dynamo.reports import report_of
+from torchremat.compile.dynamo.scheduled_joint import may_fuse
+from torchremat.errors import OptionError, TorchrematError, nearest_names
+from torchremat.graph.codegen import compile_graph
+from torchremat.policies.builtin import Policy, PolicyLike, as_policy, everything_saveable
+from torchremat.policies.checkpoint_name import names_written_down
+from torchremat.report.report import Report
+
+CODEGENS = ("inductor", "eager")
+OWN_OPTIONS = ("policy", "codegen", "report", "mode")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(..., options=)` says.
+
+    Attributes:
+        policy: what is kept; `None` leaves it to the checkpoints inside, and else to PyTorch.
+        codegen: what runs the graphs: "inductor", or "eager" for one operator after the other.
+        report: called with the `Report` of each graph that is compiled for a backward pass, if a
+            policy decides.
+        inductor: settings of inductor, by name.
+    """
+
+    policy: Policy | None = None
+    codegen: str = "inductor"
+    report: Callable[[Report], object] | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> "Options":
+        """Read `options`. Raises `OptionError` for a key or a value that means nothing."""
+        given: dict[Any, Any] = {"mode": mode} | dict(options or {})
+        policy = given.pop("policy", None)
+        codegen = given.pop("codegen", "inductor")
+        report = given.pop("report", None)
+        if codegen not in CODEGENS:
+            raise OptionError(
+                f"codegen={codegen!r} is no code generator; {nearest_names(str(codegen), CODEGENS)}"
+            )
+        if report is not None and not callable(report):
+            raise OptionError(f"report={report!r} is not callable: it is called with each Report")
+        settings = _mode_settings(given.pop("mode"))
+        known = _torch.inductor_option_names()
+        for key, value in given.items():
+            name = str(key).replace("-", "_")
+            if name not in known:
+                names = [*OWN_OPTIONS, *get_close_matches(name, known)]
+                raise OptionError(
+                    f"options={{{key!r}: ...}} is no option of the backend 'torchremat', "
+                    f"{nearest_names(name, names)}. There are "
+                    f"{', '.join(map(repr, OWN_OPTIONS))} and the settings of inductor"
+                )
+            kind = _torch.inductor_option_type(name)
+            if kind is not None and not isinstance(value, kind):
+                raise OptionError(
+                    f"options={{{key!r}: {value!r}}}: this setting of inductor is "
+                    f"{getattr(kind, '__name__', kind)}, not {type(value).__name__}"
+                )
+            settings[name] = value
+        return cls(_read_policy(policy), codegen, report, settings)
+
+
+def _read_policy(given: PolicyLike | None) -> Policy | None:
+    try:
+        return None if given is None else as_policy(given)
+    except OSError as error:  # the file of a plan
+        raise OptionError(f"options={{'policy': {given!r}}} cannot be read: {error}") from error
+
+
+def _mode_settings(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default"):
+        return {}
+    modes = _torch.inductor_modes()
+    if mode not in modes:
+        raise OptionError(
+            f"mode={mode!r} is no mode of torch.compile; {nearest_names(str(mode), modes)}"
+        )
+    return dict(modes[mode])
+
+
+def torchremat(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile what Dynamo captured: the backend `"torchremat"` of `torch.compile`.
+
+    Args:
+        module: the captured graph.
+        inputs: fake tensors and sizes that stand for its arguments.
+        options: `"policy"`, whatever `tr.checkpoint` takes as one; `"codegen"`, `"inductor"` or
+            `"eager"`; `"mode"`, one of `torch.compile`'s; and settings of inductor.
+        mode: `torch.compile(..., mode=)`.
+
+    Raises:
+        OptionError: (a `ValueError`) for an unknown option, with the nearest names.
+        PolicyError, PolicyValueError: for a policy that is none.
+
+    >>> import torch
+    >>> @torch.compile(backend="torchremat", options={"policy": "full", "codegen": "eager"})
+    ... def f(x):
+    ...     return x.sin().cos().sum()
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> f(x).backward()
+    >>> bool(torch.allclose(x.grad, -torch.sin(torch.sin(x)) * torch.cos(x)))
+    True
+    """
+    try:
+        return _compile_chosen(module, inputs, Options.of(options, mode))
+    except TorchrematError as error:
+        raise _torch.to_user(error, sys._getframe()) from error.__cause__
+
+
+def _compile_chosen(
+    module: fx.GraphModule, inputs: Sequence[Any], chosen: Options
+) -> Callable[..., Any]:
+    if chosen.codegen == "inductor" and lacks_triton(module):
+        warn_of_triton("the backend 'torchremat'", "options={'codegen': 'eager'}")
+        chosen = replace(chosen, codegen="eager")
+    if not _differentiates(inputs) or _leaves_it_to_pytorch(module, chosen):
+        return _compile_as_pytorch_does(module, inputs, chosen)
+    with names_written_down():
+        return _compile(module, inputs, chosen)
+
+
+def _leaves_it_to_pytorch(module: fx.GraphModule, chosen: Options) -> bool:
+    """Whether PyTorch's own partition does as the policy says: there is none, or it saves all.
+
+    It is not so of eager code, nor with checkpoints inside, where the policy around them decides.
+    """
+    if chosen.policy is None:
+        return True
+    inner = torch.ops.higher_order.tag_activation_checkpoint
+    return (
+        chosen.policy == everything_saveable
+        and chosen.codegen == "inductor"
+        and chosen.report is None
+        and not any(node.target is inner for node in module.graph.nodes)
+    )
+
+
+def _compile_as_pytorch_does(
+    module: fx.GraphModule, inputs: Sequence[Any], chosen: Options
+) -> Callable[..., Any]:
+    if chosen.codegen == "eager":
+        return _torch.aot_autograd(
+            module, inputs, compiler=compile_graph, partition=partition_as_autograd_does
+        )
+    key = f"torchremat {_version()}, no policy"
+    partitioner = _torch.inductor_partitioner(partition_as_pytorch_does, key)
+    config = {**chosen.inductor, "custom_partitioner_fn": partitioner}
+    return _torch.compile_fx(module, inputs, config=config)
+
+
+def _compile(module: fx.GraphModule, inputs: Sequence[Any], chosen: Options) -> Callable[..., Any]:
+    assert chosen.policy is not None
+    cut = _Cut(chosen.policy, chosen.codegen, chosen.report)
+    if chosen.codegen == "eager":
+        return _torch.aot_autograd(module, inputs, compiler=compile_graph, partition=cut)
+    partitioner = _torch.inductor_partitioner(cut, _cache_key(chosen))
+    is_planned = chosen.policy.is_whole
+    return _torch.compile_fx(
+        module,
+        inputs,
+        config={
+            **(_WRITTEN_ONCE if is_planned else {}),
+            **chosen.inductor,
+            "custom_partitioner_fn": partitioner,
+        },
+        decompositions=random_decompositions(),
+        keeps_as_cut=True,
+        may_fuse=may_fuse if is_planned else None,
+    )
+
+
+_WRITTEN_ONCE = {"realize_reads_threshold": 2}
+"""What is computed of three values and read repeatedly is written, as a plan counts it.
+
+Inductor by itself computes it anew for each reader, of up to four, all of which then stay alive.
+"""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A partition function for AOTAutograd."""
+
+    policy: Policy
+    codegen: str
+    report: Callable[[Report], object] | None
+
+    def __call__(
+        self, module: fx.GraphModule, inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        is_eager = self.codegen == "eager"
+        num_outputs = options["num_fwd_outputs"]
+        partition = decide(module, num_outputs, self.policy, fuses=not is_eager)
+        if self.report is not None:
+            self.report(report_of(partition))
+        if is_eager:
+            return cut(partition, inputs, **options)
+        if self.policy.is_whole:
+            scheduled = cut_as_scheduled(partition, inputs, broken_up, **options)
+            if scheduled is not None:
+                return scheduled
+        if self.policy == everything_saveable or self.policy.is_whole:
+            return cut_for_fusion(partition, inputs, broken_up, **options)
+        forward, backward = cut(partition, inputs, **options)
+        return broken_up(forward), broken_up(backward)
+
+
+def _differentiates(inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(getattr(i, "requires_grad", False) for i in inputs)
+
+
+_numbers = itertools.count()
+
+
+def _cache_key(chosen: Options) -> str:
+    """What compiled graphs are cached under: equal for equal policies, in other processes too.
+
+    A policy without a spelling, or that is in a file, which may change, or someone who waits for
+    the report, has the graph cut anew.
+    """
+    spelling = None if chosen.policy is None else chosen.policy.spelling
+    in_file = spelling is not None and spelling.startswith("plan:")
+    is_known = spelling is not None and not in_file and chosen.report is None
+    return f"torchremat {_version()}, {spelling if is_known else (os.getpid(), next(_numbers))}"
+
+
+@functools.cache
+def _version() -> str:
+    """What differs where this package does: a digest of its sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,282 @@
+"""What of AOTAutograd's joint graph is kept from the forward pass: a policy decides.
+
+PyTorch's partitioner cuts the joint graph in two, and honours marks on its nodes: keep this,
+compute that again. A policy is asked as in eager mode, about the operators of the joint graph
+before they are broken into those of a compiler, and its answers become such marks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.partial_eval import Residuals
+from torchremat.compile.dynamo.input_copies import (
+    drop_copies,
+    keep_written,
+    writes_input,
+    written_inputs,
+)
+from torchremat.compile.dynamo.scheduled_joint import scheduled_joint
+from torchremat.graph.nodes import call_of, is_forward
+from torchremat.policies.builtin import Policy
+from torchremat.policies.checkpoint_name import name_p
+from torchremat.policies.replay_rules import why_not_replayed
+from torchremat.remat.program.decisions import Choices
+from torchremat.tracing.functionalize import drop_running_statistics
+from torchremat.tracing.modules.dynamo_stack import module_name, source_of
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph cut in two, and why it was cut so.
+
+    Attributes:
+        joint: the graph, names of values still in it.
+        choices: what the policy says of each value.
+        residuals: what the backward half needs, as the policy says.
+        kept: the values that are handed on.
+        drawn_again: the first value of each operator of which a generator's state is handed on.
+    """
+
+    joint: Joint
+    choices: Choices
+    residuals: Residuals
+    kept: frozenset[fx.Node]
+    drawn_again: frozenset[fx.Node]
+
+
+def decide(
+    module: fx.GraphModule, num_forward_outputs: int, policy: Policy, *, fuses: bool
+) -> Partition:
+    """What `policy` says of the joint graph `module`.
+
+    `fuses`: inductor runs it. Without it random operators may be in the backward graph, for PyTorch
+    to give them the state that they drew from.
+    """
+    drop_copies(module.graph)
+    drop_running_statistics(module.graph)
+    module.graph.eliminate_dead_code()
+    copies = keep_written(module)
+    joint = joint_of(module, num_forward_outputs)
+    choices = Choices(joint, policy, fuses=fuses)
+    choices.warn_of_unmatched()
+    choices.warn_of_places(is_compiled=True)
+    residuals = _keeping_copies(choices.residuals(joint), copies)
+    draws: set[fx.Node] = set()
+    if not fuses:
+        draws = {node for node in choices.forced.intersection(residuals.values) if _may_draw(node)}
+    kept = frozenset(residuals.values) - draws
+    first = {call_of(node): node for node in reversed(residuals.values) if node in draws}
+    return Partition(joint, choices, residuals, kept, frozenset(first.values()))
+
+
+def _keeping_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
+    """`residuals`, with copies of inputs that are written to kept, where they are needed."""
+    needed = [copy for copy in copies if copy in residuals.recomputed]
+    written = {copy.args[0] for copy in needed}
+    inputs = tuple(node for node in residuals.inputs if node not in written)
+    return Residuals((*needed, *residuals.values), inputs, residuals.recomputed - {*needed})
+
+
+def partition_as_autograd_does(
+    module: fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's partition that keeps what autograd keeps, but for checkpoints inside."""
+    keep_written(module)
+    return _torch.default_partition(module, inputs, **options)
+
+
+def partition_as_pytorch_does(
+    module: fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's minimum cut of a graph in inductor's operators, where no policy says more.
+
+    What it has computed again reads inputs as they were before the function wrote to them. (Without
+    the copies, PyTorch 2.13 reads what is there when the backward pass runs.)
+    """
+    keep_written(module)
+    return _torch.min_cut_partition(module, inputs, **options)
+
+
+def cut(
+    partition: Partition, inputs: Sequence[object], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph; `options` are those of AOTAutograd for a partitioner."""
+    module = partition.joint.module
+    _run_forward(module.graph, partition.kept)
+    for node in module.graph.nodes:
+        if node.op != "placeholder" and is_forward(node) and not writes_input(node):
+            _mark(node, keeps=node in partition.kept)
+    erase_names(module.graph)
+    with _drawless_hidden(module.graph) as restore:
+        forward, backward = _torch.default_partition(module, inputs, **options)
+        restore(forward.graph)
+        restore(backward.graph)
+    return forward, backward
+
+
+def cut_for_fusion(
+    partition: Partition,
+    inputs: Sequence[object],
+    break_up: Callable[[fx.GraphModule], fx.GraphModule],
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The same for a compiler that fuses: `break_up` gives the joint graph in its operators.
+
+    What the policy has computed again is; of the rest PyTorch's minimum cut hands on what is least:
+    the bytes of offsets in place of indices of eight bytes, an input of pointwise work in place of
+    several outputs.
+    """
+    module = partition.joint.module
+    _run_forward(module.graph, partition.kept)
+    again = partition.residuals.recomputed
+    for node in module.graph.nodes:
+        for key in ("ac_graph_id", "has_backward_hook", "recompute"):
+            node.meta.pop(key, None)
+        if node in again:
+            node.meta["recompute"] = _torch.MUST_RECOMPUTE
+    erase_names(module.graph)
+    return partition_as_pytorch_does(break_up(module), inputs, **options)
+
+
+def cut_as_scheduled(
+    partition: Partition,
+    inputs: Sequence[object],
+    break_up: Callable[[fx.GraphModule], fx.GraphModule],
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """The same for a plan that says what runs when; `None` where only what it keeps can be told."""
+    schedule = partition.choices.schedule
+    if schedule is None:
+        return None
+    written = written_inputs(partition.joint.module)
+    once = {user for node in written for user in node.users if user in partition.kept}
+    once |= partition.choices.forced
+    module = scheduled_joint(partition.joint, schedule, options["num_fwd_outputs"], once)
+    if module is None:
+        return None
+    erase_names(module.graph)
+    return partition_as_pytorch_does(break_up(module), inputs, merges=False, **options)
+
+
+def _may_draw(node: fx.Node) -> bool:
+    """Whether the operator of `node` is one that draws random numbers, if with a dropout of 0."""
+    target = call_of(node).target
+    return isinstance(target, _torch.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+class _Drawless:
+    """An operator that PyTorch's partitioner takes for one that draws, and here does not."""
+
+    def __init__(self, op: _torch.OpOverload) -> None:
+        self.op = op
+        self.__name__ = op.name()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self.op(*args, **kwargs)
+
+
+@contextmanager
+def _drawless_hidden(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
+    """Within, attention without dropout is no random operator, of which a state would be kept.
+
+    What is given brings a graph that was copied back to the operators as they are.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and _may_draw(node) and why_not_replayed(node) is None:
+            node.target = _Drawless(node.target)
+
+    def restore(copy: fx.Graph) -> None:
+        for node in copy.nodes:
+            if isinstance(node.target, _Drawless):
+                node.target = node.target.op
+
+    yield restore
+    restore(graph)
+
+
+def _run_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
+    """Let the forward pass compute what a plan keeps of what else the backward would: a cosine."""
+    wanted = [node for node in kept if not is_forward(node)]
+    found: set[fx.Node] = set()
+    while wanted:
+        node = wanted.pop()
+        if node not in found:
+            found.add(node)
+            wanted += [n for n in node.all_input_nodes if n.meta.get("phase") == "backward"]
+    moved = [node for node in graph.nodes if node in found]
+    last = next(
+        node
+        for node in reversed(graph.nodes)
+        if node.op == "placeholder" or (is_forward(node) and not writes_input(node))
+    )
+    for node in moved:
+        node.meta |= {"phase": "forward", "partitioner_tag": "is_forward"}
+        last.append(node)
+        last = node
+
+
+def _mark(node: fx.Node, *, keeps: bool) -> None:
+    # marks of an inner checkpoint's: the policy around it has looked inside and decided
+    node.meta.pop("ac_graph_id", None)
+    node.meta.pop("has_backward_hook", None)
+    node.meta["recompute"] = _torch.MUST_SAVE if keeps else _torch.MUST_RECOMPUTE
+
+
+def erase_names(graph: fx.Graph) -> None:
+    """Take the names of values out of `graph`: they have done their work, and no compiler knows
+    them.
+    """
+    for node in graph.find_nodes(op="call_function", target=name_p):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
+    """The joint graph `module` of AOTAutograd; notes the phase, module and line of each node."""
+    inputs: list[fx.Node] = []
+    cotangents: list[fx.Node] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        (cotangents if "tangents" in str(node.target) else inputs).append(node)
+    _note_phases(module.graph, cotangents)
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            node.meta["module"] = module_name(node.meta)
+            node.meta["source"] = source_of(node.meta)
+    (output,) = module.graph.find_nodes(op="output")
+    results: Sequence[Any] = output.args[0]
+    written = _torch.written_inputs(module)
+    mutations = [(node, results[i]) for i, node in written.items()]
+    mutations += [node.args[:2] for node in module.graph.nodes if writes_input(node)]
+    return Joint(
+        module,
+        tuple(inputs),
+        tuple(r for i, r in enumerate(results[:num_forward_outputs]) if i not in written),
+        tuple((inputs.index(node), value) for node, value in mutations),
+        tuple(cotangents),
+        tuple(results[num_forward_outputs:]),
+        by_compiler=True,
+    )
+
+
+def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:
+    """Whether a node was traced forward or backward; one that is no older than a pass, by need."""
+    late = set(cotangents)
+    for node in graph.nodes:
+        is_late = node.meta.get("partitioner_tag") in _BACKWARD_TAGS
+        if is_late or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        if node.op != "placeholder":
+            node.meta["phase"] = "backward" if node in late else "forward"
+
+
+_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")

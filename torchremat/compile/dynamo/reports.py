@@ -1,0 +1,54 @@
+"""What a compiled graph keeps, in the words of `explain`."""
+
+from torch import fx
+
+from torchremat.compile.dynamo.partition import Partition
+from torchremat.core.avals import Aval
+from torchremat.remat.program.decisions import Choice, Decision
+from torchremat.remat.program.random_replay import state_aval
+from torchremat.remat.values.scope import Computed, Scope, is_computed, is_tensor
+from torchremat.remat.values.value_labels import Labels
+from torchremat.report.report import Report, Row
+from torchremat.tracing.modules.module_paths import ModulePaths
+
+
+def report_of(partition: Partition) -> Report:
+    """What is kept and what is computed again of the values of a graph: a row each, in order.
+
+    Inputs go by the names that the compiler has for them, and have no row unless they are kept.
+    """
+    joint = partition.joint
+    scope = Scope(list(joint.module.graph.nodes), joint.inputs, (), ModulePaths({}))
+    labels = Labels.of(scope)
+    rows = [_input_row(node) for node in partition.residuals.inputs if is_tensor(node)]
+    for node in scope.nodes:
+        if node in partition.kept and is_tensor(node):
+            rows.append(_row(Computed(node, scope), labels, _choice(partition, node, "saved")))
+        elif node in partition.residuals.recomputed and is_computed(node):
+            rows.append(_row(Computed(node, scope), labels, _choice(partition, node, "recomputed")))
+        elif node in partition.drawn_again:
+            rows.append(_state_row(Computed(node, scope), labels))
+    return Report(tuple(rows))
+
+
+def _state_row(value: Computed, labels: Labels) -> Row:
+    choice = Choice("saved", "the state of the generator, from which it is drawn again")
+    return _row(value, labels, choice, state_aval(value.node))
+
+
+def _choice(partition: Partition, node: fx.Node, decision: Decision) -> Choice:
+    choice = partition.choices.choices.get(node)
+    return Choice(decision, choice.reason if choice else str(partition.choices.policy))
+
+
+def _row(value: Computed, labels: Labels, choice: Choice, aval: Aval | None = None) -> Row:
+    label = labels.of_value(value)
+    aval = aval or Aval.of(value.node.meta["val"])
+    return Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype,
+               aval.nbytes, choice.decision, choice.reason)  # fmt: skip
+
+
+def _input_row(node: fx.Node) -> Row:
+    aval = Aval.of(node.meta["val"])
+    return Row(node.name, "", "", None, aval.shape, aval.dtype, aval.nbytes, "input",
+               "an argument, a parameter or a buffer")  # fmt: skip

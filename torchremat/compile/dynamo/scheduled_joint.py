@@ -1,0 +1,260 @@
+"""A joint graph in the order of a plan, in which some operators run repeatedly.
+
+A compiler's partitioner knows of each value whether it is kept or computed again. A plan says more:
+a value may be let go and computed once more, so that it is not held between two distant readers.
+Each such run is a node of its own, which nothing merges with another.
+
+    plan        backward  x = conv(a), dy(x), ..., x = conv(a), dz(x)
+    graph       x_again = conv(a);  dy(x_again);  ...;  x_again_1 = conv(a);  dz(x_again_1)
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint
+from torchremat.compile.dynamo.input_copies import drop_copies_for, writes_input
+from torchremat.graph.nodes import is_forward, is_item
+from torchremat.graph.schedule import GraphSchedule, Replayed
+
+_RUN = "torchremat_run"
+
+
+def scheduled_joint(
+    joint: Joint, schedule: GraphSchedule, num_forward_outputs: int, once: Collection[fx.Node]
+) -> fx.GraphModule | None:
+    """The joint graph in the order of `schedule`; calls in `once` run in the forward pass alone.
+
+    `None` if the graph is not told by what it computes: sizes vary, or something has an effect.
+    """
+    graph = joint.module.graph
+    if not schedule.backward or not _is_told_by_values(joint, schedule):
+        return None
+    (output,) = graph.find_nodes(op="output")
+    results: Sequence[Any] = output.args[0]
+    placeholders = graph.find_nodes(op="placeholder")
+    builder = Replayed(placeholders)
+    for node in placeholders:
+        builder.copies[node].target = node.target
+    for call in schedule.forward:
+        builder.run(call)
+    found = [_now(builder, r) for r in results[:num_forward_outputs]]
+    writes = [node for node in graph.nodes if writes_input(node)]
+    written = [builder.value(node.args[1]) for node in writes]
+    for node in builder.graph.nodes:
+        if node.op == "call_function":
+            node.meta |= {"phase": "forward", "partitioner_tag": "is_forward"}
+    runs: dict[fx.Node, int] = {}
+    steps = _steps_of(schedule.backward, joint)
+    for call, step in zip(schedule.backward, steps, strict=True):
+        if call in once:
+            continue
+        last = next(reversed(builder.graph.nodes))
+        builder.run(call)
+        again = is_forward(call) or call in runs
+        runs[call] = runs.get(call, 0) + again
+        _mark_after(last, runs[call], step)
+    found += [_now(builder, r) for r in results[num_forward_outputs:]]
+    for node, value in zip(writes, written, strict=True):
+        place = builder.value(node.args[0])
+        write = builder.graph.call_function(node.target, (place, value))
+        write.meta = dict(node.meta)
+    end = builder.graph.output(type(results)(found))  # type: ignore[call-arg]
+    end.meta = dict(output.meta)
+    _forget_statistics(builder.graph)
+    drop_copies_for(builder.graph, lambda user: _run_of(user) is not None)
+    module = fx.GraphModule(joint.module, builder.graph)
+    module.meta.update(joint.module.meta)
+    return module
+
+
+def _forget_statistics(graph: fx.Graph) -> None:
+    """Let batch normalisations in training that run again take no running statistics.
+
+    They read those of the batch alone, and what the statistics were before need not be kept.
+    """
+    aten = torch.ops.aten
+    full = aten._native_batch_norm_legit_functional.default
+    for node in graph.find_nodes(op="call_function", target=full):
+        x, weight, bias, _, _, is_training, momentum, eps = node.args
+        run = _run_of(node)
+        if run is None or not run[0] or not is_training:
+            continue
+        after = [item for item in node.users if item.args[1] not in (0, 1, 2)]
+        if not any(item.users for item in after):
+            for item in after:
+                graph.erase_node(item)
+            node.target = aten._native_batch_norm_legit.no_stats
+            node.args = (x, weight, bias, is_training, momentum, eps)
+            node.meta["val"] = node.meta["val"][:3]
+
+
+def _is_told_by_values(joint: Joint, schedule: GraphSchedule) -> bool:
+    calls = {*schedule.forward, *schedule.backward}
+    nodes = joint.module.graph.nodes
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in nodes):
+        return False
+    others = (n for n in nodes if n.op == "call_function" and n not in calls)
+    return not any(node.is_impure() and not writes_input(node) for node in others)
+
+
+def _now(builder: Replayed, result: Any) -> Any:
+    return builder.value(result) if isinstance(result, fx.Node) else result
+
+
+def _steps_of(order: Sequence[fx.Node], joint: Joint) -> list[int]:
+    """The step of each run in `order`: how many operators that need cotangents run before."""
+    late = {ct for ct in joint.cotangents if ct is not None}
+    for node in joint.module.graph.nodes:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    steps, step = [], 0
+    for call in order:
+        steps.append(step)
+        step += call in late
+    return steps
+
+
+def _mark_after(node: fx.Node, run: int, step: int) -> None:
+    """Note when the nodes after `node` run, and that the forward pass does nothing of it.
+
+    A compiler else has it do what needs no cotangent, and hand on one mask more.
+    """
+    node = node.next
+    while node.op != "root":
+        node.meta["recompute"] = _torch.MUST_RECOMPUTE
+        node.meta["custom"] = {**node.meta.get("custom", {}), _RUN: (run, step)}
+        node = node.next
+
+
+def _run_of(node: fx.Node) -> tuple[int, int] | None:
+    run: tuple[int, int] | None = node.meta.get("custom", {}).get(_RUN)
+    return run
+
+
+FAR = 6
+"""Steps from which on it is a loss to run something earlier so that it shares a kernel."""
+
+
+def may_fuse(one: list[AbstractSet[fx.Node]], other: list[AbstractSet[fx.Node]]) -> bool:
+    """Whether two kernels, of which each loop computes these nodes, may be one.
+
+    Not if one computes something again long before it is read.
+    """
+    moments = [[*filter(None, map(_moment, loops))] for loops in (one, other)]
+    return not any(
+        (again or also_again) and abs(step - also) > FAR
+        for step, again in moments[0]
+        for also, also_again in moments[1]
+    )
+
+
+def _moment(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
+    """The step for which a loop runs, and whether all in it runs again."""
+    runs = [run for node in nodes if (run := _run_of(node)) is not None]
+    if not runs:
+        return None
+    return max(step for _, step in runs), all(run for run, _ in runs)
+
+
+def merged_in_runs(graph: fx.Graph) -> fx.Graph:
+    """A copy of `graph` in which what is computed twice in one run is computed once.
+
+    What reduces to little, as normalisations do, is one value in all runs if it is kept anyway.
+    """
+    for node in graph.nodes:
+        run = _run_of(node)
+        if run is not None and run[0] and isinstance(node.target, _torch.OpOverload):
+            node.target = _Run(node.target, run[0])
+    merged = _torch.merge_alike(graph)
+    for node in merged.nodes:
+        if isinstance(node.target, _Run):
+            node.target = node.target.op
+    _reduce_once(merged)
+    return merged
+
+
+LITTLE = 1 / 16
+"""Of what it reads: a reduction to no more is not done again where it is kept anyway."""
+
+
+def _reduce_once(graph: fx.Graph) -> None:
+    """Let reductions that run again, to little, be those that ran before, if these are kept.
+
+    forward     m = mean(x);  y = x - m
+    backward    m_again = mean(x_again);  y_again = x_again - m_again;  dx = f(dy, m)
+    becomes     y_again = x_again - m
+    """
+    equal: dict[fx.Node, fx.Node] = {}  # for each node the first that computes the same
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_told_by_arguments(node):
+            continue
+        leaves, structure = _torch.tree_flatten((node.args, node.kwargs))
+        told = [equal.get(i, i) if isinstance(i, fx.Node) else (type(i), repr(i)) for i in leaves]
+        before = first.setdefault((node.target, *told, structure), node)
+        if before is node:
+            continue
+        equal[node] = before
+        is_item_of_first = is_item(node) and node.args == before.args
+        if is_item_of_first or (_reduces_to_little(node) and _is_read_backward(before)):
+            node.replace_all_uses_with(before)
+            graph.erase_node(node)
+
+
+def _is_told_by_arguments(node: fx.Node) -> bool:
+    target = node.target
+    return is_item(node) or (
+        isinstance(target, _torch.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not node.is_impure()
+    )
+
+
+def _reduces_to_little(node: fx.Node) -> bool:
+    run = _run_of(node)
+    if run is None or not run[0] or not _torch.is_reduction(node.target):
+        return False
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    return _nbytes(node.meta["val"]) <= LITTLE * max(map(_nbytes, values), default=0)
+
+
+def _is_read_backward(reduction: fx.Node) -> bool:
+    """Whether what runs once in the backward pass reads it, or what is as little of it."""
+    most, left, found = _nbytes(reduction.meta["val"]), [reduction], {reduction}
+    while left:
+        for user in left.pop().users:
+            run = _run_of(user)
+            if run is not None and not run[0]:
+                return True
+            is_new = run is None and user.op == "call_function" and user not in found
+            if is_new and _nbytes(user.meta["val"]) <= most:
+                found.add(user)
+                left.append(user)
+    return False
+
+
+def _nbytes(value: Any) -> int:
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """An operator in one of its runs, which is not that in another."""
+
+    op: Callable[..., Any]
+    run: int
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.op.__name__}_{self.run}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self.op(*args, **kwargs)

@@ -1,0 +1,139 @@
+"""Programs whose graphs a backend compiles, and which may use up inputs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint
+from torchremat.compile.jit.donation_plan import (
+    Donation,
+    results_of,
+    writing_at_the_end,
+    writing_operators,
+)
+from torchremat.compile.lowering import lower
+from torchremat.graph.codegen import Runner, source_of
+from torchremat.graph.nodes import inner_graphs_of
+from torchremat.policies.builtin import Policy
+from torchremat.remat.program.compiled_graph import Compiled
+from torchremat.remat.program.compilers import compiler_named
+from torchremat.remat.program.decisions import Choices
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.region import Region
+
+
+class JitProgram(FunctionProgram):
+    """A program whose graphs a backend compiles, for calls that donate the inputs `donated`."""
+
+    def __init__(
+        self,
+        region: Region,
+        policy: Policy,
+        *,
+        module_prefix: str = "",
+        chosen: tuple[Joint, Choices] | None = None,
+        backend: str = "eager",
+        donated: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        super().__init__(
+            region,
+            policy,
+            module_prefix=module_prefix,
+            chosen=chosen,
+            compiler=compiler_named(backend),
+        )
+        self.backend = backend
+        self.donated = tuple(donated)
+        """Positions of donated inputs, with what the user calls them."""
+        self.has_warned = False
+        """Whether it has been said which of them are of no use."""
+
+    @cached_property
+    def donating(self) -> "JitProgram":
+        """The same program, which may write outputs to the storage of the inputs it is given."""
+        program = JitProgram(
+            self.region,
+            self.policy,
+            module_prefix=self.module_prefix,
+            chosen=(self.root_joint, self.choices),
+            backend=self.backend,
+        )
+        program.__dict__["donation"] = self.donation
+        return program
+
+    @cached_property
+    def donation(self) -> Donation:
+        """What becomes of the donated inputs; none are in `donating`'s derivatives."""
+        positions = [i for i, _ in self.donated if i not in self.writes]
+        module = super()._compile_forward(()).module
+        found = Donation.of(module, self.num_outputs, positions, fuses=self.backend == "inductor")
+        written_to = tuple(i for i, _ in self.donated if i in self.writes)
+        return replace(found, unusable=(*found.unusable, *written_to))
+
+    @cached_property
+    def needed_backward(self) -> frozenset[int]:
+        """The inputs whose values, or whose places in autograd's graph, the backward needs."""
+        wrt = self.region.wrt
+        return frozenset((*wrt, *self.saved_inputs)) if wrt else frozenset()
+
+    def as_no_views(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """`outputs`, those that were written to an input's storage as tensors of their own.
+
+        They were views of the input if the graph ran in sight of autograd.
+        """
+        written = self.__dict__.get("donation", Donation()).written
+        with _torch.below_autograd():
+            return tuple(_alias(t) if i in written else t for i, t in enumerate(outputs))
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Nothing: what is compiled stays on its device."""
+        return ()
+
+    def _warnings(self) -> Iterator[bool]:
+        yield self.choices.warn_of_unmatched()
+        yield self.choices.warn_of_places(is_compiled=True)
+        for node in self.region.joint.module.graph.nodes:
+            inner = next((body.meta.get("program") for body in inner_graphs_of(node)), None)
+            if isinstance(inner, FunctionProgram) and inner.known == ():
+                yield inner.choices.warn_of_places(is_compiled=True)
+
+    def _compile_forward(
+        self, drawn_again: Sequence[int], offloaded: Sequence[int] = ()
+    ) -> Compiled:
+        compiled = super()._compile_forward(drawn_again, offloaded)
+        written = {} if self.donated else self.__dict__.get("donation", Donation()).written
+        if not written:
+            return compiled
+        return Compiled(compiled.module, _writing(compiled.module, self.backend, written))
+
+
+def _writing(module: fx.GraphModule, backend: str, written: Mapping[int, int]) -> Runner:
+    """Compile `module` so that it writes outputs to inputs as `written` says, if that can be."""
+    if backend != "inductor":
+        return lower(writing_operators(module, written), backend)
+    run = lower(writing_at_the_end(module, written), backend)
+    try:
+        source_of(run)  # compiles it
+    except Exception:  # inductor 2.13 cannot fuse every write: a softmax over its own input, say
+        return lower(module, backend)
+    by_value = {results_of(module)[i]: number for i, number in written.items()}
+    places = [(i, by_value[r]) for i, r in enumerate(results_of(module)) if r in by_value]
+
+    def run_and_fill(inputs: list[Any]) -> tuple[Any, ...]:
+        filled = [(i, _alias(inputs[number])) for i, number in places]
+        results = list(run(inputs))
+        for i, place in filled:
+            results[i] = place
+        return tuple(results)
+
+    run_and_fill.source = source_of(run)  # type: ignore[attr-defined]
+    return run_and_fill
+
+
+_alias = _torch.boxed_call(torch.ops.aten.alias.default)

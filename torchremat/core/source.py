@@ -1,0 +1,167 @@
+"""Where in the user's code a value comes from."""
+
+import functools
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+_COMMAND = os.path.join(_PACKAGE, "cli") + os.sep
+
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+_STDLIB = tuple(
+    os.path.join(os.path.dirname(os.__file__), name)
+    for name in ("contextlib.py", "functools.py", "warnings.py")
+)
+
+
+_SKIPPED = (_PACKAGE, _TORCH, *_STDLIB, "<frozen", "<string>", "<eval_with_key>", "<torchremat")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's program.
+
+    >>> print(Source("/home/ann/model.py", 31, "block"))
+    model.py:31 (block)
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
+
+
+def is_user_file(file: str) -> bool:
+    """Whether `file` is neither torch's nor this package's."""
+    return not file.startswith(_SKIPPED)
+
+
+def current_source() -> Source | None:
+    """The innermost line of the user's on the stack; none is below the command `torchremat`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            return Source(code.co_filename, frame.f_lineno, code.co_name)
+        if code.co_filename.startswith(_COMMAND):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def current_module() -> str:
+    """The module that the innermost line of the user's on the stack is in: `transformers.models`.
+
+    >>> current_module() == __name__
+    True
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def source_of_error(error: BaseException) -> Source | None:
+    """The innermost line of the user's that `error` passed through."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            found = Source(file, line, frame.f_code.co_name)
+        elif file.startswith(_COMMAND):
+            found = None  # what called the command
+    return found
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line of the user's on the stack."""
+    level = 1
+    frame: FrameType | None = sys._getframe(0)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+_STDLIB_FOLDER = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_users(file: str) -> bool:
+    """Whether `file` is neither torch's, nor this package's, nor Python's own."""
+    return is_user_file(file) and (not file.startswith(_STDLIB_FOLDER) or "site-packages" in file)
+
+
+def line_that_makes(changed: Callable[[], bool], run: Callable[[], Any]) -> Source | None:
+    """Run `run` line by line; the first line of the user's after which `changed()` is true.
+
+    An error that `run` raises ends the search. Slow: for telling of an error.
+
+    >>> values = []
+    >>> def fill():
+    ...     x = 1
+    ...     values.append(x)
+    >>> line_that_makes(lambda: bool(values), fill).function
+    'fill'
+    """
+    last: Source | None = None
+    found: Source | None = None
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal last, found
+        if found is None and changed():
+            found = last
+        code = frame.f_code
+        if found is not None or not _is_users(code.co_filename):
+            return None
+        if event != "return":
+            last = Source(code.co_filename, frame.f_lineno, code.co_name)
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        run()
+    except Exception as error:
+        assert error is not None  # what is asked is only how far it came
+    finally:
+        sys.settrace(before)
+    return found or (last if changed() else None)
+
+
+def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind partials, checkpoints and other wrappers that say what they wrap."""
+    while True:
+        if isinstance(fun, functools.partial):
+            fun = fun.func
+        elif not isinstance(fun, nn.Module) and hasattr(fun, "__wrapped__"):
+            fun = fun.__wrapped__
+        else:
+            return fun
+
+
+def name_of(fun: Callable[..., Any]) -> str:
+    """What to call a function in a message.
+
+    >>> name_of(functools.partial(name_of))
+    'name_of'
+    """
+    fun = unwrapped(fun)
+    attribute = "__name__" if inspect.isbuiltin(fun) else "__qualname__"
+    return getattr(fun, attribute, None) or type(fun).__name__

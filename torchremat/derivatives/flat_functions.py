@@ -1,0 +1,192 @@
+"""Functions of trees as functions of the tensors in them that are differentiated."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.api_util import as_argnums
+from torchremat.core.avals import Aval
+from torchremat.core.trees import HOLE, Structure
+from torchremat.derivatives.rule_arguments import leaves_up_to, name_of, outline
+from torchremat.derivatives.rules import is_inexact, scattered
+from torchremat.errors import DerivativeShapeError, DerivativeTypeError
+
+
+def check_callable(fun: Any, what: str) -> None:
+    """Raise `TypeError` if `fun` is no function."""
+    if not callable(fun):
+        raise DerivativeTypeError(
+            f"{what} takes a function or an nn.Module, but it was given {fun!r} "
+            f"({type(fun).__name__})"
+        )
+
+
+def positions(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
+    """The arguments to differentiate, counted from 0."""
+    numbers = as_argnums(argnums, "argnums")
+    least = max((n + 1 if n >= 0 else -n for n in numbers), default=0)
+    if least > len(args):
+        raise DerivativeTypeError(
+            f"differentiating with respect to argnums={argnums} requires at least {least} "
+            f"positional arguments to be passed by the caller, but got only {len(args)} positional "
+            "arguments."
+        )
+    return tuple(n % len(args) for n in numbers)
+
+
+def as_value(leaf: Any) -> Any:
+    """A Python number with derivatives as a tensor."""
+    return torch.tensor(leaf) if isinstance(leaf, float | complex) else leaf
+
+
+@dataclass(eq=False)
+class Flattened:
+    """`fun` as a function of the floating-point tensors among the arguments at `argnums`.
+
+    It gives a tuple of those outputs that have derivatives, and one of all other tensors. After a
+    call `result_of` puts such values back in the trees.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    argnums: tuple[int, ...]
+    has_aux: bool
+    check: Callable[[Any], None] | None = None
+    """What to do with the result, in the function."""
+    out: Structure | None = field(default=None, init=False)
+    aux: Structure | None = field(default=None, init=False)
+    out_avals: list[Aval] = field(default_factory=list, init=False)
+    """Of all tensors in the result."""
+    is_inexact: list[bool] = field(default_factory=list, init=False)
+    """Which of these have derivatives."""
+
+    def __post_init__(self) -> None:
+        chosen = tuple(self.args[i] for i in self.argnums)
+        leaves, self.spec = _torch.tree_flatten(chosen)
+        self.leaves = list(map(as_value, leaves))
+        self.wrt = [i for i, leaf in enumerate(self.leaves) if is_inexact(leaf)]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The tensors that are differentiated."""
+        return [self.leaves[i] for i in self.wrt]
+
+    def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Call the function with other tensors."""
+        leaves = list(self.leaves)
+        for i, tensor in zip(self.wrt, tensors, strict=True):
+            leaves[i] = tensor
+        args = list(self.args)
+        chosen = _torch.tree_unflatten(leaves, self.spec)
+        for i, arg in zip(self.argnums, chosen, strict=True):
+            args[i] = arg
+        result, aux = self.fun(*args, **self.kwargs), None
+        if self.has_aux:
+            result, aux = self._pair(result)
+        if self.check is not None:
+            self.check(result)
+        self.out, self.aux = Structure.of(result), Structure.of(aux)
+        outputs = self.out.flatten(result)
+        self.out_avals = list(map(Aval.of, outputs))
+        self.is_inexact = list(map(is_inexact, outputs))
+        return (
+            tuple(o for o in outputs if is_inexact(o)),
+            (*(o for o in outputs if not is_inexact(o)), *self.aux.flatten(aux)),
+        )
+
+    def at(self, values: Sequence[Tensor]) -> "Flattened":
+        """The same for other values of the tensors that are differentiated."""
+        other = copy.copy(self)
+        other.leaves = list(self.leaves)
+        for i, value in zip(self.wrt, values, strict=True):
+            other.leaves[i] = value
+        return other
+
+    @property
+    def num_inexact(self) -> int:
+        """The number of outputs that have derivatives."""
+        return sum(self.is_inexact)
+
+    def _pair(self, result: Any) -> Any:
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise DerivativeTypeError(
+                f"with has_aux=True, {name_of(self.fun)} must return a pair of the value to "
+                f"differentiate and auxiliary data, but it returned {outline(result)}"
+            )
+        return result
+
+    def result_of(self, inexact: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
+        """The result and the auxiliary data, of what a call gives."""
+        assert self.out is not None and self.aux is not None, "the function has run"
+        ours, others = iter(inexact), iter(rest)
+        result = self.out.unflatten([next(ours if yes else others) for yes in self.is_inexact])
+        return result, self.aux.unflatten(list(others))
+
+    def tangents_of_result(self, found: Sequence[Any]) -> Any:
+        """Values for the outputs that have derivatives, in the tree; `None` for all others."""
+        assert self.out is not None, "the function has run"
+        tangents = iter(found)
+        holes = iter([next(tangents) if yes else None for yes in self.is_inexact])
+        leaves, spec = _torch.tree_flatten(Structure.of(self.out.tree, _is_hole).tree)
+        return _torch.tree_unflatten([next(holes) if _is_hole(x) else None for x in leaves], spec)
+
+    def in_trees(self, found: Sequence[Any]) -> tuple[Any, ...]:
+        """Values for the tensors that are differentiated, in the trees of the arguments."""
+        return _torch.tree_unflatten(  # type: ignore[no-any-return]
+            scattered(found, self.wrt, len(self.leaves)), self.spec
+        )
+
+    def cotangents(self, given: Any) -> list[Tensor]:
+        """The cotangents of the outputs, checked."""
+        assert self.out is not None, "the function has run"
+        try:
+            leaves = leaves_up_to(given, self.out.tree)
+        except ValueError:
+            raise DerivativeTypeError(
+                "unexpected tree structure of argument to vjp function: got "
+                f"{outline(given)}, but expected to match {self.out.tree}"
+            ) from None
+        kinds = _torch.tree_flatten(self.out.tree)[0]
+        values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if _is_hole(kind)]
+        return [
+            self._cotangent(value, aval)
+            for value, aval, yes in zip(values, self.out_avals, self.is_inexact, strict=True)
+            if yes
+        ]
+
+    def _cotangent(self, value: Any, aval: Aval) -> Tensor:
+        value = like(value, aval)
+        if not isinstance(value, Tensor) or not fits(value, aval):
+            raise DerivativeShapeError(
+                "unexpected type (e.g. shape/dtype) for argument to vjp function: got "
+                f"{Aval.of(value) if isinstance(value, Tensor) else value!r}, but expected {aval} "
+                f"because the corresponding output of the function {name_of(self.fun)} was {aval}"
+            )
+        return value
+
+
+def _is_hole(leaf: Any) -> bool:
+    return leaf is HOLE
+
+
+def like(value: Any, aval: Aval) -> Any:
+    """A Python number as a tensor of that aval, if it is a scalar."""
+    if isinstance(value, int | float | complex) and not aval.shape:
+        return torch.tensor(value, dtype=aval.dtype, device=aval.device)
+    return value
+
+
+def fits(tensor: Tensor, aval: Aval) -> bool:
+    """Whether `tensor` has that shape and dtype."""
+    return tuple(tensor.shape) == aval.shape and tensor.dtype == aval.dtype
+
+
+def conjugated(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What autograd calls a gradient is the conjugate of the cotangent."""
+    return [t.conj().resolve_conj() if t.is_complex() else t for t in tensors]

@@ -1,0 +1,243 @@
+"""Calls of functions with rules of their own, under each level of `torch.func` and plain autograd.
+
+The innermost level takes its rule, and runs it as plain code in the levels below: there what the
+rule computes is differentiated and mapped like anything else. As in JAX, so that a derivative of a
+derivative needs no rule for the rule.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchremat import _torch
+from torchremat.derivatives.rules import Axis, Recorded, Rule, is_inexact
+from torchremat.errors import ClosureError
+from torchremat.tracing.ambient_state import Surroundings
+from torchremat.tracing.axes.named_axes import frame_being_mapped
+from torchremat.tracing.tracing import current_tracing, lifted, map_arguments
+
+uncompiled = _torch.out_of_compiler(
+    "a custom_vjp or custom_jvp function runs outside of the compiler, with its rules"
+)
+
+
+class CustomCall(torch.autograd.Function):
+    """A call of a function that has a rule: `apply(rule, *tensors)` gives its outputs.
+
+    In a graph it is one `function_p`.
+    """
+
+    holds_rule_of_user = True
+
+    @classmethod
+    def apply(cls, rule: Rule, *inputs: Tensor) -> Any:
+        """Apply the rule for the innermost level, or record a node of plain autograd."""
+        if _torch.innermost_proxy_mode() is not None:
+            inputs = tuple(lifted(inputs))
+        inputs = _torch.unwrap_dead_wrappers(inputs)
+        kinds = _torch.TransformType
+        level = _torch.innermost_transform()
+        if level == kinds.Grad:
+            return _recorded(cls, rule, inputs)
+        if level == kinds.Jvp:
+            return _pushed(rule, inputs)
+        if level == kinds.Vmap:
+            return _mapped(cls, rule, inputs)
+        if level == kinds.Functionalize:
+            return _torch.apply_to_functional(lambda inner: cls.apply(rule, *inner), inputs)
+        if _torch.in_dual_level() and _torch.has_tangents(inputs):
+            return _torch.push_dual_numbers_forward(rule.push, inputs)
+        if _torch.innermost_proxy_mode() is None:
+            if not torch.is_grad_enabled():
+                return tuple(rule.primal(inputs))
+            if not any(tensor.requires_grad for tensor in inputs):
+                outputs = rule.primal(inputs)
+                _refuse_closures(rule, outputs)
+                return tuple(outputs)
+        return super().apply(rule, *inputs)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the rule, and keep the residuals; and the inputs, if it must run again."""
+        perturbed = ctx.needs_input_grad[1:]
+        values = [tensor.detach() for tensor in inputs]
+        tracing = current_tracing()
+        records = tracing is None or tracing.grad_enabled
+        with torch.set_grad_enabled(records):
+            if not any(perturbed):
+                recorded = Recorded(rule.primal(values), [], lambda *_: [])
+            else:
+                recorded = rule.record(values, perturbed)
+        if records:
+            _refuse_closures(rule, [*recorded.outputs, *recorded.residuals])
+        outputs = _distinct(recorded.outputs, values)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in outputs if not is_inexact(t)))
+        if any(perturbed):
+            _keep(ctx, rule, recorded, inputs, values, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        """Run the rule's way back; differentiably, if that is to be differentiated again."""
+        count = ctx.num_residuals
+        saved = ctx.saved_tensors  # hooks may refuse to be asked twice
+        residuals, inputs = saved[:count], saved[count:]
+        with _as_in_forward(ctx):
+            if torch.is_grad_enabled() and ctx.reruns:
+                recorded = ctx.rule.record(inputs, ctx.needs_input_grad[1:])
+                return (None, *recorded.pull(recorded.residuals, cotangents))
+            if ctx.pull is None:
+                raise RuntimeError(
+                    "Trying to backward through the graph a second time: what the rule of "
+                    f"{ctx.rule.name} kept has been freed. Specify retain_graph=True for the first"
+                )
+            gradients = ctx.pull(residuals, cotangents)
+        if ctx.reruns and not _torch.keeps_graph_after_backward():
+            ctx.pull = None
+        return (None, *gradients)
+
+
+class CustomVjpCall(CustomCall):
+    """A call of a `custom_vjp` function."""
+
+
+class CustomJvpCall(CustomCall):
+    """A call of a `custom_jvp` function."""
+
+
+def _keep(
+    ctx: Any,
+    rule: Rule,
+    recorded: Recorded,
+    inputs: Sequence[Tensor],
+    values: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> None:
+    """Save what the backward pass reads.
+
+    A residual that is an input or output has a place in autograd's graph, so that a derivative of
+    the backward pass flows on through it. What flows through others is found by running the rule
+    again, for which the inputs are kept.
+    """
+    places = {id(v): t for v, t in zip(values, inputs, strict=True)}
+    places |= {id(v): t for v, t in zip(recorded.outputs, outputs, strict=True)}
+    fresh = [r for r in recorded.residuals if id(r) not in places]
+    ctx.reruns = recorded.holds_more or any(map(is_inexact, fresh))
+    ctx.rule, ctx.pull = rule, recorded.pull
+    ctx.num_residuals = len(recorded.residuals)
+    again = inputs if ctx.reruns else ()
+    ctx.save_for_backward(*(places.get(id(r), r) for r in recorded.residuals), *again)
+    ctx.surroundings = Surroundings.now() if _torch.is_any_autocast_enabled() else None
+
+
+@contextmanager
+def _as_in_forward(ctx: Any) -> Iterator[None]:
+    """A block with the autocast that the forward pass had."""
+    if ctx.surroundings is None:
+        yield
+        return
+    with ctx.surroundings.restored():
+        yield
+
+
+def _distinct(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs as tensors of their own, none an input or another output."""
+    seen = set(map(id, inputs))
+    result = []
+    for output in outputs:
+        result.append(output.view_as(output) if id(output) in seen else output)
+        seen.add(id(output))
+    return [output.detach() if output.requires_grad else output for output in result]
+
+
+# --- the levels of torch.func ---------------------------------------------------------------------
+
+
+def _recorded(cls: type[CustomCall], rule: Rule, inputs: Sequence[Tensor]) -> Any:
+    """Differentiate at this level, if one of the inputs is differentiated here."""
+    level = _torch.transform_depth()
+
+    def record(inner: list[Tensor], perturbed: Sequence[bool], lower: Any) -> Any:
+        if any(perturbed) and rule.records_at_level:
+            recorded = rule.record(inner, perturbed)
+            _refuse_closures(rule, recorded.outputs)
+            return _distinct(recorded.outputs, inner), recorded.residuals, recorded.pull
+        with lower(), _Below(rule, level):
+            if not any(perturbed):
+                return cls.apply(rule, *inner), [], lambda *_: [None] * len(inner)
+            recorded = rule.record(inner, perturbed)
+        return _distinct(recorded.outputs, inner), recorded.residuals, recorded.pull
+
+    return _torch.record_at_current_level(record, inputs)
+
+
+def _pushed(rule: Rule, inputs: Sequence[Tensor]) -> Any:
+    level = _torch.transform_depth()
+
+    def push(primals: list[Tensor], tangents: list[Tensor | None]) -> Any:
+        with _Below(rule, level):
+            return rule.push(primals, tangents)
+
+    return _torch.push_forward_at_current_level(push, inputs)
+
+
+def _mapped(cls: type[CustomCall], rule: Rule, inputs: Sequence[Tensor]) -> Any:
+    level = _torch.transform_depth()
+
+    def apply(inner: Sequence[Tensor], in_dims: Any, size: int, randomness: str) -> Any:
+        frame = frame_being_mapped()
+        name = None if frame is None else frame.name
+        mapped = rule.mapped(Axis(tuple(in_dims), size, randomness, name, level))
+        return cls.apply(mapped, *inner), mapped.out_dims
+
+    return _torch.map_at_current_level(apply, inputs)
+
+
+# --- what a function closes over ------------------------------------------------------------------
+
+
+class _Below(TorchFunctionMode):
+    """Code of a rule runs below `level`: it sees what it closes over as the levels there do."""
+
+    def __init__(self, rule: Rule, level: int) -> None:
+        super().__init__()
+        self.rule = rule
+        self.level = level
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _torch.transform_depth() >= self.level:
+            return func(*args, **kwargs)  # the code has opened levels of its own, of this number
+        return func(*map_arguments(self._lowered, args), **map_arguments(self._lowered, kwargs))
+
+    def _lowered(self, tensor: Tensor) -> Tensor:
+        below, varies = _torch.without_level(tensor, self.level)
+        if varies:
+            raise _closure_error(self.rule, tensor)
+        return below
+
+
+def _refuse_closures(rule: Rule, results: Sequence[Tensor]) -> None:
+    """Raise if results that come of inputs without a gradient have one."""
+    for tensor in results:
+        if tensor.requires_grad:
+            raise _closure_error(rule, tensor)
+
+
+def _closure_error(rule: Rule, tensor: Tensor) -> ClosureError:
+    kind, rules = ("custom_jvp", "JVP") if hasattr(rule, "jvp") else ("custom_vjp", "VJP")
+    return ClosureError(
+        f"Detected differentiation of a {kind} function with respect to a closed-over value. That "
+        f"isn't supported because the custom {rules} rule only specifies how to differentiate the "
+        f"{kind} function with respect to explicit input parameters. {rule.name} closes over a "
+        f"tensor that requires a gradient (a value of shape {tuple(tensor.shape)} depends on it), "
+        "a parameter of a module say. Pass it as an argument; for a module, pass its parameters "
+        "and call it through torch.func.functional_call. If it is to have no gradient, detach it."
+    )

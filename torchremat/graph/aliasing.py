@@ -1,0 +1,89 @@
+"""Which values share memory: views and their bases."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.graph.nodes import is_item, is_view
+
+
+def changes_nothing(node: fx.Node) -> bool:
+    """Whether `node` is a view of just what it is a view of, such as `x[:]`.
+
+    PyTorch writes more of them where sizes are symbols.
+    """
+    source = node.args[0] if is_view(node) and not is_item(node) else None
+    return isinstance(source, fx.Node) and lies_alike(node, source)
+
+
+def lies_alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values have the same dtype and layout."""
+    value, other = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return value.dtype == other.dtype and _layout(value) == _layout(other)
+
+
+def _layout(tensor: torch.Tensor) -> list[str]:
+    """Sizes, strides and offset, in which symbols are compared by name: nothing is assumed."""
+    return [str(n) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
+
+
+def overlapping_pair(tensors: Sequence[Any], written: Sequence[int]) -> tuple[int, int] | None:
+    """The positions of one of `written` and of another of `tensors` that have memory in common."""
+    in_storage: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        storage = _storage_of(tensor)
+        if storage is not None:
+            in_storage.setdefault(storage, []).append(i)
+    for i in written:
+        storage = _storage_of(tensors[i])
+        for j in () if storage is None else in_storage[storage]:
+            if i != j and _overlap(tensors[i], tensors[j]):
+                return i, j
+    return None
+
+
+def _storage_of(tensor: Any) -> int | None:
+    if not isinstance(tensor, Tensor):
+        return None
+    try:
+        return int(_torch.innermost_tensor(tensor).untyped_storage()._cdata)
+    except NotImplementedError:  # a tensor without storage
+        return None
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors in one storage have a byte in common.
+
+    Their elements lie at offset + i_0 * stride_0 + i_1 * stride_1 + ...: is there a solution? The
+    caches `kv[:, 0]` and `kv[:, 1]` are interleaved, and have none.
+    """
+    a, b = _torch.innermost_tensor(a), _torch.innermost_tensor(b)
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    ranges: dict[int, list[int]] = {}
+    for tensor, side in ((a, 1), (b, 0)):
+        width = tensor.element_size()
+        strides = [*(stride * width for stride in tensor.stride()), 1]
+        for stride, size in zip(strides, (*tensor.shape, width), strict=True):
+            ranges.setdefault(stride, [0, 0])[side] += size - 1
+    distance = b.storage_offset() * b.element_size() - a.storage_offset() * a.element_size()
+    return _reaches(sorted(ranges.items(), reverse=True), int(distance))
+
+
+def _reaches(ranges: Sequence[tuple[int, Sequence[int]]], distance: int) -> bool:
+    """Whether `distance` is a sum of `stride * i`, with `-down <= i <= up` for each stride."""
+    if not ranges:
+        return distance == 0
+    (stride, (down, up)), *rest = ranges
+    if stride == 0:
+        return _reaches(rest, distance)
+    below = sum(s * d for s, (d, _) in rest)
+    above = sum(s * u for s, (_, u) in rest)
+    first = max(-down, -((above - distance) // stride))
+    last = min(up, (distance + below) // stride)
+    return any(_reaches(rest, distance - i * stride) for i in range(first, last + 1))

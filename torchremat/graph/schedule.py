@@ -1,0 +1,148 @@
+"""Schedules of a joint graph: what is kept, and the order in which operators run, some repeatedly.
+
+joint       y = mm(x, w);  z = sin(y);  c = cos(y);  g = mul(ct, c);  dw = mm(t(x), g)
+saved       nothing
+forward     mm, sin
+backward    mm, cos, mul, mm
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchremat.graph.nodes import base_of, call_of, is_item, is_view
+from torchremat.graph.slicing import UnavailableError, nodes_read_by
+
+
+@dataclass(frozen=True, eq=False)
+class GraphSchedule:
+    """What runs when.
+
+    Attributes:
+        saved: the values that the forward pass keeps for the backward pass.
+        forward: the calls of operators in the forward pass in order.
+        backward: likewise; one that is there again runs again. Views are made where they are read.
+            Both are empty where only what is kept is known.
+        offloaded: the values that the forward pass leaves to the host, and that begin to come back
+            before the last operator that needs cotangents, of those before what first reads them.
+    """
+
+    saved: frozenset[fx.Node]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    offloaded: frozenset[fx.Node] = frozenset()
+
+    @property
+    def kept(self) -> frozenset[fx.Node]:
+        """What is there for the backward pass, on the device or on the host."""
+        return self.saved | self.offloaded
+
+
+def read_from_before(order: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> set[fx.Node]:
+    """What runs of the calls `order`, for the values `wanted`, need and do not make: no views."""
+    needed = {base_of(node) for node in wanted}
+    for call in reversed(order):
+        made = {call, *(user for user in call.users if is_item(user))}
+        if needed & made:
+            needed -= made
+            needed.update(base_of(node) for node in nodes_read_by(call))
+    return needed
+
+
+def scheduled_graph(
+    module: fx.GraphModule,
+    inputs: Sequence[fx.Node | None],
+    outputs: Sequence[Any],
+    order: Sequence[fx.Node],
+    *,
+    must_run: Callable[[fx.Node], bool] | None = None,
+) -> fx.GraphModule:
+    """The graph that computes `outputs` from `inputs` by running the calls `order` of `module`.
+
+    Each runs as often as it is in `order`; what nothing reads does not run, unless `must_run`
+    answers true. Raises `UnavailableError` for a value that is read before it is there.
+    """
+    wanted = [node for node in outputs if isinstance(node, fx.Node)]
+    running = _needed_runs(wanted, order, must_run or (lambda node: False))
+    builder = Replayed(inputs)
+    for call, runs in zip(order, running, strict=True):
+        if runs:
+            builder.run(call)
+    values = [builder.value(o) if isinstance(o, fx.Node) else o for o in outputs]
+    builder.graph.output(tuple(values))
+    return fx.GraphModule(module, builder.graph)
+
+
+def _needed_runs(
+    wanted: Sequence[fx.Node], order: Sequence[fx.Node], must_run: Callable[[fx.Node], bool]
+) -> list[bool]:
+    """Which of the runs in `order` something reads afterwards."""
+    needed = {call_of(base_of(node)) for node in wanted}
+    running = []
+    for call in reversed(order):
+        runs = call in needed or must_run(call)
+        running.append(runs)
+        if runs:
+            needed.discard(call)
+            needed.update(call_of(base_of(node)) for node in nodes_read_by(call))
+    return running[::-1]
+
+
+class Replayed:
+    """A graph in the making, of calls that run in any order.
+
+    What a node of the old graph is now changes when it runs again.
+    """
+
+    def __init__(self, inputs: Sequence[fx.Node | None]) -> None:
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.made: set[fx.Node] = set()
+        self.views: dict[fx.Node, list[fx.Node]] = {}
+        """The views that have been made of each value."""
+        for i, node in enumerate(inputs):
+            copy = self.graph.placeholder(node.name if node is not None else f"unused_{i}")
+            if node is not None:
+                copy.meta = dict(node.meta)
+                self.copies[node] = copy
+
+    def run(self, call: fx.Node) -> None:
+        """Run an operator; what was made of its earlier values is not of these."""
+        made = self._copy(call)
+        items = [user for user in call.users if is_item(user)]
+        for value in items or [call]:
+            for view in self.views.pop(value, ()):
+                self.copies.pop(view, None)
+            if value is not call:
+                self._make(value, {call: made})
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """What `node` is now: if it is a view, made now unless it has been."""
+        chain = []
+        while node not in self.copies and (is_view(node) or node.op == "get_attr"):
+            chain.append(node)
+            if node.op == "get_attr":
+                break
+            node = node.args[0]  # type: ignore[assignment]
+        if node not in self.copies and not (chain and chain[-1].op == "get_attr"):
+            raise UnavailableError(node)
+        for view in reversed(chain):
+            self._copy(view)
+            if view.op != "get_attr":
+                self.views.setdefault(base_of(view), []).append(view)
+        return self.copies[chain[0] if chain else node]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        return self._make(node, {n: self.value(n) for n in nodes_read_by(node)})
+
+    def _make(self, node: fx.Node, read: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A copy of `node` that reads what `read` says: nothing for what no body of it reads."""
+        name = f"{node.name}_again" if node in self.made else node.name
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), read.get)
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copy.meta = dict(node.meta)
+        self.copies[node] = copy
+        self.made.add(node)
+        return copy

@@ -1,0 +1,119 @@
+"""Sizes that vary from call to call: one graph for many lengths.
+
+A trace in which a size is a symbol has the sizes that it computes in its graph as they are, as
+literals: `view(x, [s0*4, 64])`. So a graph has tensors for nodes and nothing else, whoever cuts or
+rewrites it need not know of symbols, and the function that runs it is given their values.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.graph.nodes import inner_graphs_of
+
+Sizes = Mapping[str, int]
+"""The values of symbols, by name."""
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Size:
+    """A size, or a number made of sizes, that stands in a graph as a literal."""
+
+    symbolic: torch.SymInt | torch.SymFloat | torch.SymBool
+
+    def __repr__(self) -> str:
+        return printed(self.symbolic)
+
+    def at(self, sizes: Sizes) -> Any:
+        """The value when symbols have the values `sizes`."""
+        return value_of(self.symbolic, sizes)
+
+
+class Interpreter(fx.Interpreter):
+    """Runs a graph, in which sizes may be literals, operator by operator."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """What `n` is called with: symbols of PyTorch's where the graph has literals of ours."""
+        return fx.node.map_aggregate(super().fetch_args_kwargs_from_env(n), _symbolic)
+
+
+def _symbolic(value: Any) -> Any:
+    """What operators take for a literal, known to the trace in progress if there is one."""
+    if not isinstance(value, Size):
+        return value
+    mode = _torch.innermost_proxy_mode()
+    if mode is not None:
+        _torch.track_size(value.symbolic, mode.tracer, _size_from_elsewhere)
+    return value.symbolic
+
+
+def _size_from_elsewhere() -> None:
+    """Stands in a trace for a size that it did not compute, until the trace is finished."""
+
+
+def sizes_as_literals(graph: fx.Graph) -> None:
+    """Put the sizes that `graph` computes in the places where it reads them."""
+    computing = [n for n in graph.nodes if isinstance(n.meta.get("val"), SYMBOLIC)]
+    values = {node: literal_size(node.meta["val"]) for node in computing}
+
+    def literal(node: fx.Node) -> Any:
+        return values.get(node, node)
+
+    for node in graph.nodes:
+        if node not in values:
+            node.args = fx.node.map_arg(node.args, literal)
+            node.kwargs = fx.node.map_arg(node.kwargs, literal)
+    for node in reversed(computing):
+        graph.erase_node(node)
+
+
+def literal_size(size: Any) -> Any:
+    """What stands in a graph for a size: a number where it is one, else a `Size`."""
+    if not isinstance(size, SYMBOLIC):
+        return size
+    settled = _torch.settled_size(size)
+    return Size(settled) if isinstance(settled, SYMBOLIC) else settled
+
+
+def printed(size: Any) -> str:
+    """A size as an expression of Python."""
+    return _torch.printed_size(size) if isinstance(size, SYMBOLIC) else repr(size)
+
+
+def value_of(size: Any, sizes: Sizes) -> Any:
+    """The value of a size when symbols have the values `sizes`."""
+    if not isinstance(size, SYMBOLIC):
+        return size
+    return eval(printed(size), dict(_torch.NAMES_IN_SIZES), dict(sizes))
+
+
+def symbols_in(module: fx.GraphModule) -> tuple[str, ...]:
+    """The names of the symbols that the graph of `module`, or a body in it, needs the values of."""
+    found: set[str] = set()
+    for node in module.graph.nodes:
+        for size in _sizes_in((node.args, node.kwargs)):
+            found |= _torch.names_in_size(size.symbolic)
+        for body in inner_graphs_of(node):
+            found.update(symbols_in(body))
+    return tuple(sorted(found))
+
+
+def _sizes_in(value: Any) -> Iterable[Size]:
+    if isinstance(value, Size):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _sizes_in(item)
+    elif isinstance(value, dict):
+        yield from _sizes_in(list(value.values()))
+    elif isinstance(value, slice):
+        yield from _sizes_in([value.start, value.stop, value.step])

@@ -1,0 +1,140 @@
+"""Modules under `checkpoint` only while they train, and as they were again afterwards.
+
+A library that trains a model also evaluates it and generates with it, from caches that are changed
+in place: there a layer runs as it would without, as under the library's own checkpointing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchremat.compile.lowering import check_backend
+from torchremat.errors import ConcretizationError
+from torchremat.policies.builtin import Policy, PolicyLike
+from torchremat.policies.module_selection import Select
+from torchremat.remat.checkpoint import check_prevent_cse
+from torchremat.remat.module_forward import RematForward
+from torchremat.remat.module_policies import PolicyByPattern, assigned_policies
+
+
+@dataclass(frozen=True, eq=False)
+class Applied:
+    """What is asked for: a policy and what `nn.wrap` takes besides.
+
+    Attributes:
+        policy: what may be saved, or a dict from selections to that.
+        select: which submodules are meant; `None` for the module itself.
+        prevent_cse: as `checkpoint` takes it.
+        compile: a backend for the graphs, as `nn.wrap` takes it.
+        hint: what to add to the error of a module that cannot be traced.
+    """
+
+    policy: PolicyLike | PolicyByPattern | None = None
+    select: Select | None = None
+    prevent_cse: Any = True
+    compile: str | None = None
+    hint: str = ""
+
+    def to(self, model: nn.Module) -> list[str]:
+        """Put it on `model`, in place of what there is; the names of the modules it is on now.
+
+        Nothing is changed if there is an error: those of `nn.wrap`.
+        """
+        check_prevent_cse(self.prevent_cse)
+        if self.compile is not None:
+            check_backend(self.compile, "compile")
+        assigned = assigned_policies(model, self.policy, self.select)
+        remove(model)
+        for name, module, policy in assigned:
+            self.install(module, name, policy)
+        return [name for name, _, _ in assigned]
+
+    def install(self, module: nn.Module, name: str, policy: Policy) -> None:
+        """Put `policy` on `module` itself."""
+        vars(module)["forward"] = SwitchedForward(module, name, policy, self)
+
+
+class SwitchedForward(RematForward):
+    """A forward under `checkpoint` while the module is in train mode.
+
+    Attributes:
+        is_on: whether it is; what another library put around the forward may outlive its removal.
+        replaced: the forward under `checkpoint` that the module had before, if any.
+        hint: see `Applied`.
+    """
+
+    __slots__ = ("hint", "is_on", "replaced")
+
+    is_on: bool
+    replaced: RematForward | None
+    hint: str
+
+    def __init__(self, module: nn.Module, name: str, policy: Policy, applied: Applied) -> None:
+        before = vars(module).get("forward")
+        super().__init__(module, name, policy, applied.prevent_cse, applied.compile)
+        self.replaced = before if isinstance(before, RematForward) else None
+        self.is_on = True
+        self.hint = applied.hint
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module, under `checkpoint` while it trains."""
+        module = self.__self__
+        if not self.is_on or not module.training:
+            if args and args[0] is module:
+                args = args[1:]
+            return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return RematForward.__call__(self, *args, **kwargs)
+        try:
+            return RematForward.__call__(self, *args, **kwargs)
+        except ConcretizationError as error:
+            if self.hint and self.hint not in getattr(error, "__notes__", ()):
+                error.add_note(self.hint)
+            raise
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        module = self.__self__
+        self.is_on = False
+        self.forget()
+        if vars(module).get("forward") is not self:  # something was put around it: it stays, off
+            return
+        del vars(module)["forward"]
+        if self.replaced is not None:
+            vars(module)["forward"] = self.replaced
+        elif self.hidden:
+            vars(module)["forward"] = self.hidden[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        more = {name: getattr(self, name) for name in ("is_on", "replaced", "hint")}
+        return {**super().__getstate__(), **more}
+
+
+def remove(model: nn.Module) -> int:
+    """Undo `Applied.to` in `model` and its submodules: of how many modules.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    >>> Applied("dots", "*").to(model)
+    ['0', '1']
+    >>> remove(model), "forward" in vars(model[0])
+    (2, False)
+    """
+    found = [forward for m in model.modules() if (forward := switched_forward(m)) is not None]
+    for forward in found:
+        forward.remove()
+    return len(found)
+
+
+def switched_forward(module: nn.Module) -> SwitchedForward | None:
+    """The forward that `Applied.to` gave to `module`, also beneath what others put around it."""
+    forward: Callable[..., Any] | None = vars(module).get("forward")
+    seen: set[int] = set()
+    while forward is not None and id(forward) not in seen:
+        if isinstance(forward, SwitchedForward):
+            return forward if forward.is_on else None
+        seen.add(id(forward))
+        forward = getattr(forward, "__wrapped__", None)
+    return None

@@ -1,0 +1,1 @@
+"""Sums, extrema and softmax over segments of rows."""

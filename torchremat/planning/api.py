@@ -1,0 +1,349 @@
+"""`plan` and `pareto`: plans of a function at given arguments."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat.core.formatting import human_bytes, human_seconds, table
+from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
+from torchremat.planning.budget import Budget, BudgetLike
+from torchremat.planning.cost_model import CostModel
+from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_nbytes
+from torchremat.planning.plan import Figures, Plan, order_of
+from torchremat.planning.planner import PlannedStep, Planner
+from torchremat.planning.problem.problem import Part
+from torchremat.planning.step.fingerprint import lines_of
+from torchremat.planning.step.traced_step import (
+    Ready,
+    WholeGraphPolicy,
+    graphs_of,
+    region_of,
+    timeline_of,
+)
+from torchremat.policies.builtin import everything_saveable
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.region import Region
+from torchremat.remat.tracing.input_labels import refuse_misspelt
+
+
+def plan(
+    fun_or_module: Callable[..., Any],
+    *args: Any,
+    budget: BudgetLike,
+    optimizer: OptimizerLike = None,
+    solver: str = "auto",
+    cost_model: CostModel | None = None,
+    device: str | torch.device | None = None,
+    offload: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Choose what is saved and what is computed again, so that the peak keeps within `budget`.
+
+    The forward and the backward pass of `fun_or_module` at these arguments are traced, on fake
+    tensors: nothing the size of the model is allocated, and the model may be on the meta device.
+    Checkpoints inside (`nn.wrap`) are opened: the plan decides on what is in them, too. Chosen is
+    the schedule that adds the least time. The peak is of what the passes make: values,
+    outputs and gradients, each storage once. With an `optimizer` it is of the whole step, and what
+    is there anyway counts too: parameters, buffers, inputs and the optimizer's state.
+
+    Args:
+        fun_or_module: a function of trees of tensors, or an `nn.Module`.
+        *args: its arguments; only their shapes, dtypes and devices matter.
+        budget: bytes (an `int`, or text such as `"2GiB"`), or a fraction in (0, 1] of the peak
+            without rematerialisation (a `float`, or `"50%"`).
+        optimizer: an optimizer or its class (`torch.optim.AdamW`).
+        solver: `"auto"`, `"milp"` (integer programs) or `"local"` (without them).
+        cost_model: what operators cost in seconds; by default a roofline of `device`. For a step
+            that inductor is to run, `CostModel.of(device).fused()`.
+        device: where the step is to run (`"cuda"`, `"h100"`); by default where the tensors are, or
+            this machine if they are on the meta device.
+        offload: whether values may be copied to the host and back, where the device has a link to
+            one. `from_plan` runs such a plan in eager mode; a compiler saves what it offloads.
+        **kwargs: keyword arguments of `fun_or_module`.
+
+    Returns:
+        The `Plan`. `checkpoint(fun, policy=checkpoint_policies.from_plan(plan))` runs it.
+
+    Raises:
+        BudgetError: (a `RuntimeError`) with the least budget that can be met, if this cannot.
+        TypeError, ValueError: for a budget, solver, cost model or device that is none, and where
+            `checkpoint` raises them; `ValueError` also for `offload=True` without a link.
+
+    >>> import torch
+    >>> def f(x, w):
+    ...     for _ in range(4):
+    ...         x = torch.tanh(x @ w)
+    ...     return x.sum()
+    >>> x, w = torch.ones(64, 64, device="meta"), torch.ones(64, 64, device="meta")
+    >>> found = plan(f, x, w, budget="80KB")
+    >>> found.peak_bytes <= 80_000 < found.baseline.peak_bytes
+    True
+    """
+    refuse_misspelt(plan, fun_or_module, kwargs)
+    asked = Budget.of(budget)
+    planning = _planning(
+        fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload
+    )
+    return planning.plan(asked, f"plan(budget={budget!r})")
+
+
+@dataclass(frozen=True)
+class ParetoPoint:
+    """Least time added at a budget.
+
+    Attributes:
+        budget: in bytes.
+        plan: the plan for it.
+    """
+
+    budget: int
+    plan: Plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the plan."""
+        return self.plan.peak_bytes
+
+    @property
+    def recompute_seconds(self) -> float:
+        """The time that the plan adds."""
+        return self.plan.recompute_seconds
+
+
+@dataclass(frozen=True)
+class Pareto:
+    """The least time added against peak memory: a `ParetoPoint` each, the largest budget first."""
+
+    points: tuple[ParetoPoint, ...]
+    least_bytes: int | None
+    """The least budget that can be met, if a smaller one was asked for."""
+
+    def __iter__(self) -> Iterator[ParetoPoint]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, i: int) -> ParetoPoint:
+        return self.points[i]
+
+    def __str__(self) -> str:
+        rows = [("budget", "peak", "saved", "added", "at least")]
+        for point in self.points:
+            found = point.plan
+            rows.append((
+                human_bytes(point.budget), human_bytes(found.peak_bytes),
+                human_bytes(found.saved_bytes), human_seconds(found.recompute_seconds),
+                human_seconds(found.lower_bound_seconds),
+            ))  # fmt: skip
+        lines = table(rows, numeric=(0, 1, 2, 3, 4), indent="")
+        if self.least_bytes is not None:
+            lines.append(f"the least budget that can be met: {human_bytes(self.least_bytes)}")
+        return "\n".join(lines)
+
+
+def pareto(
+    fun_or_module: Callable[..., Any],
+    *args: Any,
+    points: int | Sequence[BudgetLike] = 8,
+    optimizer: OptimizerLike = None,
+    solver: str = "auto",
+    cost_model: CostModel | None = None,
+    device: str | torch.device | None = None,
+    offload: bool = False,
+    **kwargs: Any,
+) -> Pareto:
+    """The curve of least added time against peak memory. Arguments are those of `plan`.
+
+    Args:
+        fun_or_module: a function of trees of tensors, or an `nn.Module`.
+        *args: its arguments.
+        points: the budgets, or how many of them, evenly from the peak without rematerialisation
+            down to the least that can be met. Budgets that cannot be met are left out.
+        optimizer: see `plan`.
+        solver: see `plan`.
+        cost_model: see `plan`.
+        device: see `plan`.
+        offload: see `plan`.
+        **kwargs: keyword arguments of `fun_or_module`.
+
+    Returns:
+        The `Pareto` curve; `print` shows it as a table.
+
+    >>> import torch
+    >>> def f(x, w):
+    ...     for _ in range(4):
+    ...         x = torch.tanh(x @ w)
+    ...     return x.sum()
+    >>> x, w = torch.ones(64, 64, device="meta"), torch.ones(64, 64, device="meta")
+    >>> curve = pareto(f, x, w, points=["100%", "80KB", "1KB"])
+    >>> [point.peak_bytes <= point.budget for point in curve], curve.least_bytes > 1000
+    ([True, True], True)
+    """
+    refuse_misspelt(pareto, fun_or_module, kwargs)
+    planning = _planning(
+        fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload
+    )
+    if isinstance(points, int) and not isinstance(points, bool):
+        if points < 1:
+            raise PlanError(f"pareto(points={points}): there must be at least one")
+        budgets = planning.even_budgets(points)
+    elif isinstance(points, Sequence) and not isinstance(points, str):
+        budgets = [Budget.of(point) for point in points]
+    else:
+        raise ArgumentTypeError(
+            f"pareto(points={points!r}): points is how many budgets, or a list of them"
+        )
+    found = []
+    least = None
+    for budget in sorted(budgets, key=planning.planner.bytes_of, reverse=True):
+        try:
+            made = planning.plan(budget, f"pareto(points={points!r})")
+        except BudgetError as error:
+            least = error.least_bytes if least is None else min(least, error.least_bytes)
+        else:
+            found.append(ParetoPoint(made.budget, made))
+    return Pareto(_without_detours(found), least)
+
+
+def _without_detours(points: Sequence[ParetoPoint]) -> tuple[ParetoPoint, ...]:
+    """A plan for a smaller budget keeps within a larger one: where it adds less, it is taken."""
+    better: list[ParetoPoint] = []
+    for point in reversed(points):
+        plan = point.plan
+        if better and better[-1].recompute_seconds < point.recompute_seconds:
+            bound = min(plan.lower_bound_seconds, better[-1].recompute_seconds)
+            plan = replace(better[-1].plan, budget=point.budget, lower_bound_seconds=bound)
+        better.append(ParetoPoint(point.budget, plan))
+    return tuple(reversed(better))
+
+
+def _planning(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    optimizer: OptimizerLike,
+    solver: str,
+    cost_model: CostModel | None,
+    device: str | torch.device | None,
+    offload: bool,
+) -> "_Planning":
+    region = region_of(fun, args, kwargs, WholeGraphPolicy())
+    model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
+    if not isinstance(model, CostModel):
+        raise ArgumentTypeError(
+            f"cost_model={cost_model!r} is none: give a CostModel, such as CostModel.of('h100') or "
+            "cost_model.measure('cuda')"
+        )
+    return _Planning(region, model, solver, resident_nbytes(region, optimizer), offload)
+
+
+def device_of(region: Region) -> torch.device | None:
+    """Where the tensors of a step are; `None` if they are on the meta device."""
+    devices = [spec.device for spec in region.specs if spec.device.type != "meta"]
+    return next((device for device in devices if device.type != "cpu"), next(iter(devices), None))
+
+
+class _Planning:
+    """A function that is being planned."""
+
+    def __init__(
+        self, region: Region, model: CostModel, solver: str, resident: int, offload: bool
+    ) -> None:
+        self.region = region
+        self.model = model
+        self.joint = region.joint_for(region.usual_given)
+        self.planner = Planner(
+            self.joint, cost_model=model, solver=solver, resident=resident, offload=offload
+        )
+        self.resident = resident
+
+    def even_budgets(self, count: int) -> list[Budget]:
+        """Budgets from the peak without rematerialisation down to the least that can be met."""
+        most = self.planner.bytes_of(Budget(fraction=1.0))
+        try:
+            self.planner.plan(Budget(nbytes=self.resident + 1), "pareto")
+        except BudgetError as error:
+            least = error.least_bytes
+        else:
+            least = self.resident + 1
+        if count == 1:
+            return [Budget(nbytes=most)]
+        steps = ((most - least) * i // (count - 1) for i in range(count))
+        return [Budget(nbytes=most - step) for step in steps]
+
+    def plan(self, budget: Budget, asked: str) -> Plan:
+        planned = self.planner.plan(budget, asked)
+        program = FunctionProgram(self.region, Ready(planned.graph_schedule))
+        timeline = timeline_of(program)
+        peak = timeline.peak
+        if planned.offloaded:  # which counts a copy as done by the next operator of some weight
+            peak = max(peak, planned.costs.peak + planned.step.copied_nbytes)
+        forward, backward = graphs_of(program)
+        return Plan(
+            budget=planned.budget,
+            peak_bytes=peak + self.resident,
+            saved_bytes=timeline.saved_bytes,
+            recompute_seconds=planned.costs.added_seconds,
+            recompute_flops=self._added_flops(planned),
+            baseline=self._baseline,
+            lower_bound_seconds=min(planned.lower_bound_seconds, planned.costs.added_seconds),
+            decisions=_decisions(planned),
+            device=repr(self.model),
+            order=order_of(planned.graph_schedule, self.joint),
+            graph=self._lines,
+            offloaded_bytes=timeline.offloaded_bytes,
+            link_seconds=planned.costs.link_seconds,
+            graphs=(forward.module, backward.module),
+            cost_model=self.model,
+        )
+
+    @functools.cached_property
+    def _lines(self) -> tuple[str, ...]:
+        return lines_of(self.joint.module.graph)
+
+    @functools.cached_property
+    def _baseline(self) -> Figures:
+        timeline = timeline_of(FunctionProgram(self.region, everything_saveable))
+        step = self.planner.step
+        calls = [call for call in step.calls if call is not None]
+        return Figures(
+            timeline.peak + self.resident,
+            timeline.saved_bytes,
+            step.problem.seconds_of(range(len(step.problem.operators))),
+            sum(map(self.model.flops, calls)),
+        )
+
+    def _added_flops(self, planned: PlannedStep) -> int:
+        runs: dict[int, int] = {}
+        for o in (*planned.schedule.forward, *planned.schedule.backward):
+            runs[o] = runs.get(o, 0) + 1
+        calls = planned.step.calls
+        return sum(
+            (count - 1) * self.model.flops(call)
+            for o, count in runs.items()
+            if count > 1 and (call := calls[o]) is not None
+        )
+
+
+def _decisions(planned: PlannedStep) -> dict[str, str]:
+    """What becomes of each known value that the backward pass has a use for."""
+    step, offloaded = planned.step, planned.offloaded
+    kept = planned.graph_schedule.saved | offloaded
+    read = {
+        v for o in planned.schedule.backward for v in step.problem.operators[o].reads
+    } & step.problem.known
+    forward = {v for op in step.problem.operators if op.part is Part.FORWARD for v in op.writes}
+
+    def said(node: fx.Node) -> str:
+        return "offloaded" if node in offloaded else "saved" if node in kept else "recomputed"
+
+    return {
+        node.name: said(node)
+        for v, node in enumerate(step.values)
+        if node is not None and (node in kept or (v in read and v in forward))
+    }

@@ -1,0 +1,228 @@
+"""Policies that decide on a whole graph: a budget of peak memory, and the replay of a plan."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torchremat.autodiff.joint import Joint
+from torchremat.errors import PolicyError
+from torchremat.graph.schedule import GraphSchedule
+from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit, plain_number
+from torchremat.planning.cost_model import CostModel
+from torchremat.planning.out_of_memory import told_of_plan
+from torchremat.planning.plan import Plan
+from torchremat.planning.planner import Planner, check_solver, host_rate_of
+from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_alone
+from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Failed
+from torchremat.policies.spelling import register_word
+from torchremat.remat.program.program import FunctionProgram
+
+
+class _Planned(WholeGraphPolicy):
+    """A policy with a plan, which has more to say when memory runs out than where."""
+
+    def out_of_memory(self, program: Any, failed: Failed) -> str | None:
+        """See `Policy.out_of_memory`."""
+        if not isinstance(program, FunctionProgram):  # a derivative of higher order has no plan
+            return None
+        return told_of_plan(program, failed, repr(self))
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryBudget(_Planned):
+    """Made by `memory_budget`."""
+
+    budget: BudgetLike | None
+    solver: str = "auto"
+    cost_model: CostModel | None = None
+    offload: bool = False
+    saved: int | str | None = None
+
+    @property
+    def _limits(self) -> tuple[Any, ...]:
+        """What it asks for, however that is written: `"1GiB"` is as many bytes as `2**30`."""
+        budget = None if self.budget is None else Budget.of(self.budget)
+        saved = None if self.saved is None else bytes_of_limit(self.saved)
+        return budget, saved, self.solver, self.cost_model, self.offload
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemoryBudget) and self._limits == other._limits
+
+    def __hash__(self) -> int:
+        return hash(self._limits)
+
+    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
+        """See `Policy.schedule`. Raises `BudgetError` if the budget cannot be met."""
+        if not differentiates(joint):
+            return forward_alone(joint)
+        model = self.cost_model or CostModel.of(None)
+        planner = Planner(
+            joint,
+            cost_model=model.fused() if fuses else model,
+            solver=self.solver,
+            offload=self.offload,
+        )
+        budget = None if self.budget is None else Budget.of(self.budget)
+        saved = None if self.saved is None else bytes_of_limit(self.saved)
+        return planner.plan(budget, repr(self), saved).graph_schedule
+
+    @property
+    def spelling(self) -> str | None:
+        """See `Policy.spelling`; there is none for two limits, another solver, or to offload."""
+        if self.solver != "auto" or self.cost_model is not None or self.offload:
+            return None
+        if self.budget is None:
+            return f"saved:{_with_unit(self.saved)}"
+        return None if self.saved is not None else f"budget:{_with_unit(self.budget)}"
+
+    def __repr__(self) -> str:
+        options = [repr(self.budget)] if self.budget is not None else []
+        if self.saved is not None:
+            options.append(f"saved={self.saved!r}")
+        if self.solver != "auto":
+            options.append(f"solver={self.solver!r}")
+        if self.cost_model is not None:
+            options.append(f"cost_model={self.cost_model!r}")
+        if self.offload:
+            options.append("offload=True")
+        return f"memory_budget({', '.join(options)})"
+
+
+def _with_unit(budget: object) -> str:
+    return f"{budget}{'B' if isinstance(budget, int) else ''}"
+
+
+def memory_budget(
+    budget: BudgetLike | None = None,
+    *,
+    saved: int | str | None = None,
+    solver: str = "auto",
+    cost_model: CostModel | None = None,
+    offload: bool = False,
+) -> Policy:
+    """Keep the peak memory of the forward and the backward pass within `budget`.
+
+    What is kept and what is computed again is planned when the function is traced, for the sizes of
+    that call, so that the time added is least; see `torchremat.planning.plan`. The peak is what the
+    passes make of values, gradients and outputs; parameters and inputs, which are there anyway, do
+    not count. Where inductor runs it (`torch.compile`, `jit`, `nn.wrap(..., compile="inductor")`)
+    pointwise work costs what it does in the kernels of what reads it, so that more of it is
+    computed again than without a compiler. The call raises `BudgetError` (a `RuntimeError`) with
+    the least budget that can be met if this one cannot.
+
+    Checkpoints inside the function are opened: the plan decides of what they compute as of all the
+    rest.
+
+    `saved` limits what the forward pass keeps for the backward pass, which is what matters of one
+    layer among many: `nn.split_budget` finds the limits of all layers for a budget of the whole.
+
+    Args:
+        budget: bytes (an `int`, or text such as `"2GiB"`), or a fraction in (0, 1] of the peak
+            without rematerialisation (a `float`, or `"50%"`). `None`, with `saved`, for no limit.
+        saved: bytes (an `int`, or text such as `"200MiB"`; 0 for nothing but inputs and outputs).
+        solver: `"auto"`, `"milp"` (integer programs) or `"local"` (without them).
+        cost_model: what operators cost in seconds; by default that of this machine. Where inductor
+            runs them, `cost_model.fused()`.
+        offload: whether values may be kept by the host besides, over the link of the cost model.
+            Compilers save them on the device, with an `OffloadWarning`: the peak is then higher.
+
+    Raises:
+        TypeError: if `budget` is neither a number nor text, or `cost_model` is none; if neither
+            `budget` nor `saved` is given, or `saved` is a fraction.
+        ValueError: if `budget` cannot be read, is not positive, or is a fraction above 1; or if
+            there is no such solver. `PlanError` is one: `offload` is asked for, and `cost_model`
+            has no link to a host (without a `cost_model`, the call raises it).
+
+    >>> import torch, torchremat as tr
+    >>> def f(x):
+    ...     return torch.sin(torch.sin(torch.sin(torch.sin(x)))).sum()
+    >>> x = torch.ones(1024, requires_grad=True)          # 4 KiB
+    >>> tr.explain(f, x, policy=memory_budget("14KB")).total <= 8192
+    True
+    >>> tr.explain(f, x, policy=memory_budget(saved="4KiB")).total
+    4096
+    """
+    budget, saved = plain_number(budget), plain_number(saved)
+    if budget is not None:
+        Budget.of(budget)
+    elif saved is None:
+        raise PolicyError(
+            "memory_budget() limits nothing: give a budget of peak memory, memory_budget('8GiB'), "
+            "or of what is kept for the backward pass, memory_budget(saved='200MiB')"
+        )
+    if saved is not None:
+        bytes_of_limit(saved)
+    check_solver(solver)
+    if cost_model is not None and not isinstance(cost_model, CostModel):
+        raise PolicyError(
+            f"memory_budget(cost_model={cost_model!r}): a cost model is a CostModel, such as "
+            "CostModel.of('h100') or cost_model.measure('cuda')"
+        )
+    if offload and cost_model is not None:
+        host_rate_of(cost_model)
+    return MemoryBudget(budget, solver, cost_model, offload, saved)
+
+
+def saved_limit(saved: int | str) -> Policy:
+    """`memory_budget(saved=saved)`: what is spelled `"saved:200MiB"`."""
+    return memory_budget(saved=saved)
+
+
+@dataclass(frozen=True, repr=False)
+class FromPlan(_Planned):
+    """Made by `from_plan`."""
+
+    text: str
+    """The plan as JSON."""
+    path: str | None = field(default=None, compare=False)
+
+    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
+        """See `Policy.schedule`. Raises `PlanError` if the plan is for another graph."""
+        if not differentiates(joint):
+            return forward_alone(joint)
+        return self._plan.graph_schedule(joint)
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return Plan.from_json(self.text)
+
+    @property
+    def spelling(self) -> str | None:
+        """See `Policy.spelling`; there is one if the plan was given as a path."""
+        return None if self.path is None else f"plan:{self.path}"
+
+    def __repr__(self) -> str:
+        if self.path is not None:
+            return f"from_plan({self.path!r})"
+        return f"from_plan(<plan {self._plan.fingerprint}>)"
+
+
+def from_plan(plan: Plan | str) -> Policy:
+    """Keep and compute again what `plan` says: a `Plan`, or the path of one that was saved.
+
+    It holds for the graph that it was made for, on any device; another raises `PlanError` (a
+    `ValueError`) that says where the graphs differ. What it offloads is copied to the host and back
+    in eager mode (on the CPU, to memory that stands for the host's); a compiler saves it.
+
+    >>> import torch, torchremat as tr
+    >>> f = lambda x: x.sin().sin().sin().sin().sum()
+    >>> plan = tr.plan(f, torch.ones(256, requires_grad=True), budget=0.9)
+    >>> g = tr.checkpoint(f, policy=from_plan(plan))
+    >>> g(torch.ones(256, requires_grad=True)).item() == f(torch.ones(256)).item()
+    True
+    """
+    if isinstance(plan, Plan):
+        return FromPlan(plan.to_json())
+    if not isinstance(plan, str) and not hasattr(plan, "__fspath__"):
+        raise PolicyError(
+            f"from_plan takes a Plan, or the path of one that was saved, but it is {plan!r} "
+            f"({type(plan).__name__}): from_plan(tr.plan(model, x, budget='2GiB'))"
+        )
+    loaded = Plan.load(plan)
+    return FromPlan(loaded.to_json(), str(plan))
+
+
+register_word("budget", memory_budget, "8GiB", function="memory_budget")
+register_word("saved", saved_limit, "200MiB")
+register_word("plan", from_plan, "file.json", function="from_plan")

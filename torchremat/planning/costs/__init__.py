@@ -1,0 +1,1 @@
+"""What an operator costs on a device."""

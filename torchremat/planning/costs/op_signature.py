@@ -1,0 +1,135 @@
+"""Calls of operators as values that hash: all that their costs depend on, sizes as numbers.
+
+    y = mm(x, w)    Call(aten.mm.default, (Place(0), Place(1)), (), (f32[64,256], f32[256,512]),
+                         f32[64,512])
+
+Calls of the same operator in layers that are alike are equal, and so are counted or timed once.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.graph.symbolic_sizes import SYMBOLIC, Size
+
+
+class Layout(NamedTuple):
+    """A tensor's shape, strides and dtype, sizes as numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """The number of elements from the first to the last in memory."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in memory that it has: an expanded tensor has those of what it expands.
+
+        >>> Layout((4, 8), (0, 1), torch.float32).nbytes
+        32
+        """
+        strided = prod(n for n, s in zip(self.shape, self.stride, strict=True) if s)
+        return min(strided * (0 not in self.shape), self.span) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Stands in the arguments of a `Call` for a tensor: one of `inputs`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Stands in the arguments of a `Call` for what is no number, dtype or the like."""
+
+    kind: str
+
+
+class Call(NamedTuple):
+    """A call of an operator as a value that hashes: all that its cost depends on.
+
+    `inputs` are those of `node.all_input_nodes`, each once, `None` for one that is no tensor.
+    """
+
+    target: Any
+    args: Any
+    kwargs: Any
+    inputs: tuple[Any, ...]
+    output: Any
+
+    @classmethod
+    def of(cls, node: fx.Node) -> "Call":
+        """The call that `node` is."""
+        inputs = node.all_input_nodes
+        places = {n: Place(i) for i, n in enumerate(inputs)}
+        return cls(
+            node.target,
+            _frozen(node.args, places),
+            _frozen(node.kwargs, places),
+            tuple(_layouts(n.meta.get("val")) for n in inputs),
+            _layouts(node.meta.get("val")),
+        )
+
+    def tensors(self) -> list[Layout]:
+        """The inputs that are tensors."""
+        return [layout for layout in self.inputs if isinstance(layout, Layout)]
+
+    def outputs(self) -> list[Layout]:
+        """The outputs that are tensors."""
+        found = self.output if type(self.output) is tuple else (self.output,)
+        return [layout for layout in found if isinstance(layout, Layout)]
+
+
+_LITERALS = (
+    int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+def _frozen(value: Any, places: dict[fx.Node, Place]) -> Any:
+    """An argument as a value that hashes."""
+    if isinstance(value, fx.Node):
+        return places[value]
+    if isinstance(value, tuple | list):
+        return tuple([_frozen(v, places) for v in value])
+    if isinstance(value, _LITERALS):
+        return value
+    if isinstance(value, dict):
+        return tuple([(name, _frozen(v, places)) for name, v in value.items()])
+    if isinstance(value, Size):
+        value = value.symbolic
+    if isinstance(value, SYMBOLIC):
+        return _torch.hint_of(value)
+    return Opaque(type(value).__name__)
+
+
+def _layouts(value: Any) -> Any:
+    """The layout of a value of a graph, or of several."""
+    if isinstance(value, torch.Tensor):
+        shape = tuple(map(_torch.hint_of, value.shape))
+        if value.layout is not torch.strided:
+            return Layout(shape, _contiguous(shape), value.dtype)
+        return Layout(shape, tuple(map(_torch.hint_of, value.stride())), value.dtype)
+    if isinstance(value, tuple | list):
+        return tuple([_layouts(v) for v in value])
+    return None
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,0 +1,1 @@
+"""Bytes that are alive at each operator."""

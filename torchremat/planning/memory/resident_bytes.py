@@ -1,0 +1,93 @@
+"""The bytes that are there before a step: parameters, buffers, inputs, an optimizer's state."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.errors import ArgumentTypeError
+from torchremat.remat.program.region import Region
+
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
+"""An optimizer, its class, or none."""
+
+
+def resident_nbytes(region: Region, optimizer: OptimizerLike) -> int:
+    """The bytes of inputs and parameters, and of the state that `optimizer` keeps for them.
+
+    0 without an optimizer: then only what a step makes counts.
+    """
+    if optimizer is None:
+        return 0
+    return input_nbytes(region) + state_nbytes(region, optimizer)
+
+
+def input_nbytes(region: Region) -> int:
+    """The bytes of all inputs of a step: arguments, parameters and buffers."""
+    return sum(map(_nbytes, (node.meta["val"] for node in region.joint.inputs)))
+
+
+def parameter_nbytes(region: Region) -> int:
+    """The bytes of those inputs that get a gradient."""
+    return sum(map(_nbytes, _trained(region)))
+
+
+def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
+    """The bytes of the state of `optimizer` for the tensors that get a gradient.
+
+    One step of an optimizer of the same class and settings is taken on meta tensors, and what it
+    keeps is counted. Raises `TypeError` for what is no optimizer.
+    """
+    if optimizer is None:
+        return 0
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"optimizer={optimizer!r} is none: give a torch.optim.Optimizer or its class, such as "
+            "torch.optim.AdamW"
+        )
+    parameters = [
+        torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=True)
+        for value in _trained(region)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    copy = (
+        _made(optimizer, parameters)
+        if isinstance(optimizer, type)
+        else _like(optimizer, parameters)
+    )
+    copy.step()
+    leaves, _ = _torch.tree_flatten(list(copy.state.values()))
+    return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _made(kind: type[torch.optim.Optimizer], parameters: list[Tensor]) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {"lr": 1e-3} if kind is torch.optim.SGD else {}
+    return kind(parameters, **settings)
+
+
+def _like(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """An optimizer with the settings of another, but those that forbid meta tensors.
+
+    Its class is not asked to make it, since the settings that an optimizer keeps are not always
+    those that its class takes: `AdamW` keeps `decoupled_weight_decay`, and takes none.
+    """
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(vars(optimizer))
+    settings = optimizer.defaults | {k: False for k in _NOT_ON_META if k in optimizer.defaults}
+    torch.optim.Optimizer.__init__(copy, parameters, settings)
+    return copy
+
+
+_NOT_ON_META = ("fused", "foreach", "capturable")
+
+
+def _trained(region: Region) -> Iterable[Tensor]:
+    return [region.joint.inputs[i].meta["val"] for i in region.wrt]
+
+
+def _nbytes(value: Tensor) -> int:
+    return _torch.hint_of(value.untyped_storage().nbytes())

@@ -1,0 +1,155 @@
+"""Timelines: the bytes alive at each operator of a step, and what they are."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from torchremat.core.formatting import human_bytes
+
+CATEGORIES = ("output", "gradient", "saved", "recomputed", "temporary", "cotangent")
+"""What a value is. `saved`: kept from the forward pass for the backward pass, and not an output."""
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An operator that runs.
+
+    Attributes:
+        name: of its node; `"call/node"` for one inside the checkpoint that `call` runs.
+        phase: `"forward"` or `"backward"`.
+        live: bytes alive while it runs: what it reads and writes, and all that is held meanwhile.
+        after: bytes alive when it has run and what it was the last to read is freed.
+    """
+
+    name: str
+    phase: str
+    live: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveValue:
+    """A storage: the node that made it, its bytes, and one of `CATEGORIES`."""
+
+    name: str
+    nbytes: int
+    category: str
+
+    def __str__(self) -> str:
+        return f"{human_bytes(self.nbytes)} {self.name} ({self.category})"
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """A value, and the positions of the first and of the last point at which it is alive."""
+
+    value: LiveValue
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The bytes alive at each operator of a step: what `simulate` gives.
+
+    Its length is the number of operators that run, and it iterates over its points.
+
+    Attributes:
+        points: the operators, those of the forward pass first.
+        lifetimes: the values, in the order in which they are made.
+        saved_bytes: bytes kept from the forward pass for the backward pass, outputs excluded.
+        offloaded_bytes: bytes that the host keeps for it.
+
+    >>> points = (Point("sin", "forward", 8, 8), Point("mul", "backward", 20, 12))
+    >>> sin, g = LiveValue("sin", 8, "saved"), LiveValue("mul", 12, "gradient")
+    >>> timeline = Timeline(points, (Lifetime(sin, 0, 1), Lifetime(g, 1, 1)), saved_bytes=8)
+    >>> print(timeline)
+    peak 20 B at mul (backward, 2 of 2); 8 B saved by the forward pass
+      12 B mul (gradient)
+      8 B sin (saved)
+    """
+
+    points: tuple[Point, ...]
+    lifetimes: tuple[Lifetime, ...]
+    saved_bytes: int
+    offloaded_bytes: int = 0
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """The bytes alive at each point.
+
+        >>> Timeline((Point("sin", "forward", 8, 4),), (), 4).live
+        (8,)
+        """
+        return tuple(point.live for point in self.points)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at one point.
+
+        >>> Timeline((Point("sin", "forward", 8, 4),), (), 4).peak
+        8
+        """
+        return max(self.live, default=0)
+
+    @cached_property
+    def at_peak(self) -> tuple[LiveValue, ...]:
+        """The values alive at the first point of the peak, the largest first; they add up to it.
+
+        What an operator such as `torch.cond` needs inside is one value, with the operator's name.
+
+        >>> value = LiveValue("sin", 8, "output")
+        >>> Timeline((Point("sin", "forward", 8, 8),), (Lifetime(value, 0, 0),), 0).at_peak
+        (LiveValue(name='sin', nbytes=8, category='output'),)
+        """
+        if not self.points:
+            return ()
+        where = self.live.index(self.peak)
+        found = [t.value for t in self.lifetimes if t.first <= where <= t.last and t.value.nbytes]
+        inside = self.peak - sum(value.nbytes for value in found)
+        if inside:
+            found.append(LiveValue(f"inside {self.points[where].name}", inside, "temporary"))
+        return tuple(sorted(found, key=lambda value: -value.nbytes))
+
+    def by_category(self) -> dict[str, tuple[int, ...]]:
+        """For each of `CATEGORIES` the bytes alive at each point; together they are `live`.
+
+        >>> value = LiveValue("sin", 8, "output")
+        >>> timeline = Timeline((Point("sin", "forward", 8, 8),), (Lifetime(value, 0, 0),), 0)
+        >>> timeline.by_category()["output"]
+        (8,)
+        """
+        changes = {category: [0] * (len(self.points) + 1) for category in CATEGORIES}
+        for lifetime in self.lifetimes:
+            change = changes[lifetime.value.category]
+            change[lifetime.first] += lifetime.value.nbytes
+            change[lifetime.last + 1] -= lifetime.value.nbytes
+        found = {category: list(accumulate(change))[:-1] for category, change in changes.items()}
+        totals = map(sum, zip(*found.values(), strict=True))
+        inside = [live - total for live, total in zip(self.live, totals, strict=True)]
+        found["temporary"] = [a + b for a, b in zip(found["temporary"], inside, strict=True)]
+        return {category: tuple(nbytes) for category, nbytes in found.items()}
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.points)
+
+    def __str__(self) -> str:
+        if not self.points:
+            return "no operators run"
+        where = self.live.index(self.peak)
+        point = self.points[where]
+        saved = human_bytes(self.saved_bytes)
+        lines = [
+            f"peak {human_bytes(self.peak)} at {point.name} ({point.phase}, {where + 1} of "
+            f"{len(self)}); {saved} saved by the forward pass"
+        ]
+        lines += [f"  {value}" for value in self.at_peak[:_SHOWN]]
+        if rest := self.at_peak[_SHOWN:]:
+            lines.append(f"  {human_bytes(sum(v.nbytes for v in rest))} in {len(rest)} more")
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The planning problem as an integer program."""

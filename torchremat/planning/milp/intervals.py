@@ -1,0 +1,114 @@
+"""The intervals between moments of the backward pass, and in which of them operators may run.
+
+moments        step 3          step 7          step 9
+intervals   0           1               2              3
+steps       0 .. 3      4 .. 7          8, 9           10 ..
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchremat.planning.milp.problem_index import Facts
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    """A moment of the backward pass.
+
+    Attributes:
+        step: that of an operator of the backward pass.
+        operator: one that is computed again for this step and runs just now; if it is larger than
+            all operators, the moment is that of the step's own.
+    """
+
+    step: int
+    operator: int = 1 << 60
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether it is one of what is computed again."""
+        return self.operator != 1 << 60
+
+
+class Intervals:
+    """The intervals that `moments` cut the backward pass into.
+
+    Args:
+        facts: of the problem.
+        moments: in order.
+        window: operators of the forward pass that lie further than this before what the backward
+            pass has reached do not run yet.
+        outer: the first interval of each operator stands for all before it.
+
+    Attributes:
+        interval: that of each step.
+        last_step: of each interval.
+        last_direct: the last interval in which an operator that needs cotangents reads each value.
+        last_value: the last in which each value is of use.
+        first: the first in which each operator may run.
+        last: the last in which it is of use.
+    """
+
+    def __init__(
+        self, facts: Facts, moments: Sequence[Moment], window: int | None, *, outer: bool
+    ) -> None:
+        self.facts = facts
+        self.moments = moments
+        self.window = window
+        self.outer = outer
+        self.interval = [
+            bisect_left(self.moments, Moment(step)) for step in range(len(facts.direct))
+        ]
+        self.last_step = [*(m.step for m in self.moments), len(facts.direct) - 1]
+        self.last_direct: dict[int, int] = {}
+        first_direct: dict[int, int] = {}
+        for v, steps in facts.direct_steps.items():
+            self.last_direct[v] = self.interval[steps[-1]]
+            first_direct[v] = self.interval[steps[0]]
+        self.last_value = dict(self.last_direct)
+        self.last: dict[int, int] = {}
+        for o in reversed(facts.operators):
+            self.last[o] = max(self.last_value.get(v, -1) for v in facts.writes[o])
+            for u in facts.reads[o]:
+                self.last_value[u] = max(self.last_value.get(u, -1), self.last[o])
+        for number, moment in enumerate(self.moments, 1):
+            if moment.is_burst:  # what is read then is alive, though it may be for the last time
+                for v in self.busy(moment):
+                    self.last_value[v] = max(self.last_value.get(v, -1), number)
+        self.first = self._first_intervals(first_direct)
+
+    def busy(self, moment: Moment) -> tuple[int, ...]:
+        """What the operator of a burst reads and writes."""
+        return (*self.facts.reads[moment.operator], *self.facts.writes[moment.operator])
+
+    def _first_intervals(self, first_direct: dict[int, int]) -> dict[int, int]:
+        facts, window = self.facts, self.window
+        if window is None:
+            return dict.fromkeys(facts.operators, 0)
+        reached = [facts.front[m.step] - window for m in self.moments]  # it only falls
+        falling = [-rank for rank in reached]
+        first = {}
+        for o in facts.operators:
+            near = bisect_left(falling, -facts.rank[o])
+            first[o] = min([near, *(first_direct.get(v, near) for v in facts.writes[o])])
+        producers = self.facts.problem.producers
+        for p in reversed(facts.operators):
+            for u in facts.reads[p]:
+                o = producers[u]
+                if facts.rank[p] - facts.rank[o] > window:
+                    first[o] = min(first[o], first[p])
+        if self.outer:  # the one before stands for all earlier ones
+            return {o: max(j - 1, 0) for o, j in first.items()}
+        return first
+
+    def allowed(self, o: int, interval: int) -> bool:
+        """Whether `o` may run in the interval; between moments of one step they say in which."""
+        before = self.moments[interval - 1] if interval else Moment(-1)
+        if interval < len(self.moments):
+            after = self.moments[interval]
+            if after.is_burst and before.step >= after.step - 1 and o > after.operator:
+                return False
+            if before.is_burst and after.step == before.step and o <= before.operator:
+                return False
+        return True

@@ -1,0 +1,1 @@
+"""The planning problem in numbers, and what a decision does to it."""

@@ -1,0 +1,105 @@
+"""The order of the backward pass: what only makes gradients of inputs comes as early as it can.
+
+autograd    dx = mm(dy, w.T);  dw = mm(dy.T, x)      dy, dx, x and dw are alive together
+here        dw = mm(dy.T, x);  dx = mm(dy, w.T)      dy, dx, dw: x is let go before
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchremat.planning.problem.fixed_bytes import BackwardBytes
+from torchremat.planning.problem.problem import Problem, costs_unchecked
+from torchremat.planning.problem.replay import Decisions, replay_of
+
+
+def reordered(problem: Problem) -> Problem:
+    """`problem` with the order of the backward pass in which operators need the least memory.
+
+    Of orders in which they need as much, the one that leaves more room for what is computed again;
+    with a link to a host the first: what comes back an operator ahead has less room in the other.
+    """
+    early = with_backward(problem, _gradients_early(problem))
+    if problem.offloadable:
+        return min(problem, early, key=floor_of)
+    return min(problem, early, key=lambda p: (floor_of(p), _beside_recomputation(p)))
+
+
+def orders_of(problem: Problem) -> tuple[Problem, ...]:
+    """`problem` in the order of `reordered`, and as it is if that is another."""
+    first = reordered(problem)
+    return (first,) if first.backward == problem.backward else (first, problem)
+
+
+def _beside_recomputation(problem: Problem) -> int:
+    """The bytes that are alive before what may be computed again is read, over all steps."""
+    before = BackwardBytes.of(problem).before
+    return sum(
+        nbytes
+        for o, nbytes in zip(problem.backward, before, strict=True)
+        if problem.known.intersection(problem.operators[o].reads)
+    )
+
+
+def with_backward(problem: Problem, order: Sequence[int]) -> Problem:
+    """`problem` with its operators of the backward pass in another order; numbers stay."""
+    return replace(problem, backward_order=tuple(order))
+
+
+def floor_of(problem: Problem) -> int:
+    """The least peak that the order allows: what operators of the backward pass need at once.
+
+    That is what one of them reads and writes, and what of its likes is alive beside it; whatever
+    else the forward pass makes could be computed again.
+    """
+    replay = replay_of(problem, Decisions(problem.needed))
+    live = list(costs_unchecked(problem, replay.schedule).live)
+    num_forward = len(replay.schedule.forward)
+    order = replay.schedule.backward
+    wanted: set[int] = set()
+    floor = 0
+    for place in range(len(order) - 1, -1, -1):
+        op = problem.operators[order[place]]
+        wanted.difference_update(op.writes)
+        idle = (wanted & problem.known) - set(op.reads) - problem.outputs
+        floor = max(floor, live[num_forward + place] - sum(problem.nbytes[v] for v in idle))
+        wanted.update(op.reads)
+    return floor
+
+
+def _gradients_early(problem: Problem) -> list[int]:
+    """The backward pass, with what leads to nothing but gradients right after what it reads."""
+    operators = problem.operators
+    readers: dict[int, list[int]] = {}
+    for o in problem.backward:
+        for v in operators[o].reads:
+            readers.setdefault(v, []).append(o)
+    final = problem.backward[-1]  # it reads the gradients
+    ends: set[int] = set()
+    for o in reversed(problem.backward[:-1]):
+        after = {r for v in operators[o].writes for r in readers.get(v, ())}
+        makes_gradients = problem.gradients.issuperset(operators[o].writes) and after <= {final}
+        leads_to_one = len(after) == 1 and after <= ends
+        if makes_gradients or leads_to_one:
+            ends.add(o)
+    order: list[int] = []
+    done: set[int] = set()
+    there = set(problem.known)
+    waiting = [o for o in problem.backward if o in ends]
+    by_input: dict[int, list[int]] = {}
+    for o in waiting:
+        for v in operators[o].reads:
+            by_input.setdefault(v, []).append(o)
+
+    def run(o: int) -> None:
+        order.append(o)
+        done.add(o)
+        there.update(operators[o].writes)
+        for v in operators[o].writes:
+            for r in by_input.get(v, ()):
+                if r not in done and all(u in there for u in operators[r].reads):
+                    run(r)
+
+    for o in problem.backward:
+        if o not in done:
+            run(o)
+    return order

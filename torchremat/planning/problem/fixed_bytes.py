@@ -1,0 +1,93 @@
+"""The bytes of a step that no decision about what is saved changes.
+
+forward     what the pass needs although nothing is saved
+backward    cotangents and gradients, what an operator reads and writes, and outputs
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchremat.planning.problem.problem import Problem, Schedule, costs_unchecked
+
+
+@dataclass(frozen=True)
+class ForwardBytes:
+    """The forward pass when nothing is saved.
+
+    Attributes:
+        live: the bytes alive while each operator runs.
+        at_end: the bytes that are held at its end.
+        made: the position of the operator that makes each value.
+        last: the last position at which each value is alive anyway.
+    """
+
+    live: tuple[int, ...]
+    at_end: int
+    made: dict[int, int]
+    last: dict[int, int]
+
+    @classmethod
+    def of(cls, problem: Problem) -> "ForwardBytes":
+        """Those of `problem`; a value held to the end of the pass is alive until then."""
+        operators, nbytes = problem.operators, problem.nbytes
+        made: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for i, o in enumerate(problem.forward):
+            made.update((v, i) for v in operators[o].writes)
+            last.update((v, i) for v in (*operators[o].reads, *operators[o].writes))
+        last.update((v, len(problem.forward)) for v in problem.written)
+        live = costs_unchecked(problem, Schedule((), problem.forward, ())).live
+        held = problem.written | (problem.outputs & problem.known)
+        return cls(live, problem.constant + sum(nbytes[v] for v in held), made, last)
+
+
+@dataclass(frozen=True)
+class BackwardBytes:
+    """The steps of the backward pass, without the values that could be computed again.
+
+    Attributes:
+        at: while the operator of each step runs, with the values that it reads.
+        before: just before it.
+    """
+
+    at: tuple[int, ...]
+    before: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: Problem) -> "BackwardBytes":
+        """Those of `problem`."""
+        nbytes = problem.nbytes
+        held = problem.gradients | problem.outputs
+        passing = list(_passing(problem, held))
+        made = problem.constant + problem.backward_constant
+        made += sum(nbytes[v] for v in problem.outputs)
+        at, before = [], []
+        for (during, ahead), o in zip(reversed(passing), problem.backward, strict=True):
+            before.append(made + ahead)
+            made += sum(nbytes[v] for v in problem.operators[o].writes if v in held)
+            at.append(made + during)
+        return cls(tuple(at), tuple(before))
+
+
+def _passing(problem: Problem, held: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """From the last step to the first, the bytes of what is not held: while it runs and before."""
+    nbytes, known = problem.nbytes, problem.known
+    wanted: set[int] = set()
+    total = 0
+    for o in reversed(problem.backward):
+        op = problem.operators[o]
+        read = 0
+        for v in op.reads:
+            if v in known:
+                read += 0 if v in held else nbytes[v]
+            elif v not in held and v not in wanted:
+                wanted.add(v)
+                total += nbytes[v]
+        during = total + read + op.nbytes_inside
+        for v in op.writes:
+            if v in wanted:
+                wanted.discard(v)
+                total -= nbytes[v]
+            elif v not in held:
+                during += nbytes[v]
+        yield during, total

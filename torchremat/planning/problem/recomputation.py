@@ -1,0 +1,84 @@
+"""When values are wanted again in the backward pass, and what it takes to compute them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
+
+from torchremat.planning.problem.fixed_bytes import BackwardBytes
+from torchremat.planning.problem.problem import Part, Problem
+
+
+class Recomputation:
+    """What there is to compute again in `problem`.
+
+    Attributes:
+        reads: for each operator, what it reads that could be computed again.
+        writes: likewise, what it writes.
+        bytes_of_steps: what is alive whatever is decided.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        values = problem.known - problem.outputs
+        operators = problem.operators
+        self.reads = [tuple(v for v in op.reads if v in values) for op in operators]
+        self.writes = [tuple(v for v in op.writes if v in values) for op in operators]
+        self.bytes_of_steps = BackwardBytes.of(problem)
+
+    @cached_property
+    def last(self) -> Mapping[int, int]:
+        """The last step that reads each value, or may read what is computed from it."""
+        found: dict[int, int] = {}
+        for step, b in enumerate(self.problem.backward):
+            found.update((v, step) for v in self.reads[b])
+        for o in range(len(self.problem.operators) - 1, -1, -1):
+            if self.problem.operators[o].part is not Part.BACKWARD:
+                latest = max((found.get(v, -1) for v in self.writes[o]), default=-1)
+                found.update((u, max(found.get(u, -1), latest)) for u in self.reads[o])
+        return found
+
+    @cached_property
+    def lasting(self) -> frozenset[int]:
+        """The values that are never let go: they cannot be made again, or not alike."""
+        operators = self.problem.operators
+        once = (op for op in operators if op.draws or not op.repeatable)
+        return frozenset(v for op in once for v in op.writes)
+
+    def missing(self, values: Iterable[int], there: Collection[int]) -> list[int]:
+        """The operators that compute `values` from what is `there`, in order."""
+        producers = self.problem.producers
+        found: set[int] = set()
+        stack = [v for v in values if v not in there]
+        while stack:
+            o = producers[stack.pop()]
+            if o not in found:
+                found.add(o)
+                stack.extend(u for u in self.reads[o] if u not in there)
+        return sorted(found)
+
+    def next_uses(self, step: int, there: Collection[int]) -> dict[int, int]:
+        """The step from `step` on for which each value that is `there` is wanted next."""
+        producers = self.problem.producers
+        found: dict[int, int] = {}
+        seen: set[int] = set()
+        for later in range(step, len(self.problem.backward)):
+            stack = list(self.reads[self.problem.backward[later]])
+            while stack:
+                v = stack.pop()
+                if v in there:
+                    found.setdefault(v, later)
+                elif producers[v] not in seen:
+                    seen.add(producers[v])
+                    stack.extend(self.reads[producers[v]])
+        return found
+
+    def seconds_again(self, v: int, there: Collection[int]) -> float:
+        """The time that it takes to compute `v` again from what else is `there`."""
+        producers = self.problem.producers
+        found: set[int] = set()
+        stack = [producers[v]]
+        while stack:
+            o = stack.pop()
+            if o not in found:
+                found.add(o)
+                stack.extend(producers[u] for u in self.reads[o] if u not in there or u == v)
+        return self.problem.seconds_of(found)

@@ -1,0 +1,188 @@
+"""From what is kept to a schedule: what is not there is computed again just before it is read.
+
+kept    x                      backward    dz, dy (reads y), dx (reads x)
+forward x -> y -> z            y is computed again before dy, and let go after it
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torchremat.planning.problem.problem import Part, Problem, Schedule, costs_unchecked
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What is kept. Steps are positions among the operators of the backward pass.
+
+    Attributes:
+        saved: the values that the forward pass hands to the backward pass.
+        drops: values that are let go in the middle of the backward pass, to be computed again if
+            they are read once more; by the step after which they are let go. What is not let go is
+            kept to its last use.
+        early: operators that run again before the one of a step though it does not need them, while
+            what they read is there.
+        offloaded: the values that the forward pass leaves to the host; they are not let go before
+            they are read.
+    """
+
+    saved: frozenset[int]
+    drops: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    early: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    offloaded: frozenset[int] = frozenset()
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The values that the forward pass makes for the backward pass."""
+        return self.saved | self.offloaded if self.offloaded else self.saved
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A schedule, and what each of its operators runs for.
+
+    Attributes:
+        schedule: the schedule.
+        steps: for each operator of its backward pass, the step that it runs for, or is.
+    """
+
+    schedule: Schedule
+    steps: tuple[int, ...]
+
+
+def replay_of(problem: Problem, decisions: Decisions) -> Replay:
+    """The schedule in which everything is computed again as late as it can be.
+
+    What one step needs runs in the order of the forward pass.
+    """
+    operators = problem.operators
+    known = problem.known
+    drops, early = decisions.drops, decisions.early
+    there = set(decisions.kept) | (problem.outputs & known)
+    away = set(decisions.offloaded)  # not yet fetched
+    order: list[int] = []
+    steps: list[int] = []
+    for step, b in enumerate(problem.backward):
+        wanted = [v for v in operators[b].reads if v in known and v not in there]
+        if step in early:
+            wanted += [v for o in early[step] for v in operators[o].writes if v not in there]
+        start = len(order)
+        if wanted:
+            again = _computes(problem, wanted, there)
+            order += again
+            steps += [step] * len(again)
+        order.append(b)
+        steps.append(step)
+        for o in order[start:] if away else ():
+            away.difference_update(operators[o].reads)
+        if step in drops:
+            there -= drops[step] - away if away else drops[step]
+    schedule = Schedule(
+        tuple(sorted(decisions.saved)),
+        forward_order(problem, decisions.saved, decisions.offloaded),
+        tuple(order),
+        tuple(sorted(decisions.offloaded)),
+    )
+    return Replay(schedule, tuple(steps))
+
+
+def _computes(problem: Problem, wanted: list[int], there: set[int]) -> list[int]:
+    """The operators that compute `wanted` from what is `there`, to which it is added."""
+    operators, producers, known = problem.operators, problem.producers, problem.known
+    found: set[int] = set()
+    while wanted:
+        o = producers[wanted.pop()]
+        if o not in found:
+            found.add(o)
+            wanted.extend(u for u in operators[o].reads if u in known and u not in there)
+    order = sorted(found)
+    for o in order:
+        there.update(operators[o].writes)
+    return order
+
+
+def values_used(problem: Problem, schedule: Schedule) -> frozenset[int]:
+    """The kept values that the backward pass reads before it computes them again."""
+    operators = problem.operators
+    made: set[int] = set()
+    used: set[int] = set()
+    for o in schedule.backward:
+        used.update(v for v in operators[o].reads if v not in made)
+        made.update(operators[o].writes)
+    return frozenset(used.intersection((*schedule.saved, *schedule.offloaded)))
+
+
+def forward_order(
+    problem: Problem, saved: Iterable[int], offloaded: Iterable[int] = ()
+) -> tuple[int, ...]:
+    """The operators of the forward pass, with those that only values that are kept need among them.
+
+    Each of those runs where the bytes alive are least, of equal places the first.
+    """
+    operators = problem.operators
+    kept = frozenset(saved)
+    extra: set[int] = set()
+    stack = [problem.producers[v] for v in kept.union(offloaded)]
+    while stack:
+        o = stack.pop()
+        if o not in extra and operators[o].part is Part.KNOWN:
+            extra.add(o)
+            stack.extend(problem.producers[v] for v in operators[o].reads)
+    if not extra:
+        return problem.forward
+    if len(extra) * len(problem.forward) > _MOST_PLACES:
+        return _as_early_as_can_be(problem, extra)
+    order = list(problem.forward)
+    for o in sorted(extra):
+        order.insert(_place(problem, order, o, kept), o)
+    return tuple(order)
+
+
+_MOST_PLACES = 20_000
+
+
+def _as_early_as_can_be(problem: Problem, extra: set[int]) -> tuple[int, ...]:
+    after: dict[int, int] = {}
+    for o in sorted(extra):
+        reads = (problem.producers[v] for v in problem.operators[o].reads)
+        after[o] = max((after.get(p, p) for p in reads), default=-1)
+    runs = [*((o, -1) for o in problem.forward), *((after[o], o) for o in extra)]
+    return tuple(first if last < 0 else last for first, last in sorted(runs))
+
+
+def _place(problem: Problem, order: list[int], o: int, saved: frozenset[int]) -> int:
+    """Where in `order` the peak is least if `o` runs there."""
+    operators, nbytes = problem.operators, problem.nbytes
+    op = operators[o]
+    live = list(costs_unchecked(problem, Schedule(tuple(saved), tuple(order), ())).live)
+    held = saved | problem.outputs | problem.written
+    last = {v: i for i, p in enumerate(order) for v in (*operators[p].reads, *operators[p].writes)}
+    last.update((v, len(order)) for v in held if v in last)
+    made = {v: i for i, p in enumerate(order) for v in operators[p].writes}
+    least = max((made[v] + 1 for v in op.reads), default=0)
+    own = sum(nbytes[v] for v in op.writes)
+    kept = sum(nbytes[v] for v in op.writes if v in saved)
+    later = _suffix_maxima(live)  # with what `o` writes kept beside
+    ends: dict[int, int] = {}  # bytes that are let go after each position
+    for v, i in last.items():
+        ends[i] = ends.get(i, 0) + nbytes[v]
+    best, best_peak, before = least, None, 0
+    for i in range(least, len(order) + 1):
+        late = sum(nbytes[v] for v in op.reads if last[v] < i - 1)
+        if i:
+            before = max(before, live[i - 1] + late)
+        inside = operators[order[i - 1]].nbytes_inside if i else 0
+        between = live[i - 1] - inside - ends.get(i - 1, 0) if i else problem.constant
+        ends_here = sum(nbytes[v] for v in op.reads if last[v] < i)
+        during = between + ends_here + own + op.nbytes_inside
+        peak = max(before, during, later[i] + kept)
+        if best_peak is None or peak < best_peak:
+            best, best_peak = i, peak
+    return best
+
+
+def _suffix_maxima(numbers: list[int]) -> list[int]:
+    """The largest from each position on; 0 at the end."""
+    found = [0]
+    for number in reversed(numbers):
+        found.append(max(found[-1], number))
+    return found[::-1]

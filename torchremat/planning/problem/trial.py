@@ -1,0 +1,117 @@
+"""Decisions, tried: the schedule that they lead to, and what it costs under a budget."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchremat.planning.problem.problem import Costs, Part, Problem, costs_unchecked
+from torchremat.planning.problem.replay import Decisions, Replay, replay_of, values_used
+
+FORBIDDEN = 1 << 60
+"""The excess of a schedule in which something runs more often than it may."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Decisions with what they cost under a budget.
+
+    Attributes:
+        decisions: what is kept.
+        replay: the schedule.
+        costs: what it costs.
+        excess: bytes above the budget, summed over all moments.
+    """
+
+    decisions: Decisions
+    replay: Replay
+    costs: Costs
+    excess: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the schedule keeps within the budget."""
+        return self.excess == 0
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether what may run only once does."""
+        return self.excess < FORBIDDEN
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """What is to be small, first what matters most."""
+        return (self.excess, self.costs.added_seconds, len(self.decisions.offloaded))
+
+    def hills(self, budget: int, distance: int) -> Iterator[int]:
+        """The positions of the highest moments above `budget`, so far from one another."""
+        live = self.costs.live
+        found: list[int] = []
+        for i in sorted((i for i, n in enumerate(live) if n > budget), key=lambda i: -live[i]):
+            if all(abs(i - j) > distance for j in found):
+                found.append(i)
+                yield i
+
+
+class Trier:
+    """Tries decisions on a problem under a budget."""
+
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.count = 0
+
+    @cached_property
+    def fixed(self) -> frozenset[int]:
+        """The values that are always kept, if they are needed."""
+        operators, producers = self.problem.operators, self.problem.producers
+        once = (
+            v
+            for v in self.problem.known
+            if operators[producers[v]].part is Part.FORWARD
+            and not operators[producers[v]].repeatable
+        )
+        return frozenset(once) | (self.problem.outputs & self.problem.known)
+
+    def __call__(self, decisions: Decisions) -> Trial:
+        """What `decisions` cost, without what is kept in vain."""
+        self.count += 1
+        replay = replay_of(self.problem, decisions)
+        used = values_used(self.problem, replay.schedule)
+        if used != decisions.kept:
+            decisions = Decisions(
+                used & decisions.saved,
+                decisions.drops,
+                decisions.early,
+                used & decisions.offloaded,
+            )
+            replay = replay_of(self.problem, decisions)
+        costs = costs_unchecked(self.problem, replay.schedule)
+        budget = self.budget
+        excess = sum(live - budget for live in costs.live if live > budget)
+        if not self._allowed(replay):
+            excess += FORBIDDEN
+        return Trial(decisions, replay, costs, excess)
+
+    def _allowed(self, replay: Replay) -> bool:
+        """Whether what may run once does."""
+        if not self._once and not self._draws:
+            return True
+        schedule = replay.schedule
+        ran = [o for o in (*schedule.forward, *schedule.backward) if o in self._once]
+        drawn = [o for o in schedule.backward if o in self._draws]
+        return len(ran) == len(set(ran)) and len(drawn) == len(set(drawn))
+
+    @cached_property
+    def _draws(self) -> frozenset[int]:
+        return frozenset(o for o, op in enumerate(self.problem.operators) if op.draws)
+
+    @cached_property
+    def _once(self) -> frozenset[int]:
+        operators = self.problem.operators
+        return frozenset(o for o, op in enumerate(operators) if not op.repeatable)
+
+
+Floats = NDArray[np.float64]

@@ -1,0 +1,62 @@
+"""The curve of added time against what is saved: for one part of a step among many."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchremat.planning.planner import Planner
+from torchremat.planning.problem.problem import costs_unchecked
+from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.trial import Trier
+from torchremat.planning.search.min_cut import saved_by_cuts
+
+
+@dataclass(frozen=True)
+class SavedPoint:
+    """A corner of the curve.
+
+    Attributes:
+        saved_bytes: what the forward pass keeps for the backward pass, outputs apart.
+        added_seconds: how long the backward pass computes again.
+    """
+
+    saved_bytes: int
+    added_seconds: float
+
+
+def saved_curve(planner: Planner) -> Iterator[SavedPoint]:
+    """The corners of the lower hull, from what plain autograd keeps to nothing, each with less.
+
+    The time for a byte grows from corner to corner.
+    """
+    plain, step = planner.plain, planner.step
+    problem = step.problem
+    trier = Trier(problem, 1 << 62)
+    points = [SavedPoint(plain.saved_bytes, 0.0)]
+    for saved in (*saved_by_cuts(problem), trier.fixed):
+        trial = trier(Decisions(saved | trier.fixed))
+        if trial.is_allowed:
+            kept = trial.decisions.saved - problem.outputs
+            nbytes = sum(problem.nbytes[v] for v in kept) + step.copied_nbytes
+            seconds = costs_unchecked(problem, trial.replay.schedule).added_seconds
+            points.append(SavedPoint(nbytes, max(0.0, seconds)))
+    yield from _hull(points)
+
+
+def _hull(points: list[SavedPoint]) -> list[SavedPoint]:
+    """The lower convex hull, from the most bytes to the least.
+
+    >>> [p.saved_bytes for p in _hull([SavedPoint(*p) for p in [(4, 0), (3, 9), (2, 2), (0, 9)]])]
+    [4, 2, 0]
+    """
+    hull: list[SavedPoint] = []
+    for point in sorted(points, key=lambda p: (-p.saved_bytes, p.added_seconds)):
+        if hull and hull[-1].saved_bytes == point.saved_bytes:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _slope(a: SavedPoint, b: SavedPoint) -> float:
+    return (b.added_seconds - a.added_seconds) / (a.saved_bytes - b.saved_bytes)

@@ -1,0 +1,1 @@
+"""Searches that need no linear program."""

@@ -1,0 +1,441 @@
+"""Schedules from what each step has to find in memory, reckoned from the last step to the first.
+
+After the last step nothing is needed. Before a step is needed what is needed after it, and what it
+reads; each value of that is there already, or is computed again for the step from what is then
+needed in its place. What is needed before the first step is saved.
+
+    steps           dz          dy, reads y         dx, reads x
+    needed before   -, or x     y, or x, or -       x, or -         from right to left
+
+Of two ways to one set of values the cheaper stays; and nothing that needs more than another, and
+costs more. If no set had to be left out, the best schedule is the optimum, and where nothing is
+left, no schedule keeps within the budget: of those that compute again in the order of the forward
+pass, each operator at most once for a step, as in Checkmate (Jain et al., MLSys 2020).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TypeAlias
+
+from torchremat.planning.problem.backward_order import floor_of
+from torchremat.planning.problem.fixed_bytes import BackwardBytes
+from torchremat.planning.problem.problem import Part, Problem, Schedule
+from torchremat.planning.problem.recomputation import Recomputation
+from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.trial import Trial, Trier
+from torchremat.planning.search.clock import NEVER, Deadline
+
+Set: TypeAlias = int
+"""A set of values: bit i is `BackwardSearch.values[i]`."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way from a set of values to the end of the backward pass.
+
+    Attributes:
+        seconds: of what it computes again.
+        step: for which it computes `operator` first.
+        operator: `None` at the end.
+        rest: what it does then.
+    """
+
+    seconds: float
+    step: int = 0
+    operator: int | None = None
+    rest: "Way | None" = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a search goes. The first two alone decide what it finds, unless it runs out of time.
+
+    Attributes:
+        width: how many sets it goes on with from one operator to the next, roughly.
+        states: how many it looks at; if it is not through by then, it finds nothing.
+        deadline: when it gives up.
+        prompt: nothing is computed before the step that wants it.
+        free: the time that is added does not count.
+    """
+
+    width: int = 1 << 60
+    states: int = 1 << 60
+    deadline: Deadline = NEVER
+    prompt: bool = False
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What a search found.
+
+    Attributes:
+        ways: by what has to be saved for them.
+        states: how many sets it looked at.
+        is_cut: whether sets were left out.
+        is_through: whether it came to the first step, or to one before which nothing is left.
+        is_proof: whether it is proved then that there is nothing.
+    """
+
+    ways: Mapping[Set, Way]
+    states: int
+    is_cut: bool
+    is_through: bool
+    is_proof: bool
+
+
+class BackwardSearch:
+    """A search among the schedules of `problem`; values of up to `small` bytes take no memory.
+
+    >>> from torchremat.planning.problem.problem import Operator, Part, Problem
+    >>> a = Operator((), (0,), 1.0, Part.FORWARD)
+    >>> b = Operator((0,), (1,), 1.0, Part.FORWARD)
+    >>> db = Operator((1,), (2,), 1.0, Part.BACKWARD)
+    >>> da = Operator((0, 2), (3,), 1.0, Part.BACKWARD)
+    >>> search = BackwardSearch(Problem((a, b, db, da), (4, 4, 4, 4), gradients=frozenset({3})))
+    >>> search.run(11, Limits()).is_proof       # da needs 12 bytes
+    True
+    >>> found = search.run(12, Limits())
+    >>> [sorted(decisions.saved) for decisions in search.decisions(found)]     # the cheapest first
+    [[0, 1], [0], [1], []]
+    """
+
+    def __init__(self, problem: Problem, small: int = 0) -> None:
+        self.problem = problem
+        self.bytes_of_steps = BackwardBytes.of(problem)
+        operators, nbytes = problem.operators, problem.nbytes
+        known = problem.known - problem.outputs
+        self.values = sorted(
+            (v for v in known if nbytes[v] > small), key=lambda v: (problem.producers[v], v)
+        )
+        self.makers = [problem.producers[v] for v in self.values]
+        self._bits = {v: 1 << i for i, v in enumerate(self.values)}
+        self._sizes = [nbytes[v] for v in self.values]
+        self._nbytes: dict[Set, int] = {0: 0}
+        self.reads = [self._set_of(op.reads) for op in operators]
+        self.writes = [self._set_of(op.writes) for op in operators]
+        self.inside = [
+            op.nbytes_inside + sum(nbytes[v] for v in op.writes if v in problem.outputs)
+            for op in operators
+        ]
+        self.until = self._last_steps()
+
+    @property
+    def size(self) -> int:
+        """How large it is: values times steps."""
+        return len(self.values) * len(self.problem.backward)
+
+    def _set_of(self, values: Iterable[int]) -> Set:
+        return sum(self._bits[v] for v in set(values) if v in self._bits)
+
+    def values_of(self, chosen: Set) -> set[int]:
+        """Those in a set."""
+        return {v for v, bit in self._bits.items() if bit & chosen}
+
+    def nbytes_of(self, chosen: Set) -> int:
+        """The bytes of a set."""
+        found = self._nbytes.get(chosen)
+        if found is None:
+            first = chosen & -chosen
+            found = self._sizes[first.bit_length() - 1] + self.nbytes_of(chosen ^ first)
+            self._nbytes[chosen] = found
+        return found
+
+    def _last_steps(self) -> list[int]:
+        """The last step for which each operator may run again; -1 if for none.
+
+        What draws, or may run but once, runs no later than its values may be wanted first.
+        """
+        operators, num = self.problem.operators, len(self.problem.backward)
+        first = dict.fromkeys(range(len(operators)), num)
+        for step, b in reversed(list(enumerate(self.problem.backward))):
+            first.update((self.problem.producers[v], step) for v in operators[b].reads)
+        for o in range(len(operators) - 1, -1, -1):
+            if operators[o].part is not Part.BACKWARD:
+                for u in operators[o].reads:
+                    maker = self.problem.producers[u]
+                    first[maker] = min(first[maker], first[o])
+        until = []
+        for o, op in enumerate(operators):
+            free = op.repeatable and not op.draws
+            once = op.repeatable or op.part is Part.KNOWN
+            until.append(num if free else first[o] if once else -1)
+        return until
+
+    # --- the search ------------------------------------------------------------------------------
+
+    def run(self, budget: int, limits: Limits, near: Schedule | None = None) -> Needed:
+        """What to save for schedules within `budget` bytes.
+
+        If sets are left out, half of what stays is what `near`, which keeps within the budget,
+        could be changed to for the least time. What it needs itself stays in any case.
+        """
+        layer: dict[Set, Way] = {0: Way(0.0)}
+        guide = None if near is None else _Guide(self, near)
+        search = _Search(self, budget, limits, guide)
+        for step in range(len(self.problem.backward) - 1, -1, -1):
+            layer = search.before(step, layer)
+            if search.is_over or not layer:
+                break
+        is_through = not search.is_over
+        all_seen = is_through and not search.is_cut and not limits.prompt and not self._is_partial
+        return Needed(layer, search.num_states, search.is_cut, is_through, all_seen and not layer)
+
+    @property
+    def _is_partial(self) -> bool:
+        """Whether some schedules are not looked at: what may run once could run at other steps."""
+        return any(0 <= last < len(self.problem.backward) for last in self.until)
+
+    # --- what was found --------------------------------------------------------------------------
+
+    @cached_property
+    def again(self) -> Recomputation:
+        """What there is to compute again."""
+        return Recomputation(self.problem)
+
+    def seconds_of(self, saved: Set, way: Way) -> float:
+        """The time of what a way computes, and of what runs forward for what it saves."""
+        operators = self.problem.operators
+        late = self.again.missing(self.values_of(saved), ())
+        return way.seconds + self.problem.seconds_of(
+            o for o in late if operators[o].part is Part.KNOWN
+        )
+
+    def decisions(self, found: Needed) -> Iterator[Decisions]:
+        """What was found as decisions, the least added time first."""
+        ways = sorted(found.ways.items(), key=lambda item: (self.seconds_of(*item), item[0]))
+        for saved, way in ways:
+            yield self._decisions(saved, way)
+
+    def _decisions(self, saved: Set, way: Way) -> Decisions:
+        problem, again = self.problem, self.again
+        bursts: dict[int, list[int]] = {}
+        at: Way | None = way
+        while at is not None and at.operator is not None:
+            bursts.setdefault(at.step, []).append(at.operator)
+            at = at.rest
+        later = [0] * (len(problem.backward) + 1)  # what is computed again from each step on
+        needed = [0] * (len(problem.backward) + 1)
+        for step in range(len(problem.backward) - 1, -1, -1):
+            needed[step] = needed[step + 1] | self.reads[problem.backward[step]]
+            later[step] = later[step + 1]
+            for o in sorted(bursts.get(step, ()), reverse=True):
+                needed[step] = needed[step] & ~self.writes[o] | self.reads[o]
+                later[step] |= self.writes[o]
+        drops: dict[int, frozenset[int]] = {}
+        early: dict[int, frozenset[int]] = {}
+        for step, b in enumerate(problem.backward):
+            there = needed[step]
+            burst = bursts.get(step, ())
+            wanted = again.missing(again.reads[b], self.values_of(there))
+            if set(burst) - set(wanted):
+                early[step] = frozenset(burst) - frozenset(wanted)
+            for o in burst:
+                there |= self.writes[o]
+            gone = there & later[step + 1] & ~needed[step + 1]
+            if gone:
+                drops[step] = frozenset(self.values_of(gone))
+        return Decisions(frozenset(self.values_of(saved)), drops, early)
+
+
+State: TypeAlias = tuple[Set, Set]
+"""What is needed after an operator of a step, and what of it may still be computed for the step."""
+
+
+class _Guide:
+    """What changes of one schedule cost."""
+
+    def __init__(self, search: BackwardSearch, schedule: Schedule) -> None:
+        self.search = search
+        needed, step = 0, len(search.problem.backward)
+        self.before = [0] * (step + 1)
+        """What the schedule needs before each step."""
+        self.passed = [{0} for _ in self.before]
+        """What it needs after each operator that it computes for a step."""
+        self.seconds: list[dict[Set, float]] = [{} for _ in self.before]
+        for o in reversed(schedule.backward):
+            if search.problem.operators[o].part is Part.BACKWARD:
+                self.before[step] = needed
+                step -= 1
+                needed |= search.reads[o]
+            else:
+                needed = needed & ~search.writes[o] | search.reads[o]
+            self.passed[step].add(needed)
+        self.before[0] = needed
+
+    def seconds_to(self, step: int, needed: Set) -> float:
+        """The time to compute what is `needed` before a step from what the schedule has then."""
+        known = self.seconds[step]
+        total, lacking = 0.0, needed & ~self.before[step]
+        while lacking:
+            first = lacking & -lacking
+            lacking ^= first
+            if first not in known:
+                v = self.search.values[first.bit_length() - 1]
+                there = self.search.values_of(self.before[step])
+                known[first] = self.search.again.seconds_again(v, there)
+            total += known[first]
+        return total
+
+
+class _Search:
+    """One search; it goes from step to step."""
+
+    def __init__(
+        self, search: BackwardSearch, budget: int, limits: Limits, guide: _Guide | None
+    ) -> None:
+        self.search = search
+        self.budget = budget
+        self.limits = limits
+        self.guide = guide
+        operators = search.problem.operators
+        self.seconds = [0.0 if limits.free else op.seconds for op in operators]
+        self.num_states = 0
+        self.is_cut = False
+        self.is_over = False
+
+    def before(self, step: int, after: Mapping[Set, Way]) -> dict[Set, Way]:
+        """What may be needed before `step`, from what may be after it."""
+        search = self.search
+        reads = search.reads[search.problem.backward[step]]
+        room = self.budget - search.bytes_of_steps.at[step]
+        waiting: dict[int, dict[State, Way]] = {}  # by the last operator that may still be computed
+        for needed, way in after.items():
+            if search.nbytes_of(needed & ~reads) <= room:
+                there = needed | reads
+                self._put(waiting, there, reads if self.limits.prompt else there, way)
+        room = self.budget - search.bytes_of_steps.before[step]
+        while any(o >= 0 for o in waiting):
+            o = max(waiting)
+            states = self._cut(step, waiting.pop(o), room)
+            self.num_states += len(states)
+            self._compute(waiting, step, o, states, room)
+            late = self.limits.deadline.is_over
+            if late or self.num_states > self.limits.states:
+                self.is_over = True
+                return {}
+        done = {
+            state: way
+            for state, way in waiting.get(-1, {}).items()
+            if search.nbytes_of(state[0]) <= room
+        }
+        kept = self._cut(step, _without_worse(done), room)
+        return {needed: way for (needed, _), way in kept.items()}
+
+    def _compute(
+        self,
+        waiting: dict[int, dict[State, Way]],
+        step: int,
+        o: int,
+        states: Mapping[State, Way],
+        room: int,
+    ) -> None:
+        """What `o` writes is there before the step, or is computed for it."""
+        search = self.search
+        writes, reads = search.writes[o], search.reads[o]
+        may_run = step <= search.until[o]
+        for (needed, open_), way in states.items():
+            left = open_ & ~writes
+            self._put(waiting, needed, left, way)
+            if may_run and search.nbytes_of(needed | writes | reads) + search.inside[o] <= room:
+                seconds = way.seconds + self.seconds[o]
+                self._put(
+                    waiting, needed & ~writes | reads, left | reads, Way(seconds, step, o, way)
+                )
+
+    def _put(self, waiting: dict[int, dict[State, Way]], needed: Set, open_: Set, way: Way) -> None:
+        o = self.search.makers[open_.bit_length() - 1] if open_ else -1
+        states = waiting.setdefault(o, {})
+        old = states.get((needed, open_))
+        if old is None or way.seconds < old.seconds:
+            states[needed, open_] = way
+
+    def _cut(self, step: int, states: dict[State, Way], room: int) -> dict[State, Way]:
+        """The cheapest of each number of bytes, and the nearest, if there are too many."""
+        width, guide = self.limits.width, self.guide
+        if len(states) <= width:
+            return states
+        self.is_cut = True
+        chosen: list[State] = []
+        if guide is not None:
+            width //= 2
+            passed = guide.passed[step]
+            chosen = [state for state in states if state[0] in passed]
+
+            def seconds(state: State) -> tuple[float, State]:
+                return states[state].seconds + guide.seconds_to(step, state[0]), state
+
+            chosen += sorted(states, key=seconds)[:width]
+        by_bytes: dict[int, list[State]] = {}
+        for state in states:
+            share = self.search.nbytes_of(state[0]) * _SIZES // (room + 1)
+            by_bytes.setdefault(share, []).append(state)
+        most = max(1, width // len(by_bytes))
+        for alike in by_bytes.values():
+            chosen += sorted(alike, key=lambda state: (states[state].seconds, state))[:most]
+        return {state: states[state] for state in chosen}
+
+
+def _without_worse(states: dict[State, Way]) -> dict[State, Way]:
+    """`states` without those that cost as much as another, and need all that it needs."""
+    if len(states) > _MOST_COMPARED:
+        return states
+    ordered = sorted(states, key=lambda s: (states[s].seconds, s[0].bit_count(), s))
+    kept: list[State] = []
+    for state in ordered:
+        other = ~state[0]
+        if all(needed & other for needed, _ in kept):
+            kept.append(state)
+    return {state: states[state] for state in kept}
+
+
+def lowest_by_steps(problem: Problem, high: int, deadline: Deadline) -> Trial | None:
+    """The trial of least peak below `high`, to within a thousandth; `None` if none is found."""
+    search = BackwardSearch(problem)
+    limits = Limits(_LOWEST_WIDTH, deadline=deadline, free=True)
+    best: Trial | None = None
+    low = floor_of(problem)
+    budget = low
+    while low < high and not deadline.is_over:
+        trier = Trier(problem, budget)
+        found = search.decisions(search.run(budget, limits))
+        trial = next((t for t in map(trier, islice(found, _MOST_TRIED)) if t.fits), None)
+        if trial is None:
+            low = budget + max(1, budget // 1000)
+        else:
+            best, high = trial, trial.costs.peak
+        budget = (low + high) // 2
+    return best
+
+
+def is_too_small(problem: Problem, budget: int, deadline: Deadline = NEVER) -> bool:
+    """Whether it is proved that no schedule of `problem` keeps within `budget` bytes.
+
+    The operators of both passes run in their order, and what is computed again in that of the
+    forward pass. Small values are reckoned as nothing.
+    """
+    search = BackwardSearch(problem, budget // _SMALL_PART)
+    limits = Limits(states=_PROOF_STATES, deadline=deadline, free=True)
+    return search.run(budget, limits).is_proof
+
+
+def least_peak_bound(problem: Problem, high: int) -> int:
+    """A peak that no schedule of `problem` gets below, as far as `high`; see `is_too_small`."""
+    low = floor_of(problem)
+    while low < high:
+        budget = (low + high) // 2
+        if is_too_small(problem, budget):
+            low = budget + 1
+        else:
+            high = budget
+    return low
+
+
+_LOWEST_WIDTH = 50
+_MOST_TRIED = 4
+_SMALL_PART = 200
+_PROOF_STATES = 20_000
+_SIZES = 16
+_MOST_COMPARED = 3000

@@ -1,0 +1,367 @@
+"""Schedules from one walk over the backward pass: what is there stays until memory runs out.
+
+Before each step of the backward pass, what it reads and is not there is computed again. Where that
+is above the budget, values are let go that are not wanted just then: first those that take little
+time again for the bytes that they free and for how long they free them, as in dynamic tensor
+rematerialisation (Kirisame et al., ICLR 2021), but knowing what is read later.
+
+    step         dz        dy, reads y       dx, reads x
+    computes     -         x, y              -
+    there after  x, y, z   x                 -             y is let go where x has no room beside
+
+Where nothing is left to let go, what the step wants is computed a step earlier, and kept: while
+less is alive beside it than will be.
+"""
+
+import heapq
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torchremat.planning.problem.fixed_bytes import ForwardBytes
+from torchremat.planning.problem.problem import Part, Problem
+from torchremat.planning.problem.recomputation import Recomputation
+from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.trial import Trial, Trier
+from torchremat.planning.search.clock import NEVER, Deadline
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is let go first: that of the least seconds / (bytes ** a * steps ** b).
+
+    Attributes:
+        nbytes: the exponent a, of the bytes that it frees.
+        steps: the exponent b, of how many steps it is until it is wanted again.
+    """
+
+    nbytes: float
+    steps: float
+
+
+RULES = (Rule(1, 1), Rule(1, 0.5), Rule(1, 0), Rule(0, 1))
+
+
+class Evictor:
+    """Walks over the steps of `problem`, until `deadline`."""
+
+    def __init__(self, problem: Problem, deadline: Deadline = NEVER) -> None:
+        self.problem = problem
+        self.deadline = deadline
+        self.again = Recomputation(problem)
+
+    def decisions(self, budget: int, rule: Rule, saved: Iterable[int]) -> Decisions | None:
+        """Decisions that keep the backward pass within `budget`; `None` if none were found.
+
+        Of `saved` the forward pass keeps what the budget allows.
+
+        >>> from torchremat.planning.problem.problem import Operator, Part, Problem
+        >>> a = Operator((), (0,), 1.0, Part.FORWARD)
+        >>> b = Operator((0,), (1,), 1.0, Part.FORWARD)
+        >>> db = Operator((1,), (2,), 1.0, Part.BACKWARD)
+        >>> da = Operator((0, 2), (3,), 1.0, Part.BACKWARD)
+        >>> problem = Problem((a, b, db, da), (4, 4, 4, 4), gradients=frozenset({3}))
+        >>> Evictor(problem).decisions(8, RULES[0], [0, 1]) is None    # da needs 12 bytes
+        True
+        >>> Evictor(problem).decisions(12, RULES[0], [0, 1]).saved
+        frozenset({0, 1})
+        """
+        kept = _forward_kept(self.again, budget, rule, set(saved) - self.problem.outputs)
+        walk = _Walk(self.again, budget, rule, kept)
+        step, holds = 0, 0
+        while step < len(self.problem.backward):
+            stuck = None if self.deadline.is_over else walk.run(step)
+            if self.deadline.is_over:
+                return None
+            if stuck is None:
+                step += 1
+            elif holds == _MOST_HOLDS or not walk.hold(step, stuck):
+                return None
+            else:
+                holds += 1
+                step -= 1
+                walk.back_to(step)
+        return walk.decisions()
+
+
+def evicted(trier: Trier, evictor: Evictor, saved: Iterable[int]) -> Iterator[Trial]:
+    """What the walks find, by each of the rules."""
+    saved = tuple(saved)
+    for rule in RULES:
+        decisions = evictor.decisions(trier.budget, rule, saved)
+        if decisions is not None:
+            yield trier(decisions)
+
+
+def lowest_trial(evictor: Evictor, low: int, high: int) -> Trial | None:
+    """The trial of least peak from `low` to `high`, to within a thousandth; `None` if none is."""
+    best: Trial | None = None
+    budget = low
+    while low < high:
+        trier = Trier(evictor.problem, budget)
+        trials = (
+            t
+            for start in (trier.fixed, evictor.problem.known)
+            for t in evicted(trier, evictor, start)
+        )
+        found = next((trial for trial in trials if trial.fits), None)
+        if found is None:
+            low = budget + max(1, budget // 1000)
+        else:
+            best, high = found, found.costs.peak
+        budget = (low + high) // 2
+    return best
+
+
+class _Queue:
+    """Values in the order in which they are let go.
+
+    The time to compute one again only grows as others go: it is reckoned anew for the first alone.
+    """
+
+    def __init__(self, again: Recomputation, rule: Rule, step: int, there: Collection[int]) -> None:
+        self.again = again
+        self.rule = rule
+        self.step = step
+        self.uses = again.next_uses(step, there)
+        self.scores: dict[int, float] = {}
+
+    def first(self, values: Collection[int], there: Collection[int]) -> int:
+        """That of `values` that goes first."""
+        for v in values:
+            if v not in self.scores:
+                self.scores[v] = self.score(v, there)
+        while True:
+            first = min(values, key=lambda v: (self.scores[v], v))
+            score = self.score(first, there)
+            if score <= self.scores[first]:
+                return first
+            self.scores[first] = score
+
+    def score(self, v: int, there: Collection[int]) -> float:
+        """What is small if `v` is to go early."""
+        nbytes = self.again.problem.nbytes[v]
+        if v not in self.uses:
+            return -nbytes
+        steps = self.uses[v] - self.step + 1
+        worth: float = max(nbytes, 1) ** self.rule.nbytes * steps**self.rule.steps
+        return self.again.seconds_again(v, there) / worth
+
+
+def _forward_kept(again: Recomputation, budget: int, rule: Rule, saved: set[int]) -> set[int]:
+    """What of `saved` is kept at most, so that the forward pass has room for it."""
+    problem = again.problem
+    forward = ForwardBytes.of(problem)
+    nbytes, operators = problem.nbytes, problem.operators
+    last = dict(forward.last)
+    for o, op in enumerate(operators):
+        if op.part is Part.KNOWN:  # it runs when what it reads is there
+            at = max((last.get(u, -1) for u in again.reads[o]), default=-1)
+            last.update((v, at) for v in op.writes)
+    room = [budget - live for live in forward.live]
+    room.append(budget - max(forward.at_end, again.bytes_of_steps.before[0]))
+    idle_from: dict[int, list[int]] = {}  # the moment from which each value is only kept
+    for v in saved:
+        idle_from.setdefault(last[v] + 1, []).append(v)
+    queue = _Queue(again, rule, 0, saved)
+    idle: list[tuple[float, int]] = []  # what may go, that of the least score first
+    held = 0
+    kept = set(saved)
+    for i in range(len(room)):
+        for v in idle_from.get(i, ()):
+            held += nbytes[v]
+            if v not in again.lasting:
+                heapq.heappush(idle, (queue.score(v, kept), v))
+        while held > room[i] and idle:
+            old, v = heapq.heappop(idle)
+            score = queue.score(v, kept)
+            if score > old and idle and score > idle[0][0]:
+                heapq.heappush(idle, (score, v))
+                continue
+            kept.discard(v)
+            held -= nbytes[v]
+    return kept
+
+
+@dataclass
+class _Burst:
+    """What is computed again for a step.
+
+    Attributes:
+        operators: in order.
+        order: the same, and the operator of the step.
+        first: when each value is read first, a position in `order`.
+        last: when it is read last.
+    """
+
+    operators: list[int]
+    order: list[int]
+    first: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Above:
+    """The first moment of a burst that is above the budget, and the values alive at it."""
+
+    burst: _Burst
+    place: int
+    alive: set[int]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What there was before a step."""
+
+    there: frozenset[int]
+    saved: frozenset[int]
+    num_drops: int
+    num_early: int
+
+
+class _Walk:
+    """One walk under one budget."""
+
+    def __init__(self, again: Recomputation, budget: int, rule: Rule, saved: set[int]) -> None:
+        self.again = again
+        self.problem = again.problem
+        self.budget = budget
+        self.rule = rule
+        self.there = set(saved)
+        self.saved = set(saved)
+        self.drops: list[tuple[int, int]] = []  # steps, and values that go after them
+        self.early: list[tuple[int, int]] = []  # steps, and operators that run before them
+        self.held: dict[int, set[int]] = {}
+        """Values that are to be there after a step, though it may not read them."""
+        self.before: list[_Before] = []
+
+    def back_to(self, step: int) -> None:
+        """Forget what was done from `step` on."""
+        before = self.before[step]
+        self.there, self.saved = set(before.there), set(before.saved)
+        del self.drops[before.num_drops :], self.early[before.num_early :]
+        del self.before[step:]
+
+    def run(self, step: int) -> _Above | None:
+        """Make room for a step; the moment at which there is none, if so."""
+        again, held = self.again, self.held.get(step, set())
+        self.before.append(
+            _Before(frozenset(self.there), frozenset(self.saved), len(self.drops), len(self.early))
+        )
+        self.there = {v for v in self.there if again.last.get(v, -1) >= step}
+        gone: set[int] = set()  # after this step
+        queue: _Queue | None = None
+        while True:
+            burst = self._burst(step, held)
+            above = self._above(step, burst, gone)
+            made = self.there.union(*(again.writes[o] for o in burst.operators))
+            if above is None:
+                break
+            choice = self._choice(step, above, gone)
+            if not choice:
+                self.before.pop()
+                return above
+            left = made - gone
+            queue = queue or _Queue(again, self.rule, step + 1, left)
+            v = queue.first(choice, left)
+            if v in self.there and burst.first.get(v, above.place) >= above.place:
+                self._let_go_before(step, v)
+            else:
+                gone.add(v)
+                self.drops.append((step, v))
+        self.early += [(step, self.problem.producers[v]) for v in held - self.there]
+        self.there = {v for v in made - gone if again.last.get(v, -1) > step}
+        return None
+
+    def _let_go_before(self, step: int, v: int) -> None:
+        self.there.discard(v)
+        if step:
+            self.drops.append((step - 1, v))
+        else:
+            self.saved.discard(v)
+
+    def _burst(self, step: int, held: Collection[int]) -> _Burst:
+        again, b = self.again, self.problem.backward[step]
+        operators = again.missing([*again.reads[b], *held], self.there)
+        burst = _Burst(operators, [*operators, b])
+        for place, o in enumerate(burst.order):
+            for v in again.reads[o]:
+                burst.first.setdefault(v, place)
+                burst.last[v] = place
+        burst.last.update((v, len(burst.order)) for v in held)
+        return burst
+
+    def _above(self, step: int, burst: _Burst, gone: Collection[int]) -> _Above | None:
+        """The first moment above the budget, if there is one."""
+        again, nbytes = self.again, self.problem.nbytes
+
+        def stays(v: int) -> bool:
+            return v not in gone and again.last.get(v, -1) > step
+
+        alive = {v for v in self.there if v in burst.last or stays(v)}
+        total = sum(nbytes[v] for v in alive)
+        fixed = again.bytes_of_steps
+        for place, o in enumerate(burst.order):
+            new = set(again.writes[o]) - alive
+            alive |= new
+            total += sum(nbytes[v] for v in new)
+            if place < len(burst.operators):
+                live = total + fixed.before[step] + self.problem.operators[o].nbytes_inside
+            else:
+                live = total + fixed.at[step] - sum(nbytes[v] for v in again.reads[o])
+            if live > self.budget:
+                return _Above(burst, place, alive)
+            for v in {*again.reads[o], *again.writes[o]}:
+                if v in alive and burst.last.get(v, -1) <= place and not stays(v):
+                    alive.discard(v)
+                    total -= nbytes[v]
+        return None
+
+    def _choice(self, step: int, above: _Above, gone: Collection[int]) -> set[int]:
+        """What may be let go for a moment."""
+        burst, place, again = above.burst, above.place, self.again
+        o = burst.order[place]
+        promised = self.held.get(step - 1, ())
+        found: set[int] = set()
+        for v in above.alive.difference(again.reads[o], again.writes[o], again.lasting):
+            if burst.last.get(v, -1) < place:
+                if v not in gone and again.last.get(v, -1) > step:
+                    found.add(v)
+            elif v in self.there and burst.first.get(v, -1) > place and v not in promised:
+                found.update({v} if self.problem.producers[v] > o else ())  # made again only later
+        return found
+
+    def hold(self, step: int, stuck: _Above) -> bool:
+        """Have what a step is stuck for computed a step earlier; whether there is any hope."""
+        burst, again, nbytes = stuck.burst, self.again, self.problem.nbytes
+        if not step or stuck.place >= len(burst.operators):
+            return False
+        crossing: set[int] = set()  # what is made up to a place, and read after it
+        best: set[int] | None = None
+        for place, o in enumerate(burst.operators):
+            crossing.update(again.writes[o])
+            crossing = {v for v in crossing if burst.last.get(v, -1) > place}
+            if place >= stuck.place and (
+                best is None or sum(nbytes[v] for v in crossing) <= sum(nbytes[v] for v in best)
+            ):
+                best = set(crossing)
+        held = self.held.setdefault(step - 1, set())
+        if best is None or best <= held:
+            return False
+        held |= best
+        return True
+
+    def decisions(self) -> Decisions:
+        """What was decided."""
+        return Decisions(
+            frozenset(self.saved), _by_step(self.drops), _by_step(self.early), frozenset()
+        )
+
+
+def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, frozenset[int]]:
+    found: dict[int, set[int]] = {}
+    for step, member in pairs:
+        found.setdefault(step, set()).add(member)
+    return {step: frozenset(found[step]) for step in sorted(found)}
+
+
+_MOST_HOLDS = 200

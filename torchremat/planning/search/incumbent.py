@@ -1,0 +1,55 @@
+"""What a search has found so far."""
+
+from torchremat.planning.problem.trial import Trial
+from torchremat.planning.search.clock import Clock
+
+
+class Record:
+    """The best of the trials of a search, and what is proved.
+
+    Attributes:
+        best: the trial that fits and adds the least time.
+        lowest: the trial with the least peak.
+        trials: all of them.
+        bound: no schedule that fits adds less.
+    """
+
+    def __init__(self, clock: Clock, gap: float) -> None:
+        self.clock = clock
+        self.gap = gap
+        self.best: Trial | None = None
+        self.lowest: Trial | None = None
+        self.trials: list[Trial] = []
+        self.bound = 0.0
+
+    def note(self, trial: Trial) -> Trial:
+        """Remember `trial`."""
+        if trial.is_allowed:
+            if self.lowest is None or trial.costs.peak < self.lowest.costs.peak:
+                self.lowest = trial
+            if trial.fits and (self.best is None or trial.rank < self.best.rank):
+                self.best = trial
+        self.trials.append(trial)
+        self.clock.tell()
+        return trial
+
+    def note_lowest(self, trial: Trial) -> None:
+        """Remember `trial`, of another budget, if its peak is the least."""
+        if self.lowest is None or trial.costs.peak < self.lowest.costs.peak:
+            self.lowest = trial
+
+    def prove(self, bound: float) -> None:
+        """Remember that no schedule that fits adds less than `bound`."""
+        if bound < float("inf"):
+            self.bound = max(self.bound, bound)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the best is near enough to the bound."""
+        return self.is_near(self.gap)
+
+    def is_near(self, gap: float) -> bool:
+        """Whether the best is within `gap`, a fraction, of the bound."""
+        if self.best is None:
+            return False
+        return self.best.costs.added_seconds <= self.bound * (1 + gap) + 1e-12

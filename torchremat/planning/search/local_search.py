@@ -1,0 +1,259 @@
+"""Small changes to decisions, each tried on the simulator, while they make things better.
+
+A change saves a value, no longer saves one, or lets one go in the middle of the backward pass; with
+a link to a host it offloads one that was saved or computed again, or no longer offloads one. First
+those that bring down what is above the budget, for the least time each byte; then those that take
+time away and keep within it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from torchremat.planning.problem.problem import Part, Problem
+from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.trial import Trial, Trier
+from torchremat.planning.search.clock import Deadline
+
+WIDTH = 48
+"""The changes of one kind that are tried, the most promising first."""
+
+
+class LocalSearch:
+    """Search around decisions for better ones, until `deadline`."""
+
+    def __init__(self, trier: Trier, deadline: Deadline) -> None:
+        self.trier = trier
+        self.deadline = deadline
+        self.problem: Problem = trier.problem
+        self.seconds = [op.seconds for op in self.problem.operators]
+        self.tiny = sum(self.seconds) * 1e-5
+
+    def repair(self, start: Trial) -> Trial:
+        """Bring `start` under the budget, as far as that goes."""
+        current = start
+        while not current.fits and not self._is_late():
+            best, best_score = None, 0.0
+            for decisions in self._reliefs(current):
+                if self._is_late():
+                    break
+                trial = self.trier(decisions)
+                won = current.excess - trial.excess
+                lost = trial.costs.added_seconds - current.costs.added_seconds
+                score = won / (max(lost, 0.0) + self.tiny)
+                if score > best_score:
+                    best, best_score = trial, score
+            if best is None:
+                break
+            current = best
+        return current
+
+    def improve(self, start: Trial) -> Trial:
+        """Take time away from `start`, which fits."""
+        current: Trial = start
+        while (better := self._better(current)) is not None:
+            current = better
+        return current
+
+    def with_fewer_copies(self, start: Trial) -> Trial:
+        """Save what is offloaded in vain: `start` fits, and still does with it saved."""
+        current = start
+        for v in self._cheapest(start.decisions.offloaded, most=len(self.problem.nbytes)):
+            if self._is_late():
+                break
+            trial = self.trier(_saving(current.decisions, v))
+            if trial.rank < current.rank:
+                current = trial
+        return current
+
+    def _better(self, current: Trial) -> Trial | None:
+        least = current.costs.added_seconds - self.tiny * 1e-6
+        for decisions in self._savings(current):
+            if self._is_late():
+                return None
+            trial = self.trier(decisions)
+            if trial.fits and trial.costs.added_seconds < least:
+                return trial
+        return None
+
+    def _is_late(self) -> bool:
+        return self.deadline.is_over
+
+    # --- changes that lower the bytes where they are highest -------------------------------------
+
+    def _reliefs(self, trial: Trial) -> Iterator[Decisions]:
+        live = trial.costs.live
+        worst = max(range(len(live)), key=live.__getitem__)
+        num_forward = len(trial.replay.schedule.forward)
+        if worst < num_forward:
+            yield from self._forward_reliefs(trial, worst)
+        else:
+            yield from self._backward_reliefs(trial, worst - num_forward)
+
+    def _forward_reliefs(self, trial: Trial, position: int) -> Iterator[Decisions]:
+        operators, order = self.problem.operators, trial.replay.schedule.forward
+        busy = {*operators[order[position]].reads}
+        made = {v for o in order[: position + 1] for v in operators[o].writes}
+        idle = made - busy
+        kept = trial.decisions.kept - self.trier.fixed
+        yield from self._without(trial.decisions, self._cheapest(kept & idle))
+        yield from self._offloading(trial.decisions, trial.decisions.saved & idle)
+
+    def _backward_reliefs(self, trial: Trial, place: int) -> Iterator[Decisions]:
+        order, decisions = trial.replay.schedule.backward, trial.decisions
+        op = self.problem.operators[order[place]]
+        all_idle = self._read_later(order, place).difference(op.reads, op.writes)
+        idle = all_idle - self.trier.fixed
+        yield from self._without(decisions, self._cheapest(idle & decisions.kept))
+        yield from self._offloading(decisions, all_idle & decisions.saved)
+        yield from self._letting_go(trial, place, idle)
+        again = dict.fromkeys(
+            v
+            for o in order[: place + 1]
+            if self.problem.operators[o].part is not Part.BACKWARD
+            for v in self.problem.operators[o].writes
+            if v not in decisions.saved
+        )
+        for v in list(again)[-WIDTH:]:
+            yield _saving(decisions, v)
+        yield from self._offloading(decisions, list(again)[-WIDTH:])
+
+    def _letting_go(self, trial: Trial, place: int, idle: set[int]) -> Iterator[Decisions]:
+        """Values that are let go after they were last read, alone or with what they come from."""
+        decisions, steps = trial.decisions, trial.replay.steps
+        step = steps[place]
+        last_read = self._last_read(trial.replay.schedule.backward, place)
+        for v in self._cheapest(v for v in idle if self._may_drop(v)):
+            made = self._made_at(v, trial.replay.schedule.backward, steps, place)
+            at = max(last_read.get(v, -1), made)
+            for when in {at, step - 1}:
+                if 0 <= when < step or 0 <= when == at:
+                    for gone in {frozenset((v,)), self._with_sources(v, when, decisions.kept)}:
+                        drops = dict(decisions.drops)
+                        drops[when] = drops.get(when, frozenset()) | gone
+                        yield replace(decisions, drops=drops)
+
+    def _read_later(self, order: tuple[int, ...], place: int) -> set[int]:
+        """The known values that are alive after the operator at `place`."""
+        wanted: set[int] = set()
+        for o in reversed(order[place + 1 :]):
+            wanted.difference_update(self.problem.operators[o].writes)
+            wanted.update(self.problem.operators[o].reads)
+        return wanted & self.problem.known
+
+    def _last_read(self, order: tuple[int, ...], place: int) -> dict[int, int]:
+        """The step before `place` that reads each value last."""
+        found: dict[int, int] = {}
+        step = 0
+        for o in order[:place]:
+            found.update((v, step) for v in self.problem.operators[o].reads)
+            step += self.problem.operators[o].part is Part.BACKWARD
+        return found
+
+    def _made_at(self, v: int, order: tuple[int, ...], steps: tuple[int, ...], place: int) -> int:
+        """The step for which `v` was computed again before `place`; -1 if it was not."""
+        producer = self.problem.producers[v]
+        return next((steps[j] for j in range(place, -1, -1) if order[j] == producer), -1)
+
+    def _with_sources(self, v: int, step: int, kept: frozenset[int]) -> frozenset[int]:
+        """`v`, and what it is computed from that no operator of the backward pass reads later."""
+        problem = self.problem
+        found = {v}
+        stack = [v]
+        while stack:
+            for u in problem.operators[problem.producers[stack.pop()]].reads:
+                if u in found or u in kept or u in self.trier.fixed or not self._may_drop(u):
+                    continue
+                if self._last_direct.get(u, -1) <= step:
+                    found.add(u)
+                    stack.append(u)
+        return frozenset(found)
+
+    @cached_property
+    def _last_direct(self) -> dict[int, int]:
+        """The last step that reads each value itself."""
+        problem = self.problem
+        return {v: i for i, o in enumerate(problem.backward) for v in problem.operators[o].reads}
+
+    def _may_drop(self, v: int) -> bool:
+        op = self.problem.operators[self.problem.producers[v]]
+        return op.repeatable and not op.draws
+
+    # --- changes that take time away -------------------------------------------------------------
+
+    def _savings(self, trial: Trial) -> Iterator[Decisions]:
+        problem, decisions = self.problem, trial.decisions
+        saved = decisions.saved
+        for step, values in decisions.drops.items():
+            for v in values & trial_reads(trial, problem):
+                yield replace(decisions, drops=_without_one(decisions.drops, step, v))
+        for step, operators in decisions.early.items():
+            for o in operators:
+                yield replace(decisions, early=_without_one(decisions.early, step, o))
+        order = trial.replay.schedule.backward
+        again = {o for o in order if problem.operators[o].part is not Part.BACKWARD}
+        gains = {v for o in again for v in problem.operators[o].writes if v not in saved}
+        best = self._cheapest(gains, reverse=True)
+        for v in best:
+            yield _saving(decisions, v)
+        yield from self._offloading(decisions, best)
+        if trial.costs.link_seconds:
+            yield from self._less_on_the_link(decisions)
+        losses = self._cheapest(saved - self.trier.fixed)
+        for v in best:
+            for u in losses:
+                if self._seconds_of(u) < self._seconds_of(v):
+                    yield _saving(replace(decisions, saved=saved - {u}), v)
+        for v in best:  # one takes the other's place
+            yield from (_saving(d, v) for d in self._offloading(decisions, saved - {v}))
+
+    def _less_on_the_link(self, decisions: Decisions) -> Iterator[Decisions]:
+        for v in self._cheapest(decisions.offloaded, reverse=True):
+            yield _saving(decisions, v)
+        yield from self._without(decisions, self._cheapest(decisions.offloaded))
+        for v in self._cheapest(decisions.offloaded, reverse=True):
+            for u in self._cheapest(decisions.saved - self.trier.fixed):
+                yield _saving(replace(decisions, saved=decisions.saved - {u}), v)
+
+    def _offloading(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
+        """Those of `values` that may be offloaded, offloaded: first what takes longest again."""
+        if not self.problem.offloadable:
+            return
+        chosen = self.problem.offloadable.intersection(values) - decisions.offloaded
+        for v in self._cheapest(chosen, reverse=True):
+            offloaded = decisions.offloaded | {v}
+            yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
+
+    def _without(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
+        for v in values:
+            offloaded = decisions.offloaded - {v}
+            yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
+
+    def _seconds_of(self, v: int) -> float:
+        return self.seconds[self.problem.producers[v]]
+
+    def _cheapest(
+        self, values: Iterable[int], *, reverse: bool = False, most: int = WIDTH
+    ) -> list[int]:
+        """Those of `values` that take the least time each byte; or the most."""
+        nbytes = self.problem.nbytes
+        return sorted(
+            sorted(values), key=lambda v: self._seconds_of(v) / max(nbytes[v], 1), reverse=reverse
+        )[:most]
+
+
+def trial_reads(trial: Trial, problem: Problem) -> frozenset[int]:
+    """The values that the backward pass computes again: only of those does a drop cost time."""
+    order = trial.replay.schedule.backward
+    return frozenset(v for o in order for v in problem.operators[o].writes)
+
+
+def _saving(decisions: Decisions, v: int) -> Decisions:
+    return replace(decisions, saved=decisions.saved | {v}, offloaded=decisions.offloaded - {v})
+
+
+def _without_one(
+    sets: Mapping[int, frozenset[int]], step: int, member: int
+) -> dict[int, frozenset[int]]:
+    left = {**sets, step: sets[step] - {member}}
+    return {at: values for at, values in left.items() if values}

@@ -1,0 +1,70 @@
+"""Several processes that plan one step: one of them looks for the schedule, and all take it.
+
+A solver stops by the clock, so two processes would find two schedules of one graph. Each of them
+would be right by itself; but where the graph has collectives the processes must run these in one
+order, and a search that one of them makes need not be made by the others.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from torchremat.planning.problem.problem import Part, Problem, Schedule
+from torchremat.planning.solver import Solution
+
+Share = Callable[[Callable[[], str], Callable[[], str]], str]
+"""Takes what says for what something is made, and what makes it; gives what one process made."""
+
+
+class _Others:
+    share: Share | None = None
+
+
+def let_processes_share(share: Share) -> None:
+    """Let `share` say what one of the processes made, where there are several."""
+    _Others.share = share
+
+
+def solved_once(describe: Callable[[], str], solve: Callable[[], Solution]) -> Solution:
+    """What `solve` gives, in one of the processes whose `describe` says the same."""
+    if _Others.share is None:
+        return solve()
+    own: list[Solution] = []
+
+    def make() -> str:
+        own.append(solve())
+        return json.dumps(asdict(own[0]))
+
+    text = _Others.share(describe, make)
+    return own[0] if own else _read(text)
+
+
+def _read(text: str) -> Solution:
+    content = json.loads(text)
+    for name in ("schedule", "lowest"):
+        if content[name] is not None:
+            content[name] = Schedule(**{k: tuple(v) for k, v in content[name].items()})
+    return Solution(**content)
+
+
+def text_of(problem: Problem) -> str:
+    """All that makes a schedule fit `problem`; not the times, which each process may measure.
+
+    >>> from torchremat.planning.problem.problem import Operator, Part
+    >>> sine = Operator((), (0,), 1.0, Part.FORWARD)
+    >>> text_of(Problem((sine,), (4,))) == text_of(Problem((replace(sine, seconds=2.0),), (4,)))
+    True
+    >>> text_of(Problem((sine,), (4,))) == text_of(Problem((sine,), (8,)))
+    False
+    """
+    untimed = replace(
+        problem,
+        operators=tuple(replace(operator, seconds=0.0) for operator in problem.operators),
+        host_bytes_per_second=None,
+    )
+    return json.dumps(asdict(untimed), default=_plainly)
+
+
+def _plainly(value: Any) -> Any:
+    return value.name if isinstance(value, Part) else sorted(value)

@@ -1,0 +1,1 @@
+"""A step as numbers: from a traced joint graph to a problem, and back."""

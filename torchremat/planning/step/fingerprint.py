@@ -1,0 +1,143 @@
+"""What a joint graph looks like, so that a plan is not replayed on another."""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint
+from torchremat.core.avals import Aval
+from torchremat.graph.ops import op_name
+
+
+def lines_of(graph: fx.Graph) -> tuple[str, ...]:
+    """One line for each node: what it is, what it reads, and what comes out; last, the outputs.
+
+    Devices are left out.
+
+    A plan that was made on the meta device holds for any other on which the graph is the same, and
+    one that was made in one process for the others: what a group of processes is called is left out
+    too, as those in one column of a mesh have another group than those in the next.
+
+    >>> import torchremat as tr
+    >>> g = tr.make_graph(lambda x, n: x * n, static_argnums=1)(torch.ones(3), 2.0)
+    >>> lines_of(g.graph_module.graph)[1]
+    'aten.mul.Tensor(%0, 2.0) -> f32[3]'
+    """
+    numbers = {node: i for i, node in enumerate(graph.nodes)}
+    return tuple(_line(node, numbers) for node in graph.nodes)
+
+
+def fingerprint_of(lines: Sequence[str]) -> str:
+    """A short text that differs where `lines` do.
+
+    >>> fingerprint_of(["a"]) == fingerprint_of(["a"]) != fingerprint_of(["b"])
+    True
+    """
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """Where two graphs first differ, for people.
+
+    >>> difference(["mm(%0, %1) -> f32[2,3]"], ["mm(%0, %1) -> f32[4,3]"])
+    'node 0 is mm(%0, %1) -> f32[4,3], and was mm(%0, %1) -> f32[2,3]'
+    """
+    for i, (our, their) in enumerate(zip(ours, theirs, strict=False)):
+        if our != their:
+            return f"node {i} is {their}, and was {our}"
+    return f"it has {len(theirs)} nodes, and had {len(ours)}"
+
+
+def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
+    if node.op == "get_attr":
+        return f"constant -> {_result(node)}"
+    if node.op == "output":
+        return f"outputs {_text(node.args[0], numbers)}"
+    if node.op == "placeholder":
+        return f"input -> {_result(node)}"
+    of_group = _places_of_group(node)
+    arguments = [_text(a, numbers) for i, a in enumerate(node.args) if i not in of_group]
+    named = sorted(item for item in node.kwargs.items() if item[0] not in _OF_A_PROCESS)
+    arguments += [f"{name}={_text(value, numbers)}" for name, value in named]
+    return f"{op_name(node.target)}({', '.join(arguments)}) -> {_result(node)}"
+
+
+_OF_A_PROCESS = ("device", "group", "group_name")
+
+
+def _places_of_group(node: fx.Node) -> list[int]:
+    """The positions of arguments that name a group of processes."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return []
+    arguments = enumerate(_torch.schema_arguments(node.target))
+    return [i for i, argument in arguments if argument.name == "group_name"]
+
+
+def _text(value: Any, numbers: dict[fx.Node, int]) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{numbers[value]}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(v, numbers) for v in value)}]"
+    if isinstance(value, torch.device):
+        return "device"
+    if isinstance(value, torch.Generator):
+        return "generator"
+    return str(value)
+
+
+def _result(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else (value,)
+    return ", ".join(str(Aval.of(v)) for v in values if isinstance(v, torch.Tensor))
+
+
+def kept_elsewhere(
+    lines: Sequence[str], saved: Sequence[int], joint: Joint
+) -> list[fx.Node] | None:
+    """The nodes of `joint` for the positions `saved` in a graph of `lines`.
+
+    `None` if another function was traced: if a kind of value is kept of which there are more here,
+    or fewer.
+    """
+    nodes = list(joint.module.graph.nodes)
+    ours = list(_numbered(lines_of(joint.module.graph)))
+    theirs = list(_numbered(lines))
+    wanted = {theirs[i] for i in saved}
+    kinds = {kind for kind, _ in wanted}
+    count = Counter(kind for kind, _ in ours if kind in kinds)
+    if count != Counter(kind for kind, _ in theirs if kind in kinds):
+        return None
+    return [node for node, numbered in zip(nodes, ours, strict=False) if numbered in wanted]
+
+
+def _numbered(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Of each line the kind of value that it computes, and how many of that kind came before."""
+    seen: Counter[str] = Counter()
+    for line in lines:
+        kind = _kind(line, lines)
+        yield kind, seen[kind]
+        seen[kind] += 1
+
+
+_ITEM = re.compile(r"getitem\(%(\d+), (\d+)\)")
+
+
+def _kind(line: str, lines: Sequence[str]) -> str:
+    """The operator and what comes out of it; of one of several outputs also which.
+
+    >>> _kind("aten.mm.default(%0, %1) -> f32[2,3]", [])
+    'aten.mm.default -> f32[2,3]'
+    >>> _kind("getitem(%0, 1) -> i64[2]", ["aten.topk.default(%7, 2) -> f32[2], i64[2]"])
+    'aten.topk.default -> f32[2], i64[2] / 1'
+    """
+    item = _ITEM.match(line)
+    if item is not None:
+        return f"{_kind(lines[int(item[1])], lines)} / {item[2]}"
+    operator, _, rest = line.partition("(")
+    return f"{operator} -> {rest.rpartition(' -> ')[2]}"

@@ -1,0 +1,237 @@
+"""A joint graph as a problem in numbers, and schedules of numbers as operators of the graph."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from torchremat.autodiff.joint import Joint
+from torchremat.graph.nodes import base_of, call_of, is_forward, is_item, is_view
+from torchremat.graph.schedule import GraphSchedule
+from torchremat.graph.slicing import nodes_read_by
+from torchremat.planning.memory.interpreter import peak_inside
+from torchremat.planning.memory.storage_bytes import nbytes_of
+from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
+from torchremat.planning.problem.replay import Decisions
+from torchremat.policies.replay_rules import draws_forward, why_kept, why_not_replayed
+from torchremat.remat.program.random_replay import state_nbytes
+
+LEAST_OFFLOAD = 64 << 10
+"""Bytes below which a value is not offloaded: a copy takes some ten microseconds to begin."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The forward and the backward pass of a joint graph.
+
+    Attributes:
+        joint: the graph.
+        problem: the same in numbers.
+        calls: the node of each operator; `None` for the one at the end, which reads gradients.
+        values: the node of each value; `None` for an output of an operator that nobody takes.
+    """
+
+    joint: Joint
+    problem: Problem
+    calls: tuple[fx.Node | None, ...]
+    values: tuple[fx.Node | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        joint: Joint,
+        seconds: Callable[[fx.Node], float],
+        *,
+        host_bytes_per_second: float | None = None,
+    ) -> "Step":
+        """The step of `joint`, with `seconds` for the time of each operator.
+
+        With a link to a host, values of `LEAST_OFFLOAD` bytes and more may be offloaded.
+        """
+        step = _Builder(joint, seconds).build()
+        if host_bytes_per_second is None:
+            return step
+        problem = replace(
+            step.problem, host_bytes_per_second=host_bytes_per_second, least_offload=LEAST_OFFLOAD
+        )
+        return replace(step, problem=problem)
+
+    @property
+    def plain(self) -> Decisions:
+        """What is kept without rematerialisation: all of the forward pass that is read later."""
+        late = {v for op in self.problem.operators if op.part is Part.BACKWARD for v in op.reads}
+        late |= {
+            v
+            for op, call in zip(self.problem.operators, self.calls, strict=True)
+            if call is not None and not is_forward(call)
+            for v in op.reads
+        }
+        return Decisions(
+            frozenset(
+                v
+                for v, node in enumerate(self.values)
+                if v in late and node is not None and is_forward(call_of(node))
+            )
+        )
+
+    @property
+    def copied_nbytes(self) -> int:
+        """The bytes of inputs that are written to and may be read by what runs again.
+
+        They are copied before the write, at the end of the forward pass.
+        """
+        written = {self.joint.inputs[i] for i, _ in self.joint.mutations}
+        read = {
+            base_of(node)
+            for call, op in zip(self.calls, self.problem.operators, strict=True)
+            if call is not None and op.repeatable
+            for node in nodes_read_by(call)
+        }
+        return sum(nbytes_of(node, node.meta["val"]) for node in written & read)
+
+    def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
+        """`schedule` as nodes of the graph."""
+        # an output is there for the backward pass, which must be handed it
+        read = {v for o in schedule.backward for v in self.problem.operators[o].reads}
+        saved = (self.values[v] for v in {*schedule.saved, *(self.problem.outputs & read)})
+        return GraphSchedule(
+            frozenset(node for node in saved if node is not None),
+            self._nodes(schedule.forward),
+            self._nodes(schedule.backward),
+            frozenset(node for v in schedule.offloaded if (node := self.values[v]) is not None),
+        )
+
+    def _nodes(self, operators: Iterable[int]) -> tuple[fx.Node, ...]:
+        return tuple(node for o in operators if (node := self.calls[o]) is not None)
+
+
+class _Builder:
+    def __init__(self, joint: Joint, seconds: Callable[[fx.Node], float]) -> None:
+        self.joint = joint
+        self.seconds = seconds
+        self.operators: list[Operator] = []
+        self.calls: list[fx.Node | None] = []
+        self.nbytes: list[int] = []
+        self.values: list[fx.Node | None] = []
+        self.numbers: dict[tuple[fx.Node, int], int] = {}
+        """The value that each output of each call is."""
+
+    def build(self) -> Step:
+        joint = self.joint
+        parts = _parts(joint)
+        calls = [n for n in joint.module.graph.nodes if n in parts]
+        for node in sorted(calls, key=lambda n: parts[n] is not Part.FORWARD):
+            self._add(node, parts[node])
+        gradients = list(self._values_of(g for g in joint.gradients if isinstance(g, fx.Node)))
+        self.operators.append(Operator(tuple(gradients), (), 0.0, Part.BACKWARD))
+        self.calls.append(None)
+        late = {v for op in self.operators if op.part is Part.BACKWARD for v in op.writes}
+        problem = Problem(
+            tuple(self.operators),
+            tuple(self.nbytes),
+            outputs=frozenset(self._values_of(o for o in joint.outputs if isinstance(o, fx.Node))),
+            gradients=frozenset(gradients) & late,
+            written=frozenset(self._values_of(value for _, value in joint.mutations)),
+            backward_constant=sum(
+                nbytes_of(ct, ct.meta["val"]) for ct in joint.cotangents if ct is not None
+            ),
+        )
+        return Step(joint, problem, tuple(self.calls), tuple(self.values))
+
+    def _add(self, call: fx.Node, part: Part) -> None:
+        reads = tuple(self._values_of(nodes_read_by(call)))
+        draws = any(why_not_replayed(value) is not None for value in _values_of_call(call))
+        again = draws and state_nbytes(call) is not None
+        once = (draws and not again) or why_kept(call) is not None
+        writes = []
+        for index, value in enumerate(_outputs_of(call)):
+            if isinstance(value, torch.Tensor):
+                self.numbers[call, index] = len(self.nbytes)
+                writes.append(len(self.nbytes))
+                self.nbytes.append(nbytes_of(call, value, index))
+                self.values.append(_taken(call, index))
+        self.operators.append(
+            Operator(
+                reads,
+                tuple(writes),
+                self.seconds(call),
+                part,
+                repeatable=not once,
+                draws=again,
+                nbytes_inside=_nbytes_inside(call, sum(self.nbytes[v] for v in writes)),
+            )
+        )
+        self.calls.append(call)
+
+    def _values_of(self, nodes: Iterable[fx.Node]) -> Iterator[int]:
+        """The values in whose memory `nodes` lie, each once; inputs and constants are none."""
+        seen = set()
+        for node in nodes:
+            base = base_of(node)
+            index = base.args[1] if is_item(base) else 0
+            number = self.numbers.get((call_of(base), index))  # type: ignore[arg-type]
+            if number is not None and number not in seen:
+                seen.add(number)
+                yield number
+
+
+def _nbytes_inside(call: fx.Node, written: int) -> int:
+    """The bytes that graphs inside `call` need besides what it writes, `written` bytes.
+
+    A checkpoint and a branch of a `cond` make the results; loops hold theirs beside a round's.
+    """
+    peak = peak_inside(call)
+    makes_results = hasattr(call.target, "runner_of") or str(call.target) == "cond"
+    return max(0, peak - written) if makes_results else peak
+
+
+def _values_of_call(call: fx.Node) -> list[fx.Node]:
+    return [user for user in call.users if is_item(user)] or [call]
+
+
+def _parts(joint: Joint) -> dict[fx.Node, Part]:
+    """When each operator runs, of those that run at all; views are none."""
+    forward = _ancestors([*_nodes(joint.outputs), *(value for _, value in joint.mutations)])
+    graph = joint.module.graph
+    forward |= _ancestors(node for node in graph.nodes if draws_forward(node))
+    backward = _ancestors(_nodes(joint.gradients))
+    late = {ct for ct in joint.cotangents if ct is not None}
+    parts = {}
+    for node in graph.nodes:
+        if any(n in late for n in nodes_read_by(node)):
+            late.add(node)
+        if node.op != "call_function" or is_item(node) or is_view(node):
+            continue
+        if node in forward:
+            parts[node] = Part.FORWARD
+        elif node in backward:
+            parts[node] = Part.BACKWARD if node in late else Part.KNOWN
+    return parts
+
+
+def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    stack = list(roots)
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(nodes_read_by(node))
+    return found
+
+
+def _nodes(values: Sequence[object]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _outputs_of(call: fx.Node) -> Sequence[object]:
+    value = call.meta.get("val")
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _taken(call: fx.Node, index: int) -> fx.Node | None:
+    """The node that is the output `index` of `call`, if one is."""
+    if not isinstance(call.meta.get("val"), tuple | list):
+        return call
+    return next((u for u in call.users if is_item(u) and u.args[1] == index), None)

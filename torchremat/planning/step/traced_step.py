@@ -1,0 +1,131 @@
+"""The step of a function at given arguments: traced, not run."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.api_util import StaticArguments
+from torchremat.autodiff.bodies import FunctionBody
+from torchremat.autodiff.joint import Joint
+from torchremat.errors import TraceError
+from torchremat.graph.nodes import is_item, is_view
+from torchremat.graph.schedule import GraphSchedule
+from torchremat.planning.memory.simulate import simulate
+from torchremat.planning.memory.timeline import Timeline
+from torchremat.policies.builtin import Policy, everything_saveable
+from torchremat.remat.checkpointed import Checkpointed
+from torchremat.remat.program.compiled_graph import Compiled
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.region import Region
+from torchremat.remat.tracing.calls import flatten_call
+from torchremat.remat.tracing.input_labels import BoundCall
+from torchremat.tracing.ambient_state import off_meta
+
+
+class WholeGraphPolicy(Policy):
+    """A policy that decides on all values at once.
+
+    Asked of one operator it lets nothing be saved. Checkpoints inside are opened: it decides on
+    what is in them as well.
+    """
+
+    @property
+    def is_whole(self) -> bool:
+        """It does."""
+        return True
+
+    def __call__(self, op: object, /, *avals: Any, **params: Any) -> bool:
+        """Whether the outputs of a call of `op` may be saved: nobody knows from that alone."""
+        return False
+
+
+class Ready(WholeGraphPolicy):
+    """A schedule that has been found, as a policy."""
+
+    def __init__(self, schedule: GraphSchedule) -> None:
+        self._schedule = schedule
+
+    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
+        """The schedule, of the graph that it was found for."""
+        return self._schedule
+
+
+def differentiates(joint: Joint) -> bool:
+    """Whether there is a backward pass: a call under `no_grad` has none, and nothing to plan."""
+    return any(gradient is not None for gradient in joint.gradients)
+
+
+def forward_alone(joint: Joint) -> GraphSchedule:
+    """The schedule of a forward pass without a backward pass."""
+    calls = (n for n in joint.forward_nodes if n.op == "call_function")
+    order = tuple(n for n in calls if not is_item(n) and not is_view(n))
+    return GraphSchedule(frozenset(), order, ())
+
+
+def region_of(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy = everything_saveable,
+) -> Region:
+    """What `fun` is at these arguments, for such a policy; nothing runs on their values.
+
+    Differentiated are the tensors that require a gradient, else all floating arguments. Raises
+    `TypeError` if `fun` is not callable, and `TraceError` (a `TypeError`) if there is nothing to
+    differentiate.
+    """
+    bound = BoundCall(fun, args, kwargs)
+    with off_meta(), torch.enable_grad():
+        region = _traced(fun, args, kwargs, policy)
+        if not region.wrt:
+            args, kwargs = _torch.tree_map(_differentiated, (args, dict(kwargs)))
+            region = _traced(fun, args, kwargs, policy)
+    if not region.wrt or not region.differentiable:
+        raise TraceError(
+            f"{bound.name} has nothing to differentiate: no floating-point argument, and nothing "
+            "that it closes over, leads to an output with a gradient. Pass such a tensor, or call "
+            "requires_grad_() on the one that it closes over."
+        )
+    _label_inputs(region, BoundCall(fun, args, kwargs))
+    return region
+
+
+def _label_inputs(region: Region, bound: BoundCall) -> None:
+    """Note on each input what the user calls it."""
+    body = region.body
+    captured = body.captured() if isinstance(body, FunctionBody) and body.captured else ()
+    labels = [*bound.labels, *bound.labels_of_captured(captured, region.paths)]
+    for joint in (region.joint, region.joint_for(region.usual_given)):
+        if len(labels) == len(joint.inputs):  # else a tensor is passed twice
+            for node, label in zip(joint.inputs, labels, strict=True):
+                node.meta["label"] = label
+
+
+def _traced(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> Region:
+    checkpointed = Checkpointed(fun, policy, True, StaticArguments(fun, (), ()), lenient=True)
+    call = flatten_call(args, kwargs, checkpointed.statics, lenient=True)
+    return checkpointed.trace_usual(call, args, kwargs).region
+
+
+def _differentiated(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def graphs_of(program: FunctionProgram) -> tuple[Compiled, Compiled]:
+    """What `program` runs forward, and backward as a training step does."""
+    given = program.region.usual_given
+    needed = tuple(spec.requires_grad for spec in program.region.specs)
+    return program.forward_with_states, program.backward(given, needed, with_states=True)
+
+
+def timeline_of(program: FunctionProgram) -> Timeline:
+    """The bytes alive at each operator of a step."""
+    forward, backward = graphs_of(program)
+    return simulate(forward.module, backward.module)

@@ -1,0 +1,1 @@
+"""Policies: which values a checkpoint may save."""

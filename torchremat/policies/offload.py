@@ -1,0 +1,177 @@
+"""Policies that keep values in the host's memory: JAX's two.
+
+Source: `jax/_src/ad_checkpoint.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchremat.core.avals import Aval
+from torchremat.errors import PolicyError, PolicyValueError, nearest_names
+from torchremat.graph.ops import is_dot_with_no_batch_dims
+from torchremat.policies.builtin import checked_items
+from torchremat.policies.checkpoint_name import name_p
+from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value
+from torchremat.policies.spelling import register_word, spell
+from torchremat.policies.verdicts import UNSAID, Offloadable, Saveable, Verdict, as_answer
+
+__all__ = ["offload_dot_with_no_batch_dims", "save_and_offload_only_these_names"]
+
+Place = str | torch.device
+
+_USUAL = Offloadable("device", "pinned_host")
+
+
+@dataclass(frozen=True, repr=False)
+class OffloadDotWithNoBatchDims(Policy):
+    """Made by `offload_dot_with_no_batch_dims`."""
+
+    verdict: Offloadable
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        return self.verdict if is_dot_with_no_batch_dims(op, *avals) else False
+
+    @property
+    def spelling(self) -> str | None:
+        """See `Policy.spelling`; there is one for the usual places."""
+        return "offload_dot_with_no_batch_dims" if self.verdict == _USUAL else None
+
+    def __repr__(self) -> str:
+        src, dst = self.verdict.src, self.verdict.dst
+        return f"offload_dot_with_no_batch_dims({src!r}, {dst!r})"
+
+
+def offload_dot_with_no_batch_dims(offload_src: Place, offload_dst: Place) -> Policy:
+    """The results of matrix multiplications without batch dimensions may be kept by the host.
+
+    What `dots_with_no_batch_dims_saveable` saves on the device is copied to the host as it is made,
+    and back before the backward pass reads it. A value that is small
+    (`config.least_offload_nbytes`), or an output, which the caller holds anyway, stays.
+
+    Args:
+        offload_src: where values are: `"device"`, or a `torch.device`, to move those on it alone.
+        offload_dst: where they go: `"pinned_host"`, or `torch.device("cpu")`.
+
+    Raises:
+        PolicyError, PolicyValueError: (a `TypeError`, a `ValueError`) for places that are none.
+
+    >>> import torch
+    >>> policy = offload_dot_with_no_batch_dims("device", "pinned_host")
+    >>> policy(torch.ops.aten.mm.default), policy(torch.ops.aten.bmm.default)
+    (Offloadable(src='device', dst='pinned_host'), False)
+    """
+    return OffloadDotWithNoBatchDims(Offloadable(offload_src, offload_dst))
+
+
+@dataclass(frozen=True, repr=False)
+class SaveAndOffloadOnlyTheseNames(Policy):
+    """Made by `save_and_offload_only_these_names`."""
+
+    saved: tuple[str, ...]
+    offloaded: tuple[str, ...]
+    verdict: Offloadable
+
+    def decide(self, value: Value) -> Verdict:
+        """See `Policy.decide`. What has a name of each kind is saved."""
+        if not set(self.saved).isdisjoint(value.names):
+            return Saveable()
+        return UNSAID if set(self.offloaded).isdisjoint(value.names) else self.verdict
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        names = (params["name"],) if op is name_p else ()
+        return as_answer(self.decide(Value(op, avals, params, names)))
+
+    def unmatched(self, values: Sequence[Value]) -> list[str]:
+        """See `Policy.unmatched`."""
+        return list(self._unmatched({name for value in values for name in value.names}))
+
+    def _unmatched(self, known: set[str]) -> Iterator[str]:
+        for item in (*self.saved, *self.offloaded):
+            if item not in known:
+                there = f"the names given by checkpoint_name, {nearest_names(item, known)}"
+                yield f"{self!r}: {item!r}{MATCHES_NOTHING}. Of {there}"
+
+    @property
+    def spelling(self) -> str | None:
+        """See `Policy.spelling`; there is one if names are only offloaded, to the usual place."""
+        if self.saved or not self.offloaded or self.verdict != _USUAL:
+            return None
+        return spell("offload_names", self.offloaded)
+
+    def __repr__(self) -> str:
+        return (
+            "save_and_offload_only_these_names("
+            f"names_which_can_be_saved={list(self.saved)!r}, "
+            f"names_which_can_be_offloaded={list(self.offloaded)!r}, "
+            f"offload_src={self.verdict.src!r}, offload_dst={self.verdict.dst!r})"
+        )
+
+
+def save_and_offload_only_these_names(
+    *,
+    names_which_can_be_saved: Sequence[str],
+    names_which_can_be_offloaded: Sequence[str],
+    offload_src: Place,
+    offload_dst: Place,
+) -> Policy:
+    """Only values with a name (`checkpoint_name`) are kept: some on the device, some by the host.
+
+    What is offloaded, and what of it stays all the same, is as with
+    `offload_dot_with_no_batch_dims`.
+
+    Args:
+        names_which_can_be_saved: names of values that may be saved on the device.
+        names_which_can_be_offloaded: names of values that may be kept by the host.
+        offload_src: where they are: `"device"`, or a `torch.device`, to move those on it alone.
+        offload_dst: where they go: `"pinned_host"`, or `torch.device("cpu")`.
+
+    Raises:
+        PolicyError: (a `TypeError`) for what is no list of strings, or a place that is none.
+        PolicyValueError: (a `ValueError`) for an empty name, one that is in both lists, or a place
+            that is none.
+
+    >>> policy = save_and_offload_only_these_names(
+    ...     names_which_can_be_saved=["attn"], names_which_can_be_offloaded=["mlp"],
+    ...     offload_src="device", offload_dst="pinned_host")
+    >>> policy(name_p, name="attn"), policy(name_p, name="mlp"), policy(name_p, name="x")
+    (True, Offloadable(src='device', dst='pinned_host'), False)
+    """
+    saved = _names("names_which_can_be_saved", names_which_can_be_saved)
+    offloaded = _names("names_which_can_be_offloaded", names_which_can_be_offloaded)
+    both = sorted(set(saved) & set(offloaded))
+    if both:
+        raise PolicyValueError(
+            f"save_and_offload_only_these_names: {', '.join(map(repr, both))} would be both saved "
+            "and offloaded. A name belongs in names_which_can_be_saved or in "
+            "names_which_can_be_offloaded"
+        )
+    return SaveAndOffloadOnlyTheseNames(saved, offloaded, Offloadable(offload_src, offload_dst))
+
+
+def _names(argument: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str) or not hasattr(given, "__iter__"):
+        raise PolicyError(
+            f"save_and_offload_only_these_names({argument}={given!r}): it takes a list of names, "
+            f"such as {argument}=['attn']"
+        )
+    return checked_items("save_and_offload_only_these_names", "name", given)
+
+
+def _offload_names(*names: str) -> Policy:
+    return save_and_offload_only_these_names(
+        names_which_can_be_saved=(),
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def _usual_dots() -> Policy:
+    return OffloadDotWithNoBatchDims(_USUAL)
+
+
+register_word("offload_dot_with_no_batch_dims", _usual_dots)
+register_word("offload_names", _offload_names, "attn,mlp")

@@ -1,0 +1,369 @@
+"""What a policy is, and how policies combine.
+
+A policy is any callable `policy(op, *avals, **params)` that answers, of one call of one operator,
+whether its outputs may be saved. `Policy` is that and one question more, `decide`, which is asked
+of a *value*: what an operator computed, with the names it was given and the module that ran it. The
+difference matters for complements. "All but what is named a", asked about one operator after the
+other, saves the value before it gets its name; JAX's `save_anything_except_these_names` does so.
+Asked about the value it cannot.
+"""
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+from torch import fx
+
+from torchremat.autodiff.joint import Joint
+from torchremat.core.avals import Aval
+from torchremat.core.source import Source, source_of_error
+from torchremat.errors import PolicyError, PolicyFailedError, TorchrematError
+from torchremat.graph.schedule import GraphSchedule
+from torchremat.policies import spelling as policy_spelling
+from torchremat.policies.checkpoint_name import name_p
+from torchremat.policies.verdicts import Verdict, as_answer, as_verdict, both, either, opposite
+
+__all__ = ["MATCHES_NOTHING", "Policy", "PolicyLike", "Value", "as_policy", "policy", "source_of"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a policy decides about: a value that the forward pass computes.
+
+    Attributes:
+        op: the operator that computes it.
+        avals: of the operator's tensor inputs, in order.
+        params: its other arguments by schema name (`graph.ops.split_arguments` makes both).
+        names: every `checkpoint_name` given to this value.
+        module: qualified name of the `nn.Module` that ran the operator, `''` outside any.
+        source: the user's line that it comes from, if known.
+        outputs: avals of all that the operator computes, if known.
+        index: which of `outputs` this value is.
+    """
+
+    op: object
+    avals: tuple[Aval, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    module: str = ""
+    source: Source | None = None
+    outputs: tuple[Aval, ...] = ()
+    index: int = 0
+
+
+MATCHES_NOTHING = " matches nothing in what was traced"
+"""What each message of `Policy.unmatched` says, after naming the policy and what it names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The operator at which memory ran out.
+
+    Attributes:
+        phase: of the step: `"forward"` or `"backward"`.
+        node: its node; `None` if it is not known, as behind a compiler.
+    """
+
+    phase: str
+    node: fx.Node | None
+
+
+class Policy(ABC):
+    """Says which values of the forward pass may be saved for the backward.
+
+    Policies are values: equal when built alike, hashable, picklable where what they are made of is,
+    with a `repr` that rebuilds them. They combine, with one another and with whatever `as_policy`
+    takes, by `|`, `&` and `~`, value by value; `torchremat.policies.verdicts` says how.
+    `str(policy)` is its spelling for configuration files where it has one.
+
+    >>> from torchremat.checkpoint_policies import dots_saveable, save_only_these_names
+    >>> dots_saveable | save_only_these_names("attn")
+    dots_saveable | save_only_these_names('attn')
+    >>> str(dots_saveable | save_only_these_names("attn"))
+    'dots|names:attn'
+    """
+
+    @abstractmethod
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        """Whether the outputs of a call of `op` may be saved (JAX's protocol)."""
+
+    def decide(self, value: Value) -> Verdict:
+        """Whether `value` may be saved: as the product of its operator, or under one of its names.
+
+        Raises `PolicyError` (a `TypeError`) if the policy answers with what is no verdict.
+        """
+        verdict = self._verdict(value.op, *value.avals, **value.params)
+        named = value.outputs[value.index : value.index + 1]
+        for name in value.names:
+            verdict = either(verdict, self._verdict(name_p, *named, name=name))
+        return verdict
+
+    def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
+        return as_verdict(self(op, *avals, **params), self, op)
+
+    looks_inside: ClassVar[bool] = True
+    """Whether the policy decides on values inside a checkpoint within, too, beside its own."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the policy decides on all values of a graph at once, through `schedule`."""
+        return False
+
+    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
+        """What a policy that decides on all values at once keeps of `joint`, and what runs when.
+
+        `fuses`: a compiler runs it, which makes one kernel of pointwise work and what reads it.
+        """
+        raise AssertionError(f"{self!r} decides on one value at a time")
+
+    def out_of_memory(self, program: Any, failed: Failed) -> str | None:
+        """What to tell the user when memory runs out where `program`, under this policy, runs."""
+        return None
+
+    def unmatched(self, values: Sequence[Value]) -> list[str]:
+        """For each thing that the policy names and none of `values` has, a message that says so."""
+        return []
+
+    @property
+    def spelling(self) -> str | None:
+        """What `policy(...)` reads as this policy, or `None` if nothing does."""
+        return None
+
+    def __or__(self, other: "PolicyLike") -> "Policy":
+        return Either(_parts(Either, self) + _parts(Either, as_policy(other)))
+
+    def __ror__(self, other: "PolicyLike") -> "Policy":
+        return as_policy(other) | self
+
+    def __and__(self, other: "PolicyLike") -> "Policy":
+        return Both(_parts(Both, self) + _parts(Both, as_policy(other)))
+
+    def __rand__(self, other: "PolicyLike") -> "Policy":
+        return as_policy(other) & self
+
+    def __invert__(self) -> "Policy":
+        return Opposite(self)
+
+    def __str__(self) -> str:
+        return self.spelling or repr(self)
+
+
+PolicyLike: TypeAlias = Policy | str | Callable[..., bool | Verdict | type]
+
+
+# --- combinations --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class _Combination(Policy):
+    """Policies joined by an operator. Joining is associative: `(p | q) | r == p | (q | r)`."""
+
+    policies: tuple[Policy, ...]
+
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            _refuse_whole(policy)
+
+    def unmatched(self, values: Sequence[Value]) -> list[str]:
+        messages = [message for policy in self.policies for message in policy.unmatched(values)]
+        return list(dict.fromkeys(messages))
+
+    def _answers(self, op: object, avals: Sequence[Aval], params: dict[str, Any]) -> list[Verdict]:
+        return [as_verdict(policy(op, *avals, **params), policy, op) for policy in self.policies]
+
+
+class Either(_Combination):
+    """`p | q`: what one of the policies lets be saved may be saved."""
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        return as_answer(functools.reduce(either, self._answers(op, avals, params)))
+
+    def decide(self, value: Value) -> Verdict:
+        return functools.reduce(either, (policy.decide(value) for policy in self.policies))
+
+    @property
+    def spelling(self) -> str | None:
+        spellings = [policy.spelling for policy in self.policies]
+        return None if None in spellings else "|".join(map(str, spellings))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(_operand, self.policies))
+
+
+class Both(_Combination):
+    """`p & q`: what all of the policies let be saved may be saved."""
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        return as_answer(functools.reduce(both, self._answers(op, avals, params)))
+
+    def decide(self, value: Value) -> Verdict:
+        return functools.reduce(both, (policy.decide(value) for policy in self.policies))
+
+    def __repr__(self) -> str:
+        return " & ".join(map(_operand, self.policies))
+
+
+@dataclass(frozen=True, repr=False)
+class Opposite(Policy):
+    """`~p`: what the policy lets be kept may not be saved, all else may."""
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        _refuse_whole(self.policy)
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        answer = self.policy(op, *avals, **params)
+        return as_answer(opposite(as_verdict(answer, self.policy, op)))
+
+    def decide(self, value: Value) -> Verdict:
+        return opposite(self.policy.decide(value))
+
+    def unmatched(self, values: Sequence[Value]) -> list[str]:
+        return self.policy.unmatched(values)
+
+    def __repr__(self) -> str:
+        return f"~{_operand(self.policy)}"
+
+
+def _refuse_whole(policy: Policy) -> None:
+    if policy.is_whole:
+        raise PolicyError(
+            f"{policy!r} decides on all values of a graph at once, and does not combine with other "
+            "policies by |, & or ~. Give it alone"
+        )
+
+
+def _parts(kind: type[_Combination], policy: Policy) -> tuple[Policy, ...]:
+    return policy.policies if isinstance(policy, kind) else (policy,)
+
+
+def _operand(policy: Policy) -> str:
+    return f"({policy!r})" if isinstance(policy, _Combination) else repr(policy)
+
+
+def decide_for_compiler(policy: Policy, value: Value) -> Verdict:
+    """`policy.decide(value)`, where a compiler would hand on the errors of a user as its own.
+
+    Raises `PolicyFailedError` (a `RuntimeError`) if the policy raises what is no error of ours.
+    """
+    try:
+        return policy.decide(value)
+    except TorchrematError:
+        raise
+    except Exception as error:
+        given = ", ".join([*map(str, value.avals), *value.params])
+        where = f", at {value.source}" if value.source else ""
+        line = source_of_error(error)
+        raise PolicyFailedError(
+            f"the policy {policy!r}, asked about {value.op}({given}){where}, raised "
+            f"{type(error).__name__}{f' at {line}' if line else ''}: {error}. A policy is "
+            "asked while the program is captured, about operators and avals (shape, dtype, "
+            "device): there are no values of tensors yet"
+        ) from error
+
+
+# --- what is taken for a policy ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class FunctionPolicy(Policy):
+    """A user's own callable. It is asked of a value's operator, then of each of its names."""
+
+    function: Callable[..., bool | Verdict | type]
+
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+        return as_answer(self._verdict(op, *avals, **params))
+
+    def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
+        try:
+            answer = self.function(op, *avals, **params)
+        except TypeError as error:
+            if _takes(self.function, op, *avals, **params):
+                raise
+            given = ", ".join([*map(str, avals), *params])
+            raise PolicyError(
+                f"the policy {self!r} from {self.source} cannot be asked about {op}: it does not "
+                f"take ({given}). Write it as policy(op, *avals, **params): the operator, the "
+                "avals of its tensors, its other arguments by name"
+            ) from error
+        return as_verdict(answer, self, op)
+
+    @property
+    def source(self) -> Source | None:
+        """Where the function is defined, if it is written in Python."""
+        return source_of(self.function)
+
+    def __repr__(self) -> str:
+        return f"as_policy({getattr(self.function, '__qualname__', repr(self.function))})"
+
+
+def _takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
+    """Whether `function` can be called so; also if nobody knows."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def policy(spelling: str) -> Policy:
+    """The policy that `spelling` stands for, as in a configuration file.
+
+    The spellings are `"none"` (no rematerialisation: `everything_saveable`), `"full"`
+    (`nothing_saveable`), `"dots"`, `"names:attn,mlp"`, `"ops:aten.mm,aten.addmm"`,
+    `"modules:layers.*.attn"`, and a policy's own name for every other that takes only names
+    (`"recompute_ops:aten.mm"`; `"dots_saveable"` is read too); joined with `|`, what one of them
+    lets be saved may be saved.
+
+    Raises `PolicyError` (a `TypeError`) if `spelling` is no string, `PolicyValueError` (a
+    `ValueError`) with the nearest spellings if it is unknown.
+
+    >>> policy("dots | names:attn")
+    dots_saveable | save_only_these_names('attn')
+    """
+    return functools.reduce(lambda p, q: p | q, policy_spelling.parse_spelling(spelling))
+
+
+def as_policy(given: PolicyLike | None) -> Policy:
+    """`given` as a `Policy`: one already, its spelling, a callable, or `None`, which saves nothing.
+
+    Raises `PolicyError` (a `TypeError`) for anything else, and whatever `policy` raises.
+
+    >>> as_policy("names:attn")
+    save_only_these_names('attn')
+    """
+    if isinstance(given, Policy):
+        return given
+    if given is None:
+        return policy("full")
+    if isinstance(given, str):
+        return policy(given)
+    if policy_spelling.is_policy_maker(given):
+        name = getattr(given, "__name__", repr(given))
+        raise PolicyError(
+            f"{name} was given as a policy: it makes one when it is called, as in {name}('...')"
+        )
+    if isinstance(given, type) or not callable(given):
+        raise PolicyError(
+            f"{given!r} ({type(given).__name__}) is no policy. A policy is one of "
+            "checkpoint_policies, a spelling of one ('dots', 'names:attn'), a callable "
+            "policy(op, *avals, **params), or None to save nothing"
+        )
+    return FunctionPolicy(given)
+
+
+def source_of(function: Any) -> Source | None:
+    """Where `function`, or the function behind a partial or a callable object, is defined."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__") and callable(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    return code and Source(code.co_filename, code.co_firstlineno, code.co_qualname)

@@ -1,0 +1,132 @@
+"""What must not run a second time, and why."""
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.graph.nodes import base_of, call_of, inner_graphs_of, is_forward, is_item
+from torchremat.graph.ops import packet_name
+
+
+def why_not_replayed(node: fx.Node) -> str | None:
+    """Why the operator of `node` must not run a second time, if it must not."""
+    inside = value_inside(node)
+    if inside is not None:
+        return why_not_replayed(inside)
+    call = call_of(node)
+    if not isinstance(call.target, _torch.OpOverload):
+        if packet_name(call.target).startswith("higher_order.auto_functionalized"):
+            return "it writes to its arguments"
+        if not hasattr(call.target, "runner_of") and any(map(_draws, inner_graphs_of(call))):
+            return "random numbers are drawn inside it, which a replay would draw anew"
+        return None
+    if torch.Tag.nondeterministic_seeded in call.target.tags and not _drops_nothing(call):
+        return "it draws random numbers, which a replay would draw anew"
+    return None
+
+
+# They choose among values: were one of these computed again only a little otherwise, another choice
+# would go with what the forward pass chose. (Adding in another order is enough, or a compiler.)
+_SELECTING = frozenset({
+    "aten.topk", "aten.sort", "aten.argsort", "aten.msort", "aten.argmax", "aten.argmin",
+    "aten.kthvalue", "aten.mode", "aten.nonzero", "aten.nonzero_static", "aten.bincount",
+    "aten.histc", "aten.searchsorted", "aten.bucketize", "aten._unique2", "aten.unique_dim",
+    "aten.unique_consecutive",
+})  # fmt: skip
+_SELECTING_BY_DIM = frozenset(
+    {"aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.nanmedian.dim"}
+)
+
+# On a GPU they add with atomics, in an order that varies:
+# https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+_ADDING_IN_ANY_ORDER = frozenset({
+    "aten.index_add", "aten.scatter_add", "aten.scatter_reduce", "aten.scatter", "aten.put",
+    "aten.index_reduce", "aten.index_put", "aten._index_put_impl", "aten.cumsum", "aten.bincount",
+    "aten.histc", "aten.embedding_bag", "aten._embedding_bag", "aten._ctc_loss",
+    "aten.segment_reduce", "aten.grid_sampler_2d_backward", "aten.nll_loss2d_forward",
+})  # fmt: skip
+
+
+_AMONG_PROCESSES = ("_c10d_functional.", "c10d_functional.", "_dtensor.", "c10d.")
+
+
+def selects(op: object) -> bool:
+    """Whether `op` selects among values: `topk`, `sort`."""
+    return packet_name(op) in _SELECTING or str(op) in _SELECTING_BY_DIM
+
+
+def why_kept(node: fx.Node) -> str | None:
+    """Why the value of `node` is better kept, unless a policy insists that it is not."""
+    inside = value_inside(node)
+    if inside is not None:
+        return why_kept(inside)
+    call = call_of(node)
+    over_processes = "group" in call.kwargs and getattr(call.target, "is_over_axis", False)
+    if over_processes or packet_name(call.target).startswith(_AMONG_PROCESSES):
+        return "it is a collective, for which the processes would communicate again"
+    if selects(call.target):
+        return "it selects among values, and a replay might select others"
+    value = node.meta.get("val")
+    if (
+        packet_name(call.target) in _ADDING_IN_ANY_ORDER
+        and isinstance(value, torch.Tensor)
+        and value.device.type != "cpu"
+        and not torch.are_deterministic_algorithms_enabled()
+    ):
+        return "it adds with atomics, in an order that varies"
+    return None
+
+
+def _draws(body: fx.GraphModule) -> bool:
+    return any(why_not_replayed(node) is not None for node in body.graph.nodes)
+
+
+def _drops_nothing(call: fx.Node) -> bool:
+    """Whether an operator with a dropout probability has one of 0, and so draws nothing."""
+    assert isinstance(call.target, _torch.OpOverload)
+    names = [argument.name for argument in _torch.schema_arguments(call.target)]
+    given = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    defaults = {a.name: a.default_value for a in _torch.schema_arguments(call.target)}
+    return any((defaults | given).get(name) == 0.0 for name in ("dropout_p", "p") if name in names)
+
+
+def draws_forward(node: fx.Node) -> bool:
+    """Whether a call in the forward pass draws random numbers, in itself or inside.
+
+    It runs though nobody reads its result, so that what is drawn after it is what plain PyTorch
+    draws.
+    """
+    return (
+        node.op == "call_function"
+        and is_forward(node)
+        and not is_item(node)
+        and _draws_at_all(node)
+    )
+
+
+def _draws_at_all(node: fx.Node) -> bool:
+    if why_not_replayed(node) is not None:
+        return True
+    return any(
+        _draws_at_all(inner)
+        for graph in inner_graphs_of(node)
+        for inner in graph.graph.nodes
+        if inner.op == "call_function" and not is_item(inner)
+    )
+
+
+def value_inside(node: fx.Node) -> fx.Node | None:
+    """For an output of an operator with a body (`remat_p`, `scan`), what the body makes it of."""
+    if not is_item(node):
+        return None
+    call, index = node.args
+    assert isinstance(call, fx.Node)
+    bodies = inner_graphs_of(call)
+    if not bodies:
+        return None
+    (output,) = bodies[0].graph.find_nodes(op="output")
+    made = output.args[0][index]
+    if not isinstance(made, fx.Node):
+        return None
+    base = base_of(made)
+    return base if base.op == "call_function" else None

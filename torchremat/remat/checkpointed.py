@@ -1,0 +1,412 @@
+"""remat/checkpointed.py."""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchremat import _torch, config
+from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
+from torchremat.autodiff.joint import TraceOptions
+from torchremat.errors import ArgumentValueError
+from torchremat.graph.nodes import base_of
+from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.policies.builtin import Policy
+from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
+from torchremat.remat.op.autograd_functions import apply_program
+from torchremat.remat.op.make_graph import call_in_graph, is_kept_whole, is_opened
+from torchremat.remat.program.compilers import Compiler
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.region import Region
+from torchremat.remat.tracing.calls import Call, Skeleton, flatten_call
+from torchremat.remat.tracing.effects import traced_without_effects
+from torchremat.remat.tracing.function_trace import FunctionTrace, trace_function, traced_name
+from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
+from torchremat.remat.tracing.input_labels import BoundCall
+from torchremat.remat.tracing.trace_cache import (
+    PolicyKey,
+    Trace,
+    TracesByFunction,
+    surroundings,
+    warn_of_retraces,
+)
+from torchremat.remat.tracing.variables import (
+    Variable,
+    modules_in,
+    variables_of,
+    variables_of_modules,
+)
+from torchremat.remat.values.residual_log import log_residuals
+from torchremat.remat.verify import VerifyingProgram
+from torchremat.tracing.ambient_state import is_off_meta, switches
+from torchremat.tracing.axes.named_axes import axis_environment
+from torchremat.tracing.dtensors import taken_apart
+from torchremat.tracing.dynamic_inputs import DynamicInputs, shapes_of
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.tracing import trace_lock
+
+_traces = TracesByFunction()
+
+
+class Checkpointed:
+    """A function under `checkpoint`. Call it as the function itself."""
+
+    around: Callable[..., Any] | None = None
+    """What is traced is `around(fun, *args, **kwargs)`, if set: a transformation of `fun`."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        policy: Policy,
+        prevent_cse: Any,
+        statics: StaticArguments,
+        *,
+        lenient: bool = False,
+        module_prefix: str = "",
+        compiler: Compiler | None = None,
+    ) -> None:
+        own = dict(self.__dict__)
+        functools.update_wrapper(self, fun)
+        self.__dict__.update(own)  # `fun` may be of the same class, with attributes of its own
+        self.fun = fun
+        self.policy = policy
+        self.prevent_cse = prevent_cse
+        self.statics = statics
+        self.lenient = lenient
+        self.module_prefix = module_prefix
+        self.compiler = compiler
+        self._key = PolicyKey(policy)
+        self._verified_key = PolicyKey(policy, verified=True)
+        self._own = _traces.of(fun, self._cache_key())
+        self._last: tuple[FunctionProgram, Sizes | None] | None = None
+        self._told: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
+        self._uncompiled = outside_compiler() if policy.is_whole else None
+
+    def __repr__(self) -> str:
+        return f"checkpoint({self.fun!r}, policy={self.policy!r})"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        bound = copy.copy(self)
+        bound.fun = MethodType(self.fun, instance)
+        bound.statics = self.statics.without_first()
+        bound._own = _traces.of(bound.fun, self._cache_key())
+        return bound
+
+    def _cache_key(self) -> tuple[Any, ...]:
+        """What traces of the same function depend on."""
+        return (
+            self.statics.argnums,
+            self.statics.all_names,
+            self.lenient,
+            self.module_prefix,
+            self.compiler,
+            WrapHashably(self.prevent_cse),
+            self.policy.is_whole,
+        )
+
+    @property
+    def last_program(self) -> FunctionProgram | None:
+        """That of the last call that could be differentiated."""
+        return None if self._last is None else self._last[0].at(self._last[1])
+
+    @property
+    def _current_key(self) -> PolicyKey:
+        setting = config.verify_recomputation
+        if setting is None:
+            return self._key
+        if setting != "bitwise":
+            raise ArgumentValueError(
+                f"config.verify_recomputation is None or 'bitwise', but it is {setting!r}"
+            )
+        return self._verified_key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; what it keeps for its derivative is what the policy says."""
+        if torch.compiler.is_exporting():
+            return self.fun(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if not self.policy.looks_inside:  # `jit` leaves it to the compiler around
+                return self.fun(*args, **kwargs)
+            if self._uncompiled is not None:
+                return self._uncompiled(self, args, kwargs)
+            return checkpoint_in_compiler(self.fun, self.policy, *args, **kwargs)
+        call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
+        trace = self._own.recent
+        if trace is not None and trace.key == call.key:
+            captured = trace.captured.current()
+            tensors = [*call.tensors, *(captured or ())]
+            program = trace.programs.get(self._current_key)
+            sizes = None
+            if (
+                captured is not None
+                and program is not None
+                and (program.is_logged or not config.log_checkpoint_residuals)
+                and (not program.is_warned_of or program in self._told)
+                and trace.surroundings[0] is torch.is_grad_enabled()
+                and trace.surroundings[1].default_dtype is torch.get_default_dtype()
+                and trace.surroundings[1].switches == switches()
+                and trace.surroundings[1].axes == axis_environment()
+                and trace.surroundings[1].off_meta is is_off_meta()
+                and trace.tensor_guard.check(*tensors)
+                and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
+                and trace.has_offsets_of(tensors)
+                and trace.still_holds()
+                and trace.has_answers_of(tensors)
+            ):
+                if trace.records:
+                    self._last = (program, sizes)
+                return trace.result.rebuild(self._apply(trace, program, tensors, sizes), sizes)
+        return self._slow_call(call, args, kwargs)
+
+    def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
+        if self.policy.looks_inside and is_opened():  # the policy around decides on everything
+            return self.fun(*args, **kwargs)
+        if is_kept_whole():
+            return call_in_graph(
+                self.fun,
+                args,
+                kwargs,
+                self.statics,
+                policy=self.policy,
+                lenient=self.lenient,
+                module_prefix=self.module_prefix,
+            )
+        trace, program = self.prepare(call, args, kwargs)
+        captured = trace.captured.current()
+        assert captured is not None, "the trace has just been made, or found to fit"
+        tensors = [*call.tensors, *captured]
+        if trace.is_spread:
+            tensors = taken_apart(tensors, trace.cotangent_placements)
+        elif (
+            not trace.surroundings[1].autocast
+            and not _torch.functorch_is_active()
+            and not any(isinstance(t, _torch.FakeTensor) for t in tensors)
+        ):
+            trace.tensor_guard = _torch.tensor_guard(tensors, trace.dynamic_dims)
+            self._own.recent = trace
+        sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
+        if trace.records:
+            self._last = (program, sizes)
+        return trace.result.rebuild(self._apply(trace, program, tensors, sizes), sizes)
+
+    def _apply(
+        self, trace: Trace, program: FunctionProgram, tensors: list[Tensor], sizes: Sizes | None
+    ) -> tuple[Any, ...]:
+        """Run `program` of `trace`, differentiably."""
+        if trace.records is trace.surroundings[0]:
+            return apply_program(program, self.fun, tensors, sizes)
+        with torch.enable_grad():  # as the function itself does inside a `no_grad`
+            return apply_program(program, self.fun, tensors, sizes)
+
+    def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
+        """The trace of such a call and its program, made now if there is none."""
+        with trace_lock:
+            trace = self.trace_of(call, args, kwargs)
+            key = self._current_key
+            program = trace.programs.get(key)
+            if program is None:
+                program = self._new_program(trace, key, args, kwargs)
+                program.warn_of_policy()
+                trace.programs[key] = program
+                self._log(program, trace, args, kwargs, call)
+            else:
+                if program.is_warned_of and program not in self._told:  # by another of the same
+                    program.warn_of_policy()
+                if config.log_checkpoint_residuals and not program.is_logged:
+                    self._log(program, trace, args, kwargs, call)
+            if program.is_warned_of:
+                self._told.add(program)
+            return trace, program
+
+    def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
+        """The program of `trace`, made for such arguments."""
+        kind = VerifyingProgram if key.verified else FunctionProgram
+        program = kind(
+            trace.region, self.policy, module_prefix=self.module_prefix, compiler=self.compiler
+        )
+        self._set_up(program, args, kwargs)
+        return program
+
+    def _set_up(self, program: FunctionProgram, args: Any, kwargs: Any) -> None:
+        """What the program is told besides its policy."""
+        flags = prevent_cse_of(self.prevent_cse, args, kwargs)
+        others = len(program.region.specs) - len(flags)  # what it closes over
+        program.prevent_cse = (*flags, *[True] * others)
+
+    def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
+        """The trace of such a call, made now if there is none."""
+        with trace_lock:
+            return self._find(call) or self._trace(call, args, kwargs)
+
+    def trace_usual(self, call: Call, args: Any, kwargs: Any) -> Trace:
+        """A trace of its own, in which those outputs have a cotangent that `usual_outputs` says."""
+        self.statics.refuse_tensors(args, kwargs)
+        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        with trace_lock:
+            return self._trace_with(call, args, kwargs, specs, None, only_usual=True)
+
+    def _find(self, call: Call) -> Trace | None:
+        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        if shapes_of(specs) is not None:  # such symbols are those of one trace, that around
+            return None
+        return self._own.find(call, specs, dynamic=self._may_be_dynamic())
+
+    def _may_be_dynamic(self) -> bool:
+        """Whether a graph for many sizes serves: what a plan keeps fits one size."""
+        if self.policy.is_whole or (self.compiler is not None and not self.compiler.takes_symbols):
+            return False
+        return _may_be_dynamic()
+
+    def _log(
+        self, program: FunctionProgram, trace: Trace, args: Any, kwargs: Any, call: Call
+    ) -> None:
+        loudly = config.log_checkpoint_residuals
+        labels = functools.partial(self._labels, trace, args, kwargs, call)
+        log_residuals(program, traced_name(self.fun), labels, loudly=loudly)
+        program.is_logged = loudly
+
+    def _labels(self, trace: Trace, args: Any, kwargs: Any, call: Call) -> list[str]:
+        """What to call the inputs of the trace of such a call."""
+        bound = BoundCall(self.fun, args, kwargs)
+        known = {id(t): str(n) for t, n in zip(bound.tensors, bound.labels, strict=True)}
+        arguments = [known.get(id(t), f"argument {i}") for i, t in enumerate(call.tensors)]
+        return [*arguments, *(label.removeprefix("the ") for label in trace.captured.labels)]
+
+    def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
+        self.statics.refuse_tensors(args, kwargs)
+        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        if shapes_of(specs) is not None:  # symbols of the trace around: no other call has them
+            return self._trace_with(call, args, kwargs, specs, None)
+        warn_of_retraces(traced_name(self.fun), self._own, call, specs)
+        trace = None
+        dynamic = None
+        if self._may_be_dynamic() and not any(spec.sharding for spec in specs):
+            dynamic = DynamicInputs.of(specs, self._own.varying(call, specs))
+        if dynamic is not None:
+            with _torch.dispatch_restored():
+                try:
+                    trace = self._trace_with(call, args, kwargs, specs, dynamic)
+                except Exception as error:  # an operator that knows no symbols, or the user's fault
+                    self._own.fix(dynamic.places, error)
+        trace = trace or self._trace_with(call, args, kwargs, specs, None)
+        self._own.add(trace)
+        return trace
+
+    def _trace_with(
+        self,
+        call: Call,
+        args: Any,
+        kwargs: Any,
+        specs: tuple[InputSpec, ...],
+        dynamic: DynamicInputs | None,
+        *,
+        only_usual: bool = False,
+    ) -> Trace:
+        skeleton = Skeleton.of_call(args, kwargs, self.statics)
+        variables = self._variables()
+        roots = _roots(self.fun, variables)
+        inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
+        state = surroundings()
+        unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
+
+        def traced(*, with_gradients: bool) -> FunctionTrace:
+            options = TraceOptions(
+                with_gradients,
+                grad_enabled=state[0],
+                only_usual=only_usual,
+                opens_calls=self.policy.is_whole,
+            )
+            return traced_without_effects(
+                traced_name(self.fun),
+                lambda: trace_function(
+                    self.fun,
+                    skeleton,
+                    specs,
+                    dynamic,
+                    roots,
+                    options,
+                    self.around,
+                    call.tensors,
+                ),
+                variables,
+                inside,
+            )
+
+        made = traced(with_gradients=state[0])
+        if not state[0] and any(t.requires_grad for t in made.result.tensors):
+            made = traced(with_gradients=True)  # it enables gradients itself
+        unchanged.forget_changed()
+        modules = dict.fromkeys([*inside, *made.paths.seen])
+        named_modules = [
+            (".".join(p for p in (self.module_prefix, made.paths.name_of(m)) if p), m)
+            for m in modules
+        ]
+        captured = CapturedTensors(made.captured, variables, named_modules)
+        made.body.captured = captured.at_hand
+        return Trace(
+            key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
+            specs=specs,
+            surroundings=state,
+            records=made.region.options.with_gradients,
+            region=made.region,
+            result=made.result,
+            captured=captured,
+            modules=ModuleGuard(named_modules),
+            variables=unchanged,
+            dynamic=dynamic,
+            cotangent_placements=made.body.cotangent_placements,
+            offsets=_offsets(made.region, [*call.tensors, *made.captured]),
+            questions=tuple(made.body.questions.asked) if made.body.questions else (),
+        )
+
+    def _variables(self) -> list[Variable]:
+        return variables_of(self.fun)
+
+
+def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """The storage offsets of the inputs, if the function asks for a place in their storage."""
+    asked = region.joint.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.as_strided.default
+    )
+    if not any(base_of(n.args[0]) in region.joint.inputs and len(n.args) > 3 for n in asked):
+        return None
+    return tuple(InputSpec.of(t).storage_offset for t in tensors)
+
+
+def _may_be_dynamic() -> bool:
+    """Whether a call may be served by a graph for many sizes: outside all that transforms it."""
+    return (
+        not _torch.functorch_is_active()
+        and not _torch.in_dual_level()
+        and _torch.innermost_proxy_mode() is None
+    )
+
+
+def _roots(fun: Any, variables: Any) -> list[tuple[str, nn.Module]]:
+    """The modules that `fun` starts from, by name: itself or its object, then its variables."""
+    owner = getattr(fun, "__self__", fun)
+    own = [("", owner)] if isinstance(owner, nn.Module) else []
+    return own + list(modules_in(variables))
+
+
+def prevent_cse_of(prevent_cse: Any, args: Any, kwargs: Any) -> tuple[bool, ...]:
+    """`prevent_cse` for each tensor of a call, in order: a bool, or a tree prefix of `args`.
+
+    What is given by keyword is kept apart unless a single `False` is for all.
+    """
+    leaves, spec = _torch.tree_flatten(args)
+    named = _torch.tree_flatten([kwargs[name] for name in sorted(kwargs)])[0]
+    if isinstance(prevent_cse, bool):
+        flags = [prevent_cse] * (len(leaves) + len(named))
+    else:
+        flags = flatten_axes("prevent_cse", spec, tuple(prevent_cse), tupled_args=True)
+        flags += [True] * len(named)
+    pairs = zip([*leaves, *named], flags, strict=True)
+    return tuple(flag for leaf, flag in pairs if isinstance(leaf, Tensor))

@@ -1,0 +1,1 @@
+"""Copies of residuals to the host and back."""

@@ -1,0 +1,1 @@
+"""The operator `remat_p` and its rules."""

@@ -1,0 +1,417 @@
+"""How autograd and `torch.func` see a program: as one differentiable operator.
+
+Two autograd functions do the same. `Checkpoint` is for plain autograd: it keeps intermediate values
+and costs little. `FunctionalCheckpoint` is for `torch.func`, where what is kept must be an output,
+and each level of transformation finds its rule: backward, `vmap` and `jvp`. In both, the derivative
+is the vector-Jacobian product of the program, which is a program again.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.remat.offload.copies import expect, fetched_now, note_kept, wait_for_copies
+from torchremat.remat.op.remat_op import run_graph, run_program
+from torchremat.remat.program.program import Program
+from torchremat.remat.program.random_replay import draw_now
+from torchremat.remat.program.region import MappedAxis, Mask
+from torchremat.remat.program.split_backward import TwoParts
+from torchremat.tracing.axes.named_axes import frame_being_mapped, mapped_over
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.tracing import lifted
+
+
+def apply_program(
+    program: Program, owner: object, inputs: Sequence[Tensor], sizes: Sizes | None = None
+) -> tuple[Any, ...]:
+    """The outputs of `program`, differentiable in every way.
+
+    `sizes` are the values of the symbols in it, of which there are none under `torch.func`.
+    `owner` is kept alive with what autograd records: the traced function, which a derivative of
+    higher order traces again.
+    """
+    if _torch.innermost_proxy_mode() is not None:
+        inputs = lifted(inputs)
+    if not _torch.functorch_is_active():
+        if _torch.in_dual_level() and _torch.has_tangents(inputs):
+            return _torch.push_dual_numbers_forward(_forward_rule(program, owner), inputs)
+        return _direct_apply(program, sizes, owner, *inputs)  # type: ignore[no-any-return]
+    if program.axis_names:
+        inputs = mapped_over(program.axis_names, inputs)
+    level = _torch.innermost_transform()
+    if level == _torch.TransformType.Jvp:
+        return _torch.push_forward_at_current_level(_forward_rule(program, owner), inputs)
+    if level == _torch.TransformType.Functionalize:
+        return _torch.apply_to_functional(  # type: ignore[no-any-return]
+            lambda inner: apply_program(program, owner, inner), inputs
+        )
+    emits = _torch.differentiates()
+    return FunctionalCheckpoint.apply(program, owner, emits, *inputs)[: program.num_outputs]  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Checkpoint(torch.autograd.Function):
+    """A program under plain autograd: what a user sees as `grad_fn=<CheckpointBackward>`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, program: Program, sizes: Sizes | None, owner: object, *inputs: Tensor
+    ) -> tuple[Any, ...]:
+        """Run the program, and keep what its derivative needs."""
+        ctx.call = next(_calls)
+        ctx.sizes = sizes
+        offloads = bool(program.offloaded)
+        ctx.with_states = (offloads or bool(program.drawn_again)) and not _torch.is_faking()
+        results = run_program(
+            program,
+            inputs,
+            ctx.call,
+            sizes,
+            notes_views=bool(program.views),
+            with_states=ctx.with_states,
+        )
+        if offloads and ctx.with_states and _torch.has_saved_tensors_hooks():
+            wait_for_copies()  # the hooks are handed them, and may read them
+        num_outputs = program.num_outputs
+        outputs = results[:num_outputs]
+        if program.views:
+            outputs = _as_views(program, outputs)
+        ctx.program = program
+        ctx.owner = owner
+        ctx.second_part = None
+        ctx.set_materialize_grads(False)
+        constant = program.non_differentiable
+        if constant:
+            ctx.mark_non_differentiable(*(outputs[i] for i in constant))
+        if any(ctx.needs_input_grad):
+            residuals = results[num_outputs:]
+            ctx.save_for_backward(*(inputs[i] for i in program.saved_inputs), *residuals)
+            if offloads and ctx.with_states:
+                kept = [residuals[i] for i in program.offloaded]
+                ctx.kept_before = note_kept(kept, program.fetched_first)
+            if program.absent:
+                ctx.are_tensors = tuple(isinstance(t, Tensor) for t in inputs)
+            if program.edges:
+                ctx.edges = Edges([inputs[i] for i in program.edges])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        """Run the program's backward, or its derivative if that is differentiated again."""
+        return _pull_back(ctx, cotangents)
+
+
+def _as_views(program: Program, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Let autograd know which outputs share memory, so that it refuses to have them written to."""
+    with torch.no_grad():
+        return tuple(
+            value
+            if i not in program.views
+            else value.detach()
+            if i in program.non_differentiable
+            else value.view_as(value)
+            for i, value in enumerate(outputs)
+        )
+
+
+_calls = itertools.count()
+
+
+_direct_apply = _torch.direct_apply(Checkpoint)
+
+
+class FunctionalCheckpoint(torch.autograd.Function):
+    """A program under `torch.func`. With `emits` the residuals are outputs, after the others."""
+
+    @staticmethod
+    def forward(program: Program, owner: object, emits: bool, *inputs: Tensor) -> tuple[Any, ...]:
+        """Run the program."""
+        given = set(map(id, inputs))
+        results = tuple(
+            r.view_as(r) if id(r) in given else r  # or a derivative could not be kept of it
+            for r in run_program(program, inputs)
+        )
+        return results if emits else results[: program.num_outputs]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Keep the inputs and the residuals."""
+        program, ctx.owner, _, *tensors = inputs
+        ctx.program = program
+        ctx.set_materialize_grads(False)
+        residuals = output[program.num_outputs :]
+        ctx.mark_non_differentiable(*(output[i] for i in program.discrete), *residuals)
+        ctx.num_residuals = len(residuals)
+        ctx.save_for_backward(*tensors, *residuals)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        """Apply the program's derivative, a program again."""
+        program: Program = ctx.program
+        count = program.num_inputs
+        given = tuple(cotangents[i] is not None for i in program.differentiable)
+        if not any(given):
+            return (None,) * (count + 3)
+        # of a level that is over: the function of `torch.func.vjp` runs outside of its own
+        saved = _torch.unwrap_dead_wrappers(ctx.saved_tensors)
+        inputs, residuals = saved[:count], saved[count:]
+        vjp = program.vjp(given, frozenset())
+        body = inputs[: vjp.num_body]
+        known = inputs[vjp.num_body :][: len(program.known)]
+        chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
+        found = apply_program(vjp, ctx.owner, [*body, *chosen, *known, *residuals])
+        return (None, None, None, *_scattered(found, vjp.wrt, count))
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        program: Program,
+        owner: object,
+        emits: bool,
+        *inputs: Tensor,
+    ) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
+        """Apply the program mapped over the axis."""
+        frame = frame_being_mapped()
+        name = None if frame is None else frame.name
+        axis = MappedAxis(tuple(in_dims[3:]), info.batch_size, info.randomness, name)
+        specs = tuple(InputSpec.of(t, any_level=True) for t in inputs)
+        batched = program.batched(specs, axis, emits=emits)
+        outputs = apply_program(batched, owner, inputs)
+        return outputs, batched.out_dims
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        """Apply the program of tangents."""
+        return _tangents_of_outputs(ctx, tangents[3:])
+
+
+def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    program: Program = ctx.program
+    given = tuple(cotangents[i] is not None for i in program.differentiable)
+    if not any(given):
+        return (None,) * (program.num_inputs + 3)
+    saved = list(ctx.saved_tensors)
+    chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
+    if torch.is_grad_enabled():
+        return _pull_back_differentiably(ctx, given, saved, chosen)
+    ctx.maybe_clear_saved_tensors()
+    needed = _of_inputs(ctx, _torch.edges_that_run(ctx.next_functions))
+    if _torch.keeps_graph_after_backward() or ctx.second_part is not None:
+        found = _pull_back_in_parts(ctx, given, needed, saved, chosen)
+        if found is not None:
+            return (None, None, None, *found)
+    saved += chosen
+    del chosen
+    backward = program.backward_at(ctx.sizes, given, needed, with_states=ctx.with_states)
+    if ctx.with_states and program.offloaded:
+        expect(ctx.kept_before)
+    return (None, None, None, *run_graph(backward, saved, ctx.call, ctx.sizes))
+
+
+def _of_inputs(ctx: Any, of_edges: tuple[bool, ...]) -> tuple[bool, ...]:
+    """What holds of each edge to a tensor, for each input."""
+    if not ctx.program.absent:
+        return of_edges
+    edges = iter(of_edges)
+    return tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
+
+
+def _pull_back_in_parts(
+    ctx: Any,
+    given: tuple[bool, ...],
+    needed: tuple[bool, ...],
+    saved: list[Tensor],
+    cotangents: list[Tensor],
+) -> tuple[Any, ...] | None:
+    """The gradients as one part of a backward pass that is asked for in two, if it is."""
+    second: SecondPart | None = ctx.second_part
+    ctx.second_part = None
+    if second is not None and second.is_of(given, needed, cotangents):
+        return second.run([*saved, *cotangents], ctx.call)
+    all_edges = _of_inputs(ctx, tuple(node is not None for node, _ in ctx.next_functions))
+    if needed == all_edges or ctx.sizes or not _torch.keeps_graph_after_backward():
+        return None
+    parts = ctx.program.backward_in_parts(given, all_edges, needed, with_states=ctx.with_states)
+    found, ctx.second_part = run_first(
+        parts, [*saved, *cotangents], ctx.call, given, needed, cotangents
+    )
+    return found
+
+
+def _pull_back_differentiably(
+    ctx: Any, given: tuple[bool, ...], saved: list[Tensor], cotangents: list[Tensor]
+) -> tuple[Any, ...]:
+    program: Program = ctx.program.at(ctx.sizes)
+    count = program.num_inputs
+    absent = frozenset(range(count)) - frozenset(program.saved_inputs)
+    vjp = program.vjp(given, _moved(absent, program, len(cotangents)))
+    inputs: list[Any] = [None] * count
+    for i, tensor in zip(program.saved_inputs, saved, strict=False):
+        inputs[i] = tensor
+    if program.edges:
+        for i, tensor in zip(program.edges, ctx.edges.tensors(), strict=True):
+            inputs[i] = tensor
+    residuals = saved[len(program.saved_inputs) :]
+    if ctx.with_states:
+        for i in program.drawn_again:
+            residuals[i] = draw_now(program.residuals[i], residuals[i])
+        for i in program.offloaded:
+            residuals[i] = fetched_now(residuals[i], program.residuals[i].meta["val"].device)
+    body, known = inputs[: vjp.num_body], inputs[vjp.num_body :]
+    found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
+    return (None, None, None, *_scattered(found, vjp.wrt, count))
+
+
+def _moved(absent: frozenset[int], program: Program, num_cotangents: int) -> frozenset[int]:
+    """Positions among the inputs of the derivative, which has cotangents before known values."""
+    num_body = len(program.region.specs)
+    return frozenset(i if i < num_body else i + num_cotangents for i in absent)
+
+
+def _scattered(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+    result: list[Any] = [None] * count
+    for position, value in zip(positions, values, strict=True):
+        result[position] = value
+    return result
+
+
+# --- forward mode --------------------------------------------------------------------------------
+
+
+def _tangents_of_outputs(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The tangents of the outputs; none for residuals, which are constants to their readers."""
+    program: Program = ctx.program
+    inputs = ctx.saved_tensors[: program.num_inputs]
+    found = _run_jvp(program, ctx.owner, inputs, tangents, keep_primals=False)
+    return (*found, *[None] * ctx.num_residuals)
+
+
+def _run_jvp(
+    program: Program,
+    owner: object,
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    *,
+    keep_primals: bool,
+) -> tuple[Any, ...]:
+    """Run the tangent program: tangents of the tensor outputs, after the outputs if asked."""
+    body = inputs[: len(program.region.specs)]
+    wrt = tuple(i for i, _ in enumerate(body) if tangents[i] is not None)
+    if not wrt:
+        primals = run_program(program, inputs)[: program.num_outputs] if keep_primals else ()
+        return (*primals, *[None] * program.num_outputs)
+    given = [tangents[i] for i in wrt]
+    operands: list[Any] = [*body, *given]
+    specs = tuple(InputSpec.of(t, any_level=True) for t in operands)
+    jvp = program.jvp(wrt, specs, keep_primals=keep_primals)
+    results = list(apply_program(jvp, owner, operands))
+    outputs = [results.pop(0) for _ in range(program.num_outputs)] if keep_primals else []
+    positions = [i for i in range(program.num_outputs) if i in program.floating_tensors]
+    return (*outputs, *_scattered(results, positions, program.num_outputs))
+
+
+def _forward_rule(program: Program, owner: object) -> Any:
+    """The rule for dual numbers: one program computes the outputs with their tangents."""
+    count = program.num_outputs
+
+    def rule(primals: list[Tensor], tangents: list[Tensor | None]) -> tuple[Any, Any]:
+        results = _run_jvp(program, owner, primals, tangents, keep_primals=True)
+        return results[:count], results[count:]
+
+    return rule
+
+
+# --- the place of a value in autograd's graph ----------------------------------------------------
+
+
+class Edges:
+    """The places of tensors in autograd's graph, without their data.
+
+    A leaf (a parameter, which lives anyway) is kept itself. To the others leads a node of
+    autograd's graph of which the saved tensors are emptied by hooks.
+    """
+
+    __slots__ = ("_leaves", "_node")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._leaves = [t if t.is_leaf else None for t in tensors]
+        inner = [t for t in tensors if not t.is_leaf]
+        self._node: Any = None
+        if inner:
+            hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in)
+            with torch.enable_grad(), _torch.saved_tensors_hooks_set_aside(), hooks:
+                self._node = _Leading.apply(*inner).grad_fn  # type: ignore[no-untyped-call]
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors at these places; only leaves have the values that they had."""
+        inner = iter(self._node.saved_tensors if self._node is not None else ())
+        return [next(inner) if leaf is None else leaf for leaf in self._leaves]
+
+
+class _Leading(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing flows through a node that only leads to others")
+
+
+def _forget(tensor: Tensor) -> InputSpec:
+    # not of tensor.detach(): autograd hands over a tensor of its own, which a trace would take for
+    # one that the traced function closes over
+    return InputSpec.of(tensor)
+
+
+def _stand_in(spec: InputSpec) -> Tensor:
+    return torch.empty((), dtype=spec.dtype, device=spec.device).expand(spec.shape)
+
+
+@dataclass(eq=False)
+class SecondPart:
+    """What is left to run of a backward pass whose first part has run for `cotangents`."""
+
+    parts: TwoParts
+    given: Mask
+    first: Mask
+    cotangents: Sequence[Tensor]
+    handed: list[Any]
+
+    def __post_init__(self) -> None:
+        self._versions = [ct._version for ct in self.cotangents]
+
+    def is_of(self, given: Mask, needed: Mask, cotangents: Sequence[Tensor]) -> bool:
+        """Whether the gradients that are `needed` now are its own, for the same cotangents."""
+        return (
+            self.given == given
+            and not any(a and b for a, b in zip(needed, self.first, strict=True))
+            and all(a is b for a, b in zip(cotangents, self.cotangents, strict=True))
+            and self._versions == [ct._version for ct in cotangents]
+        )
+
+    def run(self, saved: list[Any], call: int) -> tuple[Any, ...]:
+        """The gradients of the second part."""
+        return run_graph(self.parts.second, [*self.handed, *saved], call)
+
+
+def run_first(
+    parts: TwoParts,
+    saved: list[Any],
+    call: int,
+    given: Mask,
+    first: Mask,
+    cotangents: Sequence[Tensor],
+) -> tuple[tuple[Any, ...], SecondPart]:
+    """The gradients of the first part, and what is left to run."""
+    results = run_graph(parts.first, list(saved), call)
+    cut = len(results) - parts.num_handed
+    return results[:cut], SecondPart(parts, given, first, cotangents, list(results[cut:]))

@@ -1,0 +1,198 @@
+"""`make_graph`: from a Python function to a `TypedGraph`; each checkpoint in it is one operator."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.autodiff.bodies import FunctionBody
+from torchremat.autodiff.joint import TraceOptions, trace_joint
+from torchremat.core.trees import Structure
+from torchremat.errors import ArgumentTypeError, TraceError
+from torchremat.graph.nodes import results_of
+from torchremat.graph.slicing import slice_graph
+from torchremat.policies.builtin import Policy
+from torchremat.remat.op import op_rules  # noqa: F401  (gives remat_p and name_p their meaning)
+from torchremat.remat.op.remat_op import remat_p
+from torchremat.remat.tracing.calls import Result, flatten_call
+from torchremat.remat.tracing.input_labels import BoundCall
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.no_grad_op import mark_no_grad
+from torchremat.tracing.tracing import current_tracing
+from torchremat.typed_graph.building import Input, build_graph
+from torchremat.typed_graph.equations import Number
+from torchremat.typed_graph.typed_graph import TypedGraph
+
+
+def make_graph(
+    fun: Callable[..., Any],
+    *,
+    static_argnums: int | tuple[int, ...] = (),
+    return_shape: bool = False,
+) -> Callable[..., Any]:
+    """Make a function that traces `fun` for given arguments, and returns the graph.
+
+    Nothing is computed. Tensors among the arguments become inputs; everything else (numbers,
+    strings, `None`, static arguments) is part of the trace. Tensors that `fun` closes over, a
+    module's parameters among them, become constants, each once. A number that `fun` returns is in
+    the graph as a literal. A checkpoint in `fun` is one `remat_p` with a graph of its own, a user's
+    `autograd.Function` one `function_p`; what ran under `no_grad` leaves it through a `no_grad_p`.
+
+    Args:
+        fun: a function of trees of tensors and Python values, or an `nn.Module`. Writes to its
+            arguments or buffers are done by `eval_graph` at the end; other effects happen now.
+        static_argnums: positions of arguments that are any Python values.
+        return_shape: also return the result's tree, with avals in place of tensors and numbers.
+
+    Returns:
+        A function of the arguments of `fun` that returns a `TypedGraph`, or with `return_shape` a
+        pair of it and a tree of avals.
+
+    Raises:
+        TypeError: if `fun` cannot be called, or an argument or result is no tree of tensors and
+            Python values, or Python needs the value of a traced tensor.
+        EffectError: (a `RuntimeError`) if `fun` writes, under `no_grad`, to a value that may have
+            a gradient.
+
+    After `jax.make_jaxpr`.
+
+    >>> import torch, torchremat as tr
+    >>> def f(x):
+    ...     return tr.checkpoint(lambda x: torch.cos(torch.sin(x)), policy="dots")(x), 1.0
+    >>> tr.make_graph(f)(torch.ones(3))
+    { lambda ; a:f32[3]. let
+        b:f32[3] = remat_p[
+          body={ lambda ; c:f32[3]. let
+              d:f32[3] = aten.sin c
+              e:f32[3] = aten.cos d
+            in (e,) }
+          policy=dots_saveable
+        ] a
+      in (b, 1.0:f32[]) }
+    >>> tr.make_graph(f, return_shape=True)(torch.ones(3))[1]
+    (f32[3], f32[])
+    """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"make_graph takes a function or an nn.Module, but it was given {fun!r} "
+            f"({type(fun).__name__}); the arguments go to what it returns: make_graph(f)(x)"
+        )
+    statics = StaticArguments(fun, static_argnums, ())
+
+    @functools.wraps(fun)
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        g = trace_graph(fun, args, kwargs, statics)
+        return (g, g.out_structure.unflatten(g.out_avals)) if return_shape else g
+
+    return trace
+
+
+def trace_graph(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: StaticArguments,
+    *,
+    lenient: bool = False,
+    module_prefix: str = "",
+) -> TypedGraph:
+    """Trace `fun` for such a call. `lenient` lets any object be a Python value, as modules do."""
+    flatten_call(args, kwargs, statics, lenient=lenient)  # raises for what is no argument
+    opaque = _opaque_statics(args, kwargs, statics)
+    in_structure = Structure.of(opaque)
+    tensors = in_structure.flatten(opaque)
+    call = BoundCall(fun, *opaque)
+    results: list[Structure] = []
+
+    def flat(values: list[Tensor]) -> list[Any]:
+        positional, named = in_structure.unflatten(values)
+        result = fun(*positional, **named)
+        Result(result, lambda: call.name)  # raises for what is no result
+        results.append(Structure.of(result, lambda leaf: isinstance(leaf, Tensor | Number)))
+        return results[-1].flatten(result)
+
+    roots = {i: ".".join(p for p in (module_prefix, n) if p) for i, n in call.roots.items()}
+    paths = ModulePaths(roots)
+    specs = [InputSpec.of(tensor, any_level=True) for tensor in tensors]
+    body = FunctionBody(lambda: flat, specs)
+    names = [f"arg{i}" for i in range(len(specs))]
+    with torch.inference_mode(False):
+        options = TraceOptions(with_gradients=False, whole_calls=True)
+        joint, tracing = trace_joint(body, specs, names, paths, options)
+    if any(spec.sharding for spec in (*specs, *tracing.captured_specs)):
+        raise TraceError(
+            f"{call.name} reads a tensor that is spread over processes (a DTensor), which a graph "
+            "cannot: make the graph of a function of local tensors (x.to_local())"
+        )
+    mark_no_grad(joint.module.graph)
+    captured = call.labels_of_captured(tracing.captured, paths)
+    inputs = [
+        Input(node, label, tensor)
+        for node, label, tensor in zip(
+            joint.inputs,
+            [label.text for label in (*call.labels, *captured)],
+            [*[None] * len(specs), *tracing.captured],
+            strict=True,
+        )
+    ]
+    outputs = results_of(joint.module)[: len(joint.outputs)]
+    writes = [(inputs[i], value) for i, value in joint.mutations]
+    return build_graph(joint.module, inputs, outputs, (in_structure, results[0]), writes)
+
+
+def is_kept_whole() -> bool:
+    """Whether a trace is in progress in which a checkpoint is to be one operator."""
+    tracing = current_tracing()
+    return tracing is not None and tracing.on_function is not None
+
+
+def is_opened() -> bool:
+    """Whether a trace is in progress in which a checkpoint is what its function does."""
+    tracing = current_tracing()
+    return tracing is not None and tracing.opens_calls
+
+
+def call_in_graph(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: StaticArguments,
+    *,
+    policy: Policy,
+    lenient: bool,
+    module_prefix: str,
+) -> Any:
+    """Call `fun` in a trace that keeps checkpoints whole: write it down as one `remat_p`."""
+    g = trace_graph(fun, args, kwargs, statics, lenient=lenient, module_prefix=module_prefix)
+    module = g.graph_module
+    inputs = module.graph.find_nodes(op="placeholder")
+    tensors = [value for value in g.outputs if isinstance(value, fx.Node)]
+    body = slice_graph(module, inputs, [*tensors, *g.written])
+    body.meta |= {"policy": policy, "tidy": True}
+    operands = [*g.consts, *flatten_call(args, kwargs, statics, lenient=lenient).tensors]
+    results = list(remat_p(body, *operands))
+    with torch.no_grad():
+        for i, value in zip(g.writes, results[len(tensors) :], strict=True):
+            operands[i].copy_(value)
+    left = iter(results)
+    return g.out_structure.unflatten(
+        [next(left) if isinstance(value, fx.Node) else value for value in g.outputs]
+    )
+
+
+def _opaque_statics(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], statics: StaticArguments
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, static ones as leaves that nobody looks into."""
+    positions = statics.positions(len(args), kwargs) if statics else frozenset()
+    return (
+        tuple(WrapHashably(a) if i in positions else a for i, a in enumerate(args)),
+        {
+            name: WrapHashably(kwargs[name]) if name in statics.all_names else kwargs[name]
+            for name in sorted(kwargs)
+        },
+    )

@@ -1,0 +1,90 @@
+"""What `remat_p` and `name_p` mean in a graph that is run again, under any transformation.
+
+A checkpoint in a graph stays a checkpoint: its body, with the policy that it was traced with,
+becomes a program whenever it is differentiated or mapped.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.autodiff.bodies import NotedBody
+from torchremat.autodiff.joint import TraceOptions
+from torchremat.policies.builtin import Policy, nothing_saveable
+from torchremat.policies.checkpoint_name import checkpoint_name, name_p
+from torchremat.remat.op.autograd_functions import apply_program
+from torchremat.remat.op.remat_op import remat_p
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.region import Region
+from torchremat.tracing.dynamic_inputs import shapes_of
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.tracing import current_tracing
+
+_programs: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, FunctionProgram]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def policy_of(body: fx.GraphModule) -> Policy:
+    """The policy that a checkpoint in a graph has: `body` is that of a `remat_p`."""
+    program = body.meta.get("program")
+    policy: Policy | None = body.meta.get("policy") or getattr(program, "policy", None)
+    return nothing_saveable if policy is None else policy
+
+
+def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionProgram:
+    """The program that `body` becomes for such inputs, made now if there is none."""
+    specs = tuple(InputSpec.of(tensor, any_level=True) for tensor in inputs)
+    symbolic = shapes_of(specs) is not None  # such symbols are those of one trace, that around
+    programs = {} if symbolic else _programs.setdefault(body, {})
+    if symbolic or specs not in programs:
+        region = Region(
+            NotedBody(body),
+            specs,
+            [node.name for node in body.graph.find_nodes(op="placeholder")],
+            ModulePaths({}),
+            TraceOptions(with_gradients=True),
+        )
+        program = FunctionProgram(region, policy_of(body))
+        program.forward.module.meta["body"] = body
+        if symbolic:
+            return program
+        programs[specs] = program
+    return programs[specs]
+
+
+def _apply(body: fx.GraphModule, *inputs: Tensor, call: int | None = None) -> tuple[Any, ...]:
+    del call
+    program = _program_of(body, inputs)
+    tracing = current_tracing()
+    if tracing is None:
+        return apply_program(program, body, inputs)
+    with tracing.grad_mode_kept():
+        return apply_program(program, body, inputs)
+
+
+def _run_outside_traces(body: fx.GraphModule, *inputs: Tensor) -> tuple[Any, ...]:
+    if _torch.functorch_is_active() or _torch.in_dual_level():
+        return _apply(body, *inputs)
+    records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    if records and not _torch.is_below_autograd():
+        return _apply(body, *inputs)
+    return remat_p.runner_of(body)(list(inputs))
+
+
+def _params_of(params: dict[str, Any]) -> dict[str, Any]:
+    return {"policy": policy_of(params["body"])}
+
+
+def _name(x: Tensor, *, name: str) -> Tensor:
+    return checkpoint_name(x, name)
+
+
+remat_p.outside_traces = _run_outside_traces
+remat_p.params_of = _params_of
+_torch.register_derivative_rules(remat_p, _apply)
+_torch.register_derivative_rules(name_p, _name)

@@ -1,0 +1,172 @@
+"""Open the checkpoints of a graph that is not known in part: what is known inside comes out.
+
+    y = remat_p[z = sin(x); y = mul(z, u)] x u      u unknown, z saveable
+
+becomes
+
+    z = sin(x)
+    y = remat_p[y = mul(z, u)] z u
+
+so that a policy for the whole graph decides on z. What is known altogether comes out altogether;
+what is not stays a checkpoint.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat.autodiff.partial_eval import Residuals
+from torchremat.graph.nodes import attribute, results_of
+from torchremat.graph.slicing import slice_graph
+from torchremat.remat.op.op_rules import policy_of
+from torchremat.typed_graph.dce import draws_random
+
+ResidualsOf = Callable[[fx.GraphModule, set[fx.Node], Sequence[fx.Node], str], Residuals]
+"""What to keep of a graph: given its unknown nodes, the wanted ones and the module's name."""
+
+
+@dataclass
+class Opener:
+    """Finds the unknown nodes of a graph, and opens its checkpoints on the way.
+
+    After a random operator that is unknown, those that follow are too: they draw after it.
+    """
+
+    residuals_of: ResidualsOf
+    _draws_unknown: bool = field(default=False)
+
+    def open(
+        self, module: fx.GraphModule, unknown_inputs: set[fx.Node], prefix: str = ""
+    ) -> set[fx.Node]:
+        """Open the checkpoints of `module`, a copy that may be changed; its unknown nodes."""
+        unknown = set(unknown_inputs)
+        node = next(iter(module.graph.nodes))
+        while node.op != "output":
+            following = node.next
+            if node.op == "call_function":
+                is_unknown = any(used in unknown for used in node.all_input_nodes)
+                if hasattr(node.target, "runner_of"):
+                    first = self._open_call(module, node, unknown, prefix)
+                    node = first if first is not None else following
+                    continue
+                if draws_random(node, module):
+                    is_unknown = self._draws_unknown = is_unknown or self._draws_unknown
+                if is_unknown:
+                    unknown.add(node)
+            node = following
+        return unknown
+
+    def _open_call(
+        self, module: fx.GraphModule, node: fx.Node, unknown: set[fx.Node], prefix: str
+    ) -> fx.Node | None:
+        """Open one checkpoint. The first node that came out, if all did: it is to be visited."""
+        reference, *operands = node.args
+        assert isinstance(reference, fx.Node)
+        body = copied_module(attribute(module, str(reference.target)))
+        inputs = list(body.graph.find_nodes(op="placeholder"))
+        env = dict(zip(inputs, operands, strict=True))
+        path = _joined(prefix, node.meta.get("module"))
+        if not any(operand in unknown for operand in operands):
+            return self._inline(module, node, body, env, path)
+        unknown_inside = self.open(body, {i for i in inputs if env[i] in unknown}, path)
+        self._split(module, node, body, env, unknown_inside, path)
+        unknown |= {node, *node.users}
+        return node.next
+
+    def _inline(
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        body: fx.GraphModule,
+        env: dict[Any, Any],
+        path: str,
+    ) -> fx.Node:
+        before = node.prev
+        _copy_before(
+            node, [n for n in body.graph.nodes if n.op == "call_function"], env, module, body, path
+        )
+        _replace_items(node, [env.get(r, r) for r in results_of(body)])
+        module.graph.erase_node(node)
+        return before.next
+
+    def _split(
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        body: fx.GraphModule,
+        env: dict[Any, Any],
+        unknown: set[fx.Node],
+        path: str,
+    ) -> None:
+        results = results_of(body)
+        staged = [r for r in results if r in unknown]
+        found = self.residuals_of(body, unknown, staged, path)
+        known = [n for n in body.graph.nodes if n.op == "call_function" and n not in unknown]
+        _copy_before(node, known, env, module, body, path)
+        left = [n for n in body.graph.find_nodes(op="placeholder") if n in unknown]
+        inner = slice_graph(body, [*found.inputs, *found.values, *left], staged)
+        inner.meta = dict(body.meta)  # those of `copied_module`
+        positions = {r: i for i, r in enumerate(staged)}
+        values = node.meta["val"]
+        for user in list(node.users):
+            result = results[user.args[1]]  # type: ignore[index]
+            if result in positions:
+                user.args = (node, positions[result])
+            else:
+                user.replace_all_uses_with(env[result])
+                module.graph.erase_node(user)
+        node.meta["val"] = tuple(v for v, r in zip(values, results, strict=True) if r in positions)
+        with module.graph.inserting_before(node):
+            reference = _reference(module, inner, node.args[0])  # type: ignore[arg-type]
+        node.args = (reference, *(env[n] for n in (*found.inputs, *found.values, *left)))
+
+
+def copied_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph may be changed; its submodules are the same."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = fx.GraphModule(module, graph)
+    copy.meta = {"policy": policy_of(module), "tidy": module.meta.get("tidy", False)}
+    return copy
+
+
+def _copy_before(
+    where: fx.Node,
+    nodes: Sequence[fx.Node],
+    env: dict[Any, Any],
+    module: fx.GraphModule,
+    body: fx.GraphModule,
+    path: str,
+) -> None:
+    """Copy `nodes` of `body` into the graph of `where`; `env` tells what stands for what."""
+    with module.graph.inserting_before(where):
+        for node in nodes:
+            for used in node.all_input_nodes:
+                if used.op == "get_attr" and used not in env:
+                    env[used] = _reference(module, attribute(body, str(used.target)), used)
+            copy = module.graph.node_copy(node, env.__getitem__)
+            copy.meta["module"] = _joined(path, node.meta.get("module"))
+            env[node] = copy
+
+
+def _replace_items(node: fx.Node, results: Sequence[Any]) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        node.graph.erase_node(user)
+
+
+def _reference(module: fx.GraphModule, body: torch.nn.Module, like: fx.Node) -> fx.Node:
+    number = 0
+    while hasattr(module, name := f"opened_{number}"):
+        number += 1
+    module.add_module(name, body)
+    node = module.graph.get_attr(name)
+    node.meta = dict(like.meta)
+    return node
+
+
+def _joined(*parts: str | None) -> str:
+    return ".".join(part for part in parts if part)

@@ -1,0 +1,186 @@
+"""`partial_eval_graph`: a graph in two, what can run now and what must wait."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.jvp_graph import check_pure
+from torchremat.autodiff.partial_eval import Residuals
+from torchremat.core.avals import Aval
+from torchremat.core.trees import positional, tuple_of
+from torchremat.graph.nodes import call_of, is_forward, results_of
+from torchremat.graph.slicing import slice_graph
+from torchremat.policies.builtin import Policy, PolicyLike, as_policy
+from torchremat.remat.op.open_bodies import Opener
+from torchremat.remat.program.decisions import Choice, Choices
+from torchremat.typed_graph.building import Input, build_graph
+from torchremat.typed_graph.dce import (
+    check_mask,
+    const_inputs,
+    copied,
+    draws_random,
+    eliminate_dead,
+    set_outputs,
+)
+from torchremat.typed_graph.equations import aval_of
+from torchremat.typed_graph.typed_graph import TypedGraph
+
+_PHASE_BEFORE = "phase_before"
+
+
+def partial_eval_graph(
+    g: TypedGraph, unknown_ins: Sequence[bool], *, policy: PolicyLike | None
+) -> tuple[TypedGraph, TypedGraph, list[bool], list[Aval]]:
+    """Split a graph, some of whose inputs are not known yet, in two.
+
+        known outputs, residuals = known(known inputs)
+        unknown outputs          = staged(residuals, unknown inputs)
+
+    An operator that reads nothing unknown is known. What the staged half needs of the known one is
+    a residual if the policy lets it be saved; if not, it is computed again there, from residuals
+    that are known inputs, if need be. Random operators are not computed again, and those after one
+    that is unknown are unknown, so that each draws what it draws in the whole. Views are never
+    residuals: what they are views of is. A checkpoint in the graph is opened: the policy decides
+    about the values inside it, and what is unknown of it stays a checkpoint.
+
+    Args:
+        g: the graph. It must write to nothing. Its constants are known, and no residuals: each half
+            has those that it reads.
+        unknown_ins: for each input of `g`, in the order of `in_avals`, whether it is unknown.
+        policy: a policy, its spelling (`"dots"`), or a callable; `None` saves nothing but inputs
+            and what must not be computed again.
+
+    Returns:
+        `known` and `staged`, which take their inputs one an argument and give tuples; for each
+        output of `g` whether it is unknown; and the avals of the residuals, in order.
+
+    Raises:
+        ValueError: if `unknown_ins` has not one entry for each input; `GraphError`, if `g` writes
+            to its inputs or constants.
+        TypeError: if an entry is no bool, or `policy` is no policy.
+
+    After `jax.interpreters.partial_eval.partial_eval_jaxpr_custom`.
+
+    >>> import torch, torchremat as tr
+    >>> g = tr.make_graph(lambda x, u: torch.sin(torch.sin(x)) * u)(torch.ones(3), torch.ones(3))
+    >>> known, staged, out_unknowns, residuals = partial_eval_graph(g, [False, True], policy="full")
+    >>> known
+    { lambda ; a:f32[3]. let
+      in (a,) }
+    >>> staged
+    { lambda ; a:f32[3] b:f32[3]. let
+        c:f32[3] = aten.sin a
+        d:f32[3] = aten.sin c
+        e:f32[3] = aten.mul.Tensor d b
+      in (e,) }
+    >>> out_unknowns, residuals
+    ([True], [f32[3]])
+    """
+    check_pure(g, "partial_eval_graph")
+    check_mask(unknown_ins, len(g.input_nodes), "unknown_ins", "input")
+    return _Splitter(g, unknown_ins, as_policy(policy)).split()
+
+
+class _Splitter:
+    def __init__(self, g: TypedGraph, unknown_ins: Sequence[bool], policy: Policy) -> None:
+        self.g = g
+        self.policy = policy
+        self.module, copies = copied(g)
+        set_outputs(self.module.graph, [copies.get(value, value) for value in g.outputs])
+        self.consts = const_inputs(g, copies)
+        inputs = [copies[node] for node in g.input_nodes]
+        pairs = list(zip(inputs, unknown_ins, strict=True))
+        self.known_inputs = [node for node, unknown in pairs if not unknown]
+        self.unknown_inputs = [node for node, unknown in pairs if unknown]
+
+    def split(self) -> tuple[TypedGraph, TypedGraph, list[bool], list[Aval]]:
+        """See `partial_eval_graph`."""
+        module = self.module
+        unknown = Opener(self._residuals_of).open(module, set(self.unknown_inputs))
+        outputs = results_of(module)
+        eliminate_dead(module)
+        out_unknowns = [value in unknown for value in outputs]
+        wanted = [value for value in outputs if value in unknown]
+        anchors = [  # what has an effect, or draws before another that does
+            node
+            for node in module.graph.nodes
+            if node in unknown and node.op == "call_function" and not node.users
+        ]
+        found = self._residuals_of(module, unknown, [*wanted, *anchors], "", warn=True)
+        consts = {i.node for i in self.consts}
+        residuals = [*(n for n in found.inputs if n not in consts), *found.values]
+        staged = self._staged(residuals, wanted, anchors)
+        known_outputs = [value for value in outputs if value not in unknown]
+        known = self._known(unknown, [*known_outputs, *residuals])
+        avals = [aval_of(node) for node in residuals]
+        return known, staged, out_unknowns, avals
+
+    def _residuals_of(
+        self,
+        module: fx.GraphModule,
+        unknown: set[fx.Node],
+        wanted: Sequence[fx.Node],
+        path: str,
+        *,
+        warn: bool = False,
+    ) -> Residuals:
+        """What `wanted` needs of the known values of a graph, by the policy."""
+        nodes = list(module.graph.nodes)
+        for node in nodes:
+            node.meta.setdefault(_PHASE_BEFORE, node.meta.get("phase"))
+            node.meta["phase"] = "backward" if node in unknown else "forward"
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        joint = Joint(
+            module,
+            inputs=tuple(n for n in inputs if n not in unknown),
+            outputs=(),
+            mutations=(),
+            cotangents=tuple(n for n in inputs if n in unknown),
+            gradients=tuple(wanted),
+        )
+        choices = Choices(joint, self.policy, path)
+        for node in choices.choices:
+            if draws_random(call_of(node), module):
+                choices.choices[node] = Choice("saved", "it draws random numbers")
+        if warn:
+            choices.warn_of_unmatched()
+        return choices.residuals(joint)
+
+    def _staged(
+        self, residuals: Sequence[fx.Node], wanted: Sequence[fx.Node], anchors: Sequence[fx.Node]
+    ) -> TypedGraph:
+        sources = [i.node for i in self.consts]
+        given = [*sources, *residuals, *self.unknown_inputs]
+        module = slice_graph(self.module, given, [*wanted, *anchors], late=is_forward)
+        results = results_of(module)[: len(wanted)]
+        set_outputs(module.graph, results)
+        placeholders = module.graph.find_nodes(op="placeholder")
+        tensors = [*(i.tensor for i in self.consts), *(None for _ in given[len(sources) :])]
+        inputs = [
+            Input(node, source.name, tensor)
+            for node, source, tensor in zip(placeholders, given, tensors, strict=True)
+        ]
+        structures = positional(len(given) - len(sources)), tuple_of(len(results))
+        return _with_phases(build_graph(module, inputs, results, structures))
+
+    def _known(self, unknown: set[fx.Node], outputs: Sequence[Any]) -> TypedGraph:
+        graph = self.module.graph
+        draws_later = any(draws_random(node, self.module) for node in unknown)
+        set_outputs(graph, outputs)
+        for node in reversed(list(graph.nodes)):
+            if node in unknown:
+                graph.erase_node(node)
+        eliminate_dead(self.module, draws_later=draws_later)
+        inputs = [*self.consts, *(Input(node, node.name) for node in self.known_inputs)]
+        structures = positional(len(self.known_inputs)), tuple_of(len(outputs))
+        return _with_phases(build_graph(self.module, inputs, outputs, structures))
+
+
+def _with_phases(g: TypedGraph) -> TypedGraph:
+    """Give the nodes back the phases that they had in the whole graph."""
+    for node in g.graph_module.graph.nodes:
+        if _PHASE_BEFORE in node.meta:
+            node.meta["phase"] = node.meta.pop(_PHASE_BEFORE)
+    return g

@@ -1,0 +1,177 @@
+"""`remat_p`: the graph of a program as one operator of another graph.
+
+Outside any trace a program just runs. Inside one (a checkpoint within a checkpoint, `make_graph`)
+it is written down as one node whose body is a submodule, so that whoever holds the outer graph can
+look inside it, and so that what the inner checkpoint computes again stays apart.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.errors import EffectError
+from torchremat.graph.aliasing import overlapping_pair
+from torchremat.graph.codegen import Runner, compile_graph, source_of, symbols_of
+from torchremat.graph.symbolic_sizes import Interpreter, Sizes
+from torchremat.policies.policy import Failed
+from torchremat.remat.program.compiled_graph import Compiled
+from torchremat.remat.program.program import Program
+from torchremat.tracing.ambient_state import without_autocast
+
+if TYPE_CHECKING:
+    from torchremat.remat.program.program import Program
+
+
+class RematOp(_torch.HigherOrderOperator):
+    """Runs the graph of a program: `remat_p(body, *inputs)`, with `body` a `GraphModule`."""
+
+    outside_traces: Callable[..., tuple[Any, ...]] | None = None
+    """How a graph that contains the operator runs it, operator by operator: `remat/op_rules.py`."""
+    params_of: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda params: {})
+    """What equations show of the body: the policy."""
+
+    def __init__(self) -> None:
+        super().__init__("remat_p")  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self, body: fx.GraphModule, /, *inputs: Any, call: int | None = None
+    ) -> tuple[Any, ...]:
+        """Run `body`. `call` is the same for what runs forward and backward in one trace."""
+        if _torch.innermost_proxy_mode() is None and self.outside_traces is not None:
+            return self.outside_traces(body, *inputs)
+        return super().__call__(body, *inputs, call=call)  # type: ignore[no-any-return,no-untyped-call]
+
+    def runner_of(self, body: fx.GraphModule) -> Runner:
+        """The compiled function that runs `body`; a graph that contains this operator calls it."""
+        if "runner" not in body.meta:
+            compiler = getattr(body.meta.get("program"), "compiler", None)
+            body.meta["runner"] = compiler(body) if compiler else compile_graph(body, "body")
+        return body.meta["runner"]  # type: ignore[no-any-return]
+
+
+remat_p = RematOp()
+
+
+def run_program(
+    program: Program,
+    inputs: Sequence[Any],
+    call: int | None = None,
+    sizes: Sizes | None = None,
+    *,
+    notes_views: bool = False,
+    with_states: bool = False,
+) -> tuple[Any, ...]:
+    """Outputs and residuals of `program`, after its writes to inputs.
+
+    `with_states`: states of generators in place of random residuals that are drawn again, and
+    copies in the host's memory of those that are offloaded.
+    With `notes_views` autograd knows which outputs are views, and refuses to have them written to.
+    """
+    writes = program.writes
+    if writes:
+        _refuse_shared_memory(inputs, writes)
+    forward = program.forward_with_states if with_states else program.forward
+    results = run_graph(forward, list(inputs), call, sizes, notes_views=notes_views)
+    if not writes:
+        return results
+    start = program.num_outputs
+    end = start + len(writes)
+    with torch.no_grad():
+        for i, value in zip(writes, results[start:end], strict=True):
+            inputs[i].copy_(value)
+    outputs = list(results[:start])
+    with torch.no_grad():
+        for output in program.written_outputs:
+            outputs[output.position] = output.of(inputs[output.written], sizes)
+    return (*outputs, *results[end:])
+
+
+def _refuse_shared_memory(inputs: Sequence[Any], writes: Sequence[int]) -> None:
+    """Raise if an input that is written to shares memory with another, which the trace took apart.
+
+    Parts of one tensor that do not overlap, a cache of keys and one of values say, may be written.
+    """
+    pair = overlapping_pair(inputs, writes)
+    if pair is not None:
+        i, j = pair
+        raise EffectError(
+            f"the function writes in place to its input {i}, of shape {tuple(inputs[i].shape)}, "
+            f"which shares memory with its input {j}, of shape {tuple(inputs[j].shape)} (what it "
+            "closes over comes after its arguments): a graph does not see the write through the "
+            "other. Pass a copy (clone()) of one of them."
+        )
+
+
+def run_graph(
+    compiled: Compiled,
+    inputs: list[Any],
+    call: int | None = None,
+    sizes: Sizes | None = None,
+    *,
+    notes_views: bool = False,
+) -> tuple[Any, ...]:
+    """Run the graph on `inputs`, which it empties; in a trace, write it down as one node.
+
+    `sizes` are the values of the symbols that the graph may depend on.
+    """
+    if _torch.innermost_proxy_mode() is not None:
+        return remat_p(compiled.module, *inputs, call=call)
+    if sizes is not None:
+        inputs[:0] = [sizes[name] for name in symbols_of(compiled.run)]
+    try:
+        if notes_views:
+            with without_autocast(), torch.no_grad():
+                return compiled.run(inputs)
+        if _torch.is_any_autocast_enabled():
+            with without_autocast(), _torch.below_autograd():
+                return compiled.run(inputs)
+        with _torch.below_autograd():
+            return compiled.run(inputs)
+    except RuntimeError as error:
+        note_if_out_of_memory(error, compiled)
+        raise
+
+
+def _interpret(body: fx.GraphModule, *inputs: Any, call: int | None = None) -> tuple[Any, ...]:
+    return tuple(Interpreter(body).run(*inputs))
+
+
+_torch.register_simple_rules(remat_p, _interpret)
+
+
+# the allocator of the CPU has no class of its own for it
+_OF_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
+
+
+def note_if_out_of_memory(error: RuntimeError, compiled: Compiled) -> None:
+    """Add a note to `error`, which `compiled` raised, if it is that memory ran out."""
+    program: Program | None = compiled.module.meta.get("program")
+    if program is None or not _is_out_of_memory(error):
+        return
+    phase = "backward" if "slice" in compiled.module.meta else "forward"
+    try:
+        note = program.policy.out_of_memory(program, Failed(phase, _node_of(error, compiled)))
+    except Exception as trouble:  # the error that matters is the first
+        note = f"torchremat: what was planned cannot be told: {trouble!r}"
+    if note is not None:
+        error.add_note(note)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _OF_THE_CPU in str(error)
+
+
+def _node_of(error: RuntimeError, compiled: Compiled) -> fx.Node | None:
+    """The node whose line of the compiled function `error` comes from, if it has lines."""
+    lines = source_of(compiled.run).splitlines()
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if not frame.f_code.co_filename.startswith("<torchremat") or number > len(lines):
+            continue
+        name = lines[number - 1].partition(" = ")[0].partition(",")[0].strip()
+        nodes = compiled.module.graph.nodes
+        return next((node for node in nodes if node.name == name), None)
+    return None

@@ -1,0 +1,1 @@
+"""One checkpointed call as graphs: forward, backward, and their derivatives."""

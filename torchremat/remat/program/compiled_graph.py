@@ -1,0 +1,181 @@
+"""The graphs that a program runs, compiled to Python functions."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import config
+from torchremat.autodiff.joint import Joint
+from torchremat.errors import EffectError
+from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.graph.nodes import inner_graphs_of, is_forward, is_item
+from torchremat.graph.schedule import GraphSchedule, scheduled_graph
+from torchremat.graph.slicing import prune_bodies, simplify, slice_graph
+from torchremat.policies.replay_rules import why_not_replayed
+from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
+from torchremat.remat.program.compilers import Compiler
+from torchremat.remat.program.random_replay import draw_from_states
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A graph and the function that runs it."""
+
+    module: fx.GraphModule
+    run: Runner
+
+    @classmethod
+    def of(
+        cls,
+        module: fx.GraphModule,
+        name: str,
+        program: object = None,
+        compiler: Compiler | None = None,
+    ) -> "Compiled":
+        """Compile `module`, which is the graph of `program`, with `compiler` if there is one."""
+        module.meta["program"] = program
+        simplify(module.graph)
+        return cls(module, compiler(module) if compiler else compile_graph(module, name))
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What the inputs of a backward graph are, and which of them are not the values themselves.
+
+    Attributes:
+        roles: what each is: an input, a residual, a cotangent.
+        draws: random values, by position, of which it is given a generator's state.
+        copies: values, by position, that it is given in the host's memory; where each lies.
+    """
+
+    roles: Sequence[str] = ()
+    draws: Mapping[int, fx.Node] = field(default_factory=dict)
+    copies: Mapping[int, Memory] = field(default_factory=dict)
+
+
+_AS_THEY_ARE = Given()
+
+
+def compile_backward(
+    joint: Joint,
+    inputs: Sequence[fx.Node | None],
+    outputs: Sequence[Any],
+    program: object,
+    *,
+    given: Given = _AS_THEY_ARE,
+    schedule: GraphSchedule | None = None,
+    compiler: Compiler | None = None,
+) -> Compiled:
+    """The graph from `inputs` to `outputs`, values of `joint`: a backward pass.
+
+    Operators run as `schedule` says, else in the order of the joint graph, those of the forward
+    pass just before they are needed.
+    """
+    if schedule is None:
+        module = slice_graph(joint.module, inputs, outputs, late=is_forward)
+    else:
+        drawn = set(given.draws.values())
+        order = [call for call in schedule.backward if call not in drawn]
+        module = scheduled_graph(joint.module, inputs, outputs, order)
+    prune_bodies(module)
+    _refuse_replay(module.graph)
+    accept_any_layout(module.graph)
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    if given.draws:
+        states = [placeholders[i] for i in given.draws]
+        draw_from_states(module.graph, list(given.draws.values()), states)
+    if given.copies:
+        module.meta["fetched_first"] = _fetch(module.graph, placeholders, given, schedule)
+    module.meta["slice"] = (joint, list(inputs), list(outputs))
+    module.meta["roles"] = tuple(given.roles)
+    return Compiled.of(module, "backward", program, compiler)
+
+
+def _fetch(
+    graph: fx.Graph,
+    placeholders: Sequence[fx.Node],
+    given: Given,
+    schedule: GraphSchedule | None,
+) -> tuple[int, ...]:
+    """Let `graph` bring its copies back; which of them, in their order, as soon as it starts."""
+    roles = zip(placeholders, given.roles, strict=True)
+    return fetch_copies(
+        graph,
+        [placeholders[i] for i in given.copies],
+        list(given.copies.values()),
+        [node for node, role in roles if role == "cotangent"],
+        lead=1 if schedule is not None else max(config.offload_prefetch, 1),
+        is_planned=schedule is not None,
+    )
+
+
+def _refuse_replay(graph: fx.Graph) -> None:
+    """Raise where a derivative of higher order would run an operator that must not run again."""
+    for node in _replayed(graph):
+        reason = why_not_replayed(node)
+        if reason is not None:
+            raise EffectError(
+                f"a second derivative needs the value of {node.target} from "
+                f"{node.meta.get('source')} again, which was not kept: {reason}. Draw random "
+                "numbers outside the innermost checkpoint or vmap, and pass them in."
+            )
+
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def _replayed(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The operators of the forward pass that a backward graph runs again, in bodies too."""
+    for node in graph.nodes:
+        if node.op != "call_function" or is_item(node):
+            continue
+        if is_forward(node):
+            yield node
+            for body in inner_graphs_of(node):
+                yield from _all_nodes(body.graph)
+        else:
+            for body in inner_graphs_of(node):
+                yield from _replayed(body.graph)
+
+
+def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        if not is_item(node):
+            yield node
+        for body in inner_graphs_of(node):
+            yield from _all_nodes(body.graph)
+
+
+def accept_any_layout(graph: fx.Graph) -> None:
+    """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
+
+    `view` becomes `reshape`, which is a view where it can be; `view_as_complex` is given pairs that
+    lie side by side.
+    """
+    for node in list(graph.nodes):
+        if is_forward(node):
+            continue
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
+        elif node.target is aten.view_as_complex.default:
+            pairs = node.args[0]
+            with graph.inserting_before(node):
+                node.args = (graph.call_function(aten.contiguous.default, (pairs,)),)
+            node.args[0].meta = dict(pairs.meta)
+
+
+def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:
+    """Make copies of the last `count` outputs, which are inputs that will be written to."""
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for i in range(len(results) - count, len(results)):
+        with graph.inserting_before(output):
+            copy = graph.call_function(aten.clone.default, (results[i],))
+            copy.meta = dict(results[i].meta)
+        results[i] = copy
+    output.args = (tuple(results),)

@@ -1,0 +1,265 @@
+"""What becomes of each value of a forward pass, and why."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.partial_eval import Residuals, find_residuals
+from torchremat.core.avals import Aval
+from torchremat.core.source import warn_user
+from torchremat.errors import OffloadWarning, UnmatchedWarning
+from torchremat.graph.nodes import (
+    base_of,
+    call_of,
+    inner_graphs_of,
+    is_forward,
+    is_item,
+    is_staged_residual,
+    is_view,
+)
+from torchremat.graph.ops import split_arguments
+from torchremat.graph.schedule import GraphSchedule, read_from_before
+from torchremat.policies.builtin import Policy, Value
+from torchremat.policies.checkpoint_name import name_p
+from torchremat.policies.policy import MATCHES_NOTHING, decide_for_compiler
+from torchremat.policies.replay_rules import value_inside, why_kept, why_not_replayed
+from torchremat.policies.verdicts import Offloadable, Recompute, insists
+from torchremat.remat.offload.graph_nodes import OffloadRules
+
+Decision = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The decision on one value, with the reason."""
+
+    decision: Decision
+    reason: str
+    place: str = ""
+    """Where it is kept, if it is offloaded."""
+
+
+class Choices:
+    """A policy's choice for each value of the forward half of a joint graph.
+
+    Values are calls of operators, or the outputs of one that has several. The policy is asked once
+    about each, in program order. `fuses`: see `Policy.schedule`.
+    """
+
+    def __init__(
+        self, joint: Joint, policy: Policy, module_prefix: str = "", *, fuses: bool = False
+    ) -> None:
+        self.policy = policy
+        self._by_compiler = joint.by_compiler
+        self.values: dict[fx.Node, Value] = {}
+        self.choices: dict[fx.Node, Choice] = {}
+        self.schedule = policy.schedule(joint, fuses=fuses) if policy.is_whole else None
+        names = _names_among(joint.forward_nodes)
+        self.forced: set[fx.Node] = set()
+        """Values that are saved against the policy: their operators must not run again."""
+        self.not_moved: dict[str, str] = {}
+        """What is asked of a policy that offloads and cannot be, with the first value's name."""
+        self._rules = OffloadRules(joint)
+        self._in_branches: list[Value] = []
+        for node in joint.forward_nodes:
+            if node.target is torch.ops.higher_order.cond:
+                self._in_branches += _values_in_branches(node, module_prefix)
+            if node.op == "call_function" and not is_view(node) and not _has_items(node):
+                value = _value(node, names.get(node, ()), module_prefix)
+                self.values[node] = value
+                self.choices[node] = self._choose(node, value)
+
+    def _choose(self, node: fx.Node, value: Value) -> Choice:
+        if self.schedule is not None:
+            return self._planned(node, self.schedule)
+        if is_staged_residual(node):
+            return Choice("recomputed", "a checkpoint inside keeps it while it is replayed")
+        if self._by_compiler:
+            verdict = decide_for_compiler(self.policy, value)
+        else:
+            verdict = self.policy.decide(value)
+        if isinstance(verdict, Offloadable):
+            return self._offloaded(node, verdict)
+        if not isinstance(verdict, Recompute):
+            return Choice("saved", f"{self.policy}")
+        forced = why_not_replayed(node)
+        if forced is None and not insists(verdict):
+            forced = why_kept(node)
+        if forced is not None:
+            self.forced.add(node)
+            return Choice("saved", forced)
+        return Choice("recomputed", f"{self.policy} does not let it be saved")
+
+    def _offloaded(self, node: fx.Node, verdict: Offloadable) -> Choice:
+        asked = self._rules.why_impossible(node, verdict)
+        if asked is not None:
+            self.not_moved.setdefault(asked, node.name)
+        reason = asked or self._rules.why_kept(node)
+        if reason is None:
+            return Choice("offloaded", f"{self.policy}", str(verdict.dst))
+        return Choice("saved", f"{self.policy} offloads it, but it stays: {reason}")
+
+    def _planned(self, node: fx.Node, schedule: GraphSchedule) -> Choice:
+        if node in schedule.saved:
+            return Choice("saved", f"{self.policy} keeps it: {_why_planned(node)}")
+        if node in schedule.offloaded:
+            return Choice("offloaded", f"{self.policy}", "pinned_host")
+        forced = why_not_replayed(node)
+        if forced is not None:  # it is drawn again, from the state of the generator
+            self.forced.add(node)
+            return Choice("saved", forced)
+        return Choice("recomputed", f"{self.policy} computes it again")
+
+    def renamed(self, nodes: Mapping[fx.Node, fx.Node]) -> "Choices":
+        """The same choices for a copy of the graph, in which each node became one of `nodes`."""
+        other = copy.copy(self)
+        other.values = {nodes[node]: value for node, value in self.values.items()}
+        other.forced = {nodes[node] for node in self.forced}
+        other.choices = {nodes[node]: choice for node, choice in self.choices.items()}
+        return other
+
+    def residuals(self, joint: Joint) -> Residuals:
+        """What the backward half of `joint` needs of its forward half, by these choices."""
+        wanted = [g for g in joint.gradients if g is not None]
+        if self.schedule is not None and self.schedule.backward:
+            return self._residuals_of(self.schedule, joint, wanted)
+        return self.residuals_for(joint, wanted)
+
+    def _residuals_of(
+        self, schedule: GraphSchedule, joint: Joint, wanted: Sequence[fx.Node]
+    ) -> Residuals:
+        order = [call for call in schedule.backward if call not in self.forced]
+        needed = read_from_before(order, wanted)
+        inside = [node for node in joint.module.graph.nodes if node in needed]
+        inputs = set(joint.inputs)
+        return Residuals(
+            tuple(node for node in inside if node.op == "call_function"),
+            tuple(node for node in inside if node in inputs),
+            frozenset(
+                value
+                for call in order
+                if is_forward(call)
+                for value in (call, *(user for user in call.users if is_item(user)))
+            ),
+        )
+
+    def residuals_for(self, joint: Joint, wanted: Sequence[fx.Node]) -> Residuals:
+        """The same for any `wanted` values of `joint`."""
+        known = {*joint.inputs, *joint.forward_nodes}
+        if self.schedule is not None:
+            known |= self.schedule.kept
+        return find_residuals(wanted, known.__contains__, self._may_keep)
+
+    def _may_keep(self, node: fx.Node) -> bool:
+        if self.schedule is not None and node in self.schedule.kept:
+            return True
+        choice = self.choices.get(node)  # none for a call of which only the items are values
+        return choice is not None and choice.decision in ("saved", "offloaded")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a value may be offloaded."""
+        return any(choice.decision == "offloaded" for choice in self.choices.values())
+
+    def warn_of_places(self, *, is_compiled: bool) -> bool:
+        """Warn, at the user's line, of what the policy says of places and cannot be; if anything.
+
+        `is_compiled`: the graphs are for a compiler, of which none can offload.
+        """
+        for reason, name in self.not_moved.items():
+            warn_user(f"{self.policy}: {name} stays where it is: {reason}", OffloadWarning)
+        if is_compiled and self.offloads:
+            warn_user(
+                f"{self.policy} offloads values, which graphs that are compiled do not: they are "
+                "saved on their device. Without the compiler they are offloaded",
+                OffloadWarning,
+            )
+        return bool(self.not_moved) or (is_compiled and self.offloads)
+
+    def warn_of_unmatched(self) -> bool:
+        """Warn, at the user's line, of what the policy names and no value has; if anything."""
+        values = list(self.values.values())
+        messages = self.policy.unmatched(values)
+        if not messages:
+            return False
+        nowhere = self.policy.unmatched([*values, *self._in_branches])
+        subjects = {message.partition(MATCHES_NOTHING)[0]: message for message in nowhere}
+        for message in messages:
+            subject = message.partition(MATCHES_NOTHING)[0]
+            warn_user(
+                subjects.get(
+                    subject,
+                    f"{subject} matches only values inside a torch.cond, of which nothing is "
+                    "saved: its derivative computes the branch again. Use torch.where to have them "
+                    "saved",
+                ),
+                UnmatchedWarning,
+            )
+        return True
+
+
+def _why_planned(node: fx.Node) -> str:
+    """Why a plan keeps the value."""
+    return why_not_replayed(node) or why_kept(node) or "to compute it again would take longer"
+
+
+def _has_items(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def _names_of(node: fx.Node) -> tuple[str, ...]:
+    """The names given to `node` in its graph."""
+    return _names_among(node.graph.nodes).get(node, ())
+
+
+def _values_in_branches(cond: fx.Node, module_prefix: str) -> list[Value]:
+    """What the two functions of a `torch.cond` compute."""
+    values = []
+    for body in inner_graphs_of(cond):
+        names = _names_among(body.graph.nodes)
+        values += [
+            _value(node, names.get(node, ()), module_prefix)
+            for node in body.graph.nodes
+            if node.op == "call_function" and not is_view(node) and not _has_items(node)
+        ]
+    return values
+
+
+def _names_among(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
+    names: dict[fx.Node, tuple[str, ...]] = {}
+    for node in nodes:
+        if node.target is name_p:
+            base = base_of(node)
+            names[base] = (*names.get(base, ()), str(node.kwargs["name"]))
+    return names
+
+
+def _value(node: fx.Node, names: tuple[str, ...], module_prefix: str) -> Value:
+    call = call_of(node)
+    inner = value_inside(node)
+    if inner is not None:
+        prefix = ".".join(part for part in (module_prefix, call.meta.get("module")) if part)
+        return _value(inner, (*names, *_names_of(inner)), prefix)
+    args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: _aval(n.meta.get("val")))
+    avals, params = split_arguments(call.target, args, kwargs)
+    results = call.meta.get("val")
+    outputs = results if isinstance(results, tuple | list) else (results,)
+    return Value(
+        op=call.target,
+        avals=avals,
+        params=params,
+        names=names,
+        module=".".join(part for part in (module_prefix, call.meta.get("module")) if part),
+        source=call.meta.get("source"),
+        outputs=tuple(a for a in map(_aval, outputs) if isinstance(a, Aval)),
+        index=node.args[1] if is_item(node) else 0,  # type: ignore[arg-type]
+    )
+
+
+def _aval(value: Any) -> Any:
+    return Aval.of(value) if isinstance(value, torch.Tensor) else value

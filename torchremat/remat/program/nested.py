@@ -1,0 +1,202 @@
+"""Checkpoints within a checkpoint: the outer policy decides what the forward pass keeps.
+
+In the joint graph of the outer function a checkpoint inside it is two calls of `remat_p`:
+
+    y, r  = remat_p(forward, x)             outputs y, and r, which its own policy keeps
+    dx    = remat_p(backward, x, r, dy)
+
+Let the outer policy keep s, a value inside. Then the call is opened into one that the forward pass
+runs, one that its replay in the backward pass runs, and a backward that reads s as well:
+
+    y, s  = remat_p(known, x)
+    y, r  = remat_p(staged, x, s)
+    dx    = remat_p(backward', x, r, dy, s)
+
+What neither keeps is computed once more for y and once more for dx, as in JAX. A checkpoint within
+the one inside is opened first, for the policies of both.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import fx
+
+from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.matching import match_forward
+from torchremat.graph.nodes import _body, is_forward, is_item
+from torchremat.graph.slicing import _eliminate_dead, _reference, slice_graph
+from torchremat.policies.replay_rules import draws_forward
+
+if TYPE_CHECKING:
+    from torchremat.remat.program.program import FunctionProgram
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How to open a checkpoint inside.
+
+    Of the values of its `joint` graph, in which those within it are open already, the outer policy
+    keeps `kept`, and its own keeps `own` while it is replayed.
+    """
+
+    joint: Joint
+    kept: tuple[fx.Node, ...]
+    own: tuple[fx.Node, ...]
+
+
+FindOpening = Callable[["FunctionProgram", str], Opening | None]
+"""How to open a checkpoint inside, which a module of that name ran, if it is to be opened."""
+
+
+def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
+    """`joint` with the checkpoints inside it opened, where something of them is kept."""
+    openings = {
+        number: find_opening(_program(forward), forward.meta["module"] or "")
+        for number, (forward, _) in _calls(joint).items()
+    }
+    if not any(openings.values()):
+        return joint
+    joint = _copied(joint)
+    for number, (forward, backwards) in _calls(joint).items():
+        opening = openings.get(number)
+        if opening is not None:
+            kept, own = _open_forward(forward, opening)
+            for backward in backwards:
+                _open_backward(backward, forward, opening, [*own, *kept])
+    written = {value for _, value in joint.mutations}
+    _eliminate_dead(joint.module.graph, lambda node: node in written or draws_forward(node))
+    joint.module.recompile()
+    return joint
+
+
+def join_exposed(forward: fx.GraphModule) -> None:
+    """In a forward graph, let the call that keeps values also give the outputs."""
+    graph = forward.graph
+    known = {n.meta["twin"]: n for n in graph.nodes if "twin" in n.meta and not is_item(n)}
+    for node in list(graph.nodes):
+        twin = known.get(node.meta.get("twin_of"))
+        if twin is None or is_item(node):
+            continue
+        for item in list(node.users):
+            if item.args[1] < node.meta["num_outputs"]:
+                item.args = (twin, item.args[1])
+    _eliminate_dead(graph, lambda node: draws_forward(node) and "twin_of" not in node.meta)
+
+
+def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
+    """The calls of checkpoints inside: what runs forward, and what runs backward."""
+    found: dict[int, tuple[fx.Node, list[fx.Node]]] = {}
+    for node in joint.module.graph.nodes:
+        number = node.kwargs.get("call")
+        if number is None or not hasattr(node.target, "runner_of"):
+            continue
+        if is_forward(node) and _program(node).known == ():
+            found[number] = (node, [])
+        elif not is_forward(node) and number in found:
+            found[number][1].append(node)
+    return {n: call for n, call in found.items() if hasattr(_program(call[0]), "choices")}
+
+
+def _program(node: fx.Node) -> Any:
+    return _body(node).meta["program"]
+
+
+def _copied(joint: Joint) -> Joint:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(joint.module.graph, copies)
+    graph.output(result)
+    module = fx.GraphModule(joint.module, graph)
+
+    def copied(value: Any) -> Any:
+        return copies[value] if isinstance(value, fx.Node) else value
+
+    return replace(
+        joint,
+        opened=True,
+        module=module,
+        inputs=tuple(map(copied, joint.inputs)),
+        outputs=tuple(map(copied, joint.outputs)),
+        mutations=tuple((i, copied(value)) for i, value in joint.mutations),
+        cotangents=tuple(map(copied, joint.cotangents)),
+        gradients=tuple(map(copied, joint.gradients)),
+    )
+
+
+def _open_forward(forward: fx.Node, opening: Opening) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Put the known call before `forward`, make that the staged one; what either keeps."""
+    joint = opening.joint
+    outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
+    outputs += [value for _, value in joint.mutations]
+    values = forward.meta["val"][: len(outputs)]
+    operands = forward.args[1:]
+    results = [*outputs, *opening.kept]
+    known = slice_graph(joint.module, joint.inputs, results, must_run=draws_forward)
+    staged = slice_graph(joint.module, [*joint.inputs, *opening.kept], [*outputs, *opening.own])
+    graph = forward.graph
+    with graph.inserting_before(forward):
+        call = graph.call_function(
+            cast(Any, forward.target), (_reference(graph, known, forward), *operands)
+        )
+        call.meta = dict(forward.meta, twin=forward.name, num_outputs=len(outputs))
+        call.meta["val"] = (*values, *(node.meta["val"] for node in opening.kept))
+        kept = _items(call, len(outputs), opening.kept)
+        forward.args = (_reference(graph, staged, forward), *operands, *kept)
+    forward.meta.update(twin_of=forward.name, num_outputs=len(outputs))
+    forward.meta["val"] = (*values, *(node.meta["val"] for node in opening.own))
+    with graph.inserting_after(forward):
+        return kept, _items(forward, len(outputs), opening.own)
+
+
+def _items(call: fx.Node, start: int, values: Sequence[fx.Node]) -> list[fx.Node]:
+    """The outputs of `call` from `start` on, which are `values` of the graph that it runs."""
+    items = []
+    for i, value in enumerate(values):
+        item = call.graph.call_function(operator.getitem, (call, start + i))
+        item.meta = dict(value.meta, phase="forward")
+        items.append(item)
+    return items
+
+
+def _open_backward(
+    backward: fx.Node, forward: fx.Node, opening: Opening, items: Sequence[fx.Node]
+) -> None:
+    """Let `backward` read what the two forward calls keep, `items`, in place of what it read."""
+    body = _body(backward)
+    program: FunctionProgram = body.meta["program"]
+    joint, _, wanted = body.meta["slice"]
+    values = [*opening.own, *opening.kept]
+    if joint is program.root_joint:
+        gradients = dict(zip(joint.gradients, opening.joint.gradients, strict=True))
+        wanted = [gradients[node] if isinstance(node, fx.Node) else node for node in wanted]
+        joint = opening.joint
+        known = dict(zip(values, items, strict=True))
+    else:  # some outputs have no cotangent: the graph of another trace
+        pairs = match_forward(opening.joint, joint, values, strict=False)
+        known = {pairs[v]: item for v, item in zip(values, items, strict=True) if v in pairs}
+    cotangents = [ct for ct in joint.cotangents if ct is not None]
+    given = backward.args[len(backward.args) - len(cotangents) :]
+    opened = slice_graph(
+        joint.module, [*joint.inputs, *known, *cotangents], wanted, late=is_forward
+    )
+    num_inputs = len(joint.inputs)
+    operands = _drop_unread(opened, [*forward.args[1 : 1 + num_inputs], *known.values(), *given])
+    graph = backward.graph
+    with graph.inserting_before(backward):
+        reference = _reference(graph, opened, backward)
+    backward.args = (reference, *operands)
+
+
+def _drop_unread(body: fx.GraphModule, operands: Sequence[Any]) -> list[Any]:
+    """Take the inputs that nothing in `body` reads out of it; the operands that are left."""
+    left = []
+    inputs = body.graph.find_nodes(op="placeholder")
+    for placeholder, operand in zip(list(inputs), operands, strict=True):
+        if placeholder.users:
+            left.append(operand)
+        else:
+            body.graph.erase_node(placeholder)
+    body.recompile()
+    return left

@@ -1,0 +1,132 @@
+"""What is differentiated: a function of flat tensors, and its joint graphs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from torchremat.autodiff.bodies import Body
+from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
+from torchremat.autodiff.matching import match_forward
+from torchremat.autodiff.specialize import joint_at
+from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.tracing.axes.named_axes import AxisName
+from torchremat.tracing.dynamic_inputs import DynamicInputs, spec_at
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import ModulePaths
+
+Mask = tuple[bool, ...]
+"""Which of the differentiable outputs have a cotangent; which of the inputs need a gradient."""
+
+
+class Region:
+    """A body with its joint graphs: one for each set of outputs that has a cotangent."""
+
+    def __init__(
+        self,
+        body: Body,
+        specs: Sequence[InputSpec],
+        names: Sequence[str],
+        paths: ModulePaths,
+        options: TraceOptions,
+        forward_of: "Region | None" = None,
+        dynamic: DynamicInputs | None = None,
+    ) -> None:
+        self.body = body
+        self.forward_of = forward_of
+        self.specs = tuple(specs)
+        self.names = tuple(names)
+        self.paths = paths
+        self.options = options
+        self.dynamic = dynamic
+        self._variants: dict[tuple[Mask, bool], Joint] = {}
+
+    @classmethod
+    def traced(
+        cls,
+        body: Body,
+        specs: Sequence[InputSpec],
+        names: Sequence[str],
+        paths: ModulePaths,
+        options: TraceOptions,
+        dynamic: DynamicInputs | None = None,
+    ) -> "Region":
+        """Trace `body` now; what it closes over becomes further inputs."""
+        joint, tracing = trace_joint(body, specs, names, paths, options, warns=True)
+        captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
+        labels = [f"captured_{i}" for i in range(len(captured))]
+        region = cls(body, (*specs, *captured), (*names, *labels), paths, options, dynamic=dynamic)
+        region.__dict__["joint"] = joint
+        return region
+
+    @cached_property
+    def joint(self) -> Joint:
+        """The joint graph in which every differentiable output has a cotangent."""
+        return self._trace(self.options)
+
+    @cached_property
+    def usual_given(self) -> Mask:
+        """Which outputs a training step gives a cotangent: see `usual_outputs`."""
+        outputs = [self.joint.outputs[i] for i in self.differentiable]
+        scalars = tuple(output.meta["val"].dim() == 0 for output in outputs)
+        if any(scalars) and len(self.joint_for(scalars).inputs) == len(self.joint.inputs):
+            return scalars
+        return (True,) * len(outputs)  # or a trace finds new tensors each time, not inputs of ours
+
+    def joint_for(self, given: Mask, *, create_graph: bool = False) -> Joint:
+        """The joint graph in which only the `given` outputs have one.
+
+        With `create_graph` it has the formulas of a derivative that is differentiated again.
+        """
+        if all(given) and not create_graph:
+            return self.joint
+        key = (given, create_graph)
+        if key not in self._variants:
+            wanted = tuple(i for i, g in zip(self.differentiable, given, strict=True) if g)
+            options = replace(self.options, wanted_outputs=wanted, create_graph=create_graph)
+            self._variants[key] = self._trace(options)
+        return self._variants[key]
+
+    def _trace(self, options: TraceOptions) -> Joint:
+        joint, _ = trace_joint(self.body, self.specs, self.names, self.paths, options)
+        first = self.__dict__.get("joint")
+        if first is None and self.forward_of is not None:
+            first = self.forward_of.joint
+        if first is not None:  # raises if the function now computes something else
+            match_forward(first, joint, first.needed_forward_nodes())
+        return joint
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether all that traces have assumed of the symbols so far is true of `sizes`."""
+        return self.dynamic is None or self.dynamic.holds(sizes)
+
+    def at(self, sizes: Sizes) -> tuple["Region", Mapping[fx.Node, fx.Node]]:
+        """The region with numbers for symbols, and what each node of the joint graph became."""
+        joint, nodes = joint_at(self.joint, sizes)
+        specs = tuple(spec_at(spec, sizes) for spec in self.specs)
+        region = Region(self.body, specs, self.names, self.paths, self.options)
+        region.__dict__["joint"] = joint
+        return region, nodes
+
+    @cached_property
+    def wrt(self) -> tuple[int, ...]:
+        """The positions of the inputs that are differentiated."""
+        if not self.options.with_gradients:
+            return ()
+        return tuple(i for i, spec in enumerate(self.specs) if spec.requires_grad)
+
+    @cached_property
+    def differentiable(self) -> tuple[int, ...]:
+        """The positions, among all outputs, of those that have a cotangent."""
+        return tuple(i for i, ct in enumerate(self.joint.cotangents) if ct is not None)
+
+
+@dataclass(frozen=True)
+class MappedAxis:
+    """The axis of a `vmap`: where it is in each input, its size, and what random numbers do."""
+
+    in_dims: tuple[int | None, ...]
+    size: int
+    randomness: str
+    name: AxisName = None

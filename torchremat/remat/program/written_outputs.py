@@ -1,0 +1,57 @@
+"""Outputs that are an input after a write to it, or views of one: they stay what they are.
+
+    def f(x, cache):                joint graph     new = add(cache, x);  part = select(new, 0, 0)
+        cache.add_(x)               mutations       cache := new
+        return cache[0]             outputs         part
+
+What a graph computes is a value of its own. So after the write the views are taken of the input.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from torchremat.graph.nodes import is_view
+from torchremat.graph.symbolic_sizes import Size, Sizes
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenOutput:
+    """The output at `position` is the input `written`, after the operators `views` one by one."""
+
+    position: int
+    written: int
+    views: tuple[fx.Node, ...]
+
+    def of(self, value: Tensor, sizes: Sizes | None) -> Tensor:
+        """The output, given the input after the write."""
+
+        def literal(argument: Any) -> Any:
+            if not isinstance(argument, Size):
+                return argument
+            return argument.symbolic if sizes is None else argument.at(sizes)
+
+        for view in self.views:
+            args = fx.node.map_aggregate(view.args[1:], literal)
+            kwargs = fx.node.map_aggregate(dict(view.kwargs), literal)
+            value = view.target(value, *args, **kwargs)  # type: ignore[operator]
+        return value
+
+
+def written_outputs(
+    outputs: Sequence[fx.Node], mutations: Sequence[tuple[int, fx.Node]]
+) -> tuple[WrittenOutput, ...]:
+    """Those among `outputs`; `mutations` pairs inputs with the nodes of their new values."""
+    inputs = {value: i for i, value in mutations}
+    found = []
+    for position, output in enumerate(outputs):
+        base = output
+        views: list[fx.Node] = []
+        while base not in inputs and is_view(base) and len(base.all_input_nodes) == 1:
+            views.insert(0, base)
+            base = base.all_input_nodes[0]
+        if base in inputs:
+            found.append(WrittenOutput(position, inputs[base], tuple(views)))
+    return tuple(found)

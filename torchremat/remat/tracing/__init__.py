@@ -1,0 +1,1 @@
+"""From a call of a checkpointed function to its trace: labels, guards, caches."""

@@ -1,0 +1,233 @@
+"""Calls of a traced function: tensors apart from all that is part of the key."""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.errors import TraceError
+from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
+from torchremat.tracing.dtensors import Sharding, is_spread, local_part
+
+_SCALARS = (int, float, bool, complex, str, type(None))
+_CONSTANTS = (
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, enum.Enum, slice
+)  # fmt: skip
+_TENSOR = "tensor"
+
+
+class _Slot:
+    """Where a tensor stood among arguments or results."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+_SLOT = _Slot()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors of a call in order, and the rest of it as a key."""
+
+    tensors: list[Tensor]
+    key: tuple[Any, ...]
+
+
+def flatten_call(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], statics: StaticArguments, *, lenient: bool
+) -> Call:
+    """Take a call apart. `lenient` accepts any object as a static value, as modules do."""
+    tensors: list[Tensor] = []
+    key: list[Any] = []
+    positions = statics.positions(len(args), kwargs) if statics else ()
+    for i, value in enumerate(args):
+        if i in positions:
+            key.append(WrapHashably(value))
+        elif isinstance(value, Tensor):
+            tensors.append(value)
+            key.append(_TENSOR)
+        elif type(value) in _SCALARS:
+            key.append(_key_of_scalar(value))
+        else:
+            _flatten_tree(value, tensors, key, lambda i=i: f"positional argument {i}", lenient)  # type: ignore[misc]
+    for name in sorted(kwargs):
+        key.append(name)
+        if name in statics.all_names:
+            key.append(WrapHashably(kwargs[name]))
+        else:
+            _flatten_tree(kwargs[name], tensors, key, lambda n=name: f"argument {n!r}", lenient)  # type: ignore[misc]
+    return Call(tensors, tuple(key))
+
+
+def _key_of_scalar(value: Any) -> tuple[Any, ...]:
+    kind = type(value)
+    if kind is float:
+        return (float, value.hex())  # apart are 0.0 and -0.0; not a number is like itself
+    if kind is complex:
+        return (complex, value.real.hex(), value.imag.hex())
+    return (kind, value)
+
+
+def _flatten_tree(
+    value: Any, tensors: list[Tensor], key: list[Any], where: Callable[[], str], lenient: bool
+) -> None:
+    leaves, spec = _torch.tree_flatten(value)
+    key.append(spec)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            key.append(_TENSOR)
+        elif type(leaf) in _SCALARS:
+            key.append(_key_of_scalar(leaf))
+        elif isinstance(leaf, SYMBOLIC):  # of the trace around, which no other call is part of
+            key.append((type(leaf), str(leaf)))
+        elif lenient or isinstance(leaf, _CONSTANTS):
+            _refuse_hidden_tensors(leaf, where)
+            key.append(WrapHashably(leaf))
+        else:
+            raise TraceError(
+                f"{where()} holds {leaf!r} of type {type(leaf).__name__}, which is no tensor, "
+                "number, string or None, nor a tree of them. Name the argument in `static_argnums` "
+                "or `static_argnames` if the function may be traced anew for each value of it, or "
+                "register the type as a tree with torch.utils._pytree.register_pytree_node."
+            )
+
+
+def _refuse_hidden_tensors(leaf: Any, where: Callable[[], str]) -> None:
+    held = [name for name, value in getattr(leaf, "__dict__", {}).items() if _holds(value)]
+    if held:
+        raise TraceError(
+            f"{where()} is a {type(leaf).__name__} that holds tensors ({', '.join(held)}), which a "
+            "checkpoint would not see change. Pass the tensors themselves, or register the type as "
+            "a tree; a key/value cache belongs to inference: switch it off for training "
+            "(use_cache=False)."
+        )
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds, value[:8]))
+    return isinstance(value, Tensor)
+
+
+# --- skeletons: the shape of a call or a result, with holes for tensors --------------------------
+
+
+Parts = tuple[list[Any], _torch.TreeSpec]
+"""The leaves of a tree, and its structure."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """Nested values with holes where tensors were."""
+
+    value: Any
+
+    @classmethod
+    def of_call(
+        cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], statics: StaticArguments
+    ) -> "Skeleton":
+        """The skeleton of arguments, holes in the order of `flatten_call`."""
+        positions = statics.positions(len(args), kwargs) if statics else ()
+        holed = [a if i in positions else _holed(a) for i, a in enumerate(args)]
+        named = {
+            name: kwargs[name] if name in statics.all_names else _holed(kwargs[name])
+            for name in sorted(kwargs)
+        }
+        return cls((positions, holed, named, statics.all_names))
+
+    def filled(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, with `tensors` in the holes."""
+        positions, args, kwargs, static_names = self.value
+        left = iter(tensors)
+        return (
+            [a if i in positions else _filled(a, left) for i, a in enumerate(args)],
+            {n: v if n in static_names else _filled(v, left) for n, v in kwargs.items()},
+        )
+
+    def parts_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Parts]:
+        """What each argument that is no static one is made of."""
+        positions, _, _, static_names = self.value
+        labels = {f"argument {i}": a for i, a in enumerate(args) if i not in positions}
+        labels |= {f"argument {n!r}": v for n, v in kwargs.items() if n not in static_names}
+        return {label: _torch.tree_flatten(value) for label, value in labels.items()}
+
+
+def _holed(value: Any) -> Any:
+    return _torch.tree_map(lambda leaf: _SLOT if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _filled(value: Any, left: Any) -> Any:
+    return _torch.tree_map(lambda leaf: next(left) if leaf is _SLOT else leaf, value)
+
+
+class Result:
+    """What a function returned: which tensors, which literals, in which structure.
+
+    A tensor that stands in several places is one output.
+    """
+
+    def __init__(self, value: Any, describe: Callable[[], str]) -> None:
+        leaves, self._spec = _torch.tree_flatten(value)
+        self.tensors: list[Tensor] = []
+        self._leaves: list[Any] = []
+        self._shardings: dict[int, Sharding] = {}
+        numbers: dict[int, int] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if _torch.is_traceable_wrapper_subclass(leaf) and not is_spread(leaf):
+                    raise TraceError(
+                        f"{describe()} made and returned a {type(leaf).__name__}, which a graph of "
+                        "plain tensors cannot. Return what it is made of (x.values()), and put it "
+                        "together outside the checkpoint."
+                    )
+                number = numbers.setdefault(id(leaf), len(self.tensors))
+                if number == len(self.tensors):
+                    sharding = Sharding.of(leaf)
+                    if sharding is not None:
+                        self._shardings[number] = sharding
+                    self.tensors.append(local_part(leaf))
+                self._leaves.append(number)
+            elif isinstance(leaf, (*_SCALARS, *_CONSTANTS)):
+                self._leaves.append(WrapHashably(leaf))
+            elif isinstance(leaf, SYMBOLIC):
+                self._leaves.append(Size(leaf))
+            else:
+                raise TraceError(
+                    f"{describe()} returned a value of type {type(leaf).__name__} ({leaf!r}), "
+                    "which is no tensor, number, string or None, nor a tree of them. Return "
+                    "tensors, and make other objects of them outside the checkpoint."
+                )
+        self.is_tensor = isinstance(value, Tensor)
+        in_order = self._leaves == list(range(len(self.tensors)))
+        self.is_tuple = (
+            type(value) is tuple and in_order and all(isinstance(item, Tensor) for item in value)
+        )
+
+    def rebuild(self, tensors: tuple[Tensor, ...], sizes: Sizes | None = None) -> Any:
+        """The result with `tensors` in place of those it was made of, for the values of symbols."""
+        if self._shardings:
+            shardings = (self._shardings.get(i) for i in range(len(tensors)))
+            tensors = tuple(
+                tensor if sharding is None else sharding.put_together(tensor)
+                for tensor, sharding in zip(tensors, shardings, strict=True)
+            )
+        if self.is_tensor:
+            return tensors[0]
+        if self.is_tuple:
+            return tensors
+        leaves: list[Any] = []
+        for leaf in self._leaves:
+            if isinstance(leaf, WrapHashably):
+                leaves.append(leaf.value)
+            elif isinstance(leaf, Size):
+                leaves.append(leaf.symbolic if sizes is None else leaf.at(sizes))
+            else:
+                leaves.append(tensors[leaf])
+        return _torch.tree_unflatten(leaves, self._spec)

@@ -1,0 +1,188 @@
+"""What a traced function does besides computing: noticed when it is traced, and said.
+
+A graph replays operators. A random number that Python or NumPy draws would be the same each time; a
+counter that a module's `forward` keeps would stand still.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from torchremat.core.source import Source, line_that_makes, warn_user
+from torchremat.errors import EffectError, EffectWarning
+from torchremat.remat.tracing.variables import Variable, variables_of
+from torchremat.tracing.modules.attribute_changes import MISSING, Change, is_of_trace, same_items
+from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.random_sources import RandomSource, RandomState, global_sources, source_of
+
+
+class Traced(Protocol):
+    """What a trace gives."""
+
+    @property
+    def paths(self) -> ModulePaths:
+        """The modules that ran, with what became of their attributes."""
+
+
+_logger = logging.getLogger("torchremat")
+
+T = TypeVar("T", bound=Traced)
+
+
+def traced_without_effects(
+    name: str, trace: Callable[[], T], variables: Sequence[Variable], modules: Sequence[nn.Module]
+) -> T:
+    """The result of `trace`, which traces the function `name`; raises for what cannot be replayed.
+
+    An attribute that the first trace sets and the second leaves alone is a cache, and stays.
+    """
+    sources = [*global_sources(), *_sources_among(variables, modules)]
+    containers = _Containers(variables)
+    of_hooks = _Containers(_variables_of_hooks(modules))
+    states = RandomState(sources)
+    made = trace()
+    of_hooks.warn_of_changes(name)
+    containers.take_out_traced_tensors(name)
+    drawn = states.changed()
+    if drawn is not None and (line := _line_that_draws(drawn, trace)) is not None:
+        states.restore()
+        raise EffectError(
+            f"{name} draws random numbers from {drawn.label}, or seeds it, at {line}: a checkpoint "
+            "replays a graph, in which they would be the same at each call. Draw with operators of "
+            "PyTorch (torch.rand), or outside the function and pass the numbers in."
+        )
+    changes = _lasting(made)
+    if not changes:
+        return made
+    if not any(change.is_of_trace for change in changes):
+        for change in changes:
+            change.redo()
+        made = trace()
+        if not _lasting(made):
+            return made
+        changes = [*changes, *_lasting(made)]
+    for change in reversed(changes):
+        change.undo()
+    change = changes[0]
+    line = line_that_makes(change.is_made, trace)
+    change.undo()
+    where = "" if line is None else f" at {line}"
+    was = ", which it did not have" if change.before is MISSING else f", from {change.before!r}"
+    raise EffectError(
+        f"{name} changes {_described(change, made)}{where}{was}: a checkpoint "
+        "replays a graph, which would leave it as it is. Keep it in a buffer that is written in "
+        "place (self.count.add_(1)), return it, or change it outside what is checkpointed."
+    )
+
+
+def _lasting(made: Traced) -> list[Change]:
+    """Changes of other things than tensors, which a trace has said."""
+    return [change for change in made.paths.changes if not change.is_tensor]
+
+
+def _described(change: Change, made: Traced) -> str:
+    owner = made.paths.name_of(change.module) or type(change.module).__name__
+    return f"the attribute {change.name!r} of the module {owner}"
+
+
+def _line_that_draws(source: RandomSource, trace: Callable[[], Any]) -> Source | None:
+    """The user's line that draws; none if it was another thread, which draws when it likes."""
+    before = RandomState([source])
+    time.sleep(0.02)  # long enough for a thread that draws in a loop to get its turn
+    if before.changed() is not None:
+        return None
+    lines = []
+    for _ in range(2):
+        source.draw()  # else setting the seed that it has would change nothing
+        before = RandomState([source])
+        lines.append(line_that_makes(lambda s=before: s.changed() is not None, trace))  # type: ignore[misc]
+    return lines[0] if lines[0] == lines[1] else None
+
+
+def _sources_among(
+    variables: Iterable[Variable], modules: Iterable[nn.Module]
+) -> Iterator[RandomSource]:
+    found: dict[int, RandomSource] = {}
+    for variable in variables:
+        value = variable.get()
+        source = source_of(value, f"the {variable.label}")
+        if source is not None:
+            found.setdefault(id(value), source)
+    for module in modules:
+        for name, value in vars(module).items():
+            source = source_of(value, f"{type(module).__name__}.{name}")
+            if source is not None:
+                found.setdefault(id(value), source)
+    return iter(found.values())
+
+
+def _variables_of_hooks(modules: Iterable[nn.Module]) -> list[Variable]:
+    hooks = {
+        id(hook): hook
+        for module in modules
+        for held in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in held.values()
+    }
+    return [variable for hook in hooks.values() for variable in variables_of(hook)]
+
+
+class _Containers:
+    """The lists and dicts that a function can reach, with what they hold."""
+
+    def __init__(self, variables: Iterable[Variable]) -> None:
+        self._held: dict[int, tuple[str, Any, Any]] = {}
+        for variable in variables:
+            value = variable.get()
+            if type(value) in (list, dict) and len(value) <= _MOST_ITEMS:
+                self._held.setdefault(id(value), (variable.label, value, value.copy()))
+
+    def take_out_traced_tensors(self, name: str) -> None:
+        """Give containers back what they held, where a tensor of the trace was put in; warn."""
+        for label, value, before in self._changed():
+            if _put_back(value, before):
+                warn_user(
+                    f"{name} puts a tensor into the {label}: a checkpoint replays a graph, which "
+                    "does not. Return the tensor, or put it there outside the checkpoint",
+                    EffectWarning,
+                )
+
+    def warn_of_changes(self, name: str) -> None:
+        """Say that a forward hook notes something: it does so when it is traced, and no more.
+
+        Tensors of the trace are taken out again, with a warning.
+        """
+        for label, value, before in self._changed():
+            message = (
+                f"a forward hook on a module inside {name} changes the {label}: forward hooks "
+                "inside a checkpoint run when it is traced, and not at each call. Put the hook on "
+                "the checkpointed module itself, or return the value"
+            )
+            if _put_back(value, before):
+                warn_user(message, EffectWarning)
+            else:
+                _logger.warning("%s", message)
+
+    def _changed(self) -> Iterator[tuple[str, Any, Any]]:
+        return (held for held in self._held.values() if not same_items(held[2], held[1]))
+
+
+def _put_back(value: Any, before: Any) -> bool:
+    """Give a container the items `before`, if it holds a tensor of a trace."""
+    items = value.values() if isinstance(value, dict) else value
+    if not any(map(_holds_traced_tensor, items)):
+        return False
+    value.clear()
+    (value.update if isinstance(value, dict) else value.extend)(before)
+    return True
+
+
+_MOST_ITEMS = 4096
+
+
+def _holds_traced_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_traced_tensor, value))
+    return is_of_trace(value)

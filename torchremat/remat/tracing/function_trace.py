@@ -1,0 +1,128 @@
+"""One trace of a user's function: its region, and what it returned."""
+
+import operator
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchremat.autodiff.bodies import FunctionBody
+from torchremat.autodiff.joint import TraceOptions
+from torchremat.core.source import source_of_error, warn_user
+from torchremat.errors import DeviceError, EffectWarning
+from torchremat.remat.program.region import Region
+from torchremat.remat.tracing.calls import Parts, Result, Skeleton
+from torchremat.tracing.dynamic_inputs import DynamicInputs
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.tracing import current_tracing
+from torchremat.tracing.value_guards import Questions
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionTrace:
+    """What a trace gives: what is differentiated, what was returned, what was closed over."""
+
+    region: Region
+    result: Result
+    body: FunctionBody
+    captured: Sequence[Tensor]
+    paths: ModulePaths
+
+
+def trace_function(
+    fun: Callable[..., Any],
+    skeleton: Skeleton,
+    specs: Sequence[InputSpec],
+    dynamic: DynamicInputs | None,
+    roots: Sequence[tuple[str, nn.Module]],
+    options: TraceOptions,
+    around: Callable[..., Any] | None = None,
+    values: Sequence[Tensor] = (),
+) -> FunctionTrace:
+    """Trace `fun`, called as `skeleton` says with tensors of `specs`, or of `dynamic` sizes.
+
+    It does not keep `fun` alive. Questions that are answered are answered of `values`, the tensors
+    of the call. `roots` are the modules that it starts from, by name. What runs
+    is `around(fun, *args, **kwargs)`, if given.
+    """
+    paths = ModulePaths({})
+    for name, module in roots:
+        paths.add_root(module, name)
+    results: list[Result] = []
+    get_function = _weakly(fun)
+
+    def flat(tensors: list[Tensor]) -> list[Any]:
+        function = get_function()
+        filled, named = skeleton.filled(tensors)
+        before = None if results else skeleton.parts_of(filled, named)
+        value = around(function, *filled, **named) if around else function(*filled, **named)
+        if before is not None:
+            _warn_of_changed_arguments(function, before, skeleton.parts_of(filled, named))
+        result = Result(value, lambda: traced_name(function))
+        if not results:  # a trace of a derivative runs this again
+            results.append(result)
+        return list(result.tensors)
+
+    around_it = current_tracing()
+    outer = None if around_it is None else around_it.ask
+    questions = Questions(values, outer) if dynamic is None else None
+    body = FunctionBody(lambda: flat, specs, questions)
+    names = [f"arg{i}" for i in range(len(specs))]
+    traced_specs = specs if dynamic is None else dynamic.specs
+    try:
+        with nullcontext() if questions is None else questions.first():
+            region = Region.traced(body, traced_specs, names, paths, options, dynamic)
+    except RuntimeError as error:
+        if not re.match(_NO_DEVICE, str(error)):
+            raise
+        raise DeviceError(
+            f"{traced_name(fun)} at {source_of_error(error)}: {error}. This machine, or this build "
+            "of PyTorch, has no such device. Ask torch.accelerator.is_available() first, or make "
+            "tensors where the arguments are (device=x.device)"
+        ) from error
+    assert body.captured is not None
+    return FunctionTrace(region, results[0], body, body.captured(), paths)
+
+
+_NO_DEVICE = r"PyTorch is not linked with support for \w+ devices"
+
+
+def _warn_of_changed_arguments(
+    fun: Callable[..., Any], before: dict[str, Parts], after: dict[str, Parts]
+) -> None:
+    """Say which lists and dicts among the arguments `fun` changes: they are not the caller's."""
+    for label, (leaves, structure) in before.items():
+        leaves_after, structure_after = after[label]
+        if structure != structure_after or any(map(operator.is_not, leaves, leaves_after)):
+            warn_user(
+                f"{traced_name(fun)} changes {label}, a list or dict that it is given: a "
+                "checkpoint replays a graph, which leaves the caller's as it is. Return what is "
+                "new (a cache, say), or change it outside the checkpoint",
+                EffectWarning,
+            )
+
+
+def traced_name(fun: Callable[..., Any]) -> str:
+    """What to call a traced function in a message."""
+    return getattr(fun, "__qualname__", None) or type(fun).__name__
+
+
+def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """A way to get at `fun` that does not keep it alive."""
+    try:
+        reference = weakref.WeakMethod(fun) if isinstance(fun, MethodType) else weakref.ref(fun)
+    except TypeError:
+        return lambda: fun
+
+    def get() -> Callable[..., Any]:
+        found = reference()
+        assert found is not None, "the function of a checkpoint is gone"
+        return found
+
+    return get

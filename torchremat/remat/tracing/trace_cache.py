@@ -1,0 +1,296 @@
+"""The cache of traces: found by what a call is like, under a weak reference to the function."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat.core.source import warn_user
+from torchremat.errors import RetraceWarning
+from torchremat.policies.builtin import Policy
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.region import Region
+from torchremat.remat.tracing.calls import Call, Result
+from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
+from torchremat.tracing.ambient_state import Surroundings
+from torchremat.tracing.dtensors import CotangentPlacements
+from torchremat.tracing.dynamic_inputs import DynamicInputs, is_alike
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.value_guards import Question
+
+
+@dataclass(eq=False)
+class Trace:
+    """One cached trace of a function: for which calls it holds, and its programs by policy."""
+
+    key: tuple[Any, ...]
+    specs: tuple[InputSpec, ...]
+    surroundings: tuple[bool, Surroundings]
+    records: bool
+    """Whether autograd records the call: in grad mode, or where the function enables it."""
+    region: Region
+    result: Result
+    captured: CapturedTensors
+    modules: ModuleGuard
+    variables: VariableGuard
+    dynamic: DynamicInputs | None = None
+    offsets: tuple[int, ...] | None = None
+    """Where in their storages the inputs began, if the graph depends on it."""
+    questions: tuple[Question, ...] = ()
+    """What it took for granted of the values of its inputs."""
+    cotangent_placements: CotangentPlacements = field(default_factory=CotangentPlacements)
+    tensor_guard: Any = None
+    programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether an input is spread over processes."""
+        return any(spec.sharding for spec in self.region.specs)
+
+    @property
+    def dynamic_dims(self) -> Sequence[Sequence[int]]:
+        """Of each input of the graph, the dimensions whose size may be any."""
+        dims: list[list[int]] = [[] for _ in self.region.specs]
+        for i, dim in () if self.dynamic is None else self.dynamic.places:
+            dims[i].append(dim)
+        return dims
+
+    def has_offsets_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `tensors` begin in their storages where the trace needs them to."""
+        if self.offsets is None:
+            return True
+        return self.offsets == tuple(InputSpec.of(t).storage_offset for t in tensors)
+
+    def has_answers_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether what was asked of the values of the inputs has the same answers for `tensors`."""
+        return all(question.has_answer_of(tensors) for question in self.questions)
+
+    def still_holds(self) -> bool:
+        """Whether what the trace took for granted, besides the arguments, is as it was."""
+        return self.modules.holds() and self.variables.holds()
+
+    def what_changed(self) -> str | None:
+        """What the trace took for granted and is not as it was."""
+        return self.modules.what_changed() or self.variables.what_changed()
+
+    def fits(self, call: Call, specs: tuple[InputSpec, ...], state: Any) -> bool:
+        """Whether the trace is of such a call."""
+        if self.key != call.key or self.surroundings != state:
+            return False
+        if self.dynamic is None:
+            alike = self.specs == specs
+        else:
+            alike = self.dynamic.allows(specs) and self.dynamic.sizes(call.tensors) is not None
+        if not alike or not self.still_holds():
+            return False
+        captured = self.captured.current()
+        if captured is None:
+            return False
+        if not self.has_offsets_of([*call.tensors, *captured]):
+            return False
+        recorded = self.region.specs[len(specs) :]
+        return all(
+            isinstance(t, Tensor) and InputSpec.of(t, any_level=True) == spec
+            for t, spec in zip(captured, recorded, strict=True)
+        ) and self.has_answers_of([*call.tensors, *captured])
+
+
+class PolicyKey:
+    """A policy as a key: by value if it can be hashed, else by identity. Hashed once."""
+
+    __slots__ = ("_hash", "policy", "verified")
+
+    def __init__(self, policy: Policy, *, verified: bool = False) -> None:
+        self.policy = policy
+        self.verified = verified
+        try:
+            self._hash = hash(policy)
+        except TypeError:  # it is made of a callable that cannot be hashed
+            self._hash = id(policy)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, PolicyKey)
+            and self.verified is other.verified
+            and (self.policy is other.policy or self.policy == other.policy)
+        )
+
+
+def surroundings() -> tuple[bool, Surroundings]:
+    """Whether gradients are enabled, and the state of PyTorch that changes what is computed."""
+    return torch.is_grad_enabled(), Surroundings.now()
+
+
+_MOST_TRACES = 128
+
+
+class Traces:
+    """The traces of one function, newest first."""
+
+    def __init__(self) -> None:
+        self.traces: list[Trace] = []
+        self.recent: Trace | None = None
+        self.warned = False
+        self.fixed: dict[tuple[int, int], str] = {}
+        """Inputs and dimensions whose size cannot be a symbol, with what was said of it."""
+        self.met: set[Any] = set()
+        """Kinds of calls that were met once, where only what repeats is traced."""
+        self.untraceable: set[Any] = set()
+        """Kinds of calls that are not traced again, since they could not be."""
+
+    def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
+        """Make no more graphs for many sizes of the dimensions `places`: it ended in `error`."""
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        self.fixed |= dict.fromkeys(places, reason)
+
+    def add(self, trace: Trace) -> None:
+        """Keep a new trace; of very many the oldest goes."""
+        self.traces.insert(0, trace)
+        del self.traces[_MOST_TRACES:]
+
+    def find(self, call: Call, specs: tuple[InputSpec, ...], *, dynamic: bool) -> Trace | None:
+        """The trace of such a call in the present surroundings; of any size if `dynamic`."""
+        state = surroundings()
+        for trace in self.traces:
+            if (dynamic or trace.dynamic is None) and trace.fits(call, specs, state):
+                return trace
+        return None
+
+    def varying(self, call: Call, specs: tuple[InputSpec, ...]) -> tuple[frozenset[int], ...]:
+        """The dimensions of each input in which calls like this one differed from it."""
+        state = surroundings()
+        dims: list[set[int]] = [set() for _ in specs]
+        fixed = set(self.fixed)
+        for trace in self.traces:
+            if trace.key != call.key or trace.surroundings != state or not trace.still_holds():
+                continue
+            known = trace.specs
+            if len(known) != len(specs) or not all(map(is_alike, known, specs)):
+                continue
+            for i, (ours, theirs) in enumerate(zip(specs, known, strict=True)):
+                pairs = enumerate(zip(ours.shape, theirs.shape, strict=True))
+                dims[i].update(dim for dim, (a, b) in pairs if a != b)
+            if trace.dynamic is not None:
+                fixed |= trace.dynamic.fixed
+                for i, dim in trace.dynamic.places:
+                    dims[i].add(dim)
+        return tuple(
+            frozenset(dim for dim in found if (i, dim) not in fixed) for i, found in enumerate(dims)
+        )
+
+
+class TracesByFunction:
+    """Traces under weak references to functions: dropping a function frees them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Any], ...], Traces]] = {}
+
+    def of(self, fun: Callable[..., Any], statics: tuple[Any, ...]) -> Traces:
+        """The traces of `fun`, which may be a bound method."""
+        parts = (fun.__self__, fun.__func__) if isinstance(fun, MethodType) else (fun,)
+        key = (*map(id, parts), statics)
+        entry = self._entries.get(key)
+        if entry is None:
+            try:
+                forget = functools.partial(self._forget, key)
+                references = tuple(weakref.ref(part, forget) for part in parts)
+            except TypeError:  # some callables cannot be referred to weakly
+                return Traces()
+            entry = self._entries.setdefault(key, (references, Traces()))
+        return entry[1]
+
+    def _forget(self, key: tuple[Any, ...], _: object) -> None:
+        self._entries.pop(key, None)
+
+
+_MANY_TRACES = 8
+
+
+def warn_of_retraces(name: str, known: Traces, call: Call, specs: Sequence[InputSpec]) -> None:
+    """Warn when `call` of the function `name` makes for one more of many similar traces."""
+    if known.warned or len(known.traces) < _MANY_TRACES:
+        return
+    state = surroundings()
+    similar = [trace for trace in known.traces if trace.surroundings == state]
+    for count, reason in (
+        _for_numbers(similar, call, specs),
+        _for_state(similar, call, specs),
+        _for_sizes(similar, call, specs, known),
+    ):
+        if count >= _MANY_TRACES:
+            known.warned = True
+            warn_user(f"{name} has been traced {count} times for {reason}", RetraceWarning)
+            return
+
+
+def _for_numbers(
+    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]
+) -> tuple[int, str]:
+    keys = {
+        t.key
+        for t in traces
+        if t.specs == specs and t.key != call.key and _apart_from_numbers(t.key, call.key)
+    }
+    return len(keys), (
+        "different Python numbers among its arguments. Each new number costs a trace: pass a "
+        "tensor instead (torch.tensor(value)), if the function only computes with it."
+    )
+
+
+def _apart_from_numbers(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(
+        x == y or (type(x) is tuple and type(y) is tuple and x[0] is y[0] in (int, float))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _for_state(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) -> tuple[int, str]:
+    changed = [
+        what
+        for t in traces
+        if t.key == call.key and t.specs == specs and (what := t.what_changed()) is not None
+    ]
+    last = changed[0] if changed else ""
+    return len(changed), (
+        f"calls that differ in nothing but what it reads besides its arguments: {last} changes. "
+        "Each new value costs a trace: pass it as a tensor, or keep it out of the function."
+    )
+
+
+def _for_sizes(
+    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec], known: Traces
+) -> tuple[int, str]:
+    differing = [
+        t
+        for t in traces
+        if t.key == call.key
+        and len(t.specs) == len(specs)
+        and all(map(is_alike, t.specs, specs))
+        and t.specs != specs
+    ]
+    fixed = sorted({place for t in differing if t.dynamic for place in t.dynamic.fixed})
+    where = ", ".join(f"dimension {dim} of tensor {i}" for i, dim in fixed)
+    if known.fixed:
+        return len(differing), (
+            "different sizes, since no graph for many sizes could be made "
+            f"({next(iter(known.fixed.values()))}). Pad, or use few sizes."
+        )
+    if not fixed:
+        return len(differing), (
+            "different sizes. One graph serves many sizes only outside torch.func, forward-mode "
+            "derivatives and other traces, and where inductor does not compile it: pad, or use few "
+            "sizes; code for many sizes is that of torch.compile(dynamic=True)."
+        )
+    return len(differing), (
+        f"different sizes ({where}, counted among the arguments), since it needs their values as "
+        "Python numbers: range(x.shape[0]), int(x.shape[0]), math.sqrt(x.shape[0]). Compute with "
+        "tensors or with the sizes themselves (x.shape[0] ** 0.5), or pad."
+    )

@@ -1,0 +1,169 @@
+"""remat/tracing/variables.py."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Generator, Tensor, nn
+
+from torchremat.core.source import is_user_file
+
+_SIMPLE = (int, float, bool, str, type(None))
+
+
+_MANY = 64
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string or the like, or a short container of such."""
+    if isinstance(value, dict):
+        return (
+            type(value) is dict and 0 < len(value) <= _MANY and all(map(_is_plain, value.values()))
+        )
+    if type(value) in (tuple, list, set, frozenset):
+        return len(value) <= _MANY and all(map(_is_plain, value))
+    return type(value) in _SIMPLE or type(value) is Generator
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that a function reads: an entry of a dict or list, or a cell of its closure."""
+
+    label: str
+    holder: Any
+    key: Any = None
+
+    def get(self) -> Any:
+        """The value now; `MISSING` if there is none any more."""
+        try:
+            return self.holder.cell_contents if self.key is None else self.holder[self.key]
+        except (ValueError, LookupError):
+            return MISSING
+
+
+class _Missing:
+    """No value."""
+
+
+MISSING = _Missing()
+
+
+_DEPTH = 3
+
+
+def variables_of(fun: Callable[..., Any]) -> list[Variable]:
+    """The variables that `fun` reads from its closure, its module and the object it belongs to.
+
+    Looked into are functions that it calls, lists, tuples, dicts and plain objects among them, a
+    few levels deep.
+    """
+    seen: set[int] = {id(fun)}
+    owner = getattr(fun, "__self__", None)
+    level = list(_read_by(fun))
+    if owner is not None and not isinstance(owner, nn.Module):
+        level += _entries_of(Variable("", [owner], 0))
+    return _followed(level, seen)
+
+
+def _followed(level: list[Variable], seen: set[int]) -> list[Variable]:
+    found: list[Variable] = []
+    for _ in range(_DEPTH):
+        found += level
+        inner = [v for v in level if id(v.get()) not in seen]
+        seen.update(id(v.get()) for v in inner)
+        level = [entry for v in inner for entry in _entries_of(v)]
+    return found + level
+
+
+def variables_of_modules(modules: Iterable[nn.Module]) -> list[Variable]:
+    """The variables that the methods of `modules` read: globals, class attributes, configurations.
+
+    Of classes and configurations those entries count that some method names. A module's own plain
+    attributes are left to `ModuleGuard`.
+    """
+    modules = list(modules)
+    classes = {c: None for m in modules for c in type(m).__mro__ if _is_users(c)}
+    methods = [f for c in classes for f in vars(c).values() if isinstance(f, FunctionType)]
+    names = {name for f in methods for name in f.__code__.co_names}
+    level = [v for f in methods for v in _read_by(f)]
+    level += [
+        Variable(f"{c.__name__}.{n}", vars(c), n) for c in classes for n in names & {*vars(c)}
+    ]
+    found = _followed(level, {id(m) for m in modules})
+    held = [Variable(n, vars(m), n) for m in modules for n in {*vars(m)} - _OF_EVERY_MODULE]
+    found += [v for v in held if not _is_plain(v.get())]
+    for _ in range(_DEPTH):
+        distinct = {id(v.get()): v for v in held}.values()
+        held = [e for v in distinct for e in _entries_of(v) if e.key in names]
+        found += held
+    return list({(id(v.holder), v.key): v for v in found}.values())
+
+
+def _read_by(fun: Any) -> Iterator[Variable]:
+    fun = inspect.unwrap(getattr(fun, "__func__", fun))
+    code = getattr(fun, "__code__", None)
+    if not isinstance(code, CodeType):
+        return
+    for name, cell in zip(code.co_freevars, fun.__closure__ or (), strict=True):
+        yield Variable(f"closed-over {name}", cell)
+    for name in code.co_names:
+        if name in fun.__globals__:
+            yield Variable(f"closed-over {name}", fun.__globals__, name)
+
+
+def _entries_of(variable: Variable) -> list[Variable]:
+    """What a function, a container, a class or a plain object in `variable` leads to."""
+    value, label = variable.get(), variable.label
+    prefix = f"{label}." if label else ""
+    if isinstance(value, type):
+        return [Variable(f"{prefix}{k}", vars(c), k) for c, k in _class_attributes(value)]
+    if isinstance(value, FunctionType):
+        own = not is_user_file(value.__code__.co_filename)
+        return [] if own else list(_read_by(value))
+    if type(value) in (list, tuple):
+        return [Variable(f"{label}[{i}]", value, i) for i in range(min(len(value), _MANY))]
+    if type(value) is dict:
+        return [Variable(f"{label}[{k!r}]", value, k) for k in list(value)[:_MANY]]
+    attributes = getattr(value, "__dict__", None)
+    if type(attributes) is not dict or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
+        return []
+    if not _is_users(type(value)):
+        return []
+    inherited = [(c, k) for c, k in _class_attributes(type(value)) if k not in attributes]
+    names = [*list(attributes)[:_MANY], *dict.fromkeys(k for _, k in inherited)]
+    return [
+        *(Variable(f"{prefix}{k}", attributes, k) for k in names),  # of the last, none as yet
+        *(Variable(f"{prefix}{k}", vars(c), k) for c, k in inherited),
+    ]
+
+
+def _class_attributes(kind: type) -> list[tuple[type, str]]:
+    """The numbers, strings, tensors and the like of a user's class, and where each can be set.
+
+    That is in the class that has it, and in those between, which may come to have one.
+    """
+    classes = [c for c in kind.__mro__ if _is_users(c)]
+    found: dict[str, list[tuple[type, str]]] = {}
+    for i, c in enumerate(classes):
+        for name, value in vars(c).items():
+            if not name.startswith("__") and (_is_plain(value) or isinstance(value, Tensor)):
+                found.setdefault(name, [(place, name) for place in classes[: i + 1]])
+    return [place for places in list(found.values())[:_MANY] for place in places]
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is neither PyTorch's nor Python's own."""
+    return kind.__module__.partition(".")[0] not in {"torch", "builtins", "torchremat"}
+
+
+def modules_in(variables: Iterable[Variable]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules among the variables, by the names that the function knows them by."""
+    for variable in variables:
+        value = variable.get()
+        if isinstance(value, nn.Module):
+            yield variable.label.removeprefix("closed-over "), value

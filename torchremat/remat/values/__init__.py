@@ -1,0 +1,1 @@
+"""Values of programs, their names, and the log of what is saved."""

@@ -1,0 +1,83 @@
+"""remat/values/residual_log.py."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from torchremat.core.avals import Aval
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.tracing.input_labels import InputLabel
+from torchremat.remat.values.scope import Computed, Scope
+from torchremat.remat.values.value_labels import Label, Labels
+
+log = logging.getLogger("torchremat")
+
+
+# --- descriptions --------------------------------------------------------------------------------
+
+
+def describe_input(label: InputLabel) -> str:
+    """How the source of an input is told. A module's buffers are tensors that it closes over.
+
+    >>> describe_input(InputLabel("argument", "x[0]"))
+    'from the argument x[0]'
+    >>> describe_input(InputLabel("buffer", "norm.running_mean"))
+    'from the closed-over norm.running_mean'
+    """
+    return f"from the {'closed-over' if label.kind == 'buffer' else label.kind} {label.text}"
+
+
+def describe_value(value: Computed, label: Label, *, offloaded_to: str = "") -> str:
+    """How the source of a computed value is told, with where it is kept if not on its device."""
+    what = f"jitted function {value.jitted_name!r}" if value.jitted_name else value.op
+    text = f"named {label.name!r}" if label.is_given else f"output of {what}"
+    text += f" from {label.source}" if label.source else ""
+    return f"{text} (offloaded to {offloaded_to})" if offloaded_to else text
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+def log_residuals(
+    program: FunctionProgram, name: str, labels: Callable[[], Sequence[str]], *, loudly: bool
+) -> None:
+    """Log what a differentiated checkpoint saves, at WARNING if `loudly`, else at DEBUG.
+
+    `name` is that of its function, `labels` gives what to call the inputs of `program`
+    (`argument x`), and is asked only if there is a log.
+    """
+    level = logging.WARNING if loudly else logging.DEBUG
+    if not log.isEnabledFor(level) or not program.region.wrt:
+        return
+    known = labels()
+    inputs = [
+        f"{_aval_of(program.root_joint.inputs[i])} from the {known[i]}"
+        for i in program.saved_inputs
+    ]
+    scope = Scope.of_program(program, program.module_prefix)
+    names = Labels.of(scope)
+    values = []
+    for i, node in enumerate(program.residuals):
+        value = scope.value_of(node)
+        place = program.choices.choices[node].place if i in program.offloaded else ""
+        if value.is_input:  # one that is written to: a copy is kept
+            text = f"a copy of the {known[scope.inputs.index(value.node)]}"
+        else:
+            text = describe_value(value, names.of_value(value), offloaded_to=place)
+        values.append(f"{_aval_of(node)} {text}")
+    text = f"remat-decorated function {name} saving "
+    parts = []
+    if inputs:
+        parts.append("inputs with shapes:" + _listed(inputs))
+    if values:
+        parts.append("these intermediates:" + _listed(values))
+    log.log(level, "%s%s", text, "\nand saving ".join(parts) or "nothing")
+
+
+def _aval_of(node: fx.Node) -> Aval:
+    return Aval.of(node.meta["val"])
+
+
+def _listed(lines: list[str]) -> str:
+    return "".join(f"\n  {line}" for line in lines)

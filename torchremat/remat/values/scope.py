@@ -1,0 +1,288 @@
+"""Values of a forward pass, also those inside checkpoints, by names that do not change.
+
+The graph of a function has nodes that run a graph each: checkpoints, which may contain checkpoints.
+A `Scope` is such a graph where it is called. A value goes by the same name in whatever policy it
+is met under, since the names are counted over all values of the function itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat.core.avals import Aval
+from torchremat.core.source import Source
+from torchremat.graph.nodes import base_of, call_of, is_forward, is_item, is_view
+from torchremat.graph.ops import packet_name
+from torchremat.remat.op.remat_op import remat_p
+from torchremat.remat.program.program import FunctionProgram, Program
+from torchremat.tracing.modules.module_paths import ModulePaths
+
+aten = torch.ops.aten
+
+
+Key = tuple[tuple[str, ...], str, int]
+"""Of a value: the calls of checkpoints that it lies in, its operator's node, and which output."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """A graph that runs: that of the function, or the body of a checkpoint at one of its calls.
+
+    `inputs` and `outputs` are nodes of it in the order of the call's.
+    """
+
+    nodes: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[Any]
+    paths: ModulePaths
+    path: tuple[str, ...] = ()
+    prefix: str = ""
+    call: fx.Node | None = None
+    outer: "Scope | None" = None
+    program: Program | None = None
+
+    @classmethod
+    def of_trace(cls, module: fx.GraphModule, paths: ModulePaths) -> "Scope":
+        """The graph of a function."""
+        return cls(list(module.graph.nodes), (), (), paths)
+
+    @classmethod
+    def of_program(cls, program: FunctionProgram, name: str) -> "Scope":
+        """A program by itself, that of the module called `name`."""
+        joint = program.root_joint
+        nodes, paths = list(joint.module.graph.nodes), program.region.paths
+        return cls(nodes, joint.inputs, (), paths, prefix=name, program=program)
+
+    def inside(self, call: fx.Node) -> "Scope":
+        """The body that `call`, a node of this scope, runs."""
+        body = body_of(call)
+        nodes = list(body.graph.nodes)
+        (output,) = body.graph.find_nodes(op="output")
+        return self._entered(
+            call,
+            nodes=nodes,
+            inputs=[node for node in nodes if node.op == "placeholder"],
+            outputs=output.args[0],
+            program=_program(body),
+        )
+
+    def whole_inside(self, call: fx.Node) -> "Scope":
+        """The same before anything was left out or opened: all that the function computes."""
+        program = program_of(call)
+        if program is None:
+            return self.inside(call)
+        joint = program.region.joint
+        nodes = list(joint.module.graph.nodes)
+        return self._entered(call, nodes=nodes, inputs=joint.inputs, outputs=(), program=program)
+
+    def _entered(self, call: fx.Node, **parts: Any) -> "Scope":
+        program = parts["program"]
+        return Scope(
+            paths=self.paths if program is None else program.region.paths,
+            path=(*self.path, _name_of_call(call)),
+            prefix=self.module_of(call),
+            call=call,
+            outer=self,
+            **parts,
+        )
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """The calls of checkpoints in the forward pass."""
+        return [node for node in self.nodes if is_forward(node) and is_remat(node)]
+
+    def module_of(self, node: fx.Node) -> str:
+        """The qualified name of the module that ran the operator of `node`, from the outermost."""
+        own = node.meta.get("module") or ""
+        if self.outer is None:
+            return below(self.prefix, own)
+        return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
+
+    def translated(self, name: str, paths: ModulePaths) -> str | None:
+        """What this scope, or the one around, calls the module that is `name` in `paths`.
+
+        `None` if none or several go by that name, or if the scope does not know it.
+        """
+        if self.paths is paths:
+            return None
+        alike = [module for module in paths.seen if paths.name_of(module) == name]
+        known = {self.paths.name_of(module) for module in alike}
+        if len(known) != 1 or None in known:
+            return None
+        (own,) = known
+        assert own is not None
+        if self.outer is None:
+            return below(self.prefix, own)
+        return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
+
+    def value_of(self, node: fx.Node) -> "Computed":
+        """The value in whose memory `node` lies, in whatever scope it is computed."""
+        scope = self
+        while True:
+            node = base_of(node)
+            if node.op == "placeholder" and scope.outer is not None:
+                assert scope.call is not None
+                node = scope.call.args[1 + list(scope.inputs).index(node)]  # type: ignore[assignment]
+                scope = scope.outer
+            elif is_item(node) and is_remat(call_of(node)):
+                scope, index = scope.inside(call_of(node)), item_index(node)
+                node = scope.outputs[index]
+            else:
+                return Computed(node, scope)
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A value that an operator of a forward pass computes; or a constant, or an input."""
+
+    node: fx.Node
+    scope: Scope
+
+    @property
+    def call(self) -> fx.Node:
+        """The call of the operator."""
+        return call_of(self.node)
+
+    @property
+    def index(self) -> int:
+        """Which output of the operator it is."""
+        return item_index(self.node) if is_item(self.node) else 0
+
+    @property
+    def key(self) -> Key:
+        """What it is known by: equal for the copies of it in several graphs."""
+        return (self.scope.path, self.call.name, self.index)
+
+    @property
+    def op(self) -> str:
+        """The name of the operator, `''` of what none computes."""
+        return op_base_name(self.call.target) if self.node.op == "call_function" else ""
+
+    @property
+    def module(self) -> str:
+        """The qualified name of the module that ran the operator."""
+        return self.scope.module_of(self.call)
+
+    @property
+    def source(self) -> Source | None:
+        """The user's line; none for what the backward pass adds, whoever asked for that."""
+        return self.call.meta.get("source") if is_forward(self.call) else None
+
+    @property
+    def jitted_name(self) -> str:
+        """The name of the innermost function under `jit` that computes it, `''` if none does."""
+        scope: Scope | None = self.scope
+        while scope is not None:
+            if scope.program is not None and scope.program.jitted_name:
+                return scope.program.jitted_name
+            scope = scope.outer
+        return ""
+
+    @property
+    def aval(self) -> Aval | None:
+        """Shape and dtype, where the trace noted them."""
+        value = self.node.meta.get("val")
+        return Aval.of(value) if isinstance(value, Tensor) else None
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a tensor that was made from Python numbers."""
+        node = self.node
+        if node.target in _LIFTS:
+            node = node.args[0]  # type: ignore[assignment]
+        return node.op == "get_attr"
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the outermost scope."""
+        return self.node.op == "placeholder"
+
+
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+
+def is_remat(node: fx.Node) -> bool:
+    """Whether `node` calls a checkpoint."""
+    return node.op == "call_function" and node.target is remat_p
+
+
+def item_index(node: fx.Node) -> int:
+    """Which of several outputs `node` takes."""
+    index = node.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def program_of(call: fx.Node) -> FunctionProgram | None:
+    """The program that the checkpoint `call` runs, if it is that of a function."""
+    program = _program(body_of(call))
+    return program if isinstance(program, FunctionProgram) else None
+
+
+def is_computed(node: fx.Node) -> bool:
+    """Whether `node` is a tensor that an operator computes: no view, tuple, or size as a symbol."""
+    if node.op != "call_function" or is_remat(node) or is_view(node):
+        return False
+    if is_item(node):
+        return not is_remat(call_of(node))
+    return is_tensor(node)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether `node` stands for a tensor, not for a tuple of them or a size that is a symbol."""
+    return hasattr(node.meta.get("val"), "untyped_storage")
+
+
+def body_of(call: fx.Node) -> fx.GraphModule:
+    """The graph that the checkpoint `call` runs."""
+    reference, module = call.args[0], call.graph.owning_module
+    assert isinstance(reference, fx.Node)
+    body = getattr(module, str(reference.target))
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+def _program(body: fx.GraphModule) -> Program | None:
+    return body.meta.get("program")
+
+
+def _name_of_call(call: fx.Node) -> str:
+    """The name of a call; the parts that an opened call falls into go by that of the whole."""
+    return str(call.meta.get("twin") or call.meta.get("twin_of") or call.name)
+
+
+def op_base_name(op: Any) -> str:
+    """The name of an operator without overload and without `aten`.
+
+    >>> op_base_name(torch.ops.aten.add_.Tensor), op_base_name(remat_p)
+    ('add_', 'remat_p')
+    """
+    name = packet_name(op)
+    return name.removeprefix("aten.").removeprefix("higher_order.")
+
+
+def below(outer: str, inner: str) -> str:
+    """The qualified name of what is called `inner` from the module `outer`.
+
+    >>> below("layers.1", "1.weight"), below("", "weight")
+    ('layers.1.1.weight', 'weight')
+    """
+    return ".".join(name for name in (outer, inner) if name)
+
+
+def join_names(outer: str, inner: str) -> str:
+    """The qualified name of a module that is called `inner` within `outer`.
+
+    What the end of one and the start of the other have in common is there once.
+
+    >>> join_names("model.layers.0", "layers.0.attn"), join_names("layers.0", "")
+    ('model.layers.0.attn', 'layers.0')
+    """
+    ours, theirs = [p for p in outer.split(".") if p], [p for p in inner.split(".") if p]
+    for count in range(min(len(ours), len(theirs)), 0, -1):
+        if ours[-count:] == theirs[:count]:
+            return ".".join([*ours, *theirs[count:]])
+    return ".".join([*ours, *theirs])

@@ -1,0 +1,1 @@
+"""Reports: what is saved, recomputed and offloaded, and why."""

@@ -1,0 +1,172 @@
+"""Several policies side by side: bytes held, peak, and the time that recomputation adds."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchremat.core.formatting import human_bytes, table
+from torchremat.errors import ArgumentTypeError
+from torchremat.policies.builtin import PolicyLike, as_policy
+from torchremat.policies.module_selection import Select
+from torchremat.remat.module_policies import under_policy
+from torchremat.remat.tracing.input_labels import BoundCall, refuse_misspelt
+from torchremat.report.explain import report_of
+from torchremat.report.measured_step import Step, restored
+from torchremat.report.observe import is_real, observe
+from torchremat.report.report import Report
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One policy's figures.
+
+    Attributes:
+        name: `plain`, or the policy.
+        report: what `explain` says of it.
+        held: bytes that autograd holds, `report.total`.
+        recomputed: bytes of the values that are computed again.
+        peak: the most bytes alive at one time of what a forward and backward pass make, gradients
+            included; inputs and parameters are not. `None` where nothing was run.
+        seconds: best time of a forward and backward pass, `None` where nothing was run.
+        added_seconds: how much more than plain's that is.
+    """
+
+    name: str
+    report: Report
+    peak: int | None = None
+    seconds: float | None = None
+    added_seconds: float | None = None
+
+    @property
+    def held(self) -> int:
+        """The bytes that autograd holds."""
+        return self.report.total
+
+    @property
+    def recomputed(self) -> int:
+        """The bytes of the values that are computed again."""
+        return self.report.by_decision().get("recomputed", 0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The figures of several policies: a `Compared` each in `rows`, plain first; `str`: a table."""
+
+    rows: tuple[Compared, ...]
+
+    def __iter__(self) -> Iterator[Compared]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        head = ("policy", "held", "recomputed", "peak", "time", "added")
+        cells = [
+            (
+                row.name,
+                human_bytes(row.held),
+                human_bytes(row.recomputed),
+                "-" if row.peak is None else human_bytes(row.peak),
+                _human_seconds(row.seconds),
+                _human_seconds(row.added_seconds, signed=True),
+            )
+            for row in self.rows
+        ]
+        return "\n".join(table([head, *cells], numeric=(1, 2, 3, 4, 5), indent=""))
+
+
+def compare(
+    f: Callable[..., Any],
+    *args: Any,
+    policies: Sequence[PolicyLike | None],
+    select: Select | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """The bytes held, the peak and the time of `f` as it is and under each of `policies`.
+
+    With real tensors each is run: forward, and backward from the sum of all floating-point outputs.
+    The time is the best of three, taken in turn; the peak is the bytes of live storages as a
+    dispatch mode counts them. `.grad` is not touched, and tensors that `f` writes to (buffers among
+    them) and the generators are put back. With fake or `meta` tensors among the inputs nothing is
+    run, and peak and times are `None`.
+
+    Args:
+        f: a function of trees of tensors and other values, or an `nn.Module`.
+        *args: its arguments.
+        policies: policies, spellings of policies, or callables; `None` saves nothing.
+        select: puts each policy on these modules of the model `f`, as `nn.wrap` does, in place of
+            the whole; `f` stays as it is.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A `Comparison`; `print` shows it as a table.
+
+    Raises:
+        TypeError: if `f` is not callable, if `policies` is no list of policies, if there is nothing
+            to differentiate, or if there is a `select` and `f` is no `nn.Module`.
+        ValueError: where `nn.wrap` raises it: `NoMatchError` if `select` matches nothing.
+
+    >>> import torch
+    >>> import torchremat as tr
+    >>> def f(x, w):
+    ...     return torch.sin(torch.sin(x @ w)).sum()
+    >>> x, w = torch.ones(8, 16, device="meta"), torch.ones(16, 32, device="meta")
+    >>> print(tr.compare(f, x, w, policies=["full", "dots"]))
+    policy                held  recomputed  peak  time  added
+    plain             2.00 KiB         0 B     -     -      -
+    nothing_saveable       0 B    2.00 KiB     -     -      -
+    dots_saveable     1.00 KiB    1.00 KiB     -     -      -
+    """
+    refuse_misspelt(compare, f, kwargs)
+    calls = {"plain": BoundCall(f, args, kwargs)}
+    for policy in _checked(policies):
+        calls[repr(policy)] = BoundCall(under_policy(f, policy, select), args, kwargs)
+    observed = {name: observe(bound) for name, bound in calls.items()}
+    reports = {name: report_of(observation) for name, observation in observed.items()}
+    plain = observed["plain"]
+    if not all(is_real(i.tensor) for i in plain.inputs):
+        return Comparison(tuple(Compared(name, report) for name, report in reports.items()))
+    steps = {name: Step(bound, plain) for name, bound in calls.items()}
+    with restored(plain):
+        peaks = {name: step.peak() for name, step in steps.items()}
+        seconds = _best_seconds(steps)
+    return Comparison(
+        tuple(
+            Compared(name, report, peaks[name], seconds[name], seconds[name] - seconds["plain"])
+            for name, report in reports.items()
+        )
+    )
+
+
+def _checked(policies: Any) -> list[Any]:
+    if isinstance(policies, str | Mapping) or not isinstance(policies, Sequence):
+        raise ArgumentTypeError(
+            f"compare takes policies=[...], a list of policies, but it is {policies!r} "
+            f"({type(policies).__name__}); for one policy write policies=[policy]"
+        )
+    return [as_policy(policy) for policy in policies]
+
+
+def _best_seconds(steps: Mapping[str, Step]) -> dict[str, float]:
+    """The best time of each, taken in turn so that what slows the machine slows all."""
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(_ROUNDS):
+        for name, step in steps.items():
+            best[name] = min(best[name], step.seconds())
+    return best
+
+
+def _human_seconds(seconds: float | None, *, signed: bool = False) -> str:
+    """A time for people.
+
+    >>> _human_seconds(0.00123), _human_seconds(0.5, signed=True)
+    ('1.23 ms', '+500 ms')
+    """
+    if seconds is None:
+        return "-"
+    milliseconds = 1e3 * seconds
+    digits = 2 if abs(milliseconds) < 10 else 1 if abs(milliseconds) < 100 else 0
+    return f"{milliseconds:{'+' if signed else ''}.{digits}f} ms"

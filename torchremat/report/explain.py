@@ -1,0 +1,367 @@
+"""Explanations: what becomes of each value of a forward pass under a policy, and why."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchremat import _torch
+from torchremat.autodiff.bodies import FunctionBody
+from torchremat.core.avals import Aval
+from torchremat.core.source import name_of
+from torchremat.errors import TraceError
+from torchremat.graph.nodes import base_of, call_of, is_forward, is_item
+from torchremat.policies.builtin import PolicyLike
+from torchremat.policies.module_selection import Select
+from torchremat.remat.module_policies import under_policy
+from torchremat.remat.program.decisions import Choice, Decision
+from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.random_replay import draws_again, state_aval
+from torchremat.remat.tracing.input_labels import (
+    BoundCall,
+    InputLabel,
+    labels_of_state,
+    refuse_misspelt,
+)
+from torchremat.remat.values.scope import (
+    Computed,
+    Scope,
+    below,
+    body_of,
+    is_computed,
+    is_remat,
+    item_index,
+    program_of,
+)
+from torchremat.remat.values.value_labels import Labels
+from torchremat.report.observe import Held, Observation, ObservedInput, observe
+from torchremat.report.report import Diff, Report, Row
+
+__all__ = ["Diff", "Report", "Row", "explain", "report_of_programs"]
+
+
+def explain(
+    f: Callable[..., Any],
+    *args: Any,
+    policy: PolicyLike | None = None,
+    select: Select | None = None,
+    **kwargs: Any,
+) -> Report:
+    """What becomes of every value of the forward pass of `f` that matters to the backward, and why.
+
+    `f` is traced on fake tensors and not run. Differentiated are the inputs that require a
+    gradient, or all floating-point arguments if none does.
+
+    Args:
+        f: a function of trees of tensors and other values, or an `nn.Module`.
+        *args: its arguments; real, fake or `meta` tensors.
+        policy: explains `checkpoint(f, policy=policy)`. `None`: `f` as it is, where the checkpoints
+            inside it decide.
+        select: puts the policy on these modules of the model `f`, as `nn.wrap` does, in place of
+            the whole; `f` stays as it is. `policy=None` then saves nothing but their inputs.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A `Report`, with a row for each value that is kept or computed again. Its `total` is the
+        bytes that autograd really holds. How large the workspace of an LSTM's kernel on a CPU is,
+        only the kernel knows: it runs once on zeros, and is left out where `args` are fake or meta.
+
+    Raises:
+        TypeError: if `f` is not callable, if there is nothing to differentiate, or if there is a
+            `select` and `f` is no `nn.Module`.
+        ValueError: where `nn.wrap` raises it: `NoMatchError` if `select` matches nothing.
+
+    >>> import torch
+    >>> import torchremat as tr
+    >>> def f(x, w):
+    ...     return torch.sin(x @ w).sum()
+    >>> print(explain(f, torch.ones(8, 16), torch.ones(16, 32), policy="full"))
+    held for the backward pass: 0 B in 0 tensors; computed again: 1.00 KiB in 1 tensor
+    <BLANKLINE>
+    recomputed: ... does not let it be saved, 1.00 KiB
+      1.00 KiB  mm  f32[8,32]  ...2 (f)
+    <BLANKLINE>
+    inputs: an argument, 2.50 KiB
+         512 B  x  f32[8,16]
+      2.00 KiB  w  f32[16,32]
+    """
+    refuse_misspelt(explain, f, kwargs)
+    call = BoundCall(f, args, kwargs)  # before it is wrapped: a wrong `f` is told about by name
+    if policy is not None or select is not None:
+        call = BoundCall(under_policy(f, policy, select), args, kwargs)
+    observation = observe(call)
+    if policy is not None and select is None:
+        return replace(report_of(observation), program=_only_program(observation))
+    return replace(report_of(observation), program=ExplainedCall.of(call.fun, args, kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class ExplainedCall:
+    """A call that was explained as it is, with fake tensors for its arguments.
+
+    It is traced with its derivative only when it is drawn, which few reports are.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "ExplainedCall":
+        """The call, without the memory of its arguments."""
+        mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        fakes: dict[int, Tensor] = {}
+
+        def faked(leaf: Any) -> Any:
+            if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
+                return leaf
+            if id(leaf) not in fakes:
+                with mode:
+                    fake = torch.empty_strided(
+                        leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+                    )
+                fakes[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
+            return fakes[id(leaf)]
+
+        return cls(fun, *_torch.tree_map(faked, (args, kwargs)))
+
+    def check_still(self, report: Report) -> None:
+        """Raise `TraceError` if the call is no longer what `report` tells of."""
+        again = explain(self.fun, *self.args, **self.kwargs)
+        known = {(row.name, row.decision) for row in report}
+        # the workspace of a kernel is not known of fake tensors
+        changed = [row for row in again if (row.name, row.decision) not in known]
+        if changed:
+            raise TraceError(
+                f"{name_of(self.fun)} has changed since it was explained: {changed[0].name} is now "
+                f"{changed[0].decision}. Explain it again, and draw that report."
+            )
+
+
+def _only_program(observation: Observation) -> FunctionProgram | None:
+    """The program of the whole function, if it is one."""
+    calls = observation.scope.calls
+    return program_of(calls[0]) if len(calls) == 1 else None
+
+
+def report_of(observation: Observation) -> Report:
+    """The report of what was observed."""
+    labels = Labels.of(observation.scope)
+    inputs: list[tuple[ObservedInput, Row]] = []
+    found = _Rows(labels)
+    for held in observation.held:
+        if held.input is not None:
+            inputs.append((held.input, _input_row(held.input.label, held.aval, held.nbytes)))
+        else:
+            found.add_held(held)
+    for call in observation.scope.calls:
+        program = program_of(call)
+        if call.kwargs["call"] in observation.live_calls and program is not None:
+            found.add_replayed(observation.scope.whole_inside(call), program)
+    inputs.sort(key=lambda pair: observation.inputs.index(pair[0]))
+    return Report((*(row for _, row in inputs), *found.in_order()))
+
+
+def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Report:
+    """The report of programs that have run, each of the module of that name.
+
+    What is an input of one and was kept by another is counted by the other.
+    """
+    rows: list[Row] = []
+    for name, program in programs:
+        scope = Scope.of_program(program, name)
+        found = _Rows(Labels.of(scope))
+        found.add_kept(scope, program)
+        found.add_replayed(scope, program)
+        rows += _program_inputs(name, program)
+        rows += found.in_order()
+    return Report(tuple(rows), RanPrograms(tuple(programs)))
+
+
+@dataclass(frozen=True, eq=False)
+class RanPrograms:
+    """Programs that have run, each with the name of its module, in the order of the modules."""
+
+    modules: tuple[tuple[str, FunctionProgram], ...]
+
+
+class _Rows:
+    """Rows of computed values, one for each, in program order."""
+
+    def __init__(self, labels: Labels) -> None:
+        self.labels = labels
+        self._rows: dict[Any, tuple[int, Row]] = {}
+
+    def in_order(self) -> list[Row]:
+        """The rows."""
+        return [row for _, row in sorted(self._rows.values(), key=lambda pair: pair[0])]
+
+    def add_held(self, held: Held) -> None:
+        """What autograd holds."""
+        value = held.value
+        if value is None:
+            row = Row("literal", "", "", None, held.aval.shape, held.aval.dtype, held.nbytes,
+                      "constant", "a number")  # fmt: skip
+            self._rows[id(held)] = (-1, row)
+            return
+        choice = _choice_on(held) or Choice("saved", _why_held(held))
+        if choice.decision == "offloaded" and not held.offloaded_to:
+            choice = Choice("saved", "under torch.func what is kept is an output: it stays")
+        if value.is_constant:
+            choice = Choice("constant", choice.reason)
+        self._add(value, choice, held.nbytes, held.aval)
+
+    def add_kept(self, scope: Scope, program: FunctionProgram) -> None:
+        """What a program hands on to its derivative."""
+        for i, node in enumerate(program.residuals):
+            tensor = node.meta["val"]
+            choice = _choice_of(program, node)
+            nbytes = tensor.untyped_storage().nbytes()
+            aval = Aval.of(tensor)
+            if i in program.drawn_again:
+                aval = state_aval(node)
+                nbytes = aval.nbytes
+            self._add(scope.value_of(node), choice, nbytes, aval)
+
+    def add_replayed(self, scope: Scope, program: FunctionProgram) -> None:
+        """What the derivative of a program, which runs in `scope`, computes again.
+
+        It is what of the forward pass is in its backward graph.
+        """
+        given = (True,) * len(program.differentiable)
+        needed = tuple(spec.requires_grad for spec in program.region.specs)
+        backward = program.backward(given, needed, with_states=bool(program.drawn_again))
+        self._add_replays(scope, backward.module, program)
+
+    def _add_replays(
+        self, scope: Scope, backward: fx.GraphModule, program: FunctionProgram | None
+    ) -> None:
+        """Those in a `backward` graph, whose forward half is that of `scope`."""
+        choices = {} if program is None else program.choices.choices
+        reasons = {node.name: choice.reason for node, choice in choices.items()}
+        calls = {call.kwargs["call"]: call for call in scope.calls}
+        for node in backward.graph.nodes:
+            if is_remat(node):
+                call = calls.get(node.kwargs["call"], node)
+                inner = scope.whole_inside(call)
+                if is_forward(node):
+                    reason = next((reasons[i.name] for i in node.users if i.name in reasons), "")
+                    self._add_body(inner, body_of(node), reason)
+                else:
+                    self._add_replays(inner, body_of(node), self.labels.programs.get(inner.path))
+            elif is_computed(node) and is_forward(node) and not draws_again(node):
+                reason = reasons.get(node.name, "the backward pass needs it")
+                self._add_again(Computed(node, scope), reason)
+
+    def _add_body(self, scope: Scope, body: fx.GraphModule, reason: str) -> None:
+        """All that a body computes, which the derivative around it runs again."""
+        for node in body.graph.nodes:
+            if is_remat(node):
+                self._add_body(scope.whole_inside(node), body_of(node), reason)
+            elif is_computed(node):
+                self._add_again(Computed(node, scope), reason)
+
+    def _add_again(self, value: Computed, reason: str) -> None:
+        aval = value.aval
+        if aval is not None and not value.is_constant:
+            self._add(value, Choice("recomputed", reason), aval.nbytes, aval)
+
+    def _add(self, value: Computed, choice: Choice, nbytes: int, aval: Aval) -> None:
+        if value.key in self._rows:
+            return
+        label = self.labels.of_value(value)
+        reason = choice.reason
+        if value.node.meta.get("looped"):
+            reason += "; vmap has no rule for it, and runs it once for each example"
+        row = Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype, nbytes,
+                  choice.decision, reason)  # fmt: skip
+        self._rows[value.key] = (self.labels.position(value), row)
+
+
+# --- reasons -------------------------------------------------------------------------------------
+
+
+def _why_held(held: Held) -> str:
+    """Which node of autograd's graph holds a value: a checkpoint's last, if there are others."""
+    plain = [node for node in held.readers if not hasattr(node, "program")]
+    if plain:
+        return f"no checkpoint decides: {plain[0].name()} reads it"
+    if held.readers:
+        return f"an input of a checkpoint: {name_of(held.readers[0].owner)} reads it"
+    return "no checkpoint decides"
+
+
+def _choice_on(held: Held) -> Choice | None:
+    """What a policy said of a value that a checkpoint keeps."""
+    choices = map(choice_inside, map(base_of, held.nodes))
+    return next((choice for choice in choices if choice is not None), None)
+
+
+def choice_inside(node: fx.Node) -> Choice | None:
+    """What a policy said of `node`, if that is what a checkpoint keeps."""
+    if not (is_item(node) and is_remat(call_of(node))):
+        return None
+    program = program_of(call_of(node))
+    if program is None:
+        return None
+    number = item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
+    return _choice_of(program, program.residuals[number]) if number >= 0 else None
+
+
+def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:
+    choice = program.choices.choices.get(residual)
+    schedule = program.choices.schedule
+    if choice is None and schedule is not None and residual in schedule.saved:
+        return Choice(
+            "saved", f"{program.choices.policy} keeps it: only the backward pass has a use for it"
+        )
+    if choice is None:
+        return Choice("saved", "a copy, made before the function writes to it")
+    if choice.decision == "offloaded" and not program.offloaded:
+        return Choice("saved", f"{choice.reason} offloads it, but {program.why_none_offloaded}")
+    if residual in {program.residuals[i] for i in program.drawn_again}:
+        return Choice("saved", "the state of the generator, from which it is drawn again")
+    if choice.decision == "recomputed":
+        return Choice("saved", "config.verify_recomputation compares it")
+    return choice
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+_REASONS = {
+    "argument": "an argument",
+    "parameter": "a parameter",
+    "buffer": "a buffer",
+    "closed-over": "a tensor that the function closes over",
+}
+
+
+def _input_row(label: InputLabel, aval: Aval, nbytes: int) -> Row:
+    is_state = label.kind in ("parameter", "buffer")
+    module = label.text.rpartition(".")[0] if is_state else ""
+    decision: Decision = "parameter" if label.kind == "parameter" else "input"
+    return Row(label.text, "", module, None, aval.shape, aval.dtype, nbytes, decision,
+               _REASONS[label.kind])  # fmt: skip
+
+
+def _program_inputs(name: str, program: FunctionProgram) -> list[Row]:
+    """The inputs that the derivative of a program reads."""
+    region = program.region
+    state = labels_of_state(region.paths)
+    body = region.body
+    captured = body.captured() if isinstance(body, FunctionBody) and body.captured else []
+    num_args = len(region.specs) - len(captured)
+    rows = []
+    for i in program.saved_inputs:
+        label = InputLabel("argument", below(name, region.names[i]))
+        if i >= num_args:
+            found = state.get(id(captured[i - num_args]))
+            text = label.text if found is None else below(name, found.text)
+            label = InputLabel("closed-over" if found is None else found.kind, text)
+        tensor = program.root_joint.inputs[i].meta["val"]
+        rows.append(_input_row(label, Aval.of(tensor), tensor.untyped_storage().nbytes()))
+    return rows

@@ -1,0 +1,303 @@
+"""Bytes as they are: those alive at each moment, and those autograd holds for the backward pass.
+
+Both count *storages*, each once however many tensors look into it, at its full size. PyTorch keeps
+one Python object for a storage from the first time it is asked for until the storage is freed, also
+when only C++ refers to it: a weak reference to that object says to the byte when it is gone.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from torchremat._torch import HigherOrderOperator, TorchDispatchMode, tree_flatten
+from torchremat.remat.offload.host_pool import holds
+
+# torch.tensor(...) makes its storage unseen by dispatch modes and then passes it through this one
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+
+
+class HeldTensor(NamedTuple):
+    """A storage that autograd holds, as the first tensor saved in it looks; `nbytes` is all of it.
+
+    A view that is saved holds its whole base: `nbytes` may be more than `shape` needs.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live storages made by operators inside a `with` block, and their peak.
+
+    A storage counts from the operator that returns it until it is freed, on every device but
+    `meta`. One that was there before the block counts only once `add` has been told of it. Freed
+    storages are taken off also after the block. What a kernel allocates and frees within itself is
+    not seen, nor are storages that no operator made (`torch.from_numpy`) until they are added; a
+    storage resized through `UntypedStorage.resize_` counts at its new size from the next
+    operator that returns a tensor in it.
+
+    The peak is taken after each operator, when what it read and what it wrote are both alive.
+    Operators inside `torch.cond` and other higher-order operators are seen.
+
+    >>> x = torch.ones(256)                    # 1024 bytes, made before
+    >>> with LiveBytes() as memory:
+    ...     y = (x + 1).exp().sum()            # x + 1 and its exp are alive together
+    >>> memory.peak, memory.live
+    (2048, 4)
+    >>> del y
+    >>> memory.live
+    0
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = _Storages()
+        self._peak = 0
+
+    @property
+    def live(self) -> int:
+        """Bytes of the counted storages that are alive now."""
+        return self._storages.nbytes
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at one time since the start or the last `reset_peak`."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Forget the peak: it becomes the bytes alive now."""
+        self._peak = self.live
+
+    def add(self, *trees: Any) -> None:
+        """Count the storages of the tensors in `trees` too; a module stands for its state.
+
+        `trees` are pytrees of tensors, `nn.Module`s (parameters and buffers), and anything else,
+        which is passed over.
+
+        >>> memory = LiveBytes()
+        >>> memory.add(torch.nn.Linear(3, 2).requires_grad_(False))
+        >>> memory.peak                        # 4 bytes x (3 x 2 + 2)
+        32
+        """
+        for storage in storages_in(trees):
+            self._count(storage)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` and count the storages that are new in what it returns."""
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            args, kwargs = (
+                _map_functions(self._watched, args),
+                _map_functions(self._watched, kwargs),
+            )
+        out = func(*args, **kwargs)
+        # an unknown storage that an argument has as well is an older one, seen through a view
+        older = () if func is _LIFT_FRESH else tuple(storages_in((args, kwargs)))
+        for storage in storages_in(out):
+            if storage in self._storages or not any(storage is other for other in older):
+                self._count(storage)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":
+            self._storages.put(storage)
+            self._peak = max(self._peak, self.live)
+
+    def _watched(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """`body`, which a higher-order operator calls, with its operators counted again."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return body(*args, **kwargs)
+
+        return run
+
+
+class HeldBytes:
+    """Counts the bytes that autograd holds of what runs inside a `with` block.
+
+    Arguments are what does not count although it is saved: trees of tensors, `nn.Module`s for
+    their parameters and buffers. Everything else that a node saves for its backward counts, through
+    `torch.autograd.graph.saved_tensors_hooks`, from when it is saved until the node has run
+    backward or is freed. The tensors are kept and given back as they are, so the numbers of the
+    training do not change; one that is changed in place still raises when the backward reads it.
+    Not counted is what is offloaded: it is in the host's memory, and `host_stats` tells.
+    What an `autograd.Function` stores on its `ctx` in another way is not seen. PyTorch refuses
+    such hooks under `torch.func.grad`, `vjp` and `jacrev`.
+
+    Inside the block `total` and `tensors` tell of now, after it of the moment when it ended: put
+    the forward pass in it, and the backward pass after it. Each block counts anew.
+
+    >>> w = torch.ones(4, 4, requires_grad=True)
+    >>> x = torch.ones(8, 4)
+    >>> with HeldBytes(w, x) as held:
+    ...     loss = (x @ w).exp().sum()         # mm needs w and x, exp needs its result
+    >>> held.total, held.tensors
+    (128, [HeldTensor(shape=(8, 4), dtype=torch.float32, nbytes=128)])
+    >>> loss.backward()
+    """
+
+    def __init__(self, *excluded: Any) -> None:
+        self._excluded = _Storages()
+        for storage in storages_in(excluded):
+            self._excluded.put(storage)
+        self._saved: list[weakref.ref[_Saved]] = []
+        self._at_exit: list[HeldTensor] | None = None
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.unpack)
+
+    @property
+    def total(self) -> int:
+        """Bytes of the storages that autograd holds, each once."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[HeldTensor]:
+        """One entry for each storage that autograd holds, in the order in which it was saved."""
+        return self._held_now() if self._at_exit is None else self._at_exit
+
+    def __enter__(self) -> Self:
+        self._at_exit = None
+        self._saved = []
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+        self._at_exit = self._held_now()
+
+    def _pack(self, tensor: torch.Tensor) -> "_Saved":
+        saved = _Saved(tensor)
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def _held_now(self) -> list[HeldTensor]:
+        held = []
+        seen = _Storages()
+        for reference in self._saved:
+            saved = reference()
+            if saved is None:
+                continue
+            nbytes = 0
+            for storage in storages_in(saved.tensor):
+                if holds(storage):
+                    continue
+                if storage not in seen and storage not in self._excluded:
+                    seen.put(storage)
+                    nbytes += storage.nbytes()
+            if nbytes:
+                held.append(HeldTensor(tuple(saved.tensor.shape), saved.tensor.dtype, nbytes))
+        return held
+
+
+class _Saved:
+    """What autograd holds in place of a tensor; it dies when autograd lets go of the tensor."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # of a result PyTorch gives an alias with the node as its grad_fn: kept so, it would be kept
+        # by the node that it keeps, for ever. Detached, it has the same storage and version
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor; PyTorch leaves the check of its version to the hooks where there are any."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at "
+                f"version {self.tensor._version}; expected version {self.version}. Change a copy "
+                "of it, or change it after the backward pass"
+            )
+        return self.tensor
+
+
+class _Storages:
+    """A set of living storages and the sum of their bytes; the dead leave by themselves."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        # by id, which is another storage's only after the reference's callback has run
+        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        return id(storage) in self._entries
+
+    def put(self, storage: torch.UntypedStorage) -> None:
+        """Count `storage`, at the size that it has now if it was counted before."""
+        key = id(storage)
+        nbytes = storage.nbytes()
+        if key in self._entries:
+            reference, old_nbytes = self._entries[key]
+        else:
+            reference, old_nbytes = weakref.ref(storage, self._remover(key)), 0
+        self._entries[key] = reference, nbytes
+        self.nbytes += nbytes - old_nbytes
+
+    def _remover(self, key: int) -> Callable[[object], None]:
+        # through a weak reference: a long-lived parameter must not keep every set it was put in
+        myself = weakref.ref(self)
+
+        def remove(_: object) -> None:
+            storages = myself()
+            if storages is not None:
+                _, nbytes = storages._entries.pop(key)
+                storages.nbytes -= nbytes
+
+        return remove
+
+
+def storages_in(tree: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of the tensors in `tree`, where a module stands for its parameters and buffers.
+
+    A tensor in several (a sparse or nested tensor, a wrapper subclass) has one for each part; a
+    storage may come more than once. One without storage (`mkldnn`) raises `NotImplementedError`.
+
+    >>> x = torch.ones(6)
+    >>> [storage.nbytes() for storage in storages_in({"a": x, "b": [x[:3], 1]})]
+    [24, 24]
+    """
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, torch.nn.Module):
+            yield from storages_in([*leaf.parameters(), *leaf.buffers()])
+        elif isinstance(leaf, torch.Tensor):
+            parts = _parts(leaf)
+            if parts is None:
+                yield leaf.untyped_storage()
+            else:
+                yield from storages_in(parts)
+
+
+def _parts(tensor: torch.Tensor) -> list[Any] | None:
+    """The tensors that `tensor` is made of; None if it is one strided tensor."""
+    if hasattr(tensor, "__tensor_flatten__"):  # the protocol of wrapper subclasses
+        names, _ = tensor.__tensor_flatten__()
+        return [getattr(tensor, name) for name in names]
+    if tensor.layout is torch.sparse_coo:
+        # indices() and values() of one that is not coalesced raise
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return None
+
+
+def _map_functions(wrap: Callable[[Any], Any], arguments: Any) -> Any:
+    """`arguments` (a tuple or a dict) with the functions among them, at the top, wrapped."""
+    if isinstance(arguments, dict):
+        return {
+            name: wrap(value) if callable(value) else value for name, value in arguments.items()
+        }
+    return tuple(wrap(value) if callable(value) else value for value in arguments)

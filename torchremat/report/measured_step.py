@@ -1,0 +1,133 @@
+"""Steps that run: a forward and a backward pass, measured, after which all is as before."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.remat.tracing.input_labels import BoundCall
+from torchremat.report.live_bytes import LiveBytes
+from torchremat.report.observe import Observation
+
+
+class Step:
+    """A forward and a backward pass of `call` that leave no gradients behind.
+
+    Differentiated is what `observation` found, of the same arguments: the backward pass begins at
+    the sum of all floating-point outputs.
+
+    >>> from torchremat.report.observe import observe
+    >>> call = BoundCall(lambda x: torch.sin(torch.sin(x)).sum(), (torch.ones(256),), {})
+    >>> Step(call, observe(call)).peak()       # sin x, cos x and their product, 1 KiB each; sums
+    3080
+    """
+
+    def __init__(self, call: BoundCall, observation: Observation) -> None:
+        self._call = call
+        inputs = observation.differentiated_inputs()
+        arguments = [i for i in inputs if i.label.kind == "argument"]
+        self._differentiated = {id(i.tensor) for i in arguments}
+        self._written = {id(i.tensor) for i in observation.inputs if i.is_written}
+        self._closed_over = [i.tensor for i in inputs if i.label.kind != "argument"]
+        self._labels = {id(i.tensor): i.label.text for i in inputs}
+        self._devices = {i.tensor.device for i in observation.inputs}
+
+    def _arguments(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What to pass, and what to differentiate with respect to."""
+        args: dict[int, Tensor] = {}
+        wrt = []
+        for tensor in self._call.tensors:
+            if id(tensor) in args:
+                continue
+            arg = tensor
+            if id(tensor) in self._differentiated:
+                arg = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+                wrt.append(arg)
+            args[id(tensor)] = arg.clone() if id(tensor) in self._written else arg
+        return [args[id(tensor)] for tensor in self._call.tensors], wrt
+
+    def peak(self) -> int:
+        """The most bytes alive at one time of what a step makes; the function is traced before."""
+        self.seconds()
+        with torch.enable_grad():
+            args, wrt = self._arguments()
+        with LiveBytes() as memory:
+            self._run(args, wrt)
+        return int(memory.peak)
+
+    def seconds(self) -> float:
+        """The time of a step."""
+        with torch.enable_grad():
+            args, wrt = self._arguments()
+        self._wait()
+        start = time.perf_counter()
+        self._run(args, wrt)
+        self._wait()
+        return time.perf_counter() - start
+
+    def results(self) -> dict[str, Tensor | None]:
+        """What a step gives: `output 0`, ..., and `grad of x`, ..., `None` where there is none.
+
+        >>> from torchremat.report.observe import observe
+        >>> call = BoundCall(lambda x: torch.sin(x).sum(), (torch.zeros(2),), {})
+        >>> Step(call, observe(call)).results()
+        {'output 0': tensor(0.), 'grad of x': tensor([1., 1.])}
+        """
+        with torch.enable_grad():
+            args, wrt = self._arguments()
+            leaves, _ = _torch.tree_flatten(self._call.run(args))
+            sums = _sums(leaves)
+        outputs = [x for x in leaves if isinstance(x, Tensor)]
+        found: dict[str, Tensor | None] = {
+            f"output {i}": output.detach().clone() for i, output in enumerate(outputs)
+        }
+        passed = dict.fromkeys(map(id, self._call.tensors))
+        names = [self._labels[key] for key in passed if key in self._differentiated]
+        names += [self._labels[id(tensor)] for tensor in self._closed_over]
+        gradients = self._gradients(sums, wrt)
+        return found | dict(zip((f"grad of {name}" for name in names), gradients, strict=False))
+
+    def _run(self, args: list[Tensor], wrt: list[Tensor]) -> None:
+        with torch.enable_grad():
+            leaves, _ = _torch.tree_flatten(self._call.run(args))
+            sums = _sums(leaves)
+        del leaves
+        self._gradients(sums, wrt)
+
+    def _gradients(self, sums: list[Tensor], wrt: list[Tensor]) -> tuple[Tensor | None, ...]:
+        if not sums:
+            return ()
+        return torch.autograd.grad(sums, [*wrt, *self._closed_over], allow_unused=True)
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+@contextmanager
+def restored(observation: Observation) -> Iterator[None]:
+    """After the block, generators and the tensors closed over that are written to are as before."""
+    closed_over = [i for i in observation.inputs if i.label.kind != "argument"]
+    written = [i.tensor for i in closed_over if i.is_written]
+    devices = {i.tensor.device for i in observation.inputs}
+    gpus = [device.index or 0 for device in devices if device.type == "cuda"]
+    copies = [tensor.detach().clone() for tensor in written]
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            for tensor, copy in zip(written, copies, strict=True):
+                tensor.detach().copy_(copy)
+
+
+def _sums(leaves: Sequence[Any]) -> list[Tensor]:
+    return [_real_sum(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _real_sum(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum()

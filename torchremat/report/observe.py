@@ -1,0 +1,422 @@
+"""What autograd would hold of a function, found by running it on fake tensors.
+
+The function runs once in a trace, with PyTorch's own autograd recording. What autograd packs away
+is exactly what it would hold in a real run; the trace tells what each of these tensors is:
+
+    y = x @ w           mm  = aten.mm(x, w)           held: x, w          from the arguments
+    z = sin(y).T        sin = aten.sin(mm)            held: mm            from a.py:1 (f)
+    return z * z        mul = aten.mul(t, t)          held: t, twice: it lies in the storage of sin
+
+A checkpoint is one node of the trace, whose body is a graph again. What autograd holds of it is an
+input or an output of the body, and is followed to the operator that computes it.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.core.avals import Aval
+from torchremat.errors import TraceError
+from torchremat.graph.nodes import base_of, call_of, is_item
+from torchremat.remat.program.program import FunctionProgram, Program
+from torchremat.remat.program.random_replay import state_aval
+from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
+from torchremat.remat.values.scope import (
+    Computed,
+    Scope,
+    is_remat,
+    item_index,
+    op_base_name,
+    program_of,
+)
+from torchremat.tracing.ambient_state import off_meta
+from torchremat.tracing.dtensors import Sharding, held_part, put_together
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.tracing import Tracing
+from torchremat.tracing.value_guards import Questions
+
+
+@dataclass(eq=False)
+class Held:
+    """A storage that autograd holds. One of `input` and `value` says what lies in it, if known.
+
+    `nodes` are what the tensors in it are in the trace, `readers` the nodes of autograd's graph
+    that hold them. `offloaded_to` is set if the host holds it in place of the device.
+    """
+
+    aval: Aval
+    nbytes: int
+    nodes: list[fx.Node] = field(default_factory=list)
+    input: "ObservedInput | None" = None
+    value: Computed | None = None
+    readers: list[Any] = field(default_factory=list)
+
+    @property
+    def offloaded_to(self) -> str:
+        """Where the value is, if a checkpoint under plain autograd offloads it; else `''`."""
+        if not all(node.name() == "CheckpointBackward" for node in self.readers):
+            return ""  # under `torch.func` it is an output, which stays on the device
+        return next((place for node in self.nodes if (place := _place_of(base_of(node)))), "")
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedInput:
+    """A tensor that was there before the call: an argument, or one that is closed over."""
+
+    label: InputLabel
+    aval: Aval
+    tensor: Tensor
+    requires_grad: bool
+    is_written: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What a call would leave behind: the storages held, and the graph of the forward pass."""
+
+    scope: Scope
+    inputs: tuple[ObservedInput, ...]
+    held: tuple[Held, ...]
+    live_calls: frozenset[int]
+
+    def differentiated_inputs(self) -> list[ObservedInput]:
+        """The inputs that get a gradient."""
+        return [i for i in self.inputs if i.requires_grad]
+
+
+def observe(call: BoundCall) -> Observation:
+    """Run the call on fake tensors, and see what autograd holds of it.
+
+    Differentiated are the inputs that require a gradient, else all floating arguments. Raises
+    `TraceError` (a `TypeError`) if there is nothing to differentiate.
+    """
+    differentiate_all = not call.is_known_to_require_grad()
+    found = _observed(call, differentiate_all)
+    captured = [i for i in found.inputs if i.label.kind != "argument"]
+    if differentiate_all and any(i.requires_grad for i in captured):
+        return _observed(call, False)
+    if not found.differentiated_inputs():
+        if not differentiate_all:
+            found = _observed(call, True)
+        if not found.differentiated_inputs():
+            raise TraceError(
+                f"{call.name} has nothing to differentiate: no argument is a floating-point or "
+                "complex tensor, and nothing that it closes over requires a gradient. Pass such a "
+                "tensor, or call requires_grad_() on the one that it closes over."
+            )
+    return found
+
+
+def _observed(call: BoundCall, differentiate_all: bool) -> Observation:
+    with off_meta():
+        try:
+            return _Observer(call, differentiate_all).run()
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+        return _Observer(call, differentiate_all, with_hooks=False).run()
+
+
+_NO_HOOKS = "don't yet support saved tensor hooks"  # torch.func.grad and its kin
+
+
+class _Record:
+    """What autograd is given in place of a tensor; it dies when autograd lets go of the tensor."""
+
+    __slots__ = ("__weakref__", "readers", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.readers: list[Any] = []
+
+
+class _Observer:
+    """One run. Without hooks, what is held is read off the nodes of autograd's graph.
+
+    Not all show what they hold: the one of a write to a view (`CopySlices`) does not.
+    """
+
+    def __init__(
+        self, call: BoundCall, differentiate_all: bool, *, with_hooks: bool = True
+    ) -> None:
+        self.call = call
+        self.differentiate_all = differentiate_all
+        self.paths = ModulePaths(call.roots)
+        distinct = {id(tensor): tensor for tensor in call.tensors}  # each is one input
+        self.questions = Questions(list(distinct.values()))
+        self.tracing = Tracing(paths=self.paths, questions=self.questions)
+        self.records: list[weakref.ref[_Record]] = []
+        self.versions: dict[int, int] = {}
+        self.reader: Any = None
+        self.with_hooks = with_hooks
+
+    def run(self) -> Observation:
+        tracing = self.tracing
+        caches_casts = torch.is_autocast_cache_enabled()
+        with tracing.recording(), torch.enable_grad(), _autocast_cache(caches_casts):
+            fakes = self._inputs()
+            wholes = [
+                put_together(fake, Sharding.of(tensor), i, tracing.cotangent_placements)
+                for i, (fake, tensor) in enumerate(zip(fakes, self.call.tensors, strict=True))
+            ]
+            bound = tracing.bound(self.call.tensors, wholes)
+            with bound, self._hooks(), self.questions.first():
+                output = self.call.run(wholes)
+            records = [r for reference in self.records if (r := reference()) is not None]
+            nodes = _autograd_nodes(output)
+            for node in nodes:
+                records += self._read(node)
+        programs = [node for node in nodes if isinstance(getattr(node, "program", None), Program)]
+        live_calls = frozenset(node.call for node in programs if hasattr(node, "call"))
+        module = tracing.finish(())
+        scope = Scope.of_trace(module, self.paths)
+        inputs = self._observed_inputs(fakes, scope)
+        held = self._held(records, scope, inputs)
+        for record in records:
+            del record.tensor  # autograd's graph and what it holds would keep each other alive
+        vars(self).clear()  # so would that graph, which has our hooks, and the arguments
+        return Observation(scope, tuple(inputs.values()), tuple(held), live_calls)
+
+    # --- before ----------------------------------------------------------------------------------
+
+    def _inputs(self) -> list[Tensor]:
+        """Fake tensors for the arguments, one for each tensor however often it is passed."""
+        fakes: dict[int, Tensor] = {}
+        for tensor, label in zip(self.call.tensors, self.call.labels, strict=True):
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = self._input(tensor, label.text)
+        return [fakes[id(tensor)] for tensor in self.call.tensors]
+
+    def _input(self, tensor: Tensor, name: str) -> Tensor:
+        spec = InputSpec.of(tensor, any_level=True)
+        name = "".join(c if c.isalnum() else "_" for c in name)
+        if spec.requires_grad and spec.is_leaf:
+            return self.tracing.input(spec, name)
+        floating = spec.dtype.is_floating_point or spec.dtype.is_complex
+        fake = self.tracing.input(replace(spec, requires_grad=False, is_leaf=True), name)
+        if not (spec.requires_grad or (self.differentiate_all and floating)):
+            return fake
+        with self.tracing.unrecorded():
+            start = torch.empty(0, requires_grad=True)
+        started: Tensor = _Started.apply(fake, start)  # type: ignore[no-untyped-call]
+        self.versions[id(started)] = started._version
+        return started
+
+    # --- during ----------------------------------------------------------------------------------
+
+    def _hooks(self) -> AbstractContextManager[Any]:
+        if not self.with_hooks:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> _Record:
+        # a result comes with its node as grad_fn: kept so, it would be kept by what it keeps
+        tensor = held_part(tensor)
+        record = _Record(tensor if tensor.is_leaf else tensor.detach())
+        if not isinstance(tensor, _torch.FakeTensor) or tensor.fake_mode is self.tracing.fake_mode:
+            self.records.append(weakref.ref(record))
+        return record
+
+    def _unpack(self, record: _Record) -> Tensor:
+        if self.reader is not None:
+            record.readers.append(self.reader)
+        return record.tensor
+
+    # --- after -----------------------------------------------------------------------------------
+
+    def _read(self, node: Any) -> list[_Record]:
+        """Note that `node` holds what it holds; without hooks, give records of it."""
+        found = []
+        self.reader = node
+        for name in dir(node):
+            if not (name.startswith("_saved_") or name == "saved_tensors"):
+                continue
+            value = getattr(node, name)  # through `_unpack`, if there are hooks
+            if not self.with_hooks:
+                for leaf in _torch.tree_flatten(value)[0]:
+                    if isinstance(leaf, Tensor):
+                        found.append(_Record(leaf))
+                        found[-1].readers.append(node)
+        self.reader = None
+        return found
+
+    def _observed_inputs(self, fakes: list[Tensor], scope: Scope) -> dict[int, ObservedInput]:
+        """The inputs by the identity of the storages of their fake tensors."""
+        written = _hidden_writes(scope)
+        captured = list(zip(self.tracing.captured, self.tracing.captured_inputs, strict=True))
+        labels = self.call.labels_of_captured([t for t, _ in captured], self.paths)
+        found: dict[int, ObservedInput] = {}
+        pairs = [*zip(self.call.tensors, fakes, strict=True), *captured]
+        for (tensor, fake), label in zip(pairs, [*self.call.labels, *labels], strict=True):
+            found.setdefault(
+                id(fake.untyped_storage()),
+                ObservedInput(
+                    label,
+                    Aval.of(fake),
+                    tensor,
+                    fake.requires_grad,
+                    fake._version > self.versions.get(id(fake), 0)
+                    or self.tracing.placeholder_of(fake) in written,
+                ),
+            )
+        return found
+
+    def _held(
+        self, records: list[_Record], scope: Scope, inputs: dict[int, ObservedInput]
+    ) -> list[Held]:
+        found: dict[int, Held] = {}
+        for record in records:
+            storage = record.tensor.untyped_storage()
+            node = self.tracing.node_of(record.tensor)
+            nbytes = storage.nbytes() or self._workspace_nbytes(node)
+            if nbytes == 0:  # batch norm in eval mode saves empty statistics
+                continue
+            held = found.get(id(storage))
+            if held is None:
+                held = Held(Aval.of(record.tensor), nbytes)
+                held.input = inputs.get(id(storage))
+                if held.input is not None:
+                    held.aval = held.input.aval
+                elif node is not None:
+                    held.value = scope.value_of(node)
+                    held.aval = held.value.aval or held.aval
+                if storage.nbytes() == 0:
+                    held.aval = replace(held.aval, shape=(nbytes,))
+                if node is not None and (state := _state_of(node)) is not None:
+                    held.aval, held.nbytes = state, state.nbytes
+                found[id(storage)] = held
+            held.nodes += [] if node is None else [node]
+            held.readers += record.readers
+        return list(found.values())
+
+    def _workspace_nbytes(self, node: fx.Node | None) -> int:
+        """The bytes of a kernel's workspace, which is empty in a trace; 0 if `node` is none."""
+        if node is None or not is_item(node) or call_of(node).target is not _RNN_LAYER:
+            return 0
+        if item_index(node) != _RNN_WORKSPACE or not all(map(is_real, self.call.tensors)):
+            return 0
+        args: list[Any] = [
+            _Like(tuple(arg.meta["val"].shape), arg.meta["val"].dtype)
+            if isinstance(arg, fx.Node)
+            else tuple(arg)
+            if isinstance(arg, list | tuple)
+            else arg
+            for arg in call_of(node).args
+        ]
+        return _rnn_workspace_nbytes(*args)
+
+
+def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
+    """The program of which `node` is a residual, and the number of that."""
+    if not is_item(node) or not is_remat(call_of(node)):
+        return None
+    program = program_of(call_of(node))
+    if program is None:
+        return None
+    return program, item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
+
+
+def _state_of(node: fx.Node) -> Aval | None:
+    """What a checkpoint keeps, outside traces, in place of a random value: a generator's state."""
+    found = _residual_of(node)
+    if found is None:
+        return None
+    program, number = found
+    return state_aval(program.residuals[number]) if number in program.drawn_again else None
+
+
+def _place_of(node: fx.Node) -> str:
+    """Where a checkpoint keeps a value outside traces, if not on its device."""
+    found = _residual_of(node)
+    if found is None:
+        return ""
+    program, number = found
+    if number not in program.offloaded:
+        return ""
+    return program.choices.choices[program.residuals[number]].place
+
+
+_RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_RNN_WORKSPACE = 3  # which output it is
+
+
+class _Like(NamedTuple):
+    """A tensor on the CPU, for the key of a cache."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@functools.cache
+def _rnn_workspace_nbytes(*args: Any) -> int:
+    """Run one layer of zeros: oneDNN alone knows, and it differs between processors.
+
+    It makes a workspace only where gradients are enabled.
+    """
+    with _torch.isolated_from_surroundings(), torch.enable_grad():
+        tensors = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, _Like) else a for a in args]
+        workspace: Tensor = _RNN_LAYER(*tensors)[_RNN_WORKSPACE]
+        return workspace.untyped_storage().nbytes()
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether `tensor` holds numbers: it is neither fake nor on the meta device."""
+    tensor = _torch.innermost_tensor(tensor)
+    return not (tensor.is_meta or isinstance(tensor, _torch.FakeTensor))
+
+
+class _Started(torch.autograd.Function):
+    """Makes a tensor one that autograd records and that may be written to, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, start: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return cotangent, None
+
+
+def _hidden_writes(scope: Scope) -> set[Any]:
+    """The running statistics that batch norms write to, though their schemas do not say so."""
+    return {
+        base_of(statistic)
+        for node in scope.nodes
+        if node.op == "call_function" and op_base_name(node.target).endswith("batch_norm")
+        for statistic in node.args[3:5]
+        if isinstance(statistic, fx.Node)
+    }
+
+
+@contextmanager
+def _autocast_cache(is_enabled: bool) -> Iterator[None]:
+    """Autocast keeps one copy of a weight that is used twice, as it does outside of traces."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(is_enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
+
+
+def _autograd_nodes(output: Any) -> list[Any]:
+    """The nodes of autograd's graph that the tensors in `output` come from."""
+    leaves, _ = _torch.tree_flatten(output)
+    stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+    seen: dict[Any, None] = {}
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            stack.extend(following for following, _ in node.next_functions)
+    return list(seen)

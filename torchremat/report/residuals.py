@@ -1,0 +1,121 @@
+"""What reverse-mode differentiation of a function would keep: a list, a line each, a log."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchremat.core.avals import Aval
+from torchremat.remat.tracing.input_labels import BoundCall
+from torchremat.remat.values.residual_log import describe_input, describe_value
+from torchremat.remat.values.value_labels import Labels
+from torchremat.report.observe import Held, Observation, observe
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A tensor that is kept from the forward pass. It unpacks as `aval, source`.
+
+    Attributes:
+        aval: shape and dtype.
+        source: where it comes from: `from the argument x['w'][0]`, `from a constant`,
+            `named 'attn' from file.py:12 (f)`, `output of mm from file.py:12 (f)`,
+            `output of jitted function 'g' from file.py:12 (g)`, ...
+        nbytes: bytes of its storage, which counts once however many views of it are kept.
+        node: the node of the traced graph that computes it, `None` for what none computes.
+    """
+
+    aval: Aval
+    source: str
+    nbytes: int
+    node: fx.Node | None = None
+
+    def __iter__(self) -> Any:
+        return iter((self.aval, self.source))
+
+    def __str__(self) -> str:
+        return f"{self.aval} {self.source}"
+
+
+def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
+    """What reverse-mode differentiation of `f` at these arguments keeps from the forward pass.
+
+    `f` is traced on fake tensors and not run: no memory is used, no random number drawn, no buffer
+    changed. Differentiated are the inputs that require a gradient, or all floating-point arguments
+    if none does. Of a function without `checkpoint` it is what PyTorch's own autograd holds.
+
+    Args:
+        f: a function of trees of tensors and other values, or an `nn.Module`.
+        *args: its arguments; real, fake or `meta` tensors.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        One `Residual` for each storage that is kept: literals, constants, arguments, tensors that
+        `f` closes over (parameters among them), and then the order of the program.
+
+    Raises:
+        TypeError: if `f` is not callable, or if there is nothing to differentiate.
+
+    After `jax.ad_checkpoint.saved_residuals`.
+
+    >>> import torch
+    >>> import torchremat as tr
+    >>> def f(w, x):
+    ...     return torch.sin(torch.sin(x @ w))
+    >>> w, x = torch.ones(3, 4), torch.ones(2, 3)
+    >>> aval, source = saved_residuals(f, w, x)[0]
+    >>> print(aval, source)
+    f32[3,4] from the argument w
+    >>> [str(r) for r in saved_residuals(tr.checkpoint(f), w, x)]
+    ['f32[3,4] from the argument w', 'f32[2,3] from the argument x']
+    """
+    observation = observe(BoundCall(f, args, kwargs))
+    labels = Labels.of(observation.scope)
+    ordered = sorted(
+        enumerate(observation.held), key=lambda pair: _position(pair, observation, labels)
+    )
+    return [_residual(held, labels) for _, held in ordered]
+
+
+def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Print what `saved_residuals` lists, a line each.
+
+    After `jax.ad_checkpoint.print_saved_residuals`.
+
+    >>> import torch
+    >>> def f(x, y):
+    ...     return torch.sin(x) * y
+    >>> print_saved_residuals(f, torch.ones(3), torch.ones(3))
+    f32[3] from the argument x
+    f32[3] from the argument y
+    f32[3] output of sin from <doctest ...>:2 (f)
+    """
+    for residual in saved_residuals(f, *args, **kwargs):
+        print(residual)
+
+
+def _residual(held: Held, labels: Labels) -> Residual:
+    if held.input is not None:
+        source = describe_input(held.input.label)
+    elif held.value is None:
+        source = "from a literal"
+    elif held.value.is_constant:
+        source = "from a constant"
+    else:
+        label = labels.of_value(held.value)
+        source = describe_value(held.value, label, offloaded_to=held.offloaded_to)
+    node = None if held.value is None else held.value.node
+    return Residual(held.aval, source, held.nbytes, node)
+
+
+def _position(
+    numbered: tuple[int, Held], observation: Observation, labels: Labels
+) -> tuple[int, int]:
+    """Literals, constants, inputs in their order, then the order of the program."""
+    number, held = numbered
+    if held.input is not None:
+        return 2, observation.inputs.index(held.input)
+    if held.value is None:
+        return 0, number
+    return (1, number) if held.value.is_constant else (3, labels.position(held.value))

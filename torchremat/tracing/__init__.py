@@ -1,0 +1,1 @@
+"""From a Python function to a graph: tracing on fake tensors."""

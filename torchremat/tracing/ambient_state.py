@@ -1,0 +1,125 @@
+"""The state of PyTorch that changes what a function computes."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchremat import _torch
+from torchremat.tracing.axes.named_axes import AxisFrame, axis_environment, restored
+from torchremat.tracing.modules.module_paths import ModulePaths
+
+
+class Rules:
+    """How often the rules for mapping operators over an axis have changed."""
+
+    changes = 0
+
+
+def switches() -> tuple[Any, ...]:
+    """Inference mode, deterministic algorithms, the kernels allowed for attention; global hooks.
+
+    Also how often batching rules changed.
+
+    The hooks of all modules are told apart by their handles; those of a trace do not count.
+    """
+    hooks = [
+        handle
+        for place in _torch.GLOBAL_MODULE_HOOKS
+        if place
+        for handle, hook in place.items()
+        if not isinstance(getattr(hook, "__self__", None), ModulePaths)
+    ]
+    return (*(ask() for ask in _torch.SWITCHES), Rules.changes, *hooks)
+
+
+class _OffMeta(threading.local):
+    is_on = False
+
+
+_off_meta = _OffMeta()
+
+
+@contextmanager
+def off_meta() -> Iterator[None]:
+    """In the block, a tensor on the meta device is traced as one on the CPU.
+
+    On the meta device PyTorch takes other operators than those that will run (attention comes as
+    products of whole matrices), and refuses autocast. What a function makes by itself goes where
+    its arguments are.
+    """
+    before, _off_meta.is_on = _off_meta.is_on, True
+    try:
+        with ExitStack() as stack:
+            if _default_device().type == "meta":
+                stack.enter_context(torch.device("cpu"))
+            yield
+    finally:
+        _off_meta.is_on = before
+
+
+def _default_device() -> torch.device:
+    """The default device; PyTorch makes a tensor to find it, which is no part of a trace."""
+    with _torch.isolated_from_surroundings():
+        return torch.get_default_device()
+
+
+def is_off_meta() -> bool:
+    """Whether this is such a block."""
+    return _off_meta.is_on
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Autocast, the default dtype, and switches that operators and modules ask in Python.
+
+    A function may be traced again in the backward pass, where they may be others; and what autograd
+    computes there is computed without autocast.
+    """
+
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    default_dtype: torch.dtype = torch.float32
+    switches: tuple[Any, ...] = ()
+    axes: tuple[AxisFrame, ...] = ()
+    """The named axes in scope."""
+    off_meta: bool = False
+    """Whether tensors on the meta device are traced as those on the CPU."""
+
+    @classmethod
+    def now(cls) -> "Surroundings":
+        """What they are."""
+        autocast = tuple(
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        )
+        return cls(
+            autocast, torch.get_default_dtype(), switches(), axis_environment(), is_off_meta()
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A block in which they are as they were."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            with without_autocast(), restored(self.axes), ExitStack() as stack:
+                for device, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+                if self.off_meta:
+                    stack.enter_context(off_meta())
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """A block without autocast: a graph has its casts written down."""
+    with ExitStack() as stack:
+        for device, dtype in Surroundings.now().autocast:
+            stack.enter_context(torch.autocast(device, dtype, enabled=False))
+        yield

@@ -1,0 +1,1 @@
+"""What a trace knows of `nn.Module`s."""

@@ -1,0 +1,114 @@
+"""Which `nn.Module` is running: qualified names while a function is traced."""
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from torchremat.core.source import current_source
+from torchremat.errors import TraceError
+from torchremat.tracing.modules.attribute_changes import Change, ModuleState
+from torchremat.tracing.modules.backward_hooks import hooks_written_down
+from torchremat.tracing.modules.parallel_kind import parallel_kind
+
+_COMPILED = "_orig_mod"
+"""What `torch.compile(module)` calls the module that it wraps."""
+
+
+class ModulePaths:
+    """The stack of modules that are running in this thread, by qualified name.
+
+    A module that is met outside any other is a root. It is called by the name that `roots` gives
+    it, else by the name of its class; what it contains, by its qualified name below that.
+    """
+
+    def __init__(self, roots: Mapping[int, str]) -> None:
+        self._roots = roots
+        self._names: dict[int, str] = {}
+        self._stack: list[nn.Module] = []
+        self._thread = threading.get_ident()
+        self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._state = ModuleState()
+        self.changes: list[Change] = []
+
+    @property
+    def current(self) -> str:
+        """The qualified name of the innermost running module, `''` outside any."""
+        return self._names[id(self._stack[-1])] if self._stack else ""
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """The qualified name of `module`, if it has run or is part of one that has."""
+        return self._names.get(id(module))
+
+    def _name(self, module: nn.Module) -> None:
+        if id(module) not in self._names:
+            self.add_root(module, self._roots.get(id(module), type(module).__name__))
+
+    def add_root(self, module: nn.Module, root: str) -> None:
+        """Call `module` `root`, and all that it contains accordingly, before any of it runs."""
+        for name, child in module.named_modules():
+            parts = [part for part in (root, *name.split(".")) if part not in ("", _COMPILED)]
+            self._names.setdefault(id(child), ".".join(parts))
+        self.seen.add(module)
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == self._thread and not self._is_generated(module):
+            self._name(module)
+            self._refuse_parallel(module)
+            self.seen.add(module)
+            self._state.note(module)
+            self._stack.append(module)
+
+    def _refuse_parallel(self, module: nn.Module) -> None:
+        kind = parallel_kind(module)
+        if kind is not None:
+            called = " ".join(filter(None, (self._names[id(module)], f"({type(module).__name__})")))
+            raise TraceError(
+                f"the module {called} {kind}, and runs inside a traced function at "
+                f"{current_source()}: what it gathers from other processes, and when, has no place "
+                "in a graph. Wrap that module itself, torchremat.nn.wrap(model, policy, "
+                "select='layers.*') say, whose hooks stay outside the graph; of a "
+                "DistributedDataParallel wrap its .module. plan, estimate and explain take the "
+                "model before it is made parallel; nn.split_budget plans for such layers."
+            )
+
+    def _is_generated(self, module: nn.Module) -> bool:
+        """Whether `module` is a graph that PyTorch made, for a `torch.cond` say."""
+        return isinstance(module, fx.GraphModule) and id(module) not in self._names
+
+    def _exit(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if threading.get_ident() == self._thread and self._stack and self._stack[-1] is module:
+            self._stack.pop()
+
+    @contextmanager
+    def recording(self) -> Iterator["ModulePaths"]:
+        """Follow the calls of modules in the block, and undo what it does to their attributes.
+
+        What that was is in `changes` afterwards.
+        """
+        # a wrapped module is entered by its forward, unseen by hooks
+        known = list(dict.fromkeys(module for root in self.seen for module in root.modules()))
+        for module in known:
+            self._state.note(module)
+        hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._exit, always_call=True),
+        )
+        try:
+            with hooks_written_down(known):
+                yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._stack.clear()
+            self.changes = list(self._state.changes())
+            self._state.clear()
+            for change in self.changes:
+                change.undo()

@@ -1,0 +1,1 @@
+"""Typed graphs: equations, printing, dead code, checking."""

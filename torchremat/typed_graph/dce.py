@@ -1,0 +1,150 @@
+"""Dead-code elimination: a graph without what nobody reads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.core.trees import positional, tuple_of
+from torchremat.errors import ArgumentTypeError, ArgumentValueError
+from torchremat.graph.nodes import attribute
+from torchremat.typed_graph.building import Input, build_graph, prune_body
+from torchremat.typed_graph.typed_graph import TypedGraph
+
+
+def dce_graph(g: TypedGraph, used_outputs: Sequence[bool]) -> tuple[TypedGraph, list[bool]]:
+    """Reduce a graph to what some of its outputs need.
+
+    Operators that nobody reads go, inside checkpoints too, and so do constants and inputs. What has
+    an effect besides its result stays: writes to constants and inputs, collectives and assertions;
+    and a random operator before another that stays, which would draw other numbers without it.
+
+    Args:
+        g: the graph. It is not changed.
+        used_outputs: for each output of `g`, in the order of `out_avals`, whether it is wanted.
+
+    Returns:
+        A graph that takes the inputs that are used, one an argument, and gives a tuple of the
+        outputs that are wanted; and for each input of `g` whether it is used.
+
+    Raises:
+        ValueError: if `used_outputs` has not one entry for each output.
+        TypeError: if an entry is no bool.
+
+    After `jax.interpreters.partial_eval.dce_jaxpr`.
+
+    >>> import torch, torchremat as tr
+    >>> g = tr.make_graph(lambda x, y: (x.sin(), y.cos()))(torch.ones(3), torch.ones(3))
+    >>> dce_graph(g, [False, True])
+    ({ lambda ; a:f32[3]. let
+        b:f32[3] = aten.cos a
+      in (b,) }, [False, True])
+    """
+    check_mask(used_outputs, len(g.outputs), "used_outputs", "output")
+    module, copies = copied(g)
+    outputs = [copies.get(v, v) for v, used in zip(g.outputs, used_outputs, strict=True) if used]
+    written = [copies[value] for value in g.written]
+    set_outputs(module.graph, [*outputs, *written])
+    eliminate_dead(module)
+    used = [bool(copies[node].users) for node in g.input_nodes]
+    for i in g.writes:
+        if i >= len(g.consts):
+            used[i - len(g.consts)] = True
+    inputs = const_inputs(g, copies)
+    inputs += [
+        Input(copies[node], node.name)
+        for node, is_used in zip(g.input_nodes, used, strict=True)
+        if is_used
+    ]
+    by_node = {i.node: i for i in inputs}
+    targets = [copies[(*g.const_nodes, *g.input_nodes)[i]] for i in g.writes]
+    writes = [(by_node[t], value) for t, value in zip(targets, written, strict=True)]
+    structures = positional(sum(used)), tuple_of(len(outputs))
+    return build_graph(module, inputs, outputs, structures, writes), used
+
+
+def check_mask(mask: Sequence[bool], count: int, what: str, of_what: str) -> None:
+    """Raise unless `mask` has `count` entries, all bools; the argument is called `what`."""
+    if not isinstance(mask, Sequence) or isinstance(mask, str):
+        raise ArgumentTypeError(
+            f"{what} must be a sequence of bools, one for each {of_what}, but it is {mask!r} "
+            f"({type(mask).__name__}): write [{', '.join(['True'] * min(count, 3))}], say"
+        )
+    wrong = [entry for entry in mask if not isinstance(entry, bool)]
+    if wrong:
+        raise ArgumentTypeError(
+            f"{what} must be a sequence of bools, but it contains {wrong[0]!r} "
+            f"({type(wrong[0]).__name__})"
+        )
+    if len(mask) != count:
+        raise ArgumentValueError(
+            f"{what} must have one entry for each {of_what}: the graph has {count}, and {what} has "
+            f"{len(mask)} entries"
+        )
+
+
+def copied(g: TypedGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy of the operators of `g`, with no outputs yet, and the copy of each node."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(g.graph_module.graph, copies)
+    graph.output(())
+    return fx.GraphModule(g.graph_module, graph), copies
+
+
+def set_outputs(graph: fx.Graph, outputs: Sequence[Any]) -> None:
+    """Let the graph give `outputs`."""
+    (output,) = graph.find_nodes(op="output")
+    output.args = (tuple(outputs),)
+
+
+def const_inputs(g: TypedGraph, copies: dict[fx.Node, fx.Node]) -> list[Input]:
+    """The constants of `g`, as inputs of a graph that is built of the copies of its nodes."""
+    pairs = zip(g.const_nodes, g.consts, strict=True)
+    return [Input(copies[node], node.name, tensor) for node, tensor in pairs]
+
+
+def eliminate_dead(module: fx.GraphModule, *, draws_later: bool = False) -> None:
+    """Take out what nobody reads, last operators first, so that readers are gone before.
+
+    With `draws_later`, random operators stay: what runs after this graph draws after them.
+    """
+    for node in reversed(list(module.graph.nodes)):
+        if node.op != "call_function":
+            continue
+        draws = draws_random(node, module)
+        if not node.users and not has_effect(node) and not (draws and draws_later):
+            module.graph.erase_node(node)
+            continue
+        if hasattr(node.target, "runner_of") and not (draws and draws_later):
+            prune_body(module, node)
+        draws_later |= draws
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        if not node.users:
+            module.graph.erase_node(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the operator of `node` does something besides giving a result and drawing numbers."""
+    return node.op == "call_function" and node.is_impure(impure_random=False)
+
+
+def draws_random(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether the operator of `node`, or one in its body, draws from a random generator."""
+    if isinstance(node.target, _torch.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    if node.op != "call_function":
+        return False
+    bodies = [attribute(module, str(a.target)) for a in _references(node)]
+    return any(getattr(body, "draws_random", False) for body in bodies) or any(
+        draws_random(inner, body)
+        for body in bodies
+        if isinstance(body, fx.GraphModule)
+        for inner in body.graph.nodes
+    )
+
+
+def _references(node: fx.Node) -> list[Any]:
+    return [used for used in node.all_input_nodes if used.op == "get_attr"]

@@ -1,0 +1,1 @@
+"""Shapes, as SVG and PNG."""

@@ -1,0 +1,67 @@
+"""Parts of what no module divides: long stretches of operators, so that they can be folded."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torchremat.viz.picture.picture import Value
+
+LONG = 150
+"""More operators than this in one module, beside those of modules inside, come in parts."""
+
+PART = 50
+"""How many operators of the forward pass a part has."""
+
+_NOT_COMPUTED = ("input", "parameter", "constant")
+
+
+def groups_of(values: Sequence[Value]) -> list[str]:
+    """For each value the path of its module, with a part of it where the module is long.
+
+    A backward operator is in the last part of the forward values that it reads, else in the first
+    of the backward values that it reads: gradients flow from late parts to early ones.
+
+    >>> def value(name, phase, *reads):
+    ...     return Value(name, "sin", "aten.sin.default", phase, "temporary", "", "", "", 4, None,
+    ...                  "", reads)
+    >>> chain = [value(str(i), "forward", *range(max(0, i - 1), i)) for i in range(200)]
+    >>> groups = groups_of([*chain, value("g", "backward", 120)])
+    >>> groups[0], groups[199], groups[200]
+    ('operators 1-50', 'operators 151-200', 'operators 101-150')
+    """
+    counts = Counter(v.module for v in values if v.phase == "forward" and _is_operator(v))
+    places = Counter[str]()
+    parts: list[int | None] = []
+    for value in values:
+        part = None
+        if counts[value.module] > LONG and value.kind not in _NOT_COMPUTED:
+            if value.phase == "forward":
+                part = places[value.module] // PART
+                places[value.module] += _is_operator(value)
+            else:
+                part = _part_of_backward(value, values, parts)
+        parts.append(part)
+    return [
+        value.module if part is None else _path(value.module, part, counts[value.module])
+        for value, part in zip(values, parts, strict=True)
+    ]
+
+
+def _is_operator(value: Value) -> bool:
+    return value.kind not in (*_NOT_COMPUTED, "view")
+
+
+def _part_of_backward(
+    value: Value, values: Sequence[Value], parts: Sequence[int | None]
+) -> int | None:
+    found: dict[str, list[int]] = {"forward": [], "backward": []}
+    for read in value.reads:
+        part = parts[read]
+        if part is not None and values[read].module == value.module:
+            found[values[read].phase].append(part)
+    return max(found["forward"]) if found["forward"] else min(found["backward"], default=None)
+
+
+def _path(module: str, part: int, count: int) -> str:
+    last = min((part + 1) * PART, count)
+    name = f"operators {min(part * PART + 1, last)}-{last}"
+    return f"{module}.{name}" if module else name

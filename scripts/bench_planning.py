@@ -41,8 +41,8 @@ from torchremat.planning.costs.device_rates import Rates
 from torchremat.planning.problem.backward_order import orders_of
 from torchremat.planning.problem.problem import Problem, Schedule, costs_of, plain_schedule
 from torchremat.planning.search.backward_search import least_peak_bound
-from torchremat.planning.solver import Options, Solution, solve, solve_orders
-from torchremat.planning.step.problem_builder import Step
+from torchremat.planning.solver import Solution, SolverOptions, solve, solve_orders
+from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import region_of
 
 FRACTIONS = (0.75, 0.5, 0.35, 0.25)
@@ -69,10 +69,10 @@ class Bench:
         self.name = name
         self.model = MODELS[name]
         self.cost = cost
-        self.options = Options(seconds=seconds)
+        self.options = SolverOptions(seconds=seconds)
         module, args = self.model.build()
         started = time.perf_counter()
-        self.step = Step.of(region_of(module, args, {}).joint, cost.seconds)
+        self.step = NumericStep.of(region_of(module, args, {}).joint, cost.seconds)
         self.problem = self.step.problem
         self.plain = plain_schedule(self.problem)
         self.peak = costs_of(self.problem, self.plain).peak

@@ -27,7 +27,7 @@ from torchremat.graph.nodes import base_of, call_of, is_item
 from torchremat.planning.memory.interpreter import results_of
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.problem.problem import Part, Schedule, plain_schedule
-from torchremat.planning.step.problem_builder import Step
+from torchremat.planning.step.problem_builder import NumericStep
 
 aten = torch.ops.aten
 BUDGETS = (0.9, 0.75, 0.5, 0.35, 0.25, 0.1)
@@ -66,7 +66,7 @@ class Peer:
         return self.name.partition(" ")[0]
 
 
-def peers_of(step: Step, blocks: tuple[str, ...], *, quick: bool = False) -> Iterator[Peer]:
+def peers_of(step: NumericStep, blocks: tuple[str, ...], *, quick: bool = False) -> Iterator[Peer]:
     """Every peer on the graph of `step`, whose checkpointed submodules are `blocks`."""
     yield from compiled_peers(step, quick=quick)
     yield from eager_peers(step, blocks)
@@ -75,7 +75,7 @@ def peers_of(step: Step, blocks: tuple[str, ...], *, quick: bool = False) -> Ite
 # --- torch.compile -------------------------------------------------------------------------------
 
 
-def compiled_peers(step: Step, *, quick: bool = False) -> Iterator[Peer]:
+def compiled_peers(step: NumericStep, *, quick: bool = False) -> Iterator[Peer]:
     """PyTorch's partitioner, by default, aggressive, and under each of its budgets and solvers."""
     yield Peer("default_partition", plain_schedule(step.problem))
     module, num_outputs = partitioner_input(step)
@@ -96,7 +96,7 @@ def compiled_peers(step: Step, *, quick: bool = False) -> Iterator[Peer]:
                 break
 
 
-def partitioner_input(step: Step) -> tuple[fx.GraphModule, int]:
+def partitioner_input(step: NumericStep) -> tuple[fx.GraphModule, int]:
     """The joint graph as `torch._functorch.partitioners` want it, and its number of outputs."""
     joint = step.joint
     graph = fx.Graph()
@@ -119,7 +119,7 @@ def partitioner_input(step: Step) -> tuple[fx.GraphModule, int]:
 class _Partition:
     """Runs of the partitioner on one graph; minimum cuts and flops that they share are kept."""
 
-    def __init__(self, step: Step, module: fx.GraphModule, num_outputs: int) -> None:
+    def __init__(self, step: NumericStep, module: fx.GraphModule, num_outputs: int) -> None:
         self.step = step
         self.module = module
         self.num_outputs = num_outputs
@@ -219,7 +219,7 @@ def _calls(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 
 
-def values_of(step: Step, nodes: Iterable[fx.Node]) -> Iterator[int]:
+def values_of(step: NumericStep, nodes: Iterable[fx.Node]) -> Iterator[int]:
     """The values in whose memory `nodes` lie; inputs and constants are none."""
     numbers = _numbers(step)
     for node in nodes:
@@ -230,10 +230,10 @@ def values_of(step: Step, nodes: Iterable[fx.Node]) -> Iterator[int]:
             yield number
 
 
-_NUMBERS: dict[int, tuple[Step, dict]] = {}
+_NUMBERS: dict[int, tuple[NumericStep, dict]] = {}
 
 
-def _numbers(step: Step) -> dict:
+def _numbers(step: NumericStep) -> dict:
     """The value that each output of each call is."""
     if id(step) not in _NUMBERS:
         found = {}
@@ -255,7 +255,7 @@ Keeps = Callable[[fx.Node, int], bool]
 """Whether the result of an operator in a block is kept; given how many matmuls came before."""
 
 
-def eager_peers(step: Step, blocks: tuple[str, ...]) -> Iterator[Peer]:
+def eager_peers(step: NumericStep, blocks: tuple[str, ...]) -> Iterator[Peer]:
     """`torch.utils.checkpoint` per block, and the selective ones."""
     policies: dict[str, Keeps] = {
         "checkpoint": lambda node, count: False,
@@ -270,7 +270,7 @@ def eager_peers(step: Step, blocks: tuple[str, ...]) -> Iterator[Peer]:
         yield Peer(name, schedule, time.perf_counter() - started)
 
 
-def eager_schedule(step: Step, blocks: tuple[str, ...], keeps: Keeps) -> Schedule:
+def eager_schedule(step: NumericStep, blocks: tuple[str, ...], keeps: Keeps) -> Schedule:
     """What a checkpoint of each of `blocks` does, in eager mode, with what `keeps` says kept."""
     problem = step.problem
     block_of = {o: _block_of(step.calls[o], blocks) for o in problem.forward}
@@ -316,7 +316,7 @@ def _block_of(node: fx.Node | None, blocks: tuple[str, ...]) -> str | None:
     return None
 
 
-def _kept_in_blocks(step: Step, block_of: dict[int, str | None], keeps: Keeps) -> set[int]:
+def _kept_in_blocks(step: NumericStep, block_of: dict[int, str | None], keeps: Keeps) -> set[int]:
     kept: set[int] = set()
     counts: dict[str, int] = {}
     for o, block in block_of.items():
@@ -330,7 +330,7 @@ def _kept_in_blocks(step: Step, block_of: dict[int, str | None], keeps: Keeps) -
     return kept
 
 
-def _across(step: Step, block_of: dict[int, str | None]) -> tuple[set[int], set[int]]:
+def _across(step: NumericStep, block_of: dict[int, str | None]) -> tuple[set[int], set[int]]:
     """The values that enter a block from outside it, and those that leave one."""
     problem = step.problem
     entering, leaving = set(), set(problem.outputs)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import OptionError, UnmatchedWarning
-from torchremat.integrations.training_only import switched_forward
+from torchremat.integrations.training_only import find_training_forward
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # both warn of few workers, no logger and what of PyTorch they use
@@ -68,7 +68,7 @@ def fit(library, module, *callbacks):
 
 
 def is_wrapped(module):
-    return any(switched_forward(m) is not None for m in module.modules())
+    return any(find_training_forward(m) is not None for m in module.modules())
 
 
 @pytest.mark.parametrize(

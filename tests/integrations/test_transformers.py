@@ -27,7 +27,7 @@ from torchremat.report.live_bytes import LiveBytes
 transformers = pytest.importorskip("transformers")
 
 from torchremat.integrations import transformers as integration  # noqa: E402
-from torchremat.integrations.training_only import switched_forward  # noqa: E402
+from torchremat.integrations.training_only import find_training_forward  # noqa: E402
 from torchremat.integrations.transformers import RematCallback  # noqa: E402
 
 FAST = ("gpt2", "bert, fused attention", "mamba")
@@ -59,7 +59,7 @@ POLICIES = pytest.mark.parametrize(
 
 
 def wrapped(model):
-    return [name for name, m in model.named_modules() if switched_forward(m) is not None]
+    return [name for name, m in model.named_modules() if find_training_forward(m) is not None]
 
 
 def step(model, seed=1, **extra):
@@ -368,7 +368,7 @@ def test_a_trainer_with_gradient_checkpointing_kwargs_trains_as_without(policy, 
     options["gradient_checkpointing_kwargs"] = json.dumps({"policy": policy})
     found, _ = trained(model, tmp_path, **options)
     assert_same(found, expected)
-    (forward, *_) = [f for m in model.modules() if (f := switched_forward(m)) is not None]
+    (forward, *_) = [f for m in model.modules() if (f := find_training_forward(m)) is not None]
     assert forward.last_program is not None
     model.gradient_checkpointing_disable()
     assert wrapped(model) == []

@@ -22,7 +22,7 @@ from torchremat.planning.cost_model import CostModel, measure
 from torchremat.planning.costs import measured_rates as measuring
 from torchremat.planning.costs import op_timer as profiling
 from torchremat.planning.costs.device_rates import KNOWN_DEVICES, Rates, rates_of
-from torchremat.planning.costs.op_signature import Call
+from torchremat.planning.costs.op_signature import OpSignature
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 
@@ -695,6 +695,6 @@ def test_the_time_of_a_call_is_the_median_of_rounds_that_are_long_enough(monkeyp
 
 def test_calls_that_are_alike_are_one():
     nodes = graph_of(lambda x, y: ((x @ y).exp(), (y @ x).exp()), *[torch.ones(3, 3)] * 2)
-    calls = {Call.of(n) for n in nodes if n.op == "call_function"}
+    calls = {OpSignature.of(n) for n in nodes if n.op == "call_function"}
     assert len(calls) == 2
     assert cost_model.work_of(next(iter(calls))) is cost_model.work_of(next(iter(calls)))

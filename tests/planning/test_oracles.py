@@ -30,10 +30,10 @@ from torchremat.planning.problem.problem import (
     plain_schedule,
 )
 from torchremat.planning.problem.replay import Decisions, replay_of
-from torchremat.planning.solver import Options, Solution, solve
+from torchremat.planning.solver import Solution, SolverOptions, solve
 
 FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD
-OPTIONS = Options(seconds=10.0, gap=0.0)
+OPTIONS = SolverOptions(seconds=10.0, gap=0.0)
 
 
 # --- the optimum over all schedules --------------------------------------------------------------

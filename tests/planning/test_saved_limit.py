@@ -13,7 +13,7 @@ from tests.planning.models import MODELS
 from tests.planning.test_budget_policy import step
 from torchremat.checkpoint_policies import memory_budget
 from torchremat.errors import BudgetError, PolicyError
-from torchremat.planning.planner import with_limit, without_wait
+from torchremat.planning.planner import add_saved_limit, drop_limit_operator
 from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
 from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.solver import solve
@@ -60,8 +60,8 @@ def test_added_is_the_least_that_the_limit_allows(limit):
         for s in sets
         if sum(problem.nbytes[v] for v in s) <= limit
     )
-    found = solve(with_limit(problem, room, limit), room)
-    schedule = without_wait(problem, found.schedule)
+    found = solve(add_saved_limit(problem, room, limit), room)
+    schedule = drop_limit_operator(problem, found.schedule)
     assert sum(problem.nbytes[v] for v in schedule.saved) <= limit
     assert costs_of(problem, schedule).added_seconds == pytest.approx(best)
 

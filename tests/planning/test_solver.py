@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, note
 
 from tests.planning.test_oracles import cases, examples, least_seconds
-from torchremat.planning.milp.intervals import Moment
+from torchremat.planning.milp.intervals import PeakPoint
 from torchremat.planning.milp.linear_program import LinearProgram, silence
-from torchremat.planning.milp.problem_index import Facts
+from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
-from torchremat.planning.problem.backward_order import floor_of, reordered
+from torchremat.planning.problem.backward_order import floor_of, reorder_backward
 from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of, plain_schedule
 from torchremat.planning.problem.replay import Decisions, replay_of
-from torchremat.planning.problem.trial import Trier
-from torchremat.planning.solver import Options, solve
+from torchremat.planning.problem.trial import Evaluator
+from torchremat.planning.solver import SolverOptions, solve
 
 FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD
 
@@ -54,7 +54,7 @@ def peak(problem: Problem) -> int:
     return costs_of(problem, plain_schedule(problem)).peak
 
 
-QUICK = Options(seconds=5.0)
+QUICK = SolverOptions(seconds=5.0)
 
 
 def test_the_figures_are_those_of_the_schedule():
@@ -134,7 +134,7 @@ def test_progress_goes_from_0_to_1():
 
 def test_no_time_is_enough_for_some_answer():
     problem = layers(8)
-    assert solve(problem, int(0.7 * peak(problem)), Options(seconds=0.0)).schedule is not None
+    assert solve(problem, int(0.7 * peak(problem)), SolverOptions(seconds=0.0)).schedule is not None
 
 
 @examples(60)
@@ -143,12 +143,12 @@ def test_no_time_is_enough_for_some_answer():
 def test_every_schedule_is_an_answer_of_the_outer_program(window, case):
     """Its optimum is at most theirs, with all moments as rows or a few."""
     problem, budget = case
-    facts = Facts(problem)
+    facts = ProblemIndex(problem)
     steps, positions = range(len(problem.backward)), range(len(problem.forward))
     note(f"{problem!r}\nbudget {budget}")
     optimum = least_seconds(problem, budget)
     for some in (1, 2):
-        moments = [Moment(step) for step in steps[::some]]
+        moments = [PeakPoint(step) for step in steps[::some]]
         program = SavingProgram(
             facts, budget, moments, positions[::some], window, outer=window is not None
         )
@@ -160,11 +160,11 @@ def test_every_schedule_is_an_answer_of_the_outer_program(window, case):
 def test_the_decisions_of_the_program_cost_what_it_says(share):
     problem = layers(2)
     budget = int(share * peak(problem))
-    moments = [Moment(step) for step in range(len(problem.backward))]
-    program = SavingProgram(Facts(problem), budget, moments, range(len(problem.forward)))
+    moments = [PeakPoint(step) for step in range(len(problem.backward))]
+    program = SavingProgram(ProblemIndex(problem), budget, moments, range(len(problem.forward)))
     answer = program.linear.solve(seconds=10.0)
     assert answer.x is not None
-    trial = Trier(problem, budget)(program.decisions(answer.x))
+    trial = Evaluator(problem, budget)(program.decisions(answer.x))
     assert trial.costs.added_seconds == pytest.approx(answer.value)
 
 
@@ -178,7 +178,7 @@ def test_an_operator_may_run_before_it_is_needed():
 
 def test_reordering_needs_no_more_memory():
     problem = layers(4)
-    assert floor_of(reordered(problem)) <= floor_of(problem)
+    assert floor_of(reorder_backward(problem)) <= floor_of(problem)
 
 
 def test_programs_print_nothing(capfd):

@@ -95,7 +95,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True)
-class _Level:
+class _TreeLevel:
     """The children of a tree's root, with paths; `kind` is the type of the root."""
 
     kind: type | None
@@ -103,7 +103,7 @@ class _Level:
     children: dict[str, Any]
 
     @classmethod
-    def of(cls, tree: Any) -> "_Level":
+    def of(cls, tree: Any) -> "_TreeLevel":
         children, spec = _torch.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
         if spec.is_leaf():
             return cls(None, None, {})
@@ -120,16 +120,16 @@ def _prefix_axes(path: str, axes: Any, tree: Any) -> tuple[list[Any], list[str]]
     found: list[Any] = []
     wrong: list[str] = []
     for where, given, wanted in _pairs(path, axes, tree):
-        if _Level.of(given).kind is None:
+        if _TreeLevel.of(given).kind is None:
             found += [given] * len(_torch.tree_flatten(wanted)[0])
         else:
-            wrong.append(_mismatch(where, _Level.of(given), _Level.of(wanted)))
+            wrong.append(_mismatch(where, _TreeLevel.of(given), _TreeLevel.of(wanted)))
     return found, wrong
 
 
 def _pairs(path: str, axes: Any, tree: Any) -> Iterator[tuple[str, Any, Any]]:
     """The places where `axes` has an axis, or where the trees part, in the order of `tree`."""
-    ours, theirs = _Level.of(axes), _Level.of(tree)
+    ours, theirs = _TreeLevel.of(axes), _TreeLevel.of(tree)
     if (
         ours.kind is None
         or ours.kind is not theirs.kind
@@ -142,7 +142,7 @@ def _pairs(path: str, axes: Any, tree: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from _pairs(path + key, ours.children[key], child)
 
 
-def _mismatch(path: str, given: _Level, wanted: _Level) -> str:
+def _mismatch(path: str, given: _TreeLevel, wanted: _TreeLevel) -> str:
     if given.kind is not wanted.kind:
         return (
             f"different types at {path}: the specification has {given}, but the full pytree has "

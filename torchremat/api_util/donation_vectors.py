@@ -38,14 +38,14 @@ def donation_vector(
 
     def flags() -> Iterator[bool]:
         for i, value in enumerate(args):
-            yield from _repeated(i in numbers or i - len(args) in numbers, value)
+            yield from _repeat(i in numbers or i - len(args) in numbers, value)
         for name, value in kwargs.items():
-            yield from _repeated(name in names, value)
+            yield from _repeat(name in names, value)
 
     return tuple(flags())
 
 
-def _repeated(flag: bool, tree: Any) -> list[bool]:
+def _repeat(flag: bool, tree: Any) -> list[bool]:
     return [flag] * len(_torch.tree_flatten(tree)[0])
 
 

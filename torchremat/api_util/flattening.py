@@ -120,7 +120,7 @@ def apply_flat_fun(
     {'sum': 3}
     """
     expected, out_tree = io_tree
-    return _applied(fun, expected, out_tree, (args, {}))
+    return _apply(fun, expected, out_tree, (args, {}))
 
 
 def apply_flat_fun_nokwargs(
@@ -135,10 +135,10 @@ def apply_flat_fun_nokwargs(
     3
     """
     expected, out_tree = io_tree
-    return _applied(fun, expected, out_tree, args)
+    return _apply(fun, expected, out_tree, args)
 
 
-def _applied(
+def _apply(
     fun: Callable[..., Sequence[Any]],
     expected: _torch.TreeSpec,
     out_tree: _torch.TreeSpec,

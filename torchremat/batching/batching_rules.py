@@ -28,7 +28,7 @@ from torchremat.tracing.axes.named_axes import frame_at
 Rule = Callable[..., tuple[Any, Any]]
 
 
-class Rules(MutableMapping[_torch.OpOverload, Rule]):
+class BatchingRules(MutableMapping[_torch.OpOverload, Rule]):
     """A registry of batching rules, which hold wherever the operator is mapped while they stand.
 
     >>> import torch, torchremat as tr
@@ -67,10 +67,10 @@ class Rules(MutableMapping[_torch.OpOverload, Rule]):
         return len(self._rules)
 
 
-primitive_batchers = Rules()
-axis_primitive_batchers = Rules()
-spmd_axis_primitive_batchers = Rules()
-rules_where_torch_has_none = Rules()
+primitive_batchers = BatchingRules()
+axis_primitive_batchers = BatchingRules()
+spmd_axis_primitive_batchers = BatchingRules()
+rules_where_torch_has_none = BatchingRules()
 """The library's own, which a user's goes before."""
 _registries = (
     primitive_batchers,
@@ -103,7 +103,7 @@ def _batch(op: _torch.OpOverload, *args: Any, **kwargs: Any) -> Any:
             return op(*args, **kwargs)
         finally:
             _hooks[op] = _torch.replace_batching_rule(op, functools.partial(_batch, op))
-    arguments = Arguments.of(op, args, kwargs)
+    arguments = BatchedArguments.of(op, args, kwargs)
     with _torch.at_level_below() as level:
         found = [_torch.unwrap_batched_tensor(t, level.number) for t in arguments.tensors]
         vals, dims = [t for t, _ in found], [dim for _, dim in found]
@@ -115,7 +115,7 @@ def _batch(op: _torch.OpOverload, *args: Any, **kwargs: Any) -> Any:
             f"the batching rule of {op} must give a pair: the output and its axis, or a list of "
             f"outputs and a list of their axes. It gave {result!r}"
         )
-    return _wrapped(op, result[0], result[1], level)
+    return _wrap_outputs(op, result[0], result[1], level)
 
 
 def _rule_for(op: _torch.OpOverload) -> Callable[..., tuple[Any, Any]] | None:
@@ -136,9 +136,9 @@ def _rule_for(op: _torch.OpOverload) -> Callable[..., tuple[Any, Any]] | None:
     return None
 
 
-def _wrapped(op: _torch.OpOverload, outputs: Any, dims: Any, level: _torch.VmapLevel) -> Any:
+def _wrap_outputs(op: _torch.OpOverload, outputs: Any, dims: Any, level: _torch.VmapLevel) -> Any:
     if isinstance(outputs, Tensor):
-        return _wrapped_one(op, outputs, dims, level)
+        return _wrap_output(op, outputs, dims, level)
     if not isinstance(outputs, tuple | list) or not isinstance(dims, tuple | list):
         raise RuleError(
             f"the batching rule of {op} must give a tensor and its axis, or a list of tensors and "
@@ -149,10 +149,10 @@ def _wrapped(op: _torch.OpOverload, outputs: Any, dims: Any, level: _torch.VmapL
             f"the batching rule of {op} gave {len(outputs)} outputs and {len(dims)} axes"
         )
     pairs = zip(outputs, dims, strict=True)
-    return tuple(_wrapped_one(op, value, dim, level) for value, dim in pairs)
+    return tuple(_wrap_output(op, value, dim, level) for value, dim in pairs)
 
 
-def _wrapped_one(op: _torch.OpOverload, value: Any, dim: Any, level: _torch.VmapLevel) -> Any:
+def _wrap_output(op: _torch.OpOverload, value: Any, dim: Any, level: _torch.VmapLevel) -> Any:
     if dim is None or not isinstance(value, Tensor):
         return value
     if isinstance(dim, bool) or not isinstance(dim, int):
@@ -166,7 +166,7 @@ def _wrapped_one(op: _torch.OpOverload, value: Any, dim: Any, level: _torch.Vmap
     return _torch.add_batch_dim(value, axis, level.number)
 
 
-class Arguments:
+class BatchedArguments:
     """What an operator is called with: its tensors in order, and its other arguments by name."""
 
     def __init__(self, op: _torch.OpOverload, given: dict[str, Any]) -> None:
@@ -176,7 +176,9 @@ class Arguments:
         self.params = {n: v for n, v in given.items() if not any(True for _ in _tensors_in(v))}
 
     @classmethod
-    def of(cls, op: _torch.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> "Arguments":
+    def of(
+        cls, op: _torch.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> "BatchedArguments":
         """Those of a call."""
         schema = op._schema.arguments
         named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
@@ -185,7 +187,7 @@ class Arguments:
     def call(self, tensors: Sequence[Tensor], **params: Any) -> Any:
         """Call the operator with other tensors, and with some other arguments changed."""
         left = iter(tensors)
-        filled = {name: _filled(value, left) for name, value in self.given.items()} | params
+        filled = {name: _fill_holes(value, left) for name, value in self.given.items()} | params
         schema = self.op._schema.arguments
         args = [filled[a.name] for a in schema if not a.kwarg_only]
         return self.op(*args, **{a.name: filled[a.name] for a in schema if a.kwarg_only})
@@ -199,11 +201,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-def _filled(value: Any, left: Iterator[Tensor]) -> Any:
+def _fill_holes(value: Any, left: Iterator[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return next(left)
     if isinstance(value, list | tuple):
-        return [_filled(item, left) for item in value]
+        return [_fill_holes(item, left) for item in value]
     return value
 
 
@@ -222,10 +224,10 @@ def defvectorized(op: _torch.OpOverload) -> None:
     torch.Size([3, 2])
     >>> del primitive_batchers[torch.ops.aten.sin.default]
     """
-    primitive_batchers[op] = functools.partial(_vectorized, op)
+    primitive_batchers[op] = functools.partial(_apply_vectorized, op)
 
 
-def _vectorized(
+def _apply_vectorized(
     op: _torch.OpOverload, vals: Sequence[Tensor], dims: Sequence[int | None], **params: Any
 ) -> tuple[Any, Any]:
     if any(dim != dims[0] for dim in dims[1:]):
@@ -258,11 +260,11 @@ def _broadcasting(
     if len(shapes) == 1 and None not in dims:
         return _same_dims(_call(op, vals, params), dims[0])
     rank = max(v.dim() - (d is not None) for v, d in zip(vals, dims, strict=True))
-    lined_up = [_lined_up(v, d, rank) for v, d in zip(vals, dims, strict=True)]
+    lined_up = [_line_up(v, d, rank) for v, d in zip(vals, dims, strict=True)]
     return _same_dims(_call(op, lined_up, params), 0)
 
 
-def _lined_up(x: Tensor, dim: int | None, rank: int) -> Tensor:
+def _line_up(x: Tensor, dim: int | None, rank: int) -> Tensor:
     """`x` with the mapped axis first, then `rank` dimensions, new ones of size 1 before its own."""
     if dim is None:
         return x

@@ -72,7 +72,7 @@ class custom_vmap:  # noqa: N801 (a decorator)
             args = _bound(self.fun, args, kwargs)
         leaves, spec = _torch.tree_flatten(list(args))
         call = _UserCall(self, self.rule, spec)
-        outputs = _Call.apply(call, *leaves)  # type: ignore[no-untyped-call]
+        outputs = _VmapRuleCall.apply(call, *leaves)  # type: ignore[no-untyped-call]
         return _torch.tree_unflatten(list(outputs), call.out_spec)
 
 
@@ -172,7 +172,7 @@ class _UserCall(_FlatCall):
 
 
 @dataclass(frozen=True)
-class _Derivative(_FlatCall):
+class _RuleDerivative(_FlatCall):
     """A derivative of `of`, with that of its rule as its rule.
 
     It takes the leaves of `of`, then tangents of those at `wrt`, or cotangents of the outputs.
@@ -221,7 +221,7 @@ class _Derivative(_FlatCall):
         return tuple(torch.func.vjp(of_some, *primals)[1](given))
 
 
-class _Call(torch.autograd.Function):
+class _VmapRuleCall(torch.autograd.Function):
     """A flat call as PyTorch's levels see it: its derivatives are its own, `vmap` is the rule."""
 
     @staticmethod
@@ -268,8 +268,8 @@ class _Call(torch.autograd.Function):
 def _derive(ctx: Any, wrt: tuple[int, ...], given: Any, *, is_forward: bool) -> tuple[Any, ...]:
     tensors = iter(ctx.saved_tensors)
     leaves = [next(tensors) if other is None else other[0] for other in ctx.others]
-    derivative = _Derivative(ctx.call, len(leaves), wrt, is_forward)
-    return _Call.apply(derivative, *leaves, *given)  # type: ignore[no-untyped-call,no-any-return]
+    derivative = _RuleDerivative(ctx.call, len(leaves), wrt, is_forward)
+    return _VmapRuleCall.apply(derivative, *leaves, *given)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _bound(

@@ -17,7 +17,7 @@ from torchremat import _torch
 from torchremat.graph.nodes import attribute, is_item
 
 
-def inlined(module: fx.GraphModule) -> fx.GraphModule:
+def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
     """`module` with the bodies of its checkpoints in their place.
 
     What they compute twice is computed once where `prevent_cse=False` allows it.

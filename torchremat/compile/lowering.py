@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.batching.collectives.collective_ops import as_exchanges
 from torchremat.compile.device_support import check_devices, lacks_triton, warn_of_triton
-from torchremat.compile.inlining import inlined
+from torchremat.compile.inlining import inline_bodies
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.policies.checkpoint_name import name_p
@@ -43,7 +43,7 @@ def lower(module: fx.GraphModule, backend: str) -> Runner:
     check_backend(backend)
     if backend == "eager":
         return compile_graph(module)
-    flat = inlined(module)
+    flat = inline_bodies(module)
     if backend == "aot_eager":
         return compile_graph(flat)
     if lacks_triton(flat):
@@ -119,7 +119,7 @@ class _ByInductor:
         inputs.clear()
         for at, stride in self._coerced:
             if given[at].stride() != stride:
-                given[at] = _laid_out(given[at], stride)
+                given[at] = _lay_out(given[at], stride)
         found = iter(run(given))
         return tuple(next(found) if isinstance(r, fx.Node) else r for r in self._results)
 
@@ -151,7 +151,7 @@ class _ByInductor:
         return self._run
 
 
-def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+def _lay_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A copy of `tensor` with strides `stride`: a cotangent may lie otherwise than when traced."""
     copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

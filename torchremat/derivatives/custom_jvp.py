@@ -12,7 +12,7 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.core.trees import Structure
 from torchremat.derivatives.rule_arguments import (
-    Arguments,
+    RuleArguments,
     Signature,
     aval_of_value,
     leaves_up_to,
@@ -135,7 +135,7 @@ class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)
                 f"No JVP defined for custom_jvp function {name_of(self.fun)} using defjvp."
             )
         arguments = self._signature.resolve(args, kwargs)
-        call = _Call(self.fun, self._jvp, self._symbolic_zeros, arguments)
+        call = _JvpCall(self.fun, self._jvp, self._symbolic_zeros, arguments)
         rule = JvpRule(name_of(self.fun), call.primal, call.jvp)
         outputs = CustomJvpCall.apply(rule, *arguments.tensors)
         assert call.out_structure is not None, "the function has run"
@@ -143,13 +143,13 @@ class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)
 
 
 @dataclass(eq=False)
-class _Call:
+class _JvpCall:
     """One call: the function and its rule as functions of flat tensors."""
 
     fun: Callable[..., Any]
     rule: Callable[..., Any]
     symbolic_zeros: bool
-    arguments: Arguments
+    arguments: RuleArguments
     out_structure: Structure | None = field(default=None, init=False)
 
     def primal(self, inputs: Tensors) -> list[Tensor]:

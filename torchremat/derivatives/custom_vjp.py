@@ -12,7 +12,7 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.core.trees import Structure
 from torchremat.derivatives.rule_arguments import (
-    Arguments,
+    RuleArguments,
     Signature,
     aval_of_value,
     holes_of,
@@ -116,7 +116,7 @@ class custom_vjp:  # noqa: N801 (JAX's name, used as a decorator)
             raise MissingRuleError(
                 f"No VJP defined for custom_vjp function {name_of(self.fun)} using defvjp."
             )
-        call = _Call(self.fun, self._rules, self._signature.resolve(args, kwargs))
+        call = _VjpCall(self.fun, self._rules, self._signature.resolve(args, kwargs))
         rule = VjpRule(name_of(self.fun), call.primal, call.fwd, call.bwd)
         outputs = CustomVjpCall.apply(rule, *call.arguments.tensors)
         assert call.out_structure is not None, "the function has run"
@@ -142,12 +142,12 @@ class _Rest:
 
 
 @dataclass(eq=False)
-class _Call:
+class _VjpCall:
     """One call: the function and its rules as functions of flat tensors."""
 
     fun: Callable[..., Any]
     rules: _Rules
-    arguments: Arguments
+    arguments: RuleArguments
     out_structure: Structure | None = field(default=None, init=False)
 
     def primal(self, inputs: Tensors) -> list[Tensor]:

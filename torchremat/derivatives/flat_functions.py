@@ -13,7 +13,7 @@ from torchremat.api_util import as_argnums
 from torchremat.core.avals import Aval
 from torchremat.core.trees import HOLE, Structure
 from torchremat.derivatives.rule_arguments import leaves_up_to, name_of, outline
-from torchremat.derivatives.rules import is_inexact, scattered
+from torchremat.derivatives.rules import is_inexact, scatter_values
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError
 
 
@@ -139,7 +139,7 @@ class Flattened:
     def in_trees(self, found: Sequence[Any]) -> tuple[Any, ...]:
         """Values for the tensors that are differentiated, in the trees of the arguments."""
         return _torch.tree_unflatten(  # type: ignore[no-any-return]
-            scattered(found, self.wrt, len(self.leaves)), self.spec
+            scatter_values(found, self.wrt, len(self.leaves)), self.spec
         )
 
     def cotangents(self, given: Any) -> list[Tensor]:
@@ -187,6 +187,6 @@ def fits(tensor: Tensor, aval: Aval) -> bool:
     return tuple(tensor.shape) == aval.shape and tensor.dtype == aval.dtype
 
 
-def conjugated(tensors: Sequence[Tensor]) -> list[Tensor]:
+def conjugate_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What autograd calls a gradient is the conjugate of the cotangent."""
     return [t.conj().resolve_conj() if t.is_complex() else t for t in tensors]

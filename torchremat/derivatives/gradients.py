@@ -13,7 +13,7 @@ from torchremat.core.avals import Aval
 from torchremat.derivatives.flat_functions import (
     Flattened,
     check_callable,
-    conjugated,
+    conjugate_leaves,
     fits,
     like,
     positions,
@@ -75,7 +75,7 @@ def grad(
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
-    return _named(grad_f, "grad", fun)
+    return _name_function(grad_f, "grad", fun)
 
 
 def value_and_grad(
@@ -110,10 +110,10 @@ def value_and_grad(
         gradient = gradients[0] if isinstance(argnums, int) else gradients
         return ((value, aux) if has_aux else value), gradient
 
-    return _named(value_and_grad_f, "value_and_grad", fun)
+    return _name_function(value_and_grad_f, "value_and_grad", fun)
 
 
-def _named(function: Callable[..., Any], what: str, fun: Any) -> Callable[..., Any]:
+def _name_function(function: Callable[..., Any], what: str, fun: Any) -> Callable[..., Any]:
     function.__name__ = function.__qualname__ = f"{what}({name_of(fun)})"
     function.__doc__ = getattr(fun, "__doc__", None)
     return function
@@ -247,7 +247,7 @@ def pull_back_of(
         return (), rest, lambda _: [torch.zeros_like(value) for value in values]
 
     def pull_back(cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
-        return conjugated(pull(tuple(conjugated(cotangents))))
+        return conjugate_leaves(pull(tuple(conjugate_leaves(cotangents))))
 
     return found, rest, pull_back
 
@@ -293,7 +293,7 @@ def jvp(
                 f"{type(primals).__name__} and {type(tangents).__name__}."
             )
     flat = Flattened(fun, tuple(primals), {}, tuple(range(len(primals))), has_aux)
-    given = _checked_tangents(flat, tuple(tangents))
+    given = _check_tangents(flat, tuple(tangents))
     found, found_tangents, rest = push_forward(flat, given)
     out, aux = flat.result_of(found, rest)
     out_tangent = flat.tangents_of_result(found_tangents)
@@ -321,7 +321,7 @@ def push_forward(
     return found[:count], moved[:count], rest
 
 
-def _checked_tangents(flat: Flattened, tangents: tuple[Any, ...]) -> list[Tensor]:
+def _check_tangents(flat: Flattened, tangents: tuple[Any, ...]) -> list[Tensor]:
     leaves, spec = _torch.tree_flatten(tangents)
     if spec != flat.spec:
         raise DerivativeTypeError(
@@ -337,10 +337,10 @@ def _checked_tangents(flat: Flattened, tangents: tuple[Any, ...]) -> list[Tensor
                 raise DerivativeTypeError(
                     "primal and tangent arguments to jvp do not match; dtypes must be equal, or in "
                     f"case of int/bool primal dtype the tangent must be None. At {path} the primal "
-                    f"is {_described(primal)} and the tangent {_described(tangent)}."
+                    f"is {_describe_leaf(primal)} and the tangent {_describe_leaf(tangent)}."
                 )
             continue
-        found.append(_checked_tangent(primal, tangent, path))
+        found.append(_check_tangent(primal, tangent, path))
     return found
 
 
@@ -348,7 +348,7 @@ def _path(path: Any) -> str:
     return f"argument {path[0].idx}{_torch.keystr(path[1:])}"
 
 
-def _checked_tangent(primal: Tensor, tangent: Any, path: str) -> Tensor:
+def _check_tangent(primal: Tensor, tangent: Any, path: str) -> Tensor:
     aval = Aval.of(primal)
     tangent = like(tangent, aval)
     if isinstance(tangent, Tensor) and tuple(tangent.shape) != aval.shape:
@@ -361,10 +361,10 @@ def _checked_tangent(primal: Tensor, tangent: Any, path: str) -> Tensor:
             "primal and tangent arguments to jvp do not match; dtypes must be equal, or in case of "
             f"int/bool primal dtype the tangent must be None. At {path} got primal dtype "
             f"{primal.dtype} and so expected tangent dtype {primal.dtype}, but got "
-            f"{_described(tangent)} instead."
+            f"{_describe_leaf(tangent)} instead."
         )
     return tangent
 
 
-def _described(value: Any) -> str:
+def _describe_leaf(value: Any) -> str:
     return f"dtype {value.dtype}" if isinstance(value, Tensor) else repr(value)

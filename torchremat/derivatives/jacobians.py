@@ -88,7 +88,7 @@ def _jacobian(
 
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         chosen = positions(argnums, args)
-        flat = Flattened(fun, args, kwargs, chosen, has_aux, _checked_result(what))
+        flat = Flattened(fun, args, kwargs, chosen, has_aux, _check_result(what))
         for leaf in flat.leaves:
             if not is_inexact(leaf):
                 given = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
@@ -107,7 +107,7 @@ def _jacobian(
     return jacobian
 
 
-def _checked_result(what: str) -> Callable[[Any], None]:
+def _check_result(what: str) -> Callable[[Any], None]:
     def check(result: Any) -> None:
         for leaf in _torch.tree_flatten(result)[0]:
             if not is_inexact(leaf):

@@ -66,11 +66,11 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
     """
     check_callable(fun, "linearize")
     flat = Flattened(fun, primals, {}, tuple(range(len(primals))), has_aux)
-    out, linear, aux = _linearized(flat)
+    out, linear, aux = _linearize(flat)
     return (out, linear, aux) if has_aux else (out, linear)
 
 
-def _linearized(flat: Flattened) -> tuple[Any, "Linearized", Any]:
+def _linearize(flat: Flattened) -> tuple[Any, "Linearized", Any]:
     values = flat.values
     g = trace_graph(flat, tuple(values), {}, StaticArguments(flat, (), ()))
     count = len(g.outputs)
@@ -109,10 +109,10 @@ def stage(
     kept = results[len(results) - len(residuals) :]
     left = iter(results)
     outputs = [_LATER if later else next(left) for later in are_unknown]
-    return outputs, Staged(_tidied(staged), kept, outputs)
+    return outputs, Staged(_tidy(staged), kept, outputs)
 
 
-def _tidied(g: TypedGraph) -> TypedGraph:
+def _tidy(g: TypedGraph) -> TypedGraph:
     """`g` without what forward mode leaves of sums with zero: expansions and copies to the same.
 
     t' = expand(t);  t" = _to_copy(t')      t" is t
@@ -212,7 +212,7 @@ def pull_back_graph(
     return trace_graph(of_trees, (tree,), {}, StaticArguments(of_trees, (), ()))
 
 
-def _transposed(g: TypedGraph, in_tree: Any) -> TypedGraph:
+def _transpose(g: TypedGraph, in_tree: Any) -> TypedGraph:
     """The transpose of a linear graph, with results in the trees of its arguments."""
     return replace(transpose_graph(g), out_structure=Structure(in_tree))
 
@@ -256,7 +256,7 @@ def linear_transpose(fun: Callable[..., Any], *primals: Any) -> "Transposed":
             )
     g = trace_graph(fun, examples, {}, StaticArguments(fun, (), ()))
     try:
-        graph = _transposed(g, Structure.of(examples).tree)
+        graph = _transpose(g, Structure.of(examples).tree)
     except GraphError as error:
         raise GraphError(f"linear_transpose of {name_of(fun)}: {error}") from error
     return Transposed(g, graph)

@@ -36,7 +36,7 @@ class Signature:
         parameters = self._signature.parameters.values() if self._signature else ()
         self._num_positional = sum(p.kind in kinds for p in parameters)
 
-    def resolve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
+    def resolve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "RuleArguments":
         """All arguments by position, with defaults; rules take none by keyword."""
         if self._signature is not None and (kwargs or len(args) < self._num_positional):
             bound = self._signature.bind(*args, **kwargs)
@@ -54,11 +54,11 @@ class Signature:
                     f"{len(args)} positional argument(s)"
                 )
         nondiff = {n % len(args) for n in self.nondiff_argnums} if args else set()
-        return Arguments(self.name, args, tuple(sorted(nondiff)))
+        return RuleArguments(self.name, args, tuple(sorted(nondiff)))
 
 
 @dataclass(frozen=True, eq=False)
-class Arguments:
+class RuleArguments:
     """The arguments of one call."""
 
     name: str

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
-from torchremat.derivatives.rules import Axis, Recorded, Rule, is_inexact
+from torchremat.derivatives.rules import FlatRule, MappedAxis, Recorded, is_inexact
 from torchremat.errors import ClosureError
 from torchremat.tracing.ambient_state import Surroundings
 from torchremat.tracing.axes.named_axes import frame_being_mapped
@@ -34,7 +34,7 @@ class CustomCall(torch.autograd.Function):
     holds_rule_of_user = True
 
     @classmethod
-    def apply(cls, rule: Rule, *inputs: Tensor) -> Any:
+    def apply(cls, rule: FlatRule, *inputs: Tensor) -> Any:
         """Apply the rule for the innermost level, or record a node of plain autograd."""
         if _torch.innermost_proxy_mode() is not None:
             inputs = tuple(lifted(inputs))
@@ -42,11 +42,11 @@ class CustomCall(torch.autograd.Function):
         kinds = _torch.TransformType
         level = _torch.innermost_transform()
         if level == kinds.Grad:
-            return _recorded(cls, rule, inputs)
+            return _record(cls, rule, inputs)
         if level == kinds.Jvp:
             return _pushed(rule, inputs)
         if level == kinds.Vmap:
-            return _mapped(cls, rule, inputs)
+            return _map(cls, rule, inputs)
         if level == kinds.Functionalize:
             return _torch.apply_to_functional(lambda inner: cls.apply(rule, *inner), inputs)
         if _torch.in_dual_level() and _torch.has_tangents(inputs):
@@ -61,7 +61,7 @@ class CustomCall(torch.autograd.Function):
         return super().apply(rule, *inputs)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def forward(ctx: Any, rule: Rule, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rule: FlatRule, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the rule, and keep the residuals; and the inputs, if it must run again."""
         perturbed = ctx.needs_input_grad[1:]
         values = [tensor.detach() for tensor in inputs]
@@ -112,7 +112,7 @@ class CustomJvpCall(CustomCall):
 
 def _keep(
     ctx: Any,
-    rule: Rule,
+    rule: FlatRule,
     recorded: Recorded,
     inputs: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -158,7 +158,7 @@ def _distinct(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tenso
 # --- the levels of torch.func ---------------------------------------------------------------------
 
 
-def _recorded(cls: type[CustomCall], rule: Rule, inputs: Sequence[Tensor]) -> Any:
+def _record(cls: type[CustomCall], rule: FlatRule, inputs: Sequence[Tensor]) -> Any:
     """Differentiate at this level, if one of the inputs is differentiated here."""
     level = _torch.transform_depth()
 
@@ -176,7 +176,7 @@ def _recorded(cls: type[CustomCall], rule: Rule, inputs: Sequence[Tensor]) -> An
     return _torch.record_at_current_level(record, inputs)
 
 
-def _pushed(rule: Rule, inputs: Sequence[Tensor]) -> Any:
+def _pushed(rule: FlatRule, inputs: Sequence[Tensor]) -> Any:
     level = _torch.transform_depth()
 
     def push(primals: list[Tensor], tangents: list[Tensor | None]) -> Any:
@@ -186,13 +186,13 @@ def _pushed(rule: Rule, inputs: Sequence[Tensor]) -> Any:
     return _torch.push_forward_at_current_level(push, inputs)
 
 
-def _mapped(cls: type[CustomCall], rule: Rule, inputs: Sequence[Tensor]) -> Any:
+def _map(cls: type[CustomCall], rule: FlatRule, inputs: Sequence[Tensor]) -> Any:
     level = _torch.transform_depth()
 
     def apply(inner: Sequence[Tensor], in_dims: Any, size: int, randomness: str) -> Any:
         frame = frame_being_mapped()
         name = None if frame is None else frame.name
-        mapped = rule.mapped(Axis(tuple(in_dims), size, randomness, name, level))
+        mapped = rule.mapped(MappedAxis(tuple(in_dims), size, randomness, name, level))
         return cls.apply(mapped, *inner), mapped.out_dims
 
     return _torch.map_at_current_level(apply, inputs)
@@ -204,7 +204,7 @@ def _mapped(cls: type[CustomCall], rule: Rule, inputs: Sequence[Tensor]) -> Any:
 class _Below(TorchFunctionMode):
     """Code of a rule runs below `level`: it sees what it closes over as the levels there do."""
 
-    def __init__(self, rule: Rule, level: int) -> None:
+    def __init__(self, rule: FlatRule, level: int) -> None:
         super().__init__()
         self.rule = rule
         self.level = level
@@ -224,14 +224,14 @@ class _Below(TorchFunctionMode):
         return below
 
 
-def _refuse_closures(rule: Rule, results: Sequence[Tensor]) -> None:
+def _refuse_closures(rule: FlatRule, results: Sequence[Tensor]) -> None:
     """Raise if results that come of inputs without a gradient have one."""
     for tensor in results:
         if tensor.requires_grad:
             raise _closure_error(rule, tensor)
 
 
-def _closure_error(rule: Rule, tensor: Tensor) -> ClosureError:
+def _closure_error(rule: FlatRule, tensor: Tensor) -> ClosureError:
     kind, rules = ("custom_jvp", "JVP") if hasattr(rule, "jvp") else ("custom_vjp", "VJP")
     return ClosureError(
         f"Detected differentiation of a {kind} function with respect to a closed-over value. That "

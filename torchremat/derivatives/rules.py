@@ -43,7 +43,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Axis:
+class MappedAxis:
     """An axis that a rule is mapped over, and where it is in each input."""
 
     in_dims: Dims
@@ -87,7 +87,7 @@ class _Mapped(TorchFunctionMode):
         return _torch.with_batch_at(tensor, self.level, self.now)
 
 
-class Rule(ABC):
+class FlatRule(ABC):
     """A function of tensors with a derivative of its own."""
 
     name: str
@@ -114,7 +114,7 @@ class Rule(ABC):
         """Outputs and tangents of the outputs, `None` for zero."""
 
     @abstractmethod
-    def mapped(self, axis: Axis) -> "Rule":
+    def mapped(self, axis: MappedAxis) -> "FlatRule":
         """The rule of the function mapped over an axis."""
 
     def __repr__(self) -> str:
@@ -125,7 +125,7 @@ class Rule(ABC):
 
 
 @dataclass(eq=False, repr=False)
-class VjpRule(Rule):
+class VjpRule(FlatRule):
     """A function with forward and backward rules.
 
     `fwd(inputs, perturbed)` gives outputs, residuals and what else `bwd(rest, residuals,
@@ -148,8 +148,8 @@ class VjpRule(Rule):
 
     def _pull(self, rest: Any, residuals: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
         # autograd hands over, and wants, the conjugates
-        found = self.bwd(rest, residuals, [_conjugated(ct) for ct in cotangents])
-        return [_conjugated(gradient) for gradient in found]
+        found = self.bwd(rest, residuals, [_conjugate(ct) for ct in cotangents])
+        return [_conjugate(gradient) for gradient in found]
 
     def push(
         self, primals: Tensors, tangents: Cotangents
@@ -164,9 +164,9 @@ class VjpRule(Rule):
             "which reverse mode follows, with custom_jvp."
         )
 
-    def mapped(self, axis: Axis) -> "Rule":
+    def mapped(self, axis: MappedAxis) -> "FlatRule":
         """The rule of the function mapped over an axis."""
-        return _mapped_vjp(self, axis)
+        return _map_vjp(self, axis)
 
 
 @dataclass(eq=False)
@@ -174,7 +174,7 @@ class _VjpOverAxis:
     """The functions of a `VjpRule`, mapped."""
 
     of: VjpRule
-    axis: Axis
+    axis: MappedAxis
     rule: VjpRule = field(init=False)
 
     def primal(self, inputs: Tensors) -> list[Tensor]:
@@ -208,7 +208,7 @@ class _VjpOverAxis:
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
             count = len(residuals)
-            cts = scattered(values[count:], given, len(cotangents))
+            cts = scatter_values(values[count:], given, len(cotangents))
             gradients = self.of.bwd(inner, values[:count], cts)
             found[:] = [i for i, g in enumerate(gradients) if g is not None]
             return tuple(g for g in gradients if g is not None)
@@ -221,16 +221,16 @@ class _VjpOverAxis:
             self._like_input(g, dim, in_dim)
             for g, dim, in_dim in zip(gradients, at, in_dims, strict=True)
         ]
-        return scattered(placed, found, len(self.axis.in_dims))
+        return scatter_values(placed, found, len(self.axis.in_dims))
 
     def _like_input(self, gradient: Tensor, dim: int | None, in_dim: int | None) -> Tensor:
         """A cotangent with the axis where its input has it; summed if that is nowhere."""
         if in_dim is None:
             return gradient if dim is None else gradient.sum(dim)
-        return placed_at(gradient, dim, in_dim, self.axis.size)
+        return place_axis(gradient, dim, in_dim, self.axis.size)
 
 
-def _mapped_vjp(rule: VjpRule, axis: Axis) -> VjpRule:
+def _map_vjp(rule: VjpRule, axis: MappedAxis) -> VjpRule:
     over = _VjpOverAxis(rule, axis)
     over.rule = VjpRule(rule.name, over.primal, over.fwd, over.bwd)
     return over.rule
@@ -240,7 +240,7 @@ def _mapped_vjp(rule: VjpRule, axis: Axis) -> VjpRule:
 
 
 @dataclass(eq=False, repr=False)
-class JvpRule(Rule):
+class JvpRule(FlatRule):
     """A function with a rule for tangents. In reverse mode, that is transposed."""
 
     records_at_level = True
@@ -276,21 +276,21 @@ class JvpRule(Rule):
                 _torch.leaf_at_current_level(zero) if is_level else zero.requires_grad_()
                 for zero in zeros
             ]
-            outputs, found = self.jvp(inputs, scattered(leaves, wrt, len(inputs)))
+            outputs, found = self.jvp(inputs, scatter_values(leaves, wrt, len(inputs)))
 
         def pull(_: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
-            return scattered(_transposed(leaves, found, cotangents), wrt, len(inputs))
+            return scatter_values(_transpose_rule(leaves, found, cotangents), wrt, len(inputs))
 
         return Recorded(outputs, [], pull, holds_more=True)
 
-    def mapped(self, axis: Axis) -> "Rule":
+    def mapped(self, axis: MappedAxis) -> "FlatRule":
         """The rule of the function mapped over an axis."""
         over = _JvpOverAxis(self, axis)
         over.rule = JvpRule(self.name, over.primal, over.push)
         return over.rule
 
 
-def _transposed(
+def _transpose_rule(
     leaves: Tensors, tangents: Cotangents, cotangents: Cotangents
 ) -> Sequence[Tensor | None]:
     """The cotangents of `leaves`, of which `tangents` are a linear function."""
@@ -316,7 +316,7 @@ class _JvpOverAxis:
     """The functions of a `JvpRule`, mapped."""
 
     of: JvpRule
-    axis: Axis
+    axis: MappedAxis
     rule: JvpRule = field(init=False)
 
     def primal(self, inputs: Tensors) -> list[Tensor]:
@@ -338,7 +338,7 @@ class _JvpOverAxis:
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
             outputs, found = self.of.jvp(
-                values[:count], scattered(values[count:], given, len(tangents))
+                values[:count], scatter_values(values[count:], given, len(tangents))
             )
             nonzero[:] = [i for i, t in enumerate(found) if t is not None]
             return (*outputs, *(t for t in found if t is not None))
@@ -354,19 +354,19 @@ class _JvpOverAxis:
         self, results: Tensors, at: Dims, nonzero: Sequence[int], num_outputs: int
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Each output and its tangent with the axis in the same place."""
-        tangents = scattered(results[num_outputs:], nonzero, num_outputs)
-        tangent_dims = scattered(at[num_outputs:], nonzero, num_outputs)
+        tangents = scatter_values(results[num_outputs:], nonzero, num_outputs)
+        tangent_dims = scatter_values(at[num_outputs:], nonzero, num_outputs)
         out_dims = [
             d if d is not None else t for d, t in zip(at[:num_outputs], tangent_dims, strict=True)
         ]
         self.rule.out_dims = tuple(out_dims)
         size = self.axis.size
         outputs = [
-            placed_at(output, dim, to, size)
+            place_axis(output, dim, to, size)
             for output, dim, to in zip(results, at, out_dims, strict=False)
         ]
         moved = [
-            None if t is None else placed_at(t, dim, to, size)
+            None if t is None else place_axis(t, dim, to, size)
             for t, dim, to in zip(tangents, tangent_dims, out_dims, strict=True)
         ]
         return outputs, moved
@@ -375,7 +375,7 @@ class _JvpOverAxis:
 # --- what both share -----------------------------------------------------------------------------
 
 
-def placed_at(tensor: Tensor, dim: int | None, to: int | None, size: int) -> Tensor:
+def place_axis(tensor: Tensor, dim: int | None, to: int | None, size: int) -> Tensor:
     """`tensor` with its axis moved from `dim` to `to`; repeated along a new one if it has none."""
     if to is None or dim == to:
         return tensor
@@ -386,7 +386,7 @@ def placed_at(tensor: Tensor, dim: int | None, to: int | None, size: int) -> Ten
     return tensor.unsqueeze(to).expand(shape)
 
 
-def scattered(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+def scatter_values(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
     """`values` at `positions` of a list of `count`, `None` elsewhere."""
     result: list[Any] = [None] * count
     for position, value in zip(positions, values, strict=True):
@@ -404,5 +404,5 @@ def _zeros_like(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _conjugated(tensor: Tensor | None) -> Tensor | None:
+def _conjugate(tensor: Tensor | None) -> Tensor | None:
     return tensor.conj().resolve_conj() if tensor is not None and tensor.is_complex() else tensor

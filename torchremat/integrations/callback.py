@@ -26,7 +26,7 @@ _MEASURED = 1
 """The step that is measured, from 0: the first also traces and plans."""
 
 
-def chosen_policy(
+def choose_policy(
     policy: PolicyLike | PolicyByPattern | None, budget: BudgetLike | None, asked: str
 ) -> Policy | PolicyByPattern:
     """The one of both that is given, as a policy; `OptionError` (a `ValueError`) else."""
@@ -80,7 +80,7 @@ class Session:
         self._steps = 0
         names = apply()
         self._model, self._undo = model, undo
-        _logger.info("%s is on %s", _spelled(self.policy), _listed(names, model))
+        _logger.info("%s is on %s", _spell(self.policy), _listed(names, model))
 
     def step_begins(self) -> None:
         """A step begins."""
@@ -106,7 +106,7 @@ class Session:
             self.report = report(model)
         except RuntimeError as error:
             warn_user(
-                f"{_spelled(self.policy)} had no effect in the first step: {error}. The training "
+                f"{_spell(self.policy)} had no effect in the first step: {error}. The training "
                 "calls another module than that: name it with select=",
                 UnmatchedWarning,
             )
@@ -144,14 +144,14 @@ class Session:
         """
         figures = self.figures()
         if not figures:
-            return f"{_spelled(self.policy)}: no step has run yet"
+            return f"{_spell(self.policy)}: no step has run yet"
         parts = []
         if "remat_saved_bytes" in figures:
             kept, again = figures["remat_saved_bytes"], figures["remat_recomputed_bytes"]
             parts.append(f"{human_bytes(kept)} kept, {human_bytes(again)} computed again")
         if "remat_peak_bytes" in figures:
             parts.append(f"measured peak of a step {human_bytes(figures['remat_peak_bytes'])}")
-        return f"{_spelled(self.policy)}: {', '.join(parts)}"
+        return f"{_spell(self.policy)}: {', '.join(parts)}"
 
 
 class SessionCallback:
@@ -169,7 +169,7 @@ class SessionCallback:
         select: Select | None = None,
     ) -> None:
         super().__init__()
-        self._session = Session(chosen_policy(policy, budget, "RematCallback"), select)
+        self._session = Session(choose_policy(policy, budget, "RematCallback"), select)
 
     @property
     def policy(self) -> Policy | PolicyByPattern:
@@ -193,7 +193,7 @@ class SessionCallback:
         self._session.end()
 
 
-def _spelled(policy: Policy | PolicyByPattern) -> str:
+def _spell(policy: Policy | PolicyByPattern) -> str:
     if isinstance(policy, Policy):
         return str(policy)
     return ", ".join(f"{pattern}: {value}" for pattern, value in policy.items())
@@ -236,7 +236,7 @@ class StepPeak:
         """Begin to count."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = _requested(self._device, "current")
+            self._before = _requested_nbytes(self._device, "current")
         else:
             self._memory = LiveBytes()
             self._memory.__enter__()  # type: ignore[no-untyped-call]
@@ -249,8 +249,8 @@ class StepPeak:
             return memory.peak
         assert self._before is not None, "it was not started"
         before, self._before = self._before, None
-        return _requested(self._device, "peak") - before
+        return _requested_nbytes(self._device, "peak") - before
 
 
-def _requested(device: torch.device, which: str) -> int:
+def _requested_nbytes(device: torch.device, which: str) -> int:
     return int(torch.cuda.memory_stats(device).get(f"requested_bytes.all.{which}", 0))

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchremat.errors import OptionError
 from torchremat.integrations.callback import SessionCallback
-from torchremat.integrations.training_only import Applied, remove
+from torchremat.integrations.training_only import TrainingPolicy, remove
 from torchremat.policies.builtin import Policy
 from torchremat.policies.module_selection import has_forward
 
@@ -74,7 +74,7 @@ class RematCallback(SessionCallback, _callback_class()):  # type: ignore[misc]
         if self._session.select is None and isinstance(self.policy, Policy):
             model = _model_in(pl_module)
         self._logged = {}
-        applied = Applied(self.policy, self._session.select)
+        applied = TrainingPolicy(self.policy, self._session.select)
         self._session.begin(model, lambda: applied.to(model), lambda: remove(model))
 
     def on_train_batch_start(

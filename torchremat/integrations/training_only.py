@@ -21,7 +21,7 @@ from torchremat.remat.module_policies import PolicyByPattern, assigned_policies
 
 
 @dataclass(frozen=True, eq=False)
-class Applied:
+class TrainingPolicy:
     """What is asked for: a policy and what `nn.wrap` takes besides.
 
     Attributes:
@@ -54,16 +54,16 @@ class Applied:
 
     def install(self, module: nn.Module, name: str, policy: Policy) -> None:
         """Put `policy` on `module` itself."""
-        vars(module)["forward"] = SwitchedForward(module, name, policy, self)
+        vars(module)["forward"] = TrainingOnlyForward(module, name, policy, self)
 
 
-class SwitchedForward(RematForward):
+class TrainingOnlyForward(RematForward):
     """A forward under `checkpoint` while the module is in train mode.
 
     Attributes:
         is_on: whether it is; what another library put around the forward may outlive its removal.
         replaced: the forward under `checkpoint` that the module had before, if any.
-        hint: see `Applied`.
+        hint: see `TrainingPolicy`.
     """
 
     __slots__ = ("hint", "is_on", "replaced")
@@ -72,7 +72,9 @@ class SwitchedForward(RematForward):
     replaced: RematForward | None
     hint: str
 
-    def __init__(self, module: nn.Module, name: str, policy: Policy, applied: Applied) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, policy: Policy, applied: TrainingPolicy
+    ) -> None:
         before = vars(module).get("forward")
         super().__init__(module, name, policy, applied.prevent_cse, applied.compile)
         self.replaced = before if isinstance(before, RematForward) else None
@@ -122,18 +124,18 @@ def remove(model: nn.Module) -> int:
     >>> remove(model), "forward" in vars(model[0])
     (2, False)
     """
-    found = [forward for m in model.modules() if (forward := switched_forward(m)) is not None]
+    found = [forward for m in model.modules() if (forward := find_training_forward(m)) is not None]
     for forward in found:
         forward.remove()
     return len(found)
 
 
-def switched_forward(module: nn.Module) -> SwitchedForward | None:
+def find_training_forward(module: nn.Module) -> TrainingOnlyForward | None:
     """The forward that `Applied.to` gave to `module`, also beneath what others put around it."""
     forward: Callable[..., Any] | None = vars(module).get("forward")
     seen: set[int] = set()
     while forward is not None and id(forward) not in seen:
-        if isinstance(forward, SwitchedForward):
+        if isinstance(forward, TrainingOnlyForward):
             return forward if forward.is_on else None
         seen.add(id(forward))
         forward = getattr(forward, "__wrapped__", None)

@@ -20,7 +20,7 @@ from torch import nn
 from torchremat.core.source import warn_user
 from torchremat.errors import NoMatchError, OptionError, nearest_names
 from torchremat.integrations.callback import SessionCallback
-from torchremat.integrations.training_only import Applied, remove
+from torchremat.integrations.training_only import TrainingPolicy, remove
 from torchremat.policies.builtin import PolicyLike, as_policy
 from torchremat.remat.module_policies import PolicyByPattern
 
@@ -108,14 +108,14 @@ def gradient_checkpointing_disable(self: Any) -> None:
         self._set_gradient_checkpointing(enable=False)
 
 
-def enable_remat(model: Any, applied: Applied) -> list[str]:
+def enable_remat(model: Any, applied: TrainingPolicy) -> list[str]:
     """Put `applied` on `model` of `transformers`, and tell the model that it is checkpointed.
 
     So the model itself turns off `use_cache`, with its own warning, and `is_gradient_checkpointing`
     is true. Returns the names of the modules that run under a checkpoint now.
     """
     if applied.select is None and not _is_for_the_whole(applied.policy):
-        applied = Applied(
+        applied = TrainingPolicy(
             applied.policy, _layers_of(model), applied.prevent_cse, applied.compile, applied.hint
         )
     names = applied.to(model)
@@ -166,7 +166,7 @@ def _layers_of(model: Any) -> type:
 # --- the keys ------------------------------------------------------------------------------------
 
 
-def _asked(given: Mapping[str, Any] | str | None) -> Applied | None:
+def _asked(given: Mapping[str, Any] | str | None) -> TrainingPolicy | None:
     """What `gradient_checkpointing_kwargs` asks of us; `None` if it is for the library."""
     if isinstance(given, str):
         given = {"policy": given}
@@ -190,7 +190,9 @@ def _asked(given: Mapping[str, Any] | str | None) -> Applied | None:
     policy = given["policy"]
     if not isinstance(policy, Mapping):
         policy = as_policy(policy)
-    return Applied(**{**{k: given[k] for k in _KEYS if k in given}, "policy": policy}, hint=_HINT)
+    return TrainingPolicy(
+        **{**{k: given[k] for k in _KEYS if k in given}, "policy": policy}, hint=_HINT
+    )
 
 
 def _check_of_pytorch(given: Mapping[str, Any]) -> None:
@@ -259,8 +261,8 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
                 "TrainingArguments(gradient_checkpointing=True) and a RematCallback both "
                 "checkpoint the model: leave one of them out"
             )
-        applied = Applied(self.policy, self._session.select, hint=_HINT)
-        base = next(_pretrained(model), None)
+        applied = TrainingPolicy(self.policy, self._session.select, hint=_HINT)
+        base = next(_find_pretrained(model), None)
         if base is None:
             self._session.begin(model, lambda: applied.to(model), lambda: remove(model))
             return
@@ -292,7 +294,7 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
         self._session.end()
 
 
-def _pretrained(model: nn.Module) -> Iterator[Any]:
+def _find_pretrained(model: nn.Module) -> Iterator[Any]:
     """The models of the library in `model`, itself or what adapters are around, outermost first."""
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))
 

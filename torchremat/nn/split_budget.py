@@ -31,9 +31,9 @@ from torchremat.planning.budget_policy import memory_budget
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.estimate import Estimate, estimate
 from torchremat.planning.planner import Planner
-from torchremat.planning.saved_curve import SavedPoint, saved_curve
+from torchremat.planning.saved_curve import SavedPoint, trace_saved_curve
 from torchremat.planning.step.fingerprint import lines_of
-from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_alone
+from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
 from torchremat.policies.builtin import Policy, everything_saveable, nothing_saveable
 from torchremat.policies.module_selection import Select, select_modules
 from torchremat.remat.module_policies import copy_with_same_state
@@ -323,7 +323,7 @@ class _Seen(WholeGraphPolicy):
         """See `Policy.schedule`."""
         del fuses
         if not differentiates(joint):
-            return forward_alone(joint)
+            return forward_only(joint)
         self.joints.append(joint)
         return Planner(joint).plain.graph_schedule
 
@@ -346,7 +346,7 @@ class _Curve:
             if lines not in known:
                 planner = Planner(joint, cost_model=model)
                 nbytes = planner.step.problem.backward_constant
-                known[lines] = cls(tuple(saved_curve(planner)), nbytes)
+                known[lines] = cls(tuple(trace_saved_curve(planner)), nbytes)
             found.append(known[lines])
         return max(found, key=lambda curve: curve.points[0].saved_bytes)
 

@@ -18,7 +18,7 @@ from torchremat.planning.planner import PlannedStep, Planner
 from torchremat.planning.problem.problem import Part
 from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.traced_step import (
-    Ready,
+    FixedSchedule,
     WholeGraphPolicy,
     graphs_of,
     region_of,
@@ -278,7 +278,7 @@ class _Planning:
 
     def plan(self, budget: Budget, asked: str) -> Plan:
         planned = self.planner.plan(budget, asked)
-        program = FunctionProgram(self.region, Ready(planned.graph_schedule))
+        program = FunctionProgram(self.region, FixedSchedule(planned.graph_schedule))
         timeline = timeline_of(program)
         peak = timeline.peak
         if planned.offloaded:  # which counts a copy as done by the next operator of some weight

@@ -9,10 +9,10 @@ from torchremat.errors import PolicyError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit, plain_number
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.out_of_memory import told_of_plan
+from torchremat.planning.out_of_memory import describe_plan
 from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner, check_solver, host_rate_of
-from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_alone
+from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
 from torchremat.policies.builtin import Policy
 from torchremat.policies.policy import Failed
 from torchremat.policies.spelling import register_word
@@ -26,7 +26,7 @@ class _Planned(WholeGraphPolicy):
         """See `Policy.out_of_memory`."""
         if not isinstance(program, FunctionProgram):  # a derivative of higher order has no plan
             return None
-        return told_of_plan(program, failed, repr(self))
+        return describe_plan(program, failed, repr(self))
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +55,7 @@ class MemoryBudget(_Planned):
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
         """See `Policy.schedule`. Raises `BudgetError` if the budget cannot be met."""
         if not differentiates(joint):
-            return forward_alone(joint)
+            return forward_only(joint)
         model = self.cost_model or CostModel.of(None)
         planner = Planner(
             joint,
@@ -164,7 +164,7 @@ def memory_budget(
     return MemoryBudget(budget, solver, cost_model, offload, saved)
 
 
-def saved_limit(saved: int | str) -> Policy:
+def limit_saved(saved: int | str) -> Policy:
     """`memory_budget(saved=saved)`: what is spelled `"saved:200MiB"`."""
     return memory_budget(saved=saved)
 
@@ -180,7 +180,7 @@ class FromPlan(_Planned):
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
         """See `Policy.schedule`. Raises `PlanError` if the plan is for another graph."""
         if not differentiates(joint):
-            return forward_alone(joint)
+            return forward_only(joint)
         return self._plan.graph_schedule(joint)
 
     @cached_property
@@ -224,5 +224,5 @@ def from_plan(plan: Plan | str) -> Policy:
 
 
 register_word("budget", memory_budget, "8GiB", function="memory_budget")
-register_word("saved", saved_limit, "200MiB")
+register_word("saved", limit_saved, "200MiB")
 register_word("plan", from_plan, "file.json", function="from_plan")

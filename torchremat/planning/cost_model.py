@@ -17,8 +17,8 @@ from torchremat.graph.nodes import inner_graphs_of, is_item, is_view
 from torchremat.graph.ops import op_name
 from torchremat.planning.costs.device_rates import Rates, rates_of, this_device
 from torchremat.planning.costs.fusion import flops_again, is_read_in_place, is_written
-from torchremat.planning.costs.measured_rates import kept_rates
-from torchremat.planning.costs.op_signature import Call
+from torchremat.planning.costs.measured_rates import load_rates
+from torchremat.planning.costs.op_signature import OpSignature
 from torchremat.planning.costs.op_timer import NodeTimer
 from torchremat.planning.costs.op_work import Work, has_formula, work_of
 
@@ -109,11 +109,11 @@ class CostModel:
 
     def flops(self, node: fx.Node) -> int:
         """The floating-point operations of `node`, as PyTorch's `FlopCounterMode` counts them."""
-        return round(self._total(node, lambda n: work_of(Call.of(n)).matmul_flops))
+        return round(self._total(node, lambda n: work_of(OpSignature.of(n)).matmul_flops))
 
     def bytes_moved(self, node: fx.Node) -> int:
         """The bytes that `node` reads and writes; with `fuses`, from and to other kernels."""
-        return round(self._total(node, lambda n: self._bytes(n, work_of(Call.of(n)))))
+        return round(self._total(node, lambda n: self._bytes(n, work_of(OpSignature.of(n)))))
 
     def seconds(self, node: fx.Node) -> float:
         """The time that `node` takes."""
@@ -147,7 +147,7 @@ class CostModel:
         return _num_rounds(node) * sum(totals)
 
     def _seconds(self, node: fx.Node) -> float:
-        call = Call.of(node)
+        call = OpSignature.of(node)
         work = work_of(call)
         if not work.writes and not any(work.reads):
             return 0.0 if not call.outputs() else self.rates.launch_seconds
@@ -165,7 +165,7 @@ class CostModel:
         launch = self.rates.launch_seconds
         return max(launch, seconds) if self.rates.runs_ahead else launch + seconds
 
-    def _pointwise_flops(self, call: Call, work: Work) -> int:
+    def _pointwise_flops(self, call: OpSignature, work: Work) -> int:
         again = flops_again(call.target) if self.fuses else None
         if again is None:
             return work.pointwise_flops
@@ -221,4 +221,4 @@ def measure(device: "str | torch.device | None" = None, *, again: bool = False) 
             "nothing runs on the device 'meta', so that nothing can be measured there: measure "
             "'cpu' or 'cuda', or take the figures of a data sheet: CostModel.of('h100')"
         )
-    return CostModel.of(kept_rates(this_device(device), again=again))
+    return CostModel.of(load_rates(this_device(device), again=again))

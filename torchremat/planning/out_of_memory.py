@@ -15,7 +15,7 @@ from torchremat.remat.program.program import FunctionProgram
 _SHOWN = 5
 
 
-def told_of_plan(program: FunctionProgram, failed: Failed, asked: str) -> str:
+def describe_plan(program: FunctionProgram, failed: Failed, asked: str) -> str:
     """The plan's peak, what is alive by it where the step failed, and what to change.
 
     `asked` is how the user wrote the policy of `program`.
@@ -25,7 +25,7 @@ def told_of_plan(program: FunctionProgram, failed: Failed, asked: str) -> str:
     nodes = {n.name: n for module in (backward.module, forward.module) for n in module.graph.nodes}
     point = timeline.points[timeline.live.index(timeline.peak)]
     where = _position(timeline, failed)
-    ran = f" at {_described(failed.node)}" if failed.node is not None else ""
+    ran = f" at {_describe_failure(failed.node)}" if failed.node is not None else ""
     lines = [
         f"torchremat: memory ran out in the {failed.phase} pass of a step under {asked}{ran}.",
         f"  By the plan the peak is {human_bytes(timeline.peak)}, at {point.name} "
@@ -41,9 +41,9 @@ def told_of_plan(program: FunctionProgram, failed: Failed, asked: str) -> str:
     lines += [
         "  Not in the plan are parameters, gradients and states of an optimizer that were there "
         "before, and what else is on the device.",
-        f"  Give a budget below {human_bytes(alive)} ('budget:{_suggested(alive)}'), or a smaller "
-        "batch. torchremat.plan(model, *args, budget=...) tells beforehand what can be met, and "
-        "its timeline() what is alive when.",
+        f"  Give a budget below {human_bytes(alive)} ('budget:{_suggest_budget(alive)}'), or a "
+        "smaller batch. torchremat.plan(model, *args, budget=...) shows beforehand which "
+        "budgets can be met, and its timeline() what is alive at each moment.",
     ]
     return "\n".join(lines)
 
@@ -73,12 +73,12 @@ def _from(value: LiveValue, nodes: Mapping[str, fx.Node]) -> str:
     return f" from {source}" if source is not None else ""
 
 
-def _described(node: fx.Node) -> str:
+def _describe_failure(node: fx.Node) -> str:
     call = call_of(node)
     source = call.meta.get("source")
     return f"{call.target}" + (f" from {source}" if source is not None else "")
 
 
-def _suggested(alive: int) -> str:
+def _suggest_budget(alive: int) -> str:
     """Nine tenths of `alive` bytes, as a budget is spelled."""
     return f"{max(1, alive * 9 // 10 >> 20)}MiB" if alive >> 20 else f"{max(1, alive * 9 // 10)}B"

@@ -19,8 +19,8 @@ from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.step.fingerprint import (
     difference,
     fingerprint_of,
-    kept_elsewhere,
     lines_of,
+    match_saved_values,
 )
 
 FORMAT = "torchremat plan"
@@ -253,8 +253,8 @@ class Plan:
         """
         lines = lines_of(joint.module.graph)
         if joint.by_compiler and lines != self.graph:
-            kept = kept_elsewhere(self.graph, self.order.saved, joint)
-            away = kept_elsewhere(self.graph, self.order.offloaded, joint)
+            kept = match_saved_values(self.graph, self.order.saved, joint)
+            away = match_saved_values(self.graph, self.order.offloaded, joint)
             if kept is not None and away is not None:
                 return GraphSchedule(frozenset(kept), (), (), frozenset(away))
         if lines != self.graph:

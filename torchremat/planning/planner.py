@@ -18,10 +18,10 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.problem.backward_order import orders_of
 from torchremat.planning.problem.problem import Costs, Operator, Part, Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import replay_of
-from torchremat.planning.shared_solve import solved_once, text_of
-from torchremat.planning.solver import Options, Solution, solve_orders
+from torchremat.planning.shared_solve import solve_once, text_of
+from torchremat.planning.solver import Solution, SolverOptions, solve_orders
 from torchremat.planning.step.fingerprint import lines_of
-from torchremat.planning.step.problem_builder import Step
+from torchremat.planning.step.problem_builder import NumericStep
 
 SOLVERS = ("auto", "milp", "local")
 
@@ -63,7 +63,7 @@ class PlannedStep:
         budget: in bytes.
     """
 
-    step: Step
+    step: NumericStep
     schedule: Schedule
     costs: Costs
     lower_bound_seconds: float
@@ -115,9 +115,9 @@ class Planner:
         self.host_bytes_per_second = host_rate_of(self.cost_model) if offload else None
 
     @cached_property
-    def step(self) -> Step:
+    def step(self) -> NumericStep:
         """The step in numbers, as traced."""
-        return Step.of(
+        return NumericStep.of(
             self.joint, self.cost_model.seconds, host_bytes_per_second=self.host_bytes_per_second
         )
 
@@ -148,13 +148,13 @@ class Planner:
         problems = self._orders
         if saved is not None:
             limit = saved - self.step.copied_nbytes
-            problems = tuple(with_limit(problem, room, limit) for problem in problems)
+            problems = tuple(add_saved_limit(problem, room, limit) for problem in problems)
         solution = self._solved(room, problems)
         if solution.schedule is None and problems[0] is not self._orders[0]:
             raise self._cannot_save(asked, saved, nbytes, solution.least_peak - room)
         if solution.schedule is None:
             raise self._cannot(asked, nbytes, solution)
-        schedule = without_wait(self.step.problem, solution.schedule)
+        schedule = drop_limit_operator(self.step.problem, solution.schedule)
         costs = costs_of(self.step.problem, schedule)
         return PlannedStep(self.step, schedule, costs, solution.lower_bound_seconds, nbytes)
 
@@ -170,7 +170,7 @@ class Planner:
             asked = f"{room} {self.solver} {self.seconds} {self.cost_model!r}"
             return "\n".join([asked, *map(text_of, problems), *lines_of(self.joint.module.graph)])
 
-        return solved_once(describe, lambda: _solved(problems, room, self.solver, self.seconds))
+        return solve_once(describe, lambda: _solve(problems, room, self.solver, self.seconds))
 
     def _cannot(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
@@ -200,7 +200,7 @@ class Planner:
         live = costs_of(self.step.problem, solution.lowest).live
         order = (*solution.lowest.forward, *solution.lowest.backward)
         call = self.step.calls[order[max(range(len(live)), key=live.__getitem__)]]
-        return "" if call is None else f"At that peak runs {_described(call)}. "
+        return "" if call is None else f"At that peak runs {_describe_call(call)}. "
 
 
 _ENOUGH = 4
@@ -208,15 +208,15 @@ _ENOUGH = 4
 
 
 @functools.lru_cache(maxsize=64)  # layers of a model that are wrapped one by one are alike
-def _solved(
+def _solve(
     problems: tuple[Problem, ...], room: int, solver: str, seconds: float | None
 ) -> Solution:
     with shown_progress(f"planning {len(problems[0].operators)} operators") as progress:
-        options = Options(seconds=seconds, solver=solver, progress=progress)
+        options = SolverOptions(seconds=seconds, solver=solver, progress=progress)
         return solve_orders(problems, room, options)
 
 
-def _described(call: fx.Node) -> str:
+def _describe_call(call: fx.Node) -> str:
     if is_forward(call):
         return f"{call.target} from {call.meta.get('source')}"
     for node in nodes_read_by(call):
@@ -226,10 +226,10 @@ def _described(call: fx.Node) -> str:
     return str(call.target)
 
 
-def with_limit(problem: Problem, room: int, limit: int) -> Problem:
+def add_saved_limit(problem: Problem, room: int, limit: int) -> Problem:
     """`problem` so that what keeps within `room` saves no more than `limit` bytes, outputs apart.
 
-    Numbers of operators and values stay; `without_wait` takes the new one out of a schedule.
+    Numbers of operators and values stay; `drop_limit_operator` takes the new one out of a schedule.
 
     >>> sine = Operator((), (0,), 1.0, Part.FORWARD)
     >>> cosine = Operator((0,), (1,), 1.0, Part.BACKWARD)
@@ -251,7 +251,7 @@ def with_limit(problem: Problem, room: int, limit: int) -> Problem:
     )
 
 
-def without_wait(problem: Problem, schedule: Schedule) -> Schedule:
+def drop_limit_operator(problem: Problem, schedule: Schedule) -> Schedule:
     """`schedule`, of `problem` with a limit, as one of `problem`."""
     end = len(problem.operators)
     return replace(schedule, backward=tuple(o for o in schedule.backward if o < end))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torchremat.planning.planner import Planner
 from torchremat.planning.problem.problem import costs_unchecked
 from torchremat.planning.problem.replay import Decisions
-from torchremat.planning.problem.trial import Trier
-from torchremat.planning.search.min_cut import saved_by_cuts
+from torchremat.planning.problem.trial import Evaluator
+from torchremat.planning.search.min_cut import cut_saved_sets
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class SavedPoint:
     added_seconds: float
 
 
-def saved_curve(planner: Planner) -> Iterator[SavedPoint]:
+def trace_saved_curve(planner: Planner) -> Iterator[SavedPoint]:
     """The corners of the lower hull, from what plain autograd keeps to nothing, each with less.
 
     The time for a byte grows from corner to corner.
     """
     plain, step = planner.plain, planner.step
     problem = step.problem
-    trier = Trier(problem, 1 << 62)
+    trier = Evaluator(problem, 1 << 62)
     points = [SavedPoint(plain.saved_bytes, 0.0)]
-    for saved in (*saved_by_cuts(problem), trier.fixed):
+    for saved in (*cut_saved_sets(problem), trier.fixed):
         trial = trier(Decisions(saved | trier.fixed))
         if trial.is_allowed:
             kept = trial.decisions.saved - problem.outputs

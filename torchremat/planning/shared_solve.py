@@ -26,7 +26,7 @@ def let_processes_share(share: Share) -> None:
     _Others.share = share
 
 
-def solved_once(describe: Callable[[], str], solve: Callable[[], Solution]) -> Solution:
+def solve_once(describe: Callable[[], str], solve: Callable[[], Solution]) -> Solution:
     """What `solve` gives, in one of the processes whose `describe` says the same."""
     if _Others.share is None:
         return solve()

@@ -12,27 +12,27 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torchremat.planning.milp.row_generation import Rounds
+from torchremat.planning.milp.row_generation import RowGeneration
 from torchremat.planning.problem.backward_order import floor_of
 from torchremat.planning.problem.problem import Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import Decisions
-from torchremat.planning.problem.trial import Trial, Trier
+from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.backward_search import (
+    BackwardFrontier,
     BackwardSearch,
     Limits,
-    Needed,
     is_too_small,
     lowest_by_steps,
 )
-from torchremat.planning.search.clock import Clock, Deadline, Watch
-from torchremat.planning.search.eviction import Evictor, evicted, lowest_trial
-from torchremat.planning.search.incumbent import Record
+from torchremat.planning.search.clock import CpuTimer, Deadline, TimeSlice
+from torchremat.planning.search.eviction import Evictor, lowest_trial, try_evictions
+from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.local_search import LocalSearch
-from torchremat.planning.search.min_cut import saved_by_cuts
+from torchremat.planning.search.min_cut import cut_saved_sets
 
 
 @dataclass(frozen=True)
-class Options:
+class SolverOptions:
     """How long and how hard to search.
 
     Attributes:
@@ -79,7 +79,7 @@ class Solution:
     lowest: Schedule
 
 
-def solve(problem: Problem, budget: int, options: Options | None = None) -> Solution:
+def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -> Solution:
     """The schedule of least added time whose peak is at most `budget` bytes.
 
     Values are offloaded only where the problem has a link to a host.
@@ -87,24 +87,24 @@ def solve(problem: Problem, budget: int, options: Options | None = None) -> Solu
     The operators of the backward pass that need cotangents run in the order of `problem`. The
     answer has no schedule if none was found; `least_peak` is then what one can get down to.
     """
-    options = options or Options()
+    options = options or SolverOptions()
     seconds = options.seconds_for(problem)
     is_timed = options.seconds is not None or len(problem.operators) > _MOST_STRETCHED
-    watch = Watch(1.0 if is_timed else _STRETCH)
+    watch = CpuTimer(1.0 if is_timed else _STRETCH)
     if not problem.offloadable:
-        return _solution(problem, _searched(problem, budget, options, watch, seconds))
-    record = _searched(problem, budget, options, watch, _LINKED_SHARE * seconds)
+        return _solution(problem, _search(problem, budget, options, watch, seconds))
+    record = _search(problem, budget, options, watch, _LINKED_SHARE * seconds)
     if not record.is_good:
         left = replace(options, progress=None)
         _without_link(problem, budget, left, (1 - _LINKED_SHARE) * seconds, record)
     if record.best is not None:
-        local = LocalSearch(Trier(problem, budget), watch.within(_TIDY_SHARE * seconds))
+        local = LocalSearch(Evaluator(problem, budget), watch.within(_TIDY_SHARE * seconds))
         record.note(local.with_fewer_copies(record.best))
     return _solution(problem, record)
 
 
 def solve_orders(
-    problems: Sequence[Problem], budget: int, options: Options | None = None
+    problems: Sequence[Problem], budget: int, options: SolverOptions | None = None
 ) -> Solution:
     """`solve` for the first of `problems`, which differ in their order, that has an answer.
 
@@ -121,14 +121,14 @@ def solve_orders(
     return min(solutions, key=lambda solution: solution.least_peak)
 
 
-def _searched(
-    problem: Problem, budget: int, options: Options, watch: Watch, seconds: float
-) -> Record:
+def _search(
+    problem: Problem, budget: int, options: SolverOptions, watch: CpuTimer, seconds: float
+) -> Incumbent:
     """What a search of so many seconds finds."""
     is_small = len(problem.operators) <= _MOST_OPERATORS
-    whole = Clock(watch, seconds)
-    clock = Clock(watch, _FIRST_SHARE * seconds if is_small else seconds, options.progress)
-    trier, record = Trier(problem, budget), Record(clock, options.gap)
+    whole = TimeSlice(watch, seconds)
+    clock = TimeSlice(watch, _FIRST_SHARE * seconds if is_small else seconds, options.progress)
+    trier, record = Evaluator(problem, budget), Incumbent(clock, options.gap)
     if not record.note(trier(Decisions(problem.needed))).fits:
         record.note(trier(Decisions(trier.fixed)))
         if problem.offloadable:
@@ -142,7 +142,7 @@ def _searched(
             local = LocalSearch(trier, clock.deadline(_LOW_SHARE))
             record.note(local.improve(record.best))
         if options.solver != "local":
-            Rounds(trier, record).run()
+            RowGeneration(trier, record).run()
         if record.best is None:
             _cut(trier, record)
         _polish(trier, record)
@@ -158,13 +158,13 @@ def _searched(
     return record
 
 
-def _start(trier: Trier, record: Record, deadline: Deadline) -> bool:
+def _start(trier: Evaluator, record: Incumbent, deadline: Deadline) -> bool:
     """Look for some schedule that fits; whether it is not proved that there is none."""
     problem = trier.problem
     if not problem.offloadable:  # the walk knows no link: from what it finds none is used
         evictor = Evictor(problem, deadline)
         for saved in (problem.known, trier.fixed):
-            for trial in evicted(trier, evictor, saved):
+            for trial in try_evictions(trier, evictor, saved):
                 record.note(trial)
     if record.best is not None or not _is_searchable(problem):
         return True
@@ -175,13 +175,13 @@ def _start(trier: Trier, record: Record, deadline: Deadline) -> bool:
 
 
 def _without_link(
-    problem: Problem, budget: int, options: Options, seconds: float, record: Record
+    problem: Problem, budget: int, options: SolverOptions, seconds: float, record: Incumbent
 ) -> None:
     """What is found with nothing offloaded is an answer too, and a start for better ones."""
     alone = replace(problem, host_bytes_per_second=None)
     watch = record.clock.watch
-    found = _searched(alone, budget, options, watch, _ALONE_SHARE * seconds)
-    trier = Trier(problem, budget)
+    found = _search(alone, budget, options, watch, _ALONE_SHARE * seconds)
+    trier = Evaluator(problem, budget)
     for trial in (found.lowest, found.best):
         if trial is not None:
             record.note(trier(trial.decisions))
@@ -190,14 +190,14 @@ def _without_link(
         record.note(local.improve(record.best))
 
 
-def _cut(trier: Trier, record: Record) -> None:
-    for number, saved in enumerate(saved_by_cuts(trier.problem)):
+def _cut(trier: Evaluator, record: Incumbent) -> None:
+    for number, saved in enumerate(cut_saved_sets(trier.problem)):
         record.note(trier(Decisions(saved)))
         if record.clock.gone > 1 and number > _LEAST_CUTS:
             break
 
 
-def _polish(trier: Trier, record: Record) -> None:
+def _polish(trier: Evaluator, record: Incumbent) -> None:
     """Bring trials under the budget that promise to be better, and take time away from the best."""
     above = sorted((t for t in record.trials if not t.fits), key=lambda t: t.costs.peak)
     for trial in above[:_MOST_STARTS]:
@@ -211,7 +211,7 @@ def _polish(trier: Trier, record: Record) -> None:
         record.note(local.improve(record.best))
 
 
-def _rescue(trier: Trier, record: Record, deadline: Deadline) -> None:
+def _rescue(trier: Evaluator, record: Incumbent, deadline: Deadline) -> None:
     """Find some schedule that fits: rather late than not at all."""
     assert record.lowest is not None
     record.note(LocalSearch(trier, deadline).repair(record.lowest))
@@ -222,7 +222,7 @@ def _rescue(trier: Trier, record: Record, deadline: Deadline) -> None:
         record.note(trier(record.lowest.decisions))
 
 
-def _lower(record: Record, evictor: Evictor, budget: int) -> None:
+def _lower(record: Incumbent, evictor: Evictor, budget: int) -> None:
     """How low the peak can be, where `budget` was not met."""
     assert record.lowest is not None
     problem = evictor.problem
@@ -241,7 +241,9 @@ def _is_searchable(problem: Problem) -> bool:
     return not problem.offloadable and BackwardSearch(problem).size <= _MOST_SEARCHED
 
 
-def _step_back(trier: Trier, record: Record, limits: Limits, near: Trial | None = None) -> Needed:
+def _step_back(
+    trier: Evaluator, record: Incumbent, limits: Limits, near: Evaluated | None = None
+) -> BackwardFrontier:
     """Search from the last step to the first, near a schedule if there is one."""
     search = BackwardSearch(trier.problem)
     found = search.run(trier.budget, limits, None if near is None else near.replay.schedule)
@@ -251,7 +253,7 @@ def _step_back(trier: Trier, record: Record, limits: Limits, near: Trial | None 
     return found
 
 
-def _step_back_wider(trier: Trier, record: Record, deadline: Deadline) -> None:
+def _step_back_wider(trier: Evaluator, record: Incumbent, deadline: Deadline) -> None:
     """Search so wider and wider, and improve what it finds."""
     states, before = _MOST_STATES, record.best
     for width, is_near in itertools.product(_WIDTHS, (False, True)):
@@ -264,33 +266,33 @@ def _step_back_wider(trier: Trier, record: Record, deadline: Deadline) -> None:
         record.note(LocalSearch(trier, deadline).improve(record.best))
 
 
-def _refine(trier: Trier, record: Record, seconds: float) -> None:
+def _refine(trier: Evaluator, record: Incumbent, seconds: float) -> None:
     """Search around the best with all moments as rows, where there are not too many."""
-    near = Record(Clock(record.clock.watch, seconds), record.gap)
+    near = Incumbent(TimeSlice(record.clock.watch, seconds), record.gap)
     near.best, near.lowest, near.bound = record.best, record.lowest, record.bound
-    rounds = Rounds(trier, near)
+    rounds = RowGeneration(trier, near)
     if rounds.is_fine:
         rounds.refine()
         if near.best is not None:
             record.note(near.best)
 
 
-def _from_above(trier: Trier, record: Record, factor: float, seconds: float) -> None:
+def _from_above(trier: Evaluator, record: Incumbent, factor: float, seconds: float) -> None:
     """Bring what is found for a budget `factor` times as large under the budget."""
-    easier = Trier(trier.problem, int(factor * trier.budget))
+    easier = Evaluator(trier.problem, int(factor * trier.budget))
     watch = record.clock.watch
-    found = Record(Clock(watch, _EASIER_SHARE * seconds), record.gap)
+    found = Incumbent(TimeSlice(watch, _EASIER_SHARE * seconds), record.gap)
     local = LocalSearch(trier, watch.within(seconds))
     found.note(easier(Decisions(trier.problem.needed)))
     found.note(easier(Decisions(easier.fixed)))
-    Rounds(easier, found).run()
+    RowGeneration(easier, found).run()
     if found.best is not None:
         fitting = record.note(local.repair(trier(found.best.decisions)))
         if fitting.fits:
             record.note(local.improve(fitting))
 
 
-def _solution(problem: Problem, record: Record) -> Solution:
+def _solution(problem: Problem, record: Incumbent) -> Solution:
     assert record.lowest is not None
     lowest, least = record.lowest.replay.schedule, record.lowest.costs.peak
     if record.best is None:

@@ -10,7 +10,7 @@ from torchremat.errors import PlanError
 from torchremat.planning.cost_model import CostModel
 from torchremat.viz.figure.styles import LOOKS, STACK
 from torchremat.viz.picture.build import Drawable, picture_of
-from torchremat.viz.picture.picture import Picture, Value
+from torchremat.viz.picture.picture import DrawnValue, Picture
 
 _DOT_SHAPES = {"box": "box", "cut": "note", "slanted": "parallelogram", "hexagon": "hexagon",
                "round": "oval"}  # fmt: skip
@@ -33,16 +33,16 @@ def to_dot(plan_or_graph: Drawable, *, title: str | None = None) -> str:
     }
     """
     picture = picture_of(plan_or_graph, title=title)
-    lines = [f"digraph {_quoted(picture.title)} {{",
+    lines = [f"digraph {_quote(picture.title)} {{",
              '  node [style=filled, fontname="sans-serif"]']  # fmt: skip
-    lines += _dot_modules(_nested(picture.values), "  ", "")
+    lines += _dot_modules(_nest_values(picture.values), "  ", "")
     for value in picture.values:
         for read in value.reads:
             lines.append(f"  {_dot_name(picture.values[read])} -> {_dot_name(value)}")
     return "\n".join([*lines, "}"])
 
 
-def _nested(values: tuple[Value, ...]) -> dict[str, Any]:
+def _nest_values(values: tuple[DrawnValue, ...]) -> dict[str, Any]:
     """Values by the parts of their modules' names; those of a module itself under `''`."""
     tree: dict[str, Any] = {}
     for value in values:
@@ -60,13 +60,13 @@ def _dot_modules(tree: dict[str, Any], indent: str, path: str) -> Iterator[str]:
                 yield f"{indent}{_dot_name(value)} [{_dot_style(value)}]"
             continue
         inside = f"{path}.{part}" if path else part
-        yield f"{indent}subgraph {_quoted('cluster ' + inside)} {{"
-        yield f"{indent}  label={_quoted(part)}"
+        yield f"{indent}subgraph {_quote('cluster ' + inside)} {{"
+        yield f"{indent}  label={_quote(part)}"
         yield from _dot_modules(inner, indent + "  ", inside)
         yield f"{indent}}}"
 
 
-def _dot_style(value: Value) -> str:
+def _dot_style(value: DrawnValue) -> str:
     look = LOOKS[value.kind]
     size = f" {human_bytes(value.nbytes)}" if value.nbytes else ""
     label = "\\n".join(filter(None, (value.label, f"{value.aval}{size}")))
@@ -78,11 +78,11 @@ def _dot_style(value: Value) -> str:
     )
 
 
-def _dot_name(value: Value) -> str:
-    return value.name if value.name.isidentifier() else _quoted(value.name)
+def _dot_name(value: DrawnValue) -> str:
+    return value.name if value.name.isidentifier() else _quote(value.name)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -175,7 +175,7 @@ def _events(picture: Picture) -> Iterator[dict[str, Any]]:
         now += took
 
 
-def _arguments(value: Value | None) -> dict[str, Any]:
+def _arguments(value: DrawnValue | None) -> dict[str, Any]:
     if value is None:
         return {}
     told = {"module": value.module, "shape": value.aval, "bytes": value.nbytes,

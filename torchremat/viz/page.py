@@ -105,11 +105,11 @@ def page_of(*pictures: Picture, only_timeline: bool = False) -> str:
         "kinds": dict(KINDS),
         "looks": {kind: asdict(look) for kind, look in LOOKS.items()},
         "stack": STACK,
-        "pictures": [packed(p) for p in pictures],
+        "pictures": [pack_picture(p) for p in pictures],
     }
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return Template(_asset("page.html")).substitute(
-        title=_escaped(" | ".join(picture.title for picture in pictures)),
+        title=_escape(" | ".join(picture.title for picture in pictures)),
         shows="only-timeline" if only_timeline else "",
         style=_asset("page.css"),
         data=text.replace("<", "\\u003c"),
@@ -117,7 +117,7 @@ def page_of(*pictures: Picture, only_timeline: bool = False) -> str:
     )
 
 
-def packed(picture: Picture) -> dict[str, Any]:
+def pack_picture(picture: Picture) -> dict[str, Any]:
     """A picture as JSON for the page: rows, in which texts are positions in a list of texts."""
     texts: dict[str, int] = {}
 
@@ -139,14 +139,14 @@ def packed(picture: Picture) -> dict[str, Any]:
         "figures": picture.figures,
         "values": values,
         "texts": list(texts),
-        "timeline": picture.timeline and _packed_timeline(picture, picture.timeline),
+        "timeline": picture.timeline and _pack_timeline(picture, picture.timeline),
         "resident": picture.resident,
         "residentCounts": picture.resident_counts,
         "levels": picture.levels,
     }
 
 
-def _packed_timeline(picture: Picture, timeline: Timeline) -> dict[str, Any]:
+def _pack_timeline(picture: Picture, timeline: Timeline) -> dict[str, Any]:
     points = timeline.points
     forward = [point.phase == "forward" for point in points]
     return {
@@ -167,5 +167,5 @@ def _asset(name: str) -> str:
     return (resources.files("torchremat.viz") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -19,8 +19,8 @@ from torchremat.viz.figure.figure import (
     Text,
 )
 from torchremat.viz.figure.files import PathLike, suffix_of
-from torchremat.viz.figure.text_labels import Labels, fitted
-from torchremat.viz.figure.ticks import Axis, byte_ticks, decimal_ticks
+from torchremat.viz.figure.text_labels import TextLabels, fit_text
+from torchremat.viz.figure.ticks import TickAxis, byte_ticks, decimal_ticks
 
 WIDTH, HEIGHT = 800, 480
 LEFT, RIGHT, TOP, BOTTOM = 90, 40, 60, 60
@@ -81,8 +81,8 @@ def pareto_figure(
         raise ArgumentValueError(
             "pareto has no points to draw: give what planning.pareto(f, x) gives"
         )
-    shapes = _Drawing(curve, peers).shapes()
-    head = Text(LEFT, 30, fitted(title, 16, WIDTH - LEFT - 10, bold=True), 16, bold=True)
+    shapes = _ParetoDrawing(curve, peers).shapes()
+    head = Text(LEFT, 30, fit_text(title, 16, WIDTH - LEFT - 10, bold=True), 16, bold=True)
     return Figure(WIDTH, HEIGHT, title, (head, *shapes))
 
 
@@ -106,15 +106,15 @@ def _point(point: PointLike) -> _Point:
         ) from None
 
 
-class _Drawing:
+class _ParetoDrawing:
     def __init__(self, curve: Sequence[_Point], peers: Mapping[str, _Point]) -> None:
         self.curve, self.peers = curve, peers
         everything = [*curve, *peers.values()]
         peaks = [point.peak for point in everything]
         margin = 0.06 * (max(peaks) - min(peaks)) or 0.1 * max(peaks)
-        self.x = Axis(max(0, min(peaks) - margin), max(peaks) + margin, LEFT, WIDTH - RIGHT)
+        self.x = TickAxis(max(0, min(peaks) - margin), max(peaks) + margin, LEFT, WIDTH - RIGHT)
         high = 1.1 * max(point.seconds for point in everything) or 1e-6
-        self.y = Axis(0, high, HEIGHT - BOTTOM, TOP)
+        self.y = TickAxis(0, high, HEIGHT - BOTTOM, TOP)
 
     def shapes(self) -> list[Shape]:
         return [*self.axes(), *self.lines(), *self.marks()]
@@ -147,7 +147,7 @@ class _Drawing:
 
     def marks(self) -> list[Shape]:
         """Points, and their names beside them."""
-        labels = Labels((LEFT + 2, TOP - 8, WIDTH - 4, HEIGHT - BOTTOM - 2))
+        labels = TextLabels((LEFT + 2, TOP - 8, WIDTH - 4, HEIGHT - BOTTOM - 2))
         labels.take_line([self.at(p) for p in self.curve])
         found: list[Shape] = []
         for p in self.curve:

@@ -21,8 +21,8 @@ from torchremat.viz.figure.figure import (
 )
 from torchremat.viz.figure.files import PathLike, suffix_of, write_text
 from torchremat.viz.figure.styles import STACK
-from torchremat.viz.figure.text_labels import fitted, width_of
-from torchremat.viz.figure.ticks import Axis, byte_ticks
+from torchremat.viz.figure.text_labels import fit_text, width_of
+from torchremat.viz.figure.ticks import TickAxis, byte_ticks
 from torchremat.viz.page import page_of
 from torchremat.viz.picture.build import Drawable, picture_of
 from torchremat.viz.picture.picture import Picture
@@ -85,10 +85,10 @@ def timeline(
 def timeline_figure(picture: Picture, *, inputs: bool = False) -> Figure:
     """The timeline of a picture as a figure."""
     assert picture.timeline is not None
-    return _Drawing(picture, picture.timeline, inputs).figure()
+    return _TimelineDrawing(picture, picture.timeline, inputs).figure()
 
 
-class _Drawing:
+class _TimelineDrawing:
     def __init__(self, picture: Picture, timeline: Timeline, inputs: bool) -> None:
         self.picture = picture
         self.timeline = timeline
@@ -101,8 +101,8 @@ class _Drawing:
         above = 0 if picture.resident_counts else self.floor
         self.marked = [(name, nbytes + above) for name, nbytes in picture.levels]
         near = [nbytes for _, nbytes in self.marked if nbytes <= 1.35 * self.peak]
-        self.y = Axis(0, max([self.peak, *near]) * 1.06 or 1, HEIGHT - BOTTOM, TOP)
-        self.x = Axis(0, len(timeline), LEFT, WIDTH - RIGHT)
+        self.y = TickAxis(0, max([self.peak, *near]) * 1.06 or 1, HEIGHT - BOTTOM, TOP)
+        self.x = TickAxis(0, len(timeline), LEFT, WIDTH - RIGHT)
         self.columns = _columns(timeline.live, int(self.x.end - self.x.start))
 
     def figure(self) -> Figure:
@@ -171,7 +171,7 @@ class _Drawing:
             end = (x + 6 * len(text), y)
         rest = "   ".join(above)
         room = WIDTH - LEFT - RIGHT - width_of(rest, 11) - 14
-        title = fitted(self.picture.title, 16, room, bold=True)
+        title = fit_text(self.picture.title, 16, room, bold=True)
         return [
             Text(LEFT, 26, title, 16, bold=True),
             Text(WIDTH - RIGHT, 26, rest, 11, "end", QUIET),

@@ -129,7 +129,7 @@ def test_what_is_not_there_is_told_with_the_nearest(text, said):
     [
         ("number", "is 3 (int), and not a function or module"),
         ("Needs", "a class that needs arguments"),
-        ("make_number", "returned a value of type int. It is to return (fun_or_module, args)"),
+        ("make_number", "returned a value of type int. It must return (fun_or_module, args)"),
         ("make_strangely", "returned a tuple of builtin_function_or_method, tuple, list"),
     ],
 )

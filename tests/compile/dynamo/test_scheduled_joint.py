@@ -5,7 +5,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchremat.compile.dynamo.scheduled_joint import merged_in_runs
+from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def test_what_reduces_to_little_and_is_kept_is_computed_once(
 ) -> None:
     graph = normalised_twice(dim, reads_mean=reads_mean)
     before = fx.GraphModule({}, graph)
-    after = fx.GraphModule({}, merged_in_runs(graph))
+    after = fx.GraphModule({}, merge_within_runs(graph))
     assert len(after.graph.find_nodes(op="call_function", target=aten.var_mean.correction)) == count
     assert len(after.graph.find_nodes(op="call_function", target=aten.rsqrt.default)) == 2
     x = torch.randn(4, 64)

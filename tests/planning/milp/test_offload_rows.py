@@ -28,8 +28,8 @@ from tests.planning.test_oracles import (
     problems,
     runs_allowed,
 )
-from torchremat.planning.milp.intervals import Moment
-from torchremat.planning.milp.problem_index import Facts
+from torchremat.planning.milp.intervals import PeakPoint
+from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.problem.problem import (
     Operator,
@@ -41,7 +41,7 @@ from torchremat.planning.problem.problem import (
     plain_schedule,
 )
 from torchremat.planning.problem.replay import Decisions, replay_of
-from torchremat.planning.solver import Options, Solution, solve
+from torchremat.planning.solver import Solution, SolverOptions, solve
 
 FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD
 
@@ -319,7 +319,7 @@ def test_an_endless_link_at_the_plain_peak_adds_nothing(case):
 # --- the solver ----------------------------------------------------------------------------------
 
 
-def solved(problem: Problem, budget: int, options: Options = OPTIONS) -> Solution:
+def solved(problem: Problem, budget: int, options: SolverOptions = OPTIONS) -> Solution:
     """What the solver says, checked against the definition."""
     note(f"{problem!r}\nbudget {budget}")
     solution = solve(problem, budget, options)
@@ -363,12 +363,12 @@ def test_the_laws_on_many_problems(number):
 @pytest.mark.parametrize("window", [None, 0, 1, 2])
 def test_every_schedule_is_an_answer_of_the_outer_program(window, case):
     problem, budget = case
-    facts = Facts(problem)
+    facts = ProblemIndex(problem)
     steps, positions = range(len(problem.backward)), range(len(problem.forward))
     note(f"{problem!r}\nbudget {budget}")
     optimum = least_seconds_with_a_host(problem, budget)
     for some in (1, 2):
-        moments = [Moment(step) for step in steps[::some]]
+        moments = [PeakPoint(step) for step in steps[::some]]
         program = SavingProgram(
             facts, budget, moments, positions[::some], window, outer=window is not None
         )

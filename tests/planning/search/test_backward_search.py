@@ -16,25 +16,25 @@ from tests.planning.test_oracles import (
 from tests.planning.test_solver import layers, peak
 from torchremat.planning.problem.backward_order import floor_of, with_backward
 from torchremat.planning.problem.problem import Problem, costs_of
-from torchremat.planning.problem.trial import Trier
+from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.backward_search import (
+    BackwardFrontier,
     BackwardSearch,
     Limits,
-    Needed,
     is_too_small,
     least_peak_bound,
     lowest_by_steps,
 )
-from torchremat.planning.search.clock import NEVER, Deadline, Watch
-from torchremat.planning.solver import Options, solve_orders
+from torchremat.planning.search.clock import NEVER, CpuTimer, Deadline
+from torchremat.planning.solver import SolverOptions, solve_orders
 
 LAYERS = layers(6)
 TIGHT = int(1.1 * floor_of(LAYERS))
 
 
-def least_found(search: BackwardSearch, found: Needed, budget: int) -> float:
+def least_found(search: BackwardSearch, found: BackwardFrontier, budget: int) -> float:
     """The least time that what was found adds, with the forward pass; the backward pass fits."""
-    trier, best = Trier(search.problem, budget), math.inf
+    trier, best = Evaluator(search.problem, budget), math.inf
     for decisions in search.decisions(found):
         trial = trier(decisions)
         forward = len(trial.replay.schedule.forward)
@@ -78,7 +78,7 @@ def test_what_is_found_keeps_within_the_budget_and_is_not_below_the_optimum(case
 
 
 def test_a_narrow_search_near_a_schedule_loses_nothing():
-    search, trier = BackwardSearch(LAYERS), Trier(LAYERS, TIGHT)
+    search, trier = BackwardSearch(LAYERS), Evaluator(LAYERS, TIGHT)
     limits = Limits(width=4, prompt=True)
     found = search.run(TIGHT, limits)
     assert found.is_cut
@@ -93,7 +93,7 @@ def test_the_lowest_is_where_the_proof_ends():
     assert lowest is not None
     proved = least_peak_bound(LAYERS, lowest.costs.peak)
     assert proved <= lowest.costs.peak <= 1.01 * proved
-    assert lowest_by_steps(LAYERS, peak(LAYERS), Deadline(Watch(1.0), -1.0)) is None
+    assert lowest_by_steps(LAYERS, peak(LAYERS), Deadline(CpuTimer(1.0), -1.0)) is None
 
 
 def test_the_order_in_which_the_budget_can_be_met_is_taken():
@@ -104,6 +104,6 @@ def test_the_order_in_which_the_budget_can_be_met_is_taken():
     worse: Problem = with_backward(LAYERS, [*late, *weights, last])
     budget = floor_of(worse) - 1
     assert budget > TIGHT
-    solution = solve_orders([worse, LAYERS], budget, Options(seconds=5.0))
+    solution = solve_orders([worse, LAYERS], budget, SolverOptions(seconds=5.0))
     assert solution.schedule is not None
     assert costs_of(LAYERS, solution.schedule).peak <= budget

@@ -5,12 +5,12 @@ from hypothesis import given, note
 
 from tests.planning.test_oracles import cases, examples, least_peak, least_seconds, problems
 from tests.planning.test_solver import layers, peak
-from torchremat.planning.problem.backward_order import floor_of, reordered, with_backward
+from torchremat.planning.problem.backward_order import floor_of, reorder_backward, with_backward
 from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
-from torchremat.planning.problem.trial import Trier
-from torchremat.planning.search.clock import Deadline, Watch
-from torchremat.planning.search.eviction import RULES, Evictor, evicted, lowest_trial
-from torchremat.planning.solver import Options, solve
+from torchremat.planning.problem.trial import Evaluator
+from torchremat.planning.search.clock import CpuTimer, Deadline
+from torchremat.planning.search.eviction import RULES, Evictor, lowest_trial, try_evictions
+from torchremat.planning.solver import SolverOptions, solve
 
 FORWARD, BACKWARD = Part.FORWARD, Part.BACKWARD
 
@@ -50,9 +50,9 @@ def residual(depth: int) -> Problem:
 def test_a_walk_costs_no_less_than_the_optimum(case):
     problem, budget = case
     note(f"{problem!r}\nbudget {budget}")
-    trier, evictor = Trier(problem, budget), Evictor(problem)
+    trier, evictor = Evaluator(problem, budget), Evictor(problem)
     for saved in (problem.known, trier.fixed):
-        for trial in evicted(trier, evictor, saved):
+        for trial in try_evictions(trier, evictor, saved):
             costs = costs_of(problem, trial.replay.schedule)  # which it may have: nothing is amiss
             if trial.fits:
                 assert costs.peak <= budget
@@ -75,7 +75,7 @@ def test_what_the_evictor_answers_keeps_within_the_budget(rule, share):
     budget = int(share * peak(problem))
     decisions = Evictor(problem).decisions(budget, rule, problem.known)
     assert decisions is not None
-    assert Trier(problem, budget)(decisions).fits
+    assert Evaluator(problem, budget)(decisions).fits
 
 
 @pytest.mark.parametrize("depth", [2, 4, 8])
@@ -109,7 +109,7 @@ def test_what_has_no_room_at_its_step_is_computed_a_step_before():
     decisions = Evictor(problem).decisions(12, RULES[0], ())
     assert decisions is not None
     assert 1 in {o for operators in decisions.early.values() for o in operators}
-    assert Trier(problem, 12)(decisions).fits
+    assert Evaluator(problem, 12)(decisions).fits
 
 
 def test_of_orders_with_one_floor_that_is_taken_which_leaves_more_room():
@@ -129,7 +129,7 @@ def test_of_orders_with_one_floor_that_is_taken_which_leaves_more_room():
     problem = Problem(
         (*forward, *backward, last), tuple(nbytes), frozenset({5}), frozenset({*gradients, ct})
     )
-    better = reordered(problem)
+    better = reorder_backward(problem)
     assert floor_of(better) == floor_of(problem)
     assert better.backward[:4] == (6, 7, 9, 8)  # dw before dx
     budgets = range(least_peak(problem), peak(problem))
@@ -141,7 +141,7 @@ def test_of_orders_with_one_floor_that_is_taken_which_leaves_more_room():
 
 def test_a_budget_below_the_floor_is_refused_with_the_least_that_was_found():
     problem = layers(40)
-    solution = solve(problem, floor_of(problem) - 1, Options(seconds=20.0))
+    solution = solve(problem, floor_of(problem) - 1, SolverOptions(seconds=20.0))
     assert solution.schedule is None
     assert solution.least_peak <= 1.01 * floor_of(problem)
 
@@ -149,5 +149,6 @@ def test_a_budget_below_the_floor_is_refused_with_the_least_that_was_found():
 def test_there_may_be_no_time():
     problem = layers(3)
     assert (
-        Evictor(problem, Deadline(Watch(1.0), -1.0)).decisions(peak(problem), RULES[0], ()) is None
+        Evictor(problem, Deadline(CpuTimer(1.0), -1.0)).decisions(peak(problem), RULES[0], ())
+        is None
     )

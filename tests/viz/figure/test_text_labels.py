@@ -3,7 +3,7 @@ import random
 import pytest
 
 from torchremat.viz.figure.figure import Mark, Text
-from torchremat.viz.figure.text_labels import Labels, width_of
+from torchremat.viz.figure.text_labels import TextLabels, width_of
 from torchremat.viz.pareto_figure import CURVE, HEIGHT, WIDTH, pareto_figure
 
 MIB = 2**20
@@ -50,7 +50,7 @@ def test_names_of_points_that_are_near_hide_neither_each_other_nor_a_mark():
 
 
 def test_a_label_is_beside_its_mark_where_there_is_room():
-    labels = Labels((0, 0, 200, 100))
+    labels = TextLabels((0, 0, 200, 100))
     labels.take(50, 50, 5)
     assert labels.beside(50, 50, "full", 12, "#000").anchor == "start"
     assert labels.beside(190, 50, "full", 12, "#000").anchor == "end"

@@ -70,7 +70,7 @@ def with_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any]
     return {"axis_index_groups": tuple(tuple(group) for group in groups)}
 
 
-def sized(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
+def group_sizes(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
     """The groups, and how many examples do something together."""
     given = with_groups(function, name, groups)
     return given | {"axis_size": group_size(function, name, groups)}

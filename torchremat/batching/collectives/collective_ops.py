@@ -209,7 +209,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        op, params = _transposed(ctx.op, ctx.params)
+        op, params = _transpose_op(ctx.op, ctx.params)
         return None, None, None, op(cotangent, **params)
 
     @staticmethod
@@ -217,7 +217,7 @@ class _Linear(torch.autograd.Function):
         return ctx.op(tangent, **ctx.params)  # type: ignore[no-any-return]
 
 
-def _transposed(op: CollectiveOp, params: Params) -> tuple[CollectiveOp, Params]:
+def _transpose_op(op: CollectiveOp, params: Params) -> tuple[CollectiveOp, Params]:
     given = dict(params)
     if op is all_gather_p:
         return psum_scatter_p, given | {"scatter_dimension": given.pop("axis")}
@@ -231,7 +231,7 @@ def _transposed(op: CollectiveOp, params: Params) -> tuple[CollectiveOp, Params]
     return op, params
 
 
-class _Extremum(torch.autograd.Function):
+class _AxisExtremum(torch.autograd.Function):
     """JAX has no such rule. Ties share the cotangent, as those of `amax` do."""
 
     @staticmethod
@@ -270,7 +270,7 @@ def _same(shape: Sequence[int], **_: Any) -> Sequence[int]:
     return shape
 
 
-def _unchanged(x: Tensor, size: int, **_: Any) -> Mapped:
+def _keep_axis(x: Tensor, size: int, **_: Any) -> Mapped:
     return x, None
 
 
@@ -281,8 +281,8 @@ psum_p = _define(
     lambda x, size: (x * size, None),
     _same,
 )
-pmax_p = _define("pmax", _Extremum, lambda x: (x.amax(0), None), _unchanged, _same)
-pmin_p = _define("pmin", _Extremum, lambda x: (x.amin(0), None), _unchanged, _same)
+pmax_p = _define("pmax", _AxisExtremum, lambda x: (x.amax(0), None), _keep_axis, _same)
+pmin_p = _define("pmin", _AxisExtremum, lambda x: (x.amin(0), None), _keep_axis, _same)
 
 
 def _permute(x: Tensor, *, perm: Sequence[tuple[int, int]]) -> Mapped:
@@ -290,7 +290,7 @@ def _permute(x: Tensor, *, perm: Sequence[tuple[int, int]]) -> Mapped:
     return x[sources], 0
 
 
-ppermute_p = _define("ppermute", _Linear, _permute, _unchanged, _same)
+ppermute_p = _define("ppermute", _Linear, _permute, _keep_axis, _same)
 
 
 def _gather(x: Tensor, *, axis: int, axis_size: int, tiled: bool) -> Mapped:
@@ -302,12 +302,12 @@ def _gather_same(x: Tensor, size: int, **params: Any) -> Mapped:
     return _gather(x.expand(size, *x.shape), **params)
 
 
-def _gathered(shape: Sequence[int], *, axis: int, axis_size: int, tiled: bool) -> Sequence[int]:
+def _gather_sizes(shape: Sequence[int], *, axis: int, axis_size: int, tiled: bool) -> Sequence[int]:
     before, after = shape[:axis], shape[axis:]
     return (*before, axis_size * after[0], *after[1:]) if tiled else (*before, axis_size, *after)
 
 
-all_gather_p = _define("all_gather", _Linear, _gather, _gather_same, _gathered)
+all_gather_p = _define("all_gather", _Linear, _gather, _gather_same, _gather_sizes)
 
 
 def _scatter(x: Tensor, *, scatter_dimension: int, axis_size: int, tiled: bool) -> Mapped:
@@ -352,7 +352,7 @@ def _exchange_same(x: Tensor, size: int, **params: Any) -> Mapped:
     return _exchange(x.expand(size, *x.shape), **params)
 
 
-def _exchanged(
+def _exchange_sizes(
     shape: Sequence[int], *, split_axis: int, concat_axis: int, axis_size: int, tiled: bool
 ) -> Sequence[int]:
     sizes = list(shape)
@@ -364,7 +364,7 @@ def _exchanged(
     return sizes
 
 
-all_to_all_p = _define("all_to_all", _Linear, _exchange, _exchange_same, _exchanged)
+all_to_all_p = _define("all_to_all", _Linear, _exchange, _exchange_same, _exchange_sizes)
 
 
 def _define_axis_index() -> CollectiveOp:

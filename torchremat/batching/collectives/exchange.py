@@ -9,9 +9,9 @@ from torch import Tensor
 from torchremat.batching.collectives.arguments import (
     Groups,
     group_size,
+    group_sizes,
     map_leaves,
     names_in_scope,
-    sized,
 )
 from torchremat.batching.collectives.collective_ops import (
     all_gather_p,
@@ -63,7 +63,7 @@ def psum_scatter(
         dim = _dimension("psum_scatter", scatter_dimension, leaf.dim())
         _check_scattered(leaf.shape[dim], number, tiled)
         for name in names:
-            params = sized("psum_scatter", name, axis_index_groups)
+            params = group_sizes("psum_scatter", name, axis_index_groups)
             leaf = psum_scatter_p(
                 leaf, axis_name=name, scatter_dimension=dim, tiled=tiled or len(names) > 1, **params
             )
@@ -107,7 +107,7 @@ def all_gather(
         leaf: Tensor = torch.as_tensor(value)
         dim = _dimension("all_gather", axis, leaf.dim() + (not tiled))
         for number, name in enumerate(reversed(names)):
-            params = sized("all_gather", name, axis_index_groups)
+            params = group_sizes("all_gather", name, axis_index_groups)
             # examples along a second name are further ones along the same dimension
             onto = tiled or number > 0
             leaf = all_gather_p(leaf, axis_name=name, axis=dim, tiled=onto, **params)
@@ -159,7 +159,7 @@ def all_to_all(
         _check_split(leaf.shape[split], number, tiled, axis_name)
         if len(names) != 1:
             return _exchange_over(leaf, names, split, concat, tiled)
-        params = sized("all_to_all", names[0], axis_index_groups)
+        params = group_sizes("all_to_all", names[0], axis_index_groups)
         return all_to_all_p(
             leaf, axis_name=names[0], split_axis=split, concat_axis=concat, tiled=tiled, **params
         )
@@ -175,7 +175,7 @@ def _exchange_over(
     x = x.unflatten(split, (*sizes, -1)).movedim(split + len(sizes), 0)
     x = x.movedim([split + 1 + i for i in range(len(sizes))], [*range(len(sizes))])
     for i, name in enumerate(names):
-        params = sized("all_to_all", name, None)
+        params = group_sizes("all_to_all", name, None)
         x = all_to_all_p(x, axis_name=name, split_axis=i, concat_axis=i, tiled=False, **params)
     senders = x.flatten(0, len(sizes) - 1) if sizes else x.unsqueeze(0)
     rest = senders.movedim(1, split + 1) if tiled else senders.squeeze(1)

@@ -110,7 +110,7 @@ def psum(x: T, axis_name: AxisName | Sequence[AxisName], *, axis_index_groups: G
             return leaf * group_size("psum", name, axis_index_groups)
         return psum_p(leaf.long() if leaf.dtype == torch.bool else leaf, axis_name=name, **params)
 
-    return _reduced("psum", x, axis_name, axis_index_groups, count)
+    return _reduce("psum", x, axis_name, axis_index_groups, count)
 
 
 def pmean(x: T, axis_name: AxisName | Sequence[AxisName], *, axis_index_groups: Groups = None) -> T:
@@ -142,7 +142,7 @@ def pmax(x: T, axis_name: AxisName | Sequence[AxisName], *, axis_index_groups: G
     def largest(leaf: Any, name: AxisName, params: dict[str, Any]) -> Any:
         return pmax_p(leaf, axis_name=name, **params) if isinstance(leaf, Tensor) else leaf
 
-    return _reduced("pmax", x, axis_name, axis_index_groups, largest)
+    return _reduce("pmax", x, axis_name, axis_index_groups, largest)
 
 
 def pmin(x: T, axis_name: AxisName | Sequence[AxisName], *, axis_index_groups: Groups = None) -> T:
@@ -158,10 +158,10 @@ def pmin(x: T, axis_name: AxisName | Sequence[AxisName], *, axis_index_groups: G
     def least(leaf: Any, name: AxisName, params: dict[str, Any]) -> Any:
         return pmin_p(leaf, axis_name=name, **params) if isinstance(leaf, Tensor) else leaf
 
-    return _reduced("pmin", x, axis_name, axis_index_groups, least)
+    return _reduce("pmin", x, axis_name, axis_index_groups, least)
 
 
-def _reduced(
+def _reduce(
     function: str,
     x: T,
     axis_name: AxisName | Sequence[AxisName],

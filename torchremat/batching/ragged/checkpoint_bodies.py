@@ -9,16 +9,16 @@ from torch import Tensor, fx
 
 from torchremat.batching.ragged.interpret import interpret
 from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent, Sizes
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
 from torchremat.batching.ragged.rules.op_call import Batch
-from torchremat.batching.ragged.trace.decompositions import lowered_body
+from torchremat.batching.ragged.trace.decompositions import decompose_body
 from torchremat.graph.symbolic_sizes import symbols_in
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.op.op_rules import policy_of
 
 
 @dataclass(frozen=True)
-class _Form:
+class _BodyForm:
     """What of the operands of a body is no tensor; the traces of the body are kept by it."""
 
     kinds: tuple[tuple[Any, ...], ...]
@@ -29,7 +29,7 @@ class _Form:
     """Sizes that are computed of others, by their texts."""
 
 
-_functions: "weakref.WeakKeyDictionary[fx.GraphModule, dict[_Form, _Body]]" = (
+_functions: "weakref.WeakKeyDictionary[fx.GraphModule, dict[_BodyForm, _Body]]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -37,10 +37,10 @@ _functions: "weakref.WeakKeyDictionary[fx.GraphModule, dict[_Form, _Body]]" = (
 class _Body:
     """The body under `checkpoint`, for operands of one form."""
 
-    def __init__(self, module: fx.GraphModule, form: _Form) -> None:
+    def __init__(self, module: fx.GraphModule, form: _BodyForm) -> None:
         self.kinds: list[tuple[Any, ...]] = []
         self.computed = form.computed
-        body = lowered_body(module)
+        body = decompose_body(module)
 
         def run(operands: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
             sizes = _sizes(form, lengths, operands)
@@ -50,7 +50,7 @@ class _Body:
             (output,) = body.graph.find_nodes(op="output")
             found = interpret(body, inputs, batch, output.args[0], {}, run_body)
             self.kinds = [_kind(v) for v in found]
-            form.computed.update(_computed(sizes))
+            form.computed.update(_compute_body(sizes))
             return [v.data for v in found]
 
         self.function = run  # the traces of a checkpoint are kept as long as its function
@@ -60,14 +60,14 @@ class _Body:
 def run_body(module: fx.GraphModule, operands: Sequence[Value], batch: Batch) -> list[Value]:
     """The values that the body of a checkpoint gives for a batch."""
     symbols = batch.sizes.symbols
-    extents = [(name, e.known_longest) for name, e in symbols.items() if isinstance(e, Extent)]
+    extents = [(name, e.known_longest) for name, e in symbols.items() if isinstance(e, RaggedSize)]
     names = {*symbols_in(module)}
-    form = _Form(
+    form = _BodyForm(
         tuple(_kind(v) for v in operands),
         tuple(extents),
-        tuple((n, symbols[n]) for n in sorted(names) if not isinstance(symbols[n], Extent)),
+        tuple((n, symbols[n]) for n in sorted(names) if not isinstance(symbols[n], RaggedSize)),
         (batch.axis_size, batch.randomness, batch.axis_name),
-        _computed(batch.sizes),
+        _compute_body(batch.sizes),
     )
     bodies = _functions.setdefault(module, {})
     body = bodies.setdefault(form, _Body(module, form))
@@ -78,7 +78,7 @@ def run_body(module: fx.GraphModule, operands: Sequence[Value], batch: Batch) ->
     return [_value(t, kind, batch.sizes, computed) for t, kind in pairs]
 
 
-def _computed(sizes: Sizes) -> dict[str, Any]:
+def _compute_body(sizes: Sizes) -> dict[str, Any]:
     return {text: e.symbolic for text, e in sizes.extents.items() if e.symbolic is not None}
 
 
@@ -91,7 +91,7 @@ def _kind(value: Value) -> tuple[Any, ...]:
 
 
 def _value(tensor: Tensor, kind: tuple[Any, ...], sizes: Sizes, computed: dict[str, Any]) -> Value:
-    def named(text: str) -> Extent:
+    def named(text: str) -> RaggedSize:
         if text in sizes.extents:
             return sizes.extents[text]
         return sizes.of(computed[text])  # type: ignore[no-any-return]
@@ -103,7 +103,7 @@ def _value(tensor: Tensor, kind: tuple[Any, ...], sizes: Sizes, computed: dict[s
     return Padded(tensor, tuple(None if e is None else named(e) for e in kind[1]))
 
 
-def _sizes(form: _Form, lengths: Sequence[Tensor], operands: Sequence[Tensor]) -> Sizes:
+def _sizes(form: _BodyForm, lengths: Sequence[Tensor], operands: Sequence[Tensor]) -> Sizes:
     symbols: dict[str, Any] = dict(form.numbers)
     totals = {
         kind[2]: tensor.shape[kind[1]]
@@ -111,5 +111,5 @@ def _sizes(form: _Form, lengths: Sequence[Tensor], operands: Sequence[Tensor]) -
         if kind[0] == "packed"
     }
     for (name, longest), of in zip(form.extents, lengths, strict=True):
-        symbols[name] = Extent(name, of, totals.get(name), longest)
+        symbols[name] = RaggedSize(name, of, totals.get(name), longest)
     return Sizes(form.batch[0], symbols)

@@ -10,11 +10,15 @@ from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from torchremat.batching.ragged.layouts.layouts import Padded, Shared, Value
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
-from torchremat.batching.ragged.rules import indexing, structural  # noqa: F401  (they register rules)
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
+from torchremat.batching.ragged.rules import (  # noqa: F401  (they register rules)
+    indexing,
+    own_ops,
+    structural,
+)
 from torchremat.batching.ragged.rules.attention import attention
 from torchremat.batching.ragged.rules.fallback_loop import loop
-from torchremat.batching.ragged.rules.op_call import RULES, Batch, Call, is_collective, plain
+from torchremat.batching.ragged.rules.op_call import RULES, Batch, RaggedCall, is_collective, plain
 from torchremat.batching.ragged.rules.pointwise import map_entries, pointwise
 from torchremat.errors import RaggedError
 from torchremat.graph.nodes import inner_graphs_of
@@ -102,7 +106,7 @@ def _bind(batch: Batch, name: str, value: Value) -> None:
     assert isinstance(value, Padded)
     if value.rank:
         value = Padded(value.data.reshape(-1), ())
-    extent = Extent(name, value.data.to(torch.int64))
+    extent = RaggedSize(name, value.data.to(torch.int64))
     batch.sizes.symbols[name] = batch.sizes.extents[name] = extent
 
 
@@ -120,13 +124,15 @@ def _run_node(node: fx.Node, env: dict[fx.Node, Any], batch: Batch, run_body: Bo
     target: Any = node.target
     if target is no_grad_p or node.target is name_p:
         return map_entries(batch, lambda x: target(x, **kwargs), [args[0]])
-    call = Call(node.target, args, kwargs, node.meta.get("val"), batch, node.meta.get("source"))
+    call = RaggedCall(
+        node.target, args, kwargs, node.meta.get("val"), batch, node.meta.get("source")
+    )
     if isinstance(call.result, SYMBOLIC):
         raise RaggedError(f"{node.target} at {call.source} gives a number that no graph holds")
     return run_call(call)
 
 
-def run_call(call: Call) -> Any:
+def run_call(call: RaggedCall) -> Any:
     """The values that an operator gives for a batch."""
     if not call.is_ragged and not _has_ragged_result(call):
         if call.op is attention:
@@ -151,10 +157,10 @@ def _plain_attention(
     return scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
 
 
-def _has_ragged_result(call: Call) -> bool:
+def _has_ragged_result(call: RaggedCall) -> bool:
     results = call.result if isinstance(call.result, tuple | list) else [call.result]
     return any(
-        isinstance(size, Extent)
+        isinstance(size, RaggedSize)
         for r in results
         if isinstance(r, Tensor)
         for size in call.sizes_of(r)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.batching.ragged.pile_type import EltTy, IndexedSize, Var
+from torchremat.batching.ragged.pile_type import EltTy, IndexedSize, SizeVar
 from torchremat.batching.ragged.pile_type import PileTy as PileTy
 from torchremat.errors import RaggedError, RaggedTypeError
 from torchremat.kernels.segments.segments import offsets_of
@@ -78,7 +78,7 @@ class Pile:
         dims = _dims_that_differ(shapes, dim)
         device = tensors[0].device
         lengths = [torch.tensor([s[d] for s in shapes], device=device) for d in dims]
-        longest = [_rounded_up(max(s[d] for s in shapes)) for d in dims]
+        longest = [_round_up(max(s[d] for s in shapes)) for d in dims]
         data = torch.cat(tensors, dims[0]) if len(dims) == 1 else _flat(tensors)
         return cls.of(data, lengths, dims, shapes[0], longest)
 
@@ -96,7 +96,7 @@ class Pile:
         `shape` is that of an element; what it says of `dims` does not matter. `longest` are bounds
         of the lengths, which else are read.
         """
-        binder = Var()
+        binder = SizeVar()
         sizes: list[Any] = list(shape)
         for i, dim in enumerate(dims):
             bound = _longest_of(lengths[i]) if longest is None else longest[i]
@@ -224,7 +224,7 @@ class Pile:
         )
 
 
-def _rounded_up(length: int) -> int:
+def _round_up(length: int) -> int:
     """The least power of two that is not less."""
     return 1 << max(length - 1, 0).bit_length() if length else 1
 
@@ -236,7 +236,7 @@ def _longest_of(lengths: Tensor) -> int:
             "a Pile is made, while a function is traced, of lengths that no Pile among its "
             "arguments has: how long the longest element is cannot be known. Make it outside."
         )
-    return _rounded_up(int(lengths.max())) if lengths.numel() else 1
+    return _round_up(int(lengths.max())) if lengths.numel() else 1
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:
@@ -283,7 +283,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _PileForm:
     """What of a pile is no tensor: an element's shape, with numbers of lengths from 1 in it."""
 
     shape: tuple[Any, ...]
@@ -291,27 +291,27 @@ class _Form:
     """Dims with the bounds of their lengths."""
     length: int
     dtype: torch.dtype = field(compare=False)
-    binder: Var = field(compare=False)
+    binder: SizeVar = field(compare=False)
 
 
-def _flatten(pile: Pile) -> tuple[list[Any], _Form]:
+def _flatten(pile: Pile) -> tuple[list[Any], _PileForm]:
     elt = pile.aval.elt_ty
     dims = elt.ragged_dims
     shape = list(elt.shape)
     for i, dim in enumerate(dims):
         shape[dim] = f"#{i + 1}"
     ragged = tuple((dim, elt.shape[dim].longest) for dim in dims)
-    form = _Form(tuple(shape), ragged, pile.aval.length, elt.dtype, pile.aval.binder)
+    form = _PileForm(tuple(shape), ragged, pile.aval.length, elt.dtype, pile.aval.binder)
     return [[elt.shape[dim].lengths for dim in dims], pile.data], form
 
 
-def _flatten_with_keys(pile: Pile) -> tuple[list[Any], _Form]:
+def _flatten_with_keys(pile: Pile) -> tuple[list[Any], _PileForm]:
     children, form = _flatten(pile)
     keys = map(_torch.GetAttrKey, ("lengths", "data"))
     return list(zip(keys, children, strict=True)), form
 
 
-def _unflatten(children: Any, form: _Form) -> Pile:
+def _unflatten(children: Any, form: _PileForm) -> Pile:
     lengths, data = children
     shape = list(form.shape)
     for (dim, longest), of in zip(form.ragged, lengths, strict=True):

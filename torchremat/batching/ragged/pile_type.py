@@ -14,7 +14,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Var:
+class SizeVar:
     """The name of the element of a pile that a `PileTy` speaks of; any is as good as another."""
 
     number: int = field(default_factory=lambda: next(_numbers), compare=False)
@@ -31,7 +31,7 @@ class IndexedSize:
     changes from batch to batch, and a trace that depends on it serves many.
     """
 
-    binder: Var
+    binder: SizeVar
     lengths: Any
     longest: int
 
@@ -65,7 +65,7 @@ class EltTy:
 class PileTy:
     """The type of a pile: `Var1:3 => f32[[3 1 4].Var1,2]`."""
 
-    binder: Var
+    binder: SizeVar
     length: int
     elt_ty: EltTy
 

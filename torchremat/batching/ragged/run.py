@@ -11,10 +11,10 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.batching.ragged.checkpoint_bodies import run_body
 from torchremat.batching.ragged.interpret import interpret
-from torchremat.batching.ragged.layouts.flat import flat_pile_data, padded_of_flat
+from torchremat.batching.ragged.layouts.flat import flat_pile_data, pad_flat
 from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
 from torchremat.batching.ragged.layouts.layouts import batch as batch_of
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent, Sizes
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
 from torchremat.batching.ragged.pile import ConcatAxis, Pile
 from torchremat.batching.ragged.pile_type import IndexedSize
 from torchremat.batching.ragged.rules.op_call import Batch
@@ -74,7 +74,7 @@ def run_ragged(
     inputs = _Inputs(axis_size)
     specs = [inputs.add(v, axis, i) for i, (v, axis) in enumerate(zip(values, axes, strict=True))]
     owner = function if owner is None else owner
-    with _named(axis_name, axis_size):
+    with _name_axis(axis_name, axis_size):
         graph, captured = element_graph(function, specs, owner, (key, axis_environment()))
     extra = [torch.empty(0)] if graph.has_extra_input else []
     lifted = [Shared(t) for t in [*extra, *captured]]
@@ -90,7 +90,7 @@ def run_ragged(
     return [_result(value) for value in found]
 
 
-def _named(axis_name: Any, axis_size: int) -> AbstractContextManager[None]:
+def _name_axis(axis_name: Any, axis_size: int) -> AbstractContextManager[None]:
     """A block in which the axis of the elements has its name, and cannot be reached yet."""
     return in_scope() if axis_name is None else in_scope(AxisFrame(axis_name, axis_size, None))
 
@@ -117,14 +117,14 @@ def as_pile(value: Dense | Ragged, axis_size: int) -> Pile:
         return Pile.of(tensor, [], [], tensor.shape[1:])
     ragged = value.value
     sizes = ragged.sizes
-    dims = [d for d, size in enumerate(sizes) if isinstance(size, Extent)]
+    dims = [d for d, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     extents = [sizes[d] for d in dims]
     bounds = [_bound(e) for e in extents]
     data = ragged.data if isinstance(ragged, Packed) else flat_pile_data(ragged)
     return Pile.of(data, [e.lengths for e in extents], dims, sizes, bounds)
 
 
-def _bound(extent: Extent) -> int:
+def _bound(extent: RaggedSize) -> int:
     longest = extent.longest if extent.known_longest is None else extent.known_longest
     return 1 << max(longest - 1, 0).bit_length() if longest else 1
 
@@ -135,7 +135,7 @@ class _Inputs:
     def __init__(self, axis_size: int) -> None:
         self.axis_size = axis_size
         self.lengths: list[tuple[Tensor, int, Any]] = []
-        self.pending: list[Callable[[dict[int, Extent]], Value]] = []
+        self.pending: list[Callable[[dict[int, RaggedSize]], Value]] = []
 
     def add(self, value: Any, axis: Any, position: int) -> ElementSpec:
         """Note an input, and say what it is like for one element."""
@@ -169,7 +169,7 @@ class _Inputs:
             self.pending.append(lambda extents: Packed(data, dims[0], extents[number]))
         else:
             self.pending.append(
-                lambda extents: padded_of_flat(data, [extents[s] if s < 0 else s for s in shape])
+                lambda extents: pad_flat(data, [extents[s] if s < 0 else s for s in shape])
             )
         return _spec(data, tuple(shape))
 
@@ -186,7 +186,7 @@ class _Inputs:
         """What the symbols of the graph are."""
         symbols: dict[str, Any] = {}
         for name, (lengths, longest, total) in zip(graph.symbols, self.lengths, strict=True):
-            symbols[name] = Extent(name, lengths.to(torch.int64), total, longest)
+            symbols[name] = RaggedSize(name, lengths.to(torch.int64), total, longest)
         return Sizes(self.axis_size, symbols)
 
     def values(self, sizes: Sizes, graph: ElementGraph) -> list[Value]:

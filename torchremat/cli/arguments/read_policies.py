@@ -19,17 +19,17 @@ from torchremat.remat.module_policies import under_policy
 
 
 @contextmanager
-def given_by(option: str) -> Iterator[None]:
+def option_errors(option: str) -> Iterator[None]:
     """What is wrong with the value of an option is told as such."""
     try:
         yield
     except (TorchrematError, OSError) as error:
         if not isinstance(error, ValueError | TypeError | OSError):
             raise
-        raise click.BadParameter(_said(error), param_hint=f"'{option}'") from error
+        raise click.BadParameter(_describe_error(error), param_hint=f"'{option}'") from error
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -41,13 +41,13 @@ def read_policy(text: str) -> Policy:
     >>> read_policy("dots|names:attn")
     dots_saveable | save_only_these_names('attn')
     """
-    with given_by("--policy"):
+    with option_errors("--policy"):
         return policy(text)
 
 
 def check_budget(text: str) -> None:
     """`click.BadParameter` if `text` is no budget."""
-    with given_by("--budget"):
+    with option_errors("--budget"):
         Budget.of(text)
 
 

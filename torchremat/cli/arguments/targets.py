@@ -47,14 +47,14 @@ def load_target(text: str, device: str | None = None) -> Target:
     where, name = split(text)
     with contextlib.redirect_stdout(sys.stderr), _on(device):
         module, found = find(where, name)
-        fun, arguments = _made(text, found)
+        fun, arguments = _call_maker(text, found)
         if arguments is None:
             arguments = _examples(text, fun, vars(module).get("example_inputs"))
         args, kwargs = _split(arguments)
         return _moved(Target(text, fun, args, kwargs), device)
 
 
-def _made(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
+def _call_maker(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
     """A function or module, and its arguments if they came with it."""
     if isinstance(found, nn.Module):
         return found, None
@@ -82,8 +82,8 @@ def _made(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
     if callable(result):
         return result, None
     raise click.ClickException(
-        f"{text}() returned {_described(result)}. It is to return (fun_or_module, args), where "
-        "args is a tuple, or (fun_or_module, args, kwargs)"
+        f"{text}() returned {_describe_target(result)}. It must return (fun_or_module, args), "
+        "where args is a tuple, or (fun_or_module, args, kwargs)"
     )
 
 
@@ -123,7 +123,7 @@ def _split(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(args), dict(kwargs)
 
 
-def _described(value: Any) -> str:
+def _describe_target(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(entry).__name__ for entry in value) or 'nothing'}"
     return f"a value of type {type(value).__name__}"

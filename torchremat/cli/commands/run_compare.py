@@ -50,7 +50,7 @@ def run_compare(options: CompareOptions) -> None:
     check_pages(options.html, "diff_html")
     with working(f"loading {options.target}"):
         target = load_target(options.target, options.device)
-    found = _compared(target, chosen, options)
+    found = _compare(target, chosen, options)
     if options.json_path != "-":
         show(str(found))
     if options.html is not None:
@@ -60,7 +60,7 @@ def run_compare(options: CompareOptions) -> None:
         write_json([_figures(row) for row in found], options.json_path)
 
 
-def _compared(target: Target, chosen: dict[str, Policy], options: CompareOptions) -> Comparison:
+def _compare(target: Target, chosen: dict[str, Policy], options: CompareOptions) -> Comparison:
     check_select(target, options.select)
     asked: dict[str, Policy | None] = {"plain": None, **chosen}
     rows: list[Compared] = []

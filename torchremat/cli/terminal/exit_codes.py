@@ -70,13 +70,13 @@ def _tell(error: Exception, *, debug: bool) -> int:
     if isinstance(error, click.ClickException):
         error.show()
         return error.exit_code
-    click.echo(f"Error: {told(error)}", err=True)
+    click.echo(f"Error: {describe_error(error)}", err=True)
     if not debug and not isinstance(error, TorchrematError | OSError):
         click.echo("--debug shows where it was raised", err=True)
     return FAILED
 
 
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What to say of an error: the message of our own as it is, of others with type and place.
 
     >>> told(ValueError("no"))

@@ -44,7 +44,7 @@ OWN_OPTIONS = ("policy", "codegen", "report", "mode")
 
 
 @dataclass(frozen=True)
-class Options:
+class BackendOptions:
     """What `torch.compile(..., options=)` says.
 
     Attributes:
@@ -61,7 +61,7 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> "Options":
+    def of(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> "BackendOptions":
         """Read `options`. Raises `OptionError` for a key or a value that means nothing."""
         given: dict[Any, Any] = {"mode": mode} | dict(options or {})
         policy = given.pop("policy", None)
@@ -142,13 +142,13 @@ def torchremat(
     True
     """
     try:
-        return _compile_chosen(module, inputs, Options.of(options, mode))
+        return _compile_chosen(module, inputs, BackendOptions.of(options, mode))
     except TorchrematError as error:
         raise _torch.to_user(error, sys._getframe()) from error.__cause__
 
 
 def _compile_chosen(
-    module: fx.GraphModule, inputs: Sequence[Any], chosen: Options
+    module: fx.GraphModule, inputs: Sequence[Any], chosen: BackendOptions
 ) -> Callable[..., Any]:
     if chosen.codegen == "inductor" and lacks_triton(module):
         warn_of_triton("the backend 'torchremat'", "options={'codegen': 'eager'}")
@@ -159,7 +159,7 @@ def _compile_chosen(
         return _compile(module, inputs, chosen)
 
 
-def _leaves_it_to_pytorch(module: fx.GraphModule, chosen: Options) -> bool:
+def _leaves_it_to_pytorch(module: fx.GraphModule, chosen: BackendOptions) -> bool:
     """Whether PyTorch's own partition does as the policy says: there is none, or it saves all.
 
     It is not so of eager code, nor with checkpoints inside, where the policy around them decides.
@@ -176,7 +176,7 @@ def _leaves_it_to_pytorch(module: fx.GraphModule, chosen: Options) -> bool:
 
 
 def _compile_as_pytorch_does(
-    module: fx.GraphModule, inputs: Sequence[Any], chosen: Options
+    module: fx.GraphModule, inputs: Sequence[Any], chosen: BackendOptions
 ) -> Callable[..., Any]:
     if chosen.codegen == "eager":
         return _torch.aot_autograd(
@@ -188,7 +188,9 @@ def _compile_as_pytorch_does(
     return _torch.compile_fx(module, inputs, config=config)
 
 
-def _compile(module: fx.GraphModule, inputs: Sequence[Any], chosen: Options) -> Callable[..., Any]:
+def _compile(
+    module: fx.GraphModule, inputs: Sequence[Any], chosen: BackendOptions
+) -> Callable[..., Any]:
     assert chosen.policy is not None
     cut = _Cut(chosen.policy, chosen.codegen, chosen.report)
     if chosen.codegen == "eager":
@@ -251,7 +253,7 @@ def _differentiates(inputs: Sequence[Any]) -> bool:
 _numbers = itertools.count()
 
 
-def _cache_key(chosen: Options) -> str:
+def _cache_key(chosen: BackendOptions) -> str:
     """What compiled graphs are cached under: equal for equal policies, in other processes too.
 
     A policy without a spelling, or that is in a file, which may change, or someone who waits for

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.compile.dynamo.scheduled_joint import merged_in_runs
+from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
 
 
 def random_decompositions() -> dict[Any, Any]:
@@ -29,7 +29,7 @@ def broken_up(module: fx.GraphModule) -> fx.GraphModule:
     (old_output,) = module.graph.find_nodes(op="output")
     fakes = [node.meta["val"] for node in old]
     traced = _torch.decompose(module, fakes, _torch.inductor_decompositions())
-    _torch.simplify_for_inductor(traced, merged_in_runs)
+    _torch.simplify_for_inductor(traced, merge_within_runs)
     new = traced.graph.find_nodes(op="placeholder")
     taken = {node.name for node in old}
     for node in traced.graph.nodes:

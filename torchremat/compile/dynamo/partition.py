@@ -22,7 +22,7 @@ from torchremat.compile.dynamo.input_copies import (
     writes_input,
     written_inputs,
 )
-from torchremat.compile.dynamo.scheduled_joint import scheduled_joint
+from torchremat.compile.dynamo.scheduled_joint import schedule_joint
 from torchremat.graph.nodes import call_of, is_forward
 from torchremat.policies.builtin import Policy
 from torchremat.policies.checkpoint_name import name_p
@@ -158,7 +158,7 @@ def cut_as_scheduled(
     written = written_inputs(partition.joint.module)
     once = {user for node in written for user in node.users if user in partition.kept}
     once |= partition.choices.forced
-    module = scheduled_joint(partition.joint, schedule, options["num_fwd_outputs"], once)
+    module = schedule_joint(partition.joint, schedule, options["num_fwd_outputs"], once)
     if module is None:
         return None
     erase_names(module.graph)

@@ -25,7 +25,7 @@ from torchremat.graph.schedule import GraphSchedule, Replayed
 _RUN = "torchremat_run"
 
 
-def scheduled_joint(
+def schedule_joint(
     joint: Joint, schedule: GraphSchedule, num_forward_outputs: int, once: Collection[fx.Node]
 ) -> fx.GraphModule | None:
     """The joint graph in the order of `schedule`; calls in `once` run in the forward pass alone.
@@ -162,7 +162,7 @@ def _moment(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
     return max(step for _, step in runs), all(run for run, _ in runs)
 
 
-def merged_in_runs(graph: fx.Graph) -> fx.Graph:
+def merge_within_runs(graph: fx.Graph) -> fx.Graph:
     """A copy of `graph` in which what is computed twice in one run is computed once.
 
     What reduces to little, as normalisations do, is one value in all runs if it is kept anyway.
@@ -170,10 +170,10 @@ def merged_in_runs(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         run = _run_of(node)
         if run is not None and run[0] and isinstance(node.target, _torch.OpOverload):
-            node.target = _Run(node.target, run[0])
+            node.target = _RecomputeRun(node.target, run[0])
     merged = _torch.merge_alike(graph)
     for node in merged.nodes:
-        if isinstance(node.target, _Run):
+        if isinstance(node.target, _RecomputeRun):
             node.target = node.target.op
     _reduce_once(merged)
     return merged
@@ -245,7 +245,7 @@ def _nbytes(value: Any) -> int:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RecomputeRun:
     """An operator in one of its runs, which is not that in another."""
 
     op: Callable[..., Any]

@@ -207,7 +207,7 @@ def out_variant(target: object) -> _torch.OpOverload | None:
 
 def writing_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
     """A copy of `module` in which operators write outputs to the storage of inputs."""
-    module = _copied(module)
+    module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     results = results_of(module)
     for i, number in written.items():
@@ -228,7 +228,7 @@ def writing_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx.
 
 def writing_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
     """A copy of `module` that copies outputs to inputs, and gives nothing in their place."""
-    module = _copied(module)
+    module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
     results = list(results_of(module))
@@ -244,7 +244,7 @@ def writing_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx
     return module
 
 
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
+def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copy = fx.GraphModule(module, graph)

@@ -48,7 +48,7 @@ def _forward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    cuts = _checked_cuts(offsets_q, offsets_k, q, k)
+    cuts = _check_cuts(offsets_q, offsets_k, q, k)
     if has_cpu_kernel(q, v):
         return forward_on_cpu(q, k, v, cuts, is_causal, scale)
     if has_flash_kernel(q, v, cuts, is_causal):
@@ -69,7 +69,7 @@ def _backward(  # noqa: PLR0913, PLR0917 (the schema of the operator)
     is_causal: bool,
     scale: float,
 ) -> Triple:
-    cuts = _checked_cuts(offsets_q, offsets_k, q, k)
+    cuts = _check_cuts(offsets_q, offsets_k, q, k)
     if has_cpu_kernel(q, v):
         return backward_on_cpu(cotangent, q, k, v, (out, lse), cuts, is_causal, scale)
     if has_flash_kernel(q, v, cuts, is_causal):
@@ -87,11 +87,11 @@ def _derivative(
     is_causal: bool,
     scale: float,
 ) -> list[Tensor]:
-    cuts = _checked_cuts(offsets_q, offsets_k, *tensors[:2])
+    cuts = _check_cuts(offsets_q, offsets_k, *tensors[:2])
     return run_program(program, tensors, cuts, is_causal, scale)
 
 
-def _checked_cuts(offsets_q: Tensor, offsets_k: Tensor, q: Tensor, k: Tensor) -> Cuts:
+def _check_cuts(offsets_q: Tensor, offsets_k: Tensor, q: Tensor, k: Tensor) -> Cuts:
     """The offsets on the CPU, of which the lengths of the work are read."""
     on_cpu = offsets_q.cpu()
     cuts = (on_cpu, on_cpu if offsets_k is offsets_q else offsets_k.cpu())
@@ -115,7 +115,7 @@ def _fake_derivative(tensors: Sequence[Tensor], program: str, *_: Any) -> list[T
 # --- vmap ----------------------------------------------------------------------------------------
 
 
-def _batched(name: str, sides: str) -> Callable[..., Any]:
+def _batching_rule(name: str, sides: str) -> Callable[..., Any]:
     """The rule of an operator that takes tensors with the letters `sides`, and then offsets."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -129,7 +129,7 @@ def _batched(name: str, sides: str) -> Callable[..., Any]:
     return rule
 
 
-def _batched_derivative(
+def _batch_derivative(
     info: Any, in_dims: Any, tensors: Sequence[Tensor], program: str, *args: Any
 ) -> Any:
     (folded, cuts), (results_dim, unfold) = _fold(
@@ -150,7 +150,7 @@ def _fold(
     rows = [_with_batch(x, d, size, 0) for x, d in zip(tensors, dims, strict=True)]
     totals = {SIDES[c]: x.shape[1] for c, x in zip(sides, rows, strict=True)}
     offsets = [_with_batch(x, d, size, 0) for x, d in zip(cuts, cuts_dims[:2], strict=True)]
-    joined = _joined_cuts(offsets[0], offsets[1], totals[0], totals[1])
+    joined = _join_cuts(offsets[0], offsets[1], totals[0], totals[1])
     folded = [x.flatten(0, 1) for x in rows]
     return (folded, joined), (0, lambda x: x.unflatten(0, (size, x.shape[0] // size)))
 
@@ -161,7 +161,7 @@ def _with_batch(x: Tensor, dim: int | None, size: int, at: int) -> Tensor:
     return x.unsqueeze(at).expand(*x.shape[:at], size, *x.shape[at:])
 
 
-def _joined_cuts(offsets_q: Tensor, offsets_k: Tensor, total_q: int, total_k: int) -> Cuts:
+def _join_cuts(offsets_q: Tensor, offsets_k: Tensor, total_q: int, total_k: int) -> Cuts:
     """The offsets of all batches, end to end.
 
     After those of each are two segments for the rows that belong to none: one of queries without
@@ -179,7 +179,7 @@ def _joined_cuts(offsets_q: Tensor, offsets_k: Tensor, total_q: int, total_k: in
 # --- derivatives ---------------------------------------------------------------------------------
 
 
-def _derived(program: str, tensors: Sequence[Tensor], rest: Sequence[Any]) -> list[Tensor]:
+def _differentiate(program: str, tensors: Sequence[Tensor], rest: Sequence[Any]) -> list[Tensor]:
     return OPS["ragged_attention_derivative"](list(tensors), program, *rest)  # type: ignore[no-any-return]
 
 
@@ -187,7 +187,7 @@ def _or_zeros(tangents: Sequence[Tensor | None], models: Sequence[Tensor]) -> li
     return [torch.zeros_like(x) if t is None else t for t, x in zip(tangents, models, strict=True)]
 
 
-class _Attention(torch.autograd.Function):
+class _RaggedAttention(torch.autograd.Function):
     @staticmethod
     def forward(run: Any, *args: Any) -> Any:
         return run(*args)
@@ -204,7 +204,11 @@ class _Attention(torch.autograd.Function):
         nothing = (None,) * 4
         if of_lse is not None:
             cotangents = _or_zeros((cotangent, of_lse), (out, lse))
-            return None, *_derived("r", (q, k, v, *cotangents), (*offsets, *ctx.options)), *nothing
+            return (
+                None,
+                *_differentiate("r", (q, k, v, *cotangents), (*offsets, *ctx.options)),
+                *nothing,
+            )
         if cotangent is None:
             return (None,) * 8
         backward = OPS["ragged_attention_backward"]
@@ -212,7 +216,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _push_attention(args: list[Any], tangents: list[Tensor | None]) -> list[Tensor]:
-    return _derived("f", (*args[:3], *_or_zeros(tangents[:3], args[:3])), args[3:])
+    return _differentiate("f", (*args[:3], *_or_zeros(tangents[:3], args[:3])), args[3:])
 
 
 class _Backward(torch.autograd.Function):
@@ -231,7 +235,7 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         cotangent, q, k, v, lse, *offsets = ctx.saved_tensors
         tensors = (q, k, v, cotangent, torch.zeros_like(lse), *cotangents)
-        *grads, grad, _ = _derived("rr", tensors, (*offsets, *ctx.options))
+        *grads, grad, _ = _differentiate("rr", tensors, (*offsets, *ctx.options))
         return None, grad, *grads, *(None,) * 6
 
 
@@ -239,10 +243,10 @@ def _push_backward(args: list[Any], tangents: list[Tensor | None]) -> list[Tenso
     cotangent, q, k, v, _, lse, *rest = args
     primals = (q, k, v, cotangent, torch.zeros_like(lse))
     pushed = _or_zeros((*tangents[1:4], tangents[0], None), primals)
-    return _derived("rf", (*primals, *pushed), rest)
+    return _differentiate("rf", (*primals, *pushed), rest)
 
 
-class _Derivative(torch.autograd.Function):
+class _AttentionDerivative(torch.autograd.Function):
     @staticmethod
     def forward(run: Any, *args: Any) -> Any:
         return run(*args)
@@ -257,13 +261,15 @@ class _Derivative(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         *tensors, offsets_q, offsets_k = ctx.saved_tensors
         rest = (offsets_q, offsets_k, *ctx.options)
-        return None, *_derived(ctx.program + "r", (*tensors, *cotangents), rest), *(None,) * 5
+        return None, *_differentiate(ctx.program + "r", (*tensors, *cotangents), rest), *(None,) * 5
 
 
 def _push_derivative(args: list[Any], tangents: list[Tensor | None]) -> list[Tensor]:
     *tensors, program, offsets_q, offsets_k, is_causal, scale = args
     pushed = _or_zeros(tangents[: len(tensors)], tensors)
-    return _derived(program + "f", (*tensors, *pushed), (offsets_q, offsets_k, is_causal, scale))
+    return _differentiate(
+        program + "f", (*tensors, *pushed), (offsets_q, offsets_k, is_causal, scale)
+    )
 
 
 # --- the operators -------------------------------------------------------------------------------
@@ -288,14 +294,14 @@ def _define(
 
 
 _define(
-    "ragged_attention", _forward, _fake_forward, _batched("ragged_attention", "qkv"),
-    _Attention, _push_attention,
+    "ragged_attention", _forward, _fake_forward, _batching_rule("ragged_attention", "qkv"),
+    _RaggedAttention, _push_attention,
 )  # fmt: skip
 _define(
     "ragged_attention_backward", _backward, _fake_backward,
-    _batched("ragged_attention_backward", "oqkvol"), _Backward, _push_backward,
+    _batching_rule("ragged_attention_backward", "oqkvol"), _Backward, _push_backward,
 )  # fmt: skip
 _define(
-    "ragged_attention_derivative", _derivative, _fake_derivative, _batched_derivative,
-    _Derivative, _push_derivative,
+    "ragged_attention_derivative", _derivative, _fake_derivative, _batch_derivative,
+    _AttentionDerivative, _push_derivative,
 )  # fmt: skip

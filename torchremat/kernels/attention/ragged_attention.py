@@ -88,12 +88,15 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     dtypes = {name: str(x.dtype) for name, x in given.items()}
     if not q.is_floating_point() or len(set(dtypes.values())) > 1:
         raise SegmentTypeError(
-            f"ragged_attention takes q, k and v of one floating dtype, and is given {_told(dtypes)}"
+            "ragged_attention takes q, k and v of one floating dtype, and is given "
+            f"{_describe_shapes(dtypes)}"
         )
     devices = {name: str(x.device) for name, x in given.items()}
     if len(set(devices.values())) > 1:
-        raise SegmentError(f"ragged_attention is given {_told(devices)}: move them to one device")
-    shapes = _told({name: list(x.shape) for name, x in given.items()})
+        raise SegmentError(
+            f"ragged_attention is given {_describe_shapes(devices)}: move them to one device"
+        )
+    shapes = _describe_shapes({name: list(x.shape) for name, x in given.items()})
     if {x.dim() for x in given.values()} != {3}:
         raise SegmentError(
             "ragged_attention takes q [total_q, heads, dim], k [total_k, kv_heads, dim] and "
@@ -129,5 +132,5 @@ def _as_cuts(name: str, offsets: Tensor, q: Tensor) -> Tensor:
     return offsets.to(torch.int64)
 
 
-def _told(values: Mapping[str, object]) -> str:
+def _describe_shapes(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -32,7 +32,7 @@ else:
     HAS_TRITON = IS_INTERPRETED = False
 
 
-def _reduced(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
+def _reduce(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
     # the interpreter runs kernels on tensors that have memory, and knows no graphs
     if HAS_TRITON and (data.is_cuda or (IS_INTERPRETED and type(data) is Tensor)):
         with _device_of(data):
@@ -46,29 +46,29 @@ def _device_of(data: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(data.device) if several else nullcontext()
 
 
-def _checked_reduction(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
+def _check_reduction(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
     check_offsets(offsets, data.shape[0])
-    return _reduced(data, offsets, reduction)
+    return _reduce(data, offsets, reduction)
 
 
 # one function for each, since `triton_op` reads the source to find the kernels
 def _sum(data: Tensor, offsets: Tensor) -> Tensor:
-    return _reduced(data, offsets, "sum")
+    return _reduce(data, offsets, "sum")
 
 
 def _max(data: Tensor, offsets: Tensor) -> Tensor:
-    return _reduced(data, offsets, "max")
+    return _reduce(data, offsets, "max")
 
 
 def _min(data: Tensor, offsets: Tensor) -> Tensor:
-    return _reduced(data, offsets, "min")
+    return _reduce(data, offsets, "min")
 
 
 def _expand(values: Tensor, offsets: Tensor, total: int) -> Tensor:
     return expand_segments(values, offsets, total)
 
 
-def _checked_expand(values: Tensor, offsets: Tensor, total: int) -> Tensor:
+def _check_expand(values: Tensor, offsets: Tensor, total: int) -> Tensor:
     check_offsets(offsets, total)
     return expand_segments(values, offsets, total)
 
@@ -84,21 +84,21 @@ def _fake_expand(values: Tensor, offsets: Tensor, total: int) -> Tensor:
 # --- vmap ----------------------------------------------------------------------------------------
 
 
-def _batched_reduction(name: str) -> Callable[..., tuple[Tensor, int]]:
+def _batch_reduction(name: str) -> Callable[..., tuple[Tensor, int]]:
     def rule(info: Any, in_dims: Any, data: Tensor, offsets: Tensor) -> tuple[Tensor, int]:
         """Batched data alone has one dim more; batched offsets make one long list of segments."""
         data_dim, offsets_dim = in_dims
         if offsets_dim is None:
             return OPS[name](data.movedim(data_dim, 1), offsets), 1
         data = _with_batch(data, data_dim, info.batch_size)
-        joined = _joined_offsets(offsets.movedim(offsets_dim, 0), data.shape[1])
+        joined = _join_offsets(offsets.movedim(offsets_dim, 0), data.shape[1])
         out = OPS[name](data.flatten(0, 1), joined)
         return out.unflatten(0, (info.batch_size, -1))[:, :-1], 0
 
     return rule
 
 
-def _batched_expand(
+def _batch_expand(
     info: Any, in_dims: Any, values: Tensor, offsets: Tensor, total: int
 ) -> tuple[Tensor, int]:
     values_dim, offsets_dim, _ = in_dims
@@ -108,7 +108,7 @@ def _batched_expand(
     values = torch.cat([values, torch.zeros_like(values[:, :1])], 1) if values.shape[1] else (
         values.new_zeros((info.batch_size, 1, *values.shape[2:]))
     )  # fmt: skip
-    joined = _joined_offsets(offsets.movedim(offsets_dim, 0), total)
+    joined = _join_offsets(offsets.movedim(offsets_dim, 0), total)
     out = OPS["segment_expand"](values.flatten(0, 1), joined, info.batch_size * total)
     return out.unflatten(0, (info.batch_size, total)), 0
 
@@ -117,7 +117,7 @@ def _with_batch(x: Tensor, dim: int | None, batch_size: int) -> Tensor:
     return x.expand(batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _joined_offsets(offsets: Tensor, total: int) -> Tensor:
+def _join_offsets(offsets: Tensor, total: int) -> Tensor:
     """The offsets of all batches, end to end: after those of each one segment that nobody wants.
 
     Offsets 0 1 3 and 0 2 2, of 4 rows:  0 1 3 4 6 6 8.
@@ -174,7 +174,7 @@ class _Expand(torch.autograd.Function):
         return OPS["segment_expand"](tangent, offsets, ctx.total)  # type: ignore[no-any-return]
 
 
-class _Extremum(torch.autograd.Function):
+class _SegmentExtremum(torch.autograd.Function):
     @staticmethod
     def forward(run: Any, data: Tensor, offsets: Tensor) -> Tensor:
         return run(data, offsets)  # type: ignore[no-any-return]
@@ -232,15 +232,15 @@ def _define(
 
 
 _define(
-    "segment_sum", _sum, lambda data, offsets: _checked_reduction(data, offsets, "sum"),
-    _fake_reduced, _batched_reduction("segment_sum"), _Sum,
+    "segment_sum", _sum, lambda data, offsets: _check_reduction(data, offsets, "sum"),
+    _fake_reduced, _batch_reduction("segment_sum"), _Sum,
 )  # fmt: skip
 _define(
-    "segment_max", _max, lambda data, offsets: _checked_reduction(data, offsets, "max"),
-    _fake_reduced, _batched_reduction("segment_max"), _Extremum,
+    "segment_max", _max, lambda data, offsets: _check_reduction(data, offsets, "max"),
+    _fake_reduced, _batch_reduction("segment_max"), _SegmentExtremum,
 )  # fmt: skip
 _define(
-    "segment_min", _min, lambda data, offsets: _checked_reduction(data, offsets, "min"),
-    _fake_reduced, _batched_reduction("segment_min"), _Extremum,
+    "segment_min", _min, lambda data, offsets: _check_reduction(data, offsets, "min"),
+    _fake_reduced, _batch_reduction("segment_min"), _SegmentExtremum,
 )  # fmt: skip
-_define("segment_expand", _expand, _checked_expand, _fake_expand, _batched_expand, _Expand)
+_define("segment_expand", _expand, _check_expand, _fake_expand, _batch_expand, _Expand)

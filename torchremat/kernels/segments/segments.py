@@ -48,7 +48,7 @@ def segment_sum(
     tensor([[1., 1.],
             [2., 2.]])
     """
-    offsets = _checked("segment_sum", data, offsets, lengths)
+    offsets = _check_segments("segment_sum", data, offsets, lengths)
     if data.is_complex():
         return torch.view_as_complex(_call("segment_sum", torch.view_as_real(data), offsets))
     return _call("segment_sum", data, offsets)
@@ -69,7 +69,7 @@ def segment_max(
     >>> segment_max(torch.tensor([3.0, 5.0, 4.0]), torch.tensor([0, 2, 2, 3]))
     tensor([5., -inf, 4.])
     """
-    return _call("segment_max", data, _checked("segment_max", data, offsets, lengths))
+    return _call("segment_max", data, _check_segments("segment_max", data, offsets, lengths))
 
 
 def segment_min(
@@ -87,7 +87,7 @@ def segment_min(
     >>> segment_min(torch.tensor([3, 5, 4]), lengths=torch.tensor([2, 1]))
     tensor([3, 4])
     """
-    return _call("segment_min", data, _checked("segment_min", data, offsets, lengths))
+    return _call("segment_min", data, _check_segments("segment_min", data, offsets, lengths))
 
 
 def segment_expand(values: Tensor, offsets: Tensor, total: int) -> Tensor:
@@ -110,7 +110,7 @@ def segment_expand(values: Tensor, offsets: Tensor, total: int) -> Tensor:
     >>> segment_expand(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 2, 3]), 4)
     tensor([7, 7, 9, 0])
     """
-    offsets = _checked("segment_expand", values, offsets, None)
+    offsets = _check_segments("segment_expand", values, offsets, None)
     if offsets.shape[0] != values.shape[0] + 1:
         raise SegmentError(
             f"segment_expand is given {values.shape[0]} values and {offsets.shape[0]} offsets: "
@@ -136,7 +136,9 @@ def _call(name: str, *args: Any) -> Tensor:
     return segment_ops.OPS[name](*args)  # type: ignore[no-any-return]
 
 
-def _checked(name: str, data: Tensor, offsets: Tensor | None, lengths: Tensor | None) -> Tensor:
+def _check_segments(
+    name: str, data: Tensor, offsets: Tensor | None, lengths: Tensor | None
+) -> Tensor:
     """The offsets, in int64, after all checks that need no values."""
     if (offsets is None) == (lengths is None):
         raise SegmentError(f"{name} takes either offsets or lengths, and is given {_both(offsets)}")

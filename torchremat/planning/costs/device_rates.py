@@ -221,7 +221,7 @@ def rates_of(device: "str | torch.device | None") -> Rates:
     torchremat.errors.ArgumentValueError: 'h1000' is no known device; nearest: 'h100', ...
     """
     if isinstance(device, str):
-        found = _known(device)
+        found = _find_known(device)
         if found is not None:
             return found
         if _VENDOR.match(device):
@@ -230,7 +230,7 @@ def rates_of(device: "str | torch.device | None") -> Rates:
     if device.type == "cpu":
         return KNOWN_DEVICES["cpu"]
     name = accelerator_name(device)
-    return _known(name) or _generic_gpu(name)
+    return _find_known(name) or _generic_gpu(name)
 
 
 _VENDOR = re.compile(r"(nvidia|tesla|quadro|geforce|amd|radeon|intel|apple)\b", re.IGNORECASE)
@@ -247,7 +247,7 @@ def _generic_gpu(name: str) -> Rates:
     return KNOWN_DEVICES["generic-gpu"]
 
 
-def _known(name: str) -> Rates | None:
+def _find_known(name: str) -> Rates | None:
     """The entry of `KNOWN_DEVICES` that says the most words of `name` and no others."""
     words = _words(name)
     short_names = [short for short in KNOWN_DEVICES if _words(short) <= words]
@@ -270,7 +270,7 @@ def this_device(device: "str | torch.device | None") -> torch.device:
     device(type='cpu')
     """
     if isinstance(device, str):
-        device = _parsed(device)
+        device = _parse_device(device)
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None or device.type == "meta":
         return here or torch.device("cpu")
@@ -286,7 +286,7 @@ def this_device(device: "str | torch.device | None") -> torch.device:
     return device
 
 
-def _parsed(name: str) -> torch.device:
+def _parse_device(name: str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError:

@@ -111,7 +111,7 @@ def _cpu_name() -> str:
     return next(iter(names), platform.processor() or platform.machine())
 
 
-def kept_rates(device: torch.device, *, again: bool = False) -> Rates:
+def load_rates(device: torch.device, *, again: bool = False) -> Rates:
     """The rates of `device` that are on disk, else (or if `again`) measured, and put there."""
     path = cache_file("rates", device, ".json")
     if not again:

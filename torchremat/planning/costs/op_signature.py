@@ -49,19 +49,19 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Stands in the arguments of a `Call` for a tensor: one of `inputs`."""
+    """Stands in the arguments of a `OpSignature` for a tensor: one of `inputs`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Stands in the arguments of a `Call` for what is no number, dtype or the like."""
+    """Stands in the arguments of a `OpSignature` for what is no number, dtype or the like."""
 
     kind: str
 
 
-class Call(NamedTuple):
+class OpSignature(NamedTuple):
     """A call of an operator as a value that hashes: all that its cost depends on.
 
     `inputs` are those of `node.all_input_nodes`, each once, `None` for one that is no tensor.
@@ -74,7 +74,7 @@ class Call(NamedTuple):
     output: Any
 
     @classmethod
-    def of(cls, node: fx.Node) -> "Call":
+    def of(cls, node: fx.Node) -> "OpSignature":
         """The call that `node` is."""
         inputs = node.all_input_nodes
         places = {n: Place(i) for i, n in enumerate(inputs)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.planning.costs.measured_rates import cache_file, on_real_tensors, time_call
-from torchremat.planning.costs.op_signature import Call, Layout, Opaque, Place
+from torchremat.planning.costs.op_signature import Layout, Opaque, OpSignature, Place
 
 _logger = logging.getLogger("torchremat")
 
@@ -33,20 +33,20 @@ class NodeTimer:
     """
 
     device: torch.device
-    _times: dict[Call, float | None] = field(
+    _times: dict[OpSignature, float | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _kept: dict[Path, dict[str, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def seconds(self, call: Call) -> float | None:
+    def seconds(self, call: OpSignature) -> float | None:
         """The time that `call` takes; `None` if it cannot be run on random tensors."""
         if call not in self._times:
             self._times[call] = self._kept_or_measured(call)
         return self._times[call]
 
-    def _kept_or_measured(self, call: Call) -> float | None:
+    def _kept_or_measured(self, call: OpSignature) -> float | None:
         path = cache_file("operators", self.device, ".jsonl")
         if path not in self._kept:
             self._kept[path] = _read(path)
@@ -59,14 +59,14 @@ class NodeTimer:
             _append(path, key, seconds)
         return seconds
 
-    def _measured(self, call: Call) -> float | None:
+    def _measured(self, call: OpSignature) -> float | None:
         reason = _why_not(call, self.device)
         if reason is None:
             try:
                 with on_real_tensors(self.device):
                     inputs = [_random(layout, self.device) for layout in call.inputs]
-                    args = [_filled(a, inputs, self.device) for a in call.args]
-                    kwargs = {n: _filled(a, inputs, self.device) for n, a in call.kwargs}
+                    args = [_fill_argument(a, inputs, self.device) for a in call.args]
+                    kwargs = {n: _fill_argument(a, inputs, self.device) for n, a in call.kwargs}
                     seconds = time_call(lambda: call.target(*args, **kwargs), self.device)
                 if math.isfinite(seconds) and seconds > 0:
                     return seconds
@@ -80,7 +80,7 @@ class NodeTimer:
         return NodeTimer, (self.device,)
 
 
-def _why_not(call: Call, device: torch.device) -> str | None:
+def _why_not(call: OpSignature, device: torch.device) -> str | None:
     """Why `call` is not run: `None` if nothing is against it."""
     if not isinstance(call.target, _torch.OpOverload):
         return "it is no operator"
@@ -127,21 +127,21 @@ def _random(layout: Layout | None, device: torch.device) -> Tensor | None:
     return memory.as_strided(layout.shape, layout.stride)
 
 
-def _filled(value: Any, inputs: list[Tensor | None], device: torch.device) -> Any:
+def _fill_argument(value: Any, inputs: list[Tensor | None], device: torch.device) -> Any:
     """An argument of a call with tensors for their places, on `device`."""
     if isinstance(value, Place):
         return inputs[value.index]
     if isinstance(value, torch.device):
         return device
     if type(value) is tuple:
-        return [_filled(v, inputs, device) for v in value]
+        return [_fill_argument(v, inputs, device) for v in value]
     return value
 
 
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _key(call: Call) -> str:
+def _key(call: OpSignature) -> str:
     """The call in words: the operator, its arguments, and the layouts of its inputs."""
     return repr((str(call.target), call.args, call.kwargs, call.inputs))
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torchremat import _torch
 from torchremat.graph.ops import draws_by_shape, is_factorisation, packet_name
-from torchremat.planning.costs.op_signature import Call, Layout, Place
+from torchremat.planning.costs.op_signature import Layout, OpSignature, Place
 
 _logger = logging.getLogger("torchremat")
 aten = torch.ops.aten
@@ -45,10 +45,10 @@ class Work:
 
 
 @lru_cache(maxsize=1 << 16)
-def work_of(call: Call) -> Work:
+def work_of(call: OpSignature) -> Work:
     """What `call` has to do."""
     name = packet_name(call.target)
-    outputs = call.outputs() or _written_inputs(call)
+    outputs = call.outputs() or _find_written_inputs(call)
     if not outputs:
         return Work(0, 0, torch.float32, (0,) * len(call.inputs), 0, "matmul")
     tensors = call.tensors()
@@ -97,7 +97,7 @@ def _formula_of(target: Any) -> Any:
     return flop_registry.get(packet) or flop_registry.get(_SAME_FLOPS.get(packet_name(target)))
 
 
-def matmul_flops(call: Call) -> int:
+def matmul_flops(call: OpSignature) -> int:
     """The operations that PyTorch's formula for the operator says; 0 where there is none.
 
     >>> x = Layout((4, 8), (8, 1), torch.float32)
@@ -166,7 +166,7 @@ _FLOPS_PER_ELEMENT = {f"aten.{name}": count for count, names in {
 # fmt: on
 
 
-def _pointwise_flops(call: Call, name: str, touched: list[Layout]) -> int:
+def _pointwise_flops(call: OpSignature, name: str, touched: list[Layout]) -> int:
     """What `call` computes besides matrix products, in additions."""
     if name in _ALLOCATIONS:
         return 0
@@ -214,7 +214,7 @@ _GATHERS = frozenset(
 _OVERWRITE = frozenset({"aten.copy_", "aten.copy"})
 
 
-def _reads(call: Call, name: str, written: int) -> list[int]:
+def _reads(call: OpSignature, name: str, written: int) -> list[int]:
     """The bytes that `call` reads of each input."""
     if name in _READ_NO_DATA or draws_by_shape(call.target):
         return [0] * len(call.inputs)
@@ -236,7 +236,7 @@ def _nbytes(layout: Any) -> int:
     return sum(map(_nbytes, layout)) if type(layout) is tuple else 0
 
 
-def _written_inputs(call: Call) -> list[Layout]:
+def _find_written_inputs(call: OpSignature) -> list[Layout]:
     """The inputs that `call` writes to, of an operator that has no outputs besides."""
     if not isinstance(call.target, _torch.OpOverload) or not call.target._schema.is_mutable:
         return []
@@ -248,7 +248,7 @@ def _written_inputs(call: Call) -> list[Layout]:
     return [layout for layout in layouts if isinstance(layout, Layout)]
 
 
-def _out_arguments(call: Call) -> list[int]:
+def _out_arguments(call: OpSignature) -> list[int]:
     """The positions of the inputs that are given only to be written: `out=`."""
     if not call.kwargs or not isinstance(call.target, _torch.OpOverload):
         return []

@@ -49,7 +49,7 @@ def storages_in(memory: Memory) -> list[Storage]:
     return [storage for part in memory for storage in storages_in(part)]
 
 
-class Walk:
+class MemoryInterpreter:
     """A run of graphs in which only memory moves."""
 
     def __init__(self, device_type: str | None) -> None:
@@ -253,7 +253,7 @@ def peak_inside(node: fx.Node, device_type: str | None = None) -> int:
     """
     peaks = [0]
     for body in inner_graphs_of(node):
-        walk = Walk(device_type)
+        walk = MemoryInterpreter(device_type)
         walk.run(body, [None] * len(body.graph.find_nodes(op="placeholder")))
         peaks += [point[2] for point in walk.points]
     return max(peaks)

@@ -31,7 +31,7 @@ def input_nbytes(region: Region) -> int:
 
 def parameter_nbytes(region: Region) -> int:
     """The bytes of those inputs that get a gradient."""
-    return sum(map(_nbytes, _trained(region)))
+    return sum(map(_nbytes, _trainable(region)))
 
 
 def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
@@ -50,12 +50,12 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
         )
     parameters = [
         torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=True)
-        for value in _trained(region)
+        for value in _trainable(region)
     ]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     copy = (
-        _made(optimizer, parameters)
+        _make_optimizer(optimizer, parameters)
         if isinstance(optimizer, type)
         else _like(optimizer, parameters)
     )
@@ -64,7 +64,9 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
     return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _made(kind: type[torch.optim.Optimizer], parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _make_optimizer(
+    kind: type[torch.optim.Optimizer], parameters: list[Tensor]
+) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"lr": 1e-3} if kind is torch.optim.SGD else {}
     return kind(parameters, **settings)
 
@@ -85,7 +87,7 @@ def _like(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> torch.o
 _NOT_ON_META = ("fused", "foreach", "capturable")
 
 
-def _trained(region: Region) -> Iterable[Tensor]:
+def _trainable(region: Region) -> Iterable[Tensor]:
     return [region.joint.inputs[i].meta["val"] for i in region.wrt]
 
 

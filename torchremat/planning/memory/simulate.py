@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from torchremat.errors import ArgumentTypeError, GraphError
-from torchremat.planning.memory.interpreter import Walk, results_of, storages_in
+from torchremat.planning.memory.interpreter import MemoryInterpreter, results_of, storages_in
 from torchremat.planning.memory.timeline import Timeline
 
 
@@ -71,7 +71,7 @@ def simulate(
     if backward_graph is not None:
         _check(backward_graph, "backward_graph")
     links = _Links.between(forward_graph, backward_graph)
-    walk = Walk(None if device is None else torch.device(device).type)
+    walk = MemoryInterpreter(None if device is None else torch.device(device).type)
     placeholders = forward_graph.graph.find_nodes(op="placeholder")
     results = walk.run(forward_graph, [None] * len(placeholders))
     outputs = [r for r, role in zip(results, links.roles, strict=True) if role == "output"]

@@ -25,15 +25,15 @@ def nbytes_of(node: fx.Node, value: Tensor, index: int = 0, *, inside: int | Non
     if node.op == "placeholder" or node.target is aten.clone.default:
         return _dense(value)  # the fake tensor may be a view of something larger: it is a copy's
     if node.target is aten.empty_strided.default:
-        return _spanned(value)
+        return _span(value)
     if node.target in _KEEP_STORAGE:
         return _nbytes_with_storage(node, value, inside)
     if node.target is _BATCH_NORM and value.device.type == "cpu":
         return _numel(value) * _dtype_of_batch_norm(node, value, index).itemsize
-    return stored_nbytes(value)
+    return storage_nbytes(value)
 
 
-def stored_nbytes(value: Tensor) -> int:
+def storage_nbytes(value: Tensor) -> int:
     """The bytes of the storage that `value` lies in.
 
     >>> stored_nbytes(torch.ones(3, 4)[0])
@@ -62,7 +62,7 @@ def _dense(value: Tensor) -> int:
     return _numel(value) * value.dtype.itemsize
 
 
-def _spanned(value: Tensor) -> int:
+def _span(value: Tensor) -> int:
     sizes, strides = ([*map(_torch.hint_of, numbers)] for numbers in (value.shape, value.stride()))
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     return (last + 1) * value.dtype.itemsize if all(sizes) else 0
@@ -75,7 +75,7 @@ def _nbytes_with_storage(node: fx.Node, value: Tensor, inside: int | None) -> in
     sizes, strides = map(_torch.hint_of, like.shape), map(_torch.hint_of, like.stride())
     if any(size > 1 and stride == 0 for size, stride in zip(sizes, strides, strict=True)):
         return _dense(value)
-    return stored_nbytes(like) if inside is None else inside
+    return storage_nbytes(like) if inside is None else inside
 
 
 def _dtype_of_batch_norm(node: fx.Node, value: Tensor, index: int) -> torch.dtype:

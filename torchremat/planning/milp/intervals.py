@@ -9,11 +9,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchremat.planning.milp.problem_index import Facts
+from torchremat.planning.milp.problem_index import ProblemIndex
 
 
 @dataclass(frozen=True, order=True)
-class Moment:
+class PeakPoint:
     """A moment of the backward pass.
 
     Attributes:
@@ -51,14 +51,14 @@ class Intervals:
     """
 
     def __init__(
-        self, facts: Facts, moments: Sequence[Moment], window: int | None, *, outer: bool
+        self, facts: ProblemIndex, moments: Sequence[PeakPoint], window: int | None, *, outer: bool
     ) -> None:
         self.facts = facts
         self.moments = moments
         self.window = window
         self.outer = outer
         self.interval = [
-            bisect_left(self.moments, Moment(step)) for step in range(len(facts.direct))
+            bisect_left(self.moments, PeakPoint(step)) for step in range(len(facts.direct))
         ]
         self.last_step = [*(m.step for m in self.moments), len(facts.direct) - 1]
         self.last_direct: dict[int, int] = {}
@@ -78,7 +78,7 @@ class Intervals:
                     self.last_value[v] = max(self.last_value.get(v, -1), number)
         self.first = self._first_intervals(first_direct)
 
-    def busy(self, moment: Moment) -> tuple[int, ...]:
+    def busy(self, moment: PeakPoint) -> tuple[int, ...]:
         """What the operator of a burst reads and writes."""
         return (*self.facts.reads[moment.operator], *self.facts.writes[moment.operator])
 
@@ -104,7 +104,7 @@ class Intervals:
 
     def allowed(self, o: int, interval: int) -> bool:
         """Whether `o` may run in the interval; between moments of one step they say in which."""
-        before = self.moments[interval - 1] if interval else Moment(-1)
+        before = self.moments[interval - 1] if interval else PeakPoint(-1)
         if interval < len(self.moments):
             after = self.moments[interval]
             if after.is_burst and before.step >= after.step - 1 and o > after.operator:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.planning.problem.trial import Floats
-from torchremat.planning.search.clock import Watch
+from torchremat.planning.search.clock import CpuTimer
 
 try:
     from scipy import sparse  # type: ignore[import-untyped]
@@ -74,7 +74,7 @@ class LinearProgram:
     2.0
     """
 
-    def __init__(self, watch: Watch | None = None) -> None:
+    def __init__(self, watch: CpuTimer | None = None) -> None:
         self.watch = watch
         self._costs: list[float] = []
         self._upper: list[float] = []

@@ -16,7 +16,7 @@ interval begins, the value is not fetched in this interval.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchremat.planning.milp.intervals import Moment
+from torchremat.planning.milp.intervals import PeakPoint
 from torchremat.planning.milp.linear_program import LinearProgram
 from torchremat.planning.problem.problem import Problem
 
@@ -35,7 +35,7 @@ class HostRows:
         outer: the first interval stands for all before it.
     """
 
-    moments: Sequence[Moment]
+    moments: Sequence[PeakPoint]
     offloaded: Mapping[int, int]
     loads: Mapping[tuple[int, int], int]
     first: Mapping[int, int]
@@ -46,7 +46,7 @@ class HostRows:
         cls,
         problem: Problem,
         linear: LinearProgram,
-        moments: Sequence[Moment],
+        moments: Sequence[PeakPoint],
         saved: Mapping[int, int],
         spans: Mapping[int, tuple[int, int]],
         *,
@@ -79,7 +79,7 @@ class HostRows:
         stands_for_all = self.outer and interval <= self.first[v]
         if stands_for_all:
             interval = self.first[v]
-        elif step is not None and interval and Moment(step - 1) <= self.moments[interval - 1]:
+        elif step is not None and interval and PeakPoint(step - 1) <= self.moments[interval - 1]:
             return []
         variable = self.loads.get((v, interval))
         return [] if variable is None else [(variable, 1.0)]

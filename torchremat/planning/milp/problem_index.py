@@ -6,7 +6,7 @@ from torchremat.planning.problem.fixed_bytes import BackwardBytes, ForwardBytes
 from torchremat.planning.problem.problem import Part, Problem
 
 
-class Facts:
+class ProblemIndex:
     """A problem without its outputs, which are there anyway.
 
     Args:

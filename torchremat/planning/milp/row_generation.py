@@ -8,35 +8,35 @@ steps 1, 3, 7       9 seconds   keeps within the budget
 
 from dataclasses import replace
 
-from torchremat.planning.milp.intervals import Moment
+from torchremat.planning.milp.intervals import PeakPoint
 from torchremat.planning.milp.linear_program import Answer, Relaxation
 from torchremat.planning.milp.neighbourhood_search import Neighbourhoods
-from torchremat.planning.milp.problem_index import Facts
+from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.problem.problem import Part
-from torchremat.planning.problem.trial import Trial, Trier
-from torchremat.planning.search.eviction import Evictor, evicted
-from torchremat.planning.search.incumbent import Record
+from torchremat.planning.problem.trial import Evaluated, Evaluator
+from torchremat.planning.search.eviction import Evictor, try_evictions
+from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.local_search import LocalSearch
 
 
-class Rounds:
+class RowGeneration:
     """The rounds of a search; what they find goes to `record`."""
 
-    def __init__(self, trier: Trier, record: Record) -> None:
+    def __init__(self, trier: Evaluator, record: Incumbent) -> None:
         self.trier = trier
         self.record = record
         self.clock = record.clock
         self.problem = trier.problem
-        self.facts = Facts(trier.problem)
+        self.facts = ProblemIndex(trier.problem)
         self.evictor = Evictor(trier.problem, self.clock.deadline(1.0))
         num = len(self.facts.operators)
         self.window: int | None = None if num <= _WHOLE else max(_LEAST_WINDOW, num // 16)
         self.most_hills = 12 if num <= _WHOLE else 6
-        self.moments: dict[Moment, None] = {}  # in the order in which they were found
+        self.moments: dict[PeakPoint, None] = {}  # in the order in which they were found
         self.positions: set[int] = set()
         self.conflicts: set[frozenset[int]] = set()
-        self.tried: list[Trial] = []  # answers of programs
+        self.tried: list[Evaluated] = []  # answers of programs
         self.program = self._program()
 
     def run(self) -> None:
@@ -62,7 +62,7 @@ class Rounds:
     def refine(self) -> None:
         """Search around the best schedule, with all moments of the backward pass as rows."""
         self.window = None
-        self.moments.update((Moment(step), None) for step in range(len(self.facts.direct)))
+        self.moments.update((PeakPoint(step), None) for step in range(len(self.facts.direct)))
         self.positions.update(self.facts.forward_bytes.made.values())
         for _ in range(_MOST_ROUNDS):
             self.program = self._program()
@@ -108,7 +108,7 @@ class Rounds:
             self.record.prove(found.answer.bound)
         return None if found.answer.x is None else found
 
-    def _try(self, answer: Answer) -> Trial:
+    def _try(self, answer: Answer) -> Evaluated:
         """Simulate an answer: all as late as it can be, or, if that costs more, as it says."""
         assert answer.x is not None
         decisions = self.program.decisions(answer.x)
@@ -190,12 +190,12 @@ class Rounds:
         near = best is not None and best.costs.added_seconds < 1.05 * self.record.bound
         return self.clock.until(_PROVABLE_SHARE if provable and near else _SOLVE_SHARE)
 
-    def _repair(self, trial: Trial, share: float) -> None:
+    def _repair(self, trial: Evaluated, share: float) -> None:
         """Bring `trial` under the budget if that is quick and it promises to be the best."""
         best = self.record.best
         if best is None or trial.costs.added_seconds < best.costs.added_seconds:
             if not trial.decisions.offloaded:  # the walk would have all of those computed again
-                for found in evicted(self.trier, self.evictor, trial.decisions.saved):
+                for found in try_evictions(self.trier, self.evictor, trial.decisions.saved):
                     self.record.note(found)
             seconds = min(share * self.clock.seconds, self.clock.until(1.0))
             self.record.note(
@@ -241,7 +241,7 @@ class Rounds:
 
     # --- moments ---------------------------------------------------------------------------------
 
-    def _add_moments(self, trial: Trial, *, narrow: bool) -> bool:
+    def _add_moments(self, trial: Evaluated, *, narrow: bool) -> bool:
         """Add rows for what is above the budget; whether any is new."""
         before = len(self.moments) + len(self.positions) + len(self.conflicts)
         schedule = trial.replay.schedule
@@ -258,13 +258,13 @@ class Rounds:
         return len(self.moments) + len(self.positions) + len(self.conflicts) > before
 
     def _add_moment(self, step: int, o: int, narrow: bool) -> None:
-        self.moments[Moment(step)] = None
+        self.moments[PeakPoint(step)] = None
         if narrow and o in self.facts.rank:
-            self.moments[Moment(step, o)] = None
+            self.moments[PeakPoint(step, o)] = None
             if step:
-                self.moments.setdefault(Moment(step - 1))
+                self.moments.setdefault(PeakPoint(step - 1))
 
-    def _add_position(self, trial: Trial, position: int, narrow: bool) -> None:
+    def _add_position(self, trial: Evaluated, position: int, narrow: bool) -> None:
         order = trial.replay.schedule.forward
         op = self.problem.operators[order[position]]
         made = self.facts.forward_bytes.made

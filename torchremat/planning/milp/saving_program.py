@@ -28,14 +28,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from torchremat.planning.milp.intervals import Intervals, Moment
+from torchremat.planning.milp.intervals import Intervals, PeakPoint
 from torchremat.planning.milp.linear_program import LinearProgram
 from torchremat.planning.milp.offload_rows import HostRows
-from torchremat.planning.milp.problem_index import Facts
+from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.problem.problem import Part
 from torchremat.planning.problem.replay import Decisions, Replay
 from torchremat.planning.problem.trial import Floats
-from torchremat.planning.search.clock import Watch
+from torchremat.planning.search.clock import CpuTimer
 
 
 class SavingProgram:
@@ -56,15 +56,15 @@ class SavingProgram:
 
     def __init__(
         self,
-        facts: Facts,
+        facts: ProblemIndex,
         budget: int,
-        moments: Sequence[Moment],
+        moments: Sequence[PeakPoint],
         positions: Iterable[int] = (),
         window: int | None = None,
         *,
         conflicts: Iterable[Sequence[int]] = (),
         outer: bool = False,
-        watch: Watch | None = None,
+        watch: CpuTimer | None = None,
     ) -> None:
         self.outer = outer
         self.facts = facts
@@ -259,7 +259,7 @@ class SavingProgram:
             ]
             self.linear.at_most(terms, self.budget - forward.live[position])
 
-    def _add_bytes(self, number: int, moment: Moment) -> None:
+    def _add_bytes(self, number: int, moment: PeakPoint) -> None:
         nbytes, facts = self.problem.nbytes, self.facts
         if moment.is_burst:
             read: tuple[int, ...] = ()
@@ -320,10 +320,12 @@ class SavingProgram:
         x[[self.host.offloaded[v] for v in away]] = 1.0
         for o, step in zip(replay.schedule.backward, replay.steps, strict=True):
             runs_again = o in self.facts.rank
-            interval = bisect_left(self.moments, Moment(step, o) if runs_again else Moment(step))
+            interval = bisect_left(
+                self.moments, PeakPoint(step, o) if runs_again else PeakPoint(step)
+            )
             reads = self.facts.reads[o] if runs_again else self.facts.direct[step]
             for v in away.intersection(reads):
-                since[v] = bisect_left(self.moments, Moment(step - 1))
+                since[v] = bisect_left(self.moments, PeakPoint(step - 1))
                 if (v, since[v]) not in self.host.loads:
                     return None
             away.difference_update(reads)
@@ -337,7 +339,7 @@ class SavingProgram:
                 x[self.runs[o, interval]] = 1.0
                 since.update((v, interval) for v in self.facts.writes[o])
                 moment = self.moments[interval] if interval < len(self.moments) else None
-                if moment == Moment(step, o):
+                if moment == PeakPoint(step, o):
                     for v in self.times.busy(moment):
                         if (v, interval + 1) in self.kept:
                             x[self.kept[v, interval + 1]] = 1.0

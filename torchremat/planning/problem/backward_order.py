@@ -12,7 +12,7 @@ from torchremat.planning.problem.problem import Problem, costs_unchecked
 from torchremat.planning.problem.replay import Decisions, replay_of
 
 
-def reordered(problem: Problem) -> Problem:
+def reorder_backward(problem: Problem) -> Problem:
     """`problem` with the order of the backward pass in which operators need the least memory.
 
     Of orders in which they need as much, the one that leaves more room for what is computed again;
@@ -25,8 +25,8 @@ def reordered(problem: Problem) -> Problem:
 
 
 def orders_of(problem: Problem) -> tuple[Problem, ...]:
-    """`problem` in the order of `reordered`, and as it is if that is another."""
-    first = reordered(problem)
+    """`problem` in the order of `reorder_backward`, and as it is if that is another."""
+    first = reorder_backward(problem)
     return (first,) if first.backward == problem.backward else (first, problem)
 
 

@@ -15,7 +15,7 @@ FORBIDDEN = 1 << 60
 
 
 @dataclass(frozen=True)
-class Trial:
+class Evaluated:
     """Decisions with what they cost under a budget.
 
     Attributes:
@@ -55,7 +55,7 @@ class Trial:
                 yield i
 
 
-class Trier:
+class Evaluator:
     """Tries decisions on a problem under a budget."""
 
     def __init__(self, problem: Problem, budget: int) -> None:
@@ -75,7 +75,7 @@ class Trier:
         )
         return frozenset(once) | (self.problem.outputs & self.problem.known)
 
-    def __call__(self, decisions: Decisions) -> Trial:
+    def __call__(self, decisions: Decisions) -> Evaluated:
         """What `decisions` cost, without what is kept in vain."""
         self.count += 1
         replay = replay_of(self.problem, decisions)
@@ -93,7 +93,7 @@ class Trier:
         excess = sum(live - budget for live in costs.live if live > budget)
         if not self._allowed(replay):
             excess += FORBIDDEN
-        return Trial(decisions, replay, costs, excess)
+        return Evaluated(decisions, replay, costs, excess)
 
     def _allowed(self, replay: Replay) -> bool:
         """Whether what may run once does."""

@@ -24,15 +24,15 @@ from torchremat.planning.problem.fixed_bytes import BackwardBytes
 from torchremat.planning.problem.problem import Part, Problem, Schedule
 from torchremat.planning.problem.recomputation import Recomputation
 from torchremat.planning.problem.replay import Decisions
-from torchremat.planning.problem.trial import Trial, Trier
+from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.clock import NEVER, Deadline
 
-Set: TypeAlias = int
+ValueSet: TypeAlias = int
 """A set of values: bit i is `BackwardSearch.values[i]`."""
 
 
 @dataclass(frozen=True)
-class Way:
+class Suffix:
     """A way from a set of values to the end of the backward pass.
 
     Attributes:
@@ -45,7 +45,7 @@ class Way:
     seconds: float
     step: int = 0
     operator: int | None = None
-    rest: "Way | None" = None
+    rest: "Suffix | None" = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Needed:
+class BackwardFrontier:
     """What a search found.
 
     Attributes:
@@ -79,7 +79,7 @@ class Needed:
         is_proof: whether it is proved then that there is nothing.
     """
 
-    ways: Mapping[Set, Way]
+    ways: Mapping[ValueSet, Suffix]
     states: int
     is_cut: bool
     is_through: bool
@@ -113,7 +113,7 @@ class BackwardSearch:
         self.makers = [problem.producers[v] for v in self.values]
         self._bits = {v: 1 << i for i, v in enumerate(self.values)}
         self._sizes = [nbytes[v] for v in self.values]
-        self._nbytes: dict[Set, int] = {0: 0}
+        self._nbytes: dict[ValueSet, int] = {0: 0}
         self.reads = [self._set_of(op.reads) for op in operators]
         self.writes = [self._set_of(op.writes) for op in operators]
         self.inside = [
@@ -127,14 +127,14 @@ class BackwardSearch:
         """How large it is: values times steps."""
         return len(self.values) * len(self.problem.backward)
 
-    def _set_of(self, values: Iterable[int]) -> Set:
+    def _set_of(self, values: Iterable[int]) -> ValueSet:
         return sum(self._bits[v] for v in set(values) if v in self._bits)
 
-    def values_of(self, chosen: Set) -> set[int]:
+    def values_of(self, chosen: ValueSet) -> set[int]:
         """Those in a set."""
         return {v for v, bit in self._bits.items() if bit & chosen}
 
-    def nbytes_of(self, chosen: Set) -> int:
+    def nbytes_of(self, chosen: ValueSet) -> int:
         """The bytes of a set."""
         found = self._nbytes.get(chosen)
         if found is None:
@@ -166,13 +166,13 @@ class BackwardSearch:
 
     # --- the search ------------------------------------------------------------------------------
 
-    def run(self, budget: int, limits: Limits, near: Schedule | None = None) -> Needed:
+    def run(self, budget: int, limits: Limits, near: Schedule | None = None) -> BackwardFrontier:
         """What to save for schedules within `budget` bytes.
 
         If sets are left out, half of what stays is what `near`, which keeps within the budget,
         could be changed to for the least time. What it needs itself stays in any case.
         """
-        layer: dict[Set, Way] = {0: Way(0.0)}
+        layer: dict[ValueSet, Suffix] = {0: Suffix(0.0)}
         guide = None if near is None else _Guide(self, near)
         search = _Search(self, budget, limits, guide)
         for step in range(len(self.problem.backward) - 1, -1, -1):
@@ -181,7 +181,9 @@ class BackwardSearch:
                 break
         is_through = not search.is_over
         all_seen = is_through and not search.is_cut and not limits.prompt and not self._is_partial
-        return Needed(layer, search.num_states, search.is_cut, is_through, all_seen and not layer)
+        return BackwardFrontier(
+            layer, search.num_states, search.is_cut, is_through, all_seen and not layer
+        )
 
     @property
     def _is_partial(self) -> bool:
@@ -195,7 +197,7 @@ class BackwardSearch:
         """What there is to compute again."""
         return Recomputation(self.problem)
 
-    def seconds_of(self, saved: Set, way: Way) -> float:
+    def seconds_of(self, saved: ValueSet, way: Suffix) -> float:
         """The time of what a way computes, and of what runs forward for what it saves."""
         operators = self.problem.operators
         late = self.again.missing(self.values_of(saved), ())
@@ -203,16 +205,16 @@ class BackwardSearch:
             o for o in late if operators[o].part is Part.KNOWN
         )
 
-    def decisions(self, found: Needed) -> Iterator[Decisions]:
+    def decisions(self, found: BackwardFrontier) -> Iterator[Decisions]:
         """What was found as decisions, the least added time first."""
         ways = sorted(found.ways.items(), key=lambda item: (self.seconds_of(*item), item[0]))
         for saved, way in ways:
             yield self._decisions(saved, way)
 
-    def _decisions(self, saved: Set, way: Way) -> Decisions:
+    def _decisions(self, saved: ValueSet, way: Suffix) -> Decisions:
         problem, again = self.problem, self.again
         bursts: dict[int, list[int]] = {}
-        at: Way | None = way
+        at: Suffix | None = way
         while at is not None and at.operator is not None:
             bursts.setdefault(at.step, []).append(at.operator)
             at = at.rest
@@ -240,7 +242,7 @@ class BackwardSearch:
         return Decisions(frozenset(self.values_of(saved)), drops, early)
 
 
-State: TypeAlias = tuple[Set, Set]
+State: TypeAlias = tuple[ValueSet, ValueSet]
 """What is needed after an operator of a step, and what of it may still be computed for the step."""
 
 
@@ -254,7 +256,7 @@ class _Guide:
         """What the schedule needs before each step."""
         self.passed = [{0} for _ in self.before]
         """What it needs after each operator that it computes for a step."""
-        self.seconds: list[dict[Set, float]] = [{} for _ in self.before]
+        self.seconds: list[dict[ValueSet, float]] = [{} for _ in self.before]
         for o in reversed(schedule.backward):
             if search.problem.operators[o].part is Part.BACKWARD:
                 self.before[step] = needed
@@ -265,7 +267,7 @@ class _Guide:
             self.passed[step].add(needed)
         self.before[0] = needed
 
-    def seconds_to(self, step: int, needed: Set) -> float:
+    def seconds_to(self, step: int, needed: ValueSet) -> float:
         """The time to compute what is `needed` before a step from what the schedule has then."""
         known = self.seconds[step]
         total, lacking = 0.0, needed & ~self.before[step]
@@ -296,12 +298,14 @@ class _Search:
         self.is_cut = False
         self.is_over = False
 
-    def before(self, step: int, after: Mapping[Set, Way]) -> dict[Set, Way]:
+    def before(self, step: int, after: Mapping[ValueSet, Suffix]) -> dict[ValueSet, Suffix]:
         """What may be needed before `step`, from what may be after it."""
         search = self.search
         reads = search.reads[search.problem.backward[step]]
         room = self.budget - search.bytes_of_steps.at[step]
-        waiting: dict[int, dict[State, Way]] = {}  # by the last operator that may still be computed
+        waiting: dict[
+            int, dict[State, Suffix]
+        ] = {}  # by the last operator that may still be computed
         for needed, way in after.items():
             if search.nbytes_of(needed & ~reads) <= room:
                 there = needed | reads
@@ -326,10 +330,10 @@ class _Search:
 
     def _compute(
         self,
-        waiting: dict[int, dict[State, Way]],
+        waiting: dict[int, dict[State, Suffix]],
         step: int,
         o: int,
-        states: Mapping[State, Way],
+        states: Mapping[State, Suffix],
         room: int,
     ) -> None:
         """What `o` writes is there before the step, or is computed for it."""
@@ -342,17 +346,23 @@ class _Search:
             if may_run and search.nbytes_of(needed | writes | reads) + search.inside[o] <= room:
                 seconds = way.seconds + self.seconds[o]
                 self._put(
-                    waiting, needed & ~writes | reads, left | reads, Way(seconds, step, o, way)
+                    waiting, needed & ~writes | reads, left | reads, Suffix(seconds, step, o, way)
                 )
 
-    def _put(self, waiting: dict[int, dict[State, Way]], needed: Set, open_: Set, way: Way) -> None:
+    def _put(
+        self,
+        waiting: dict[int, dict[State, Suffix]],
+        needed: ValueSet,
+        open_: ValueSet,
+        way: Suffix,
+    ) -> None:
         o = self.search.makers[open_.bit_length() - 1] if open_ else -1
         states = waiting.setdefault(o, {})
         old = states.get((needed, open_))
         if old is None or way.seconds < old.seconds:
             states[needed, open_] = way
 
-    def _cut(self, step: int, states: dict[State, Way], room: int) -> dict[State, Way]:
+    def _cut(self, step: int, states: dict[State, Suffix], room: int) -> dict[State, Suffix]:
         """The cheapest of each number of bytes, and the nearest, if there are too many."""
         width, guide = self.limits.width, self.guide
         if len(states) <= width:
@@ -378,7 +388,7 @@ class _Search:
         return {state: states[state] for state in chosen}
 
 
-def _without_worse(states: dict[State, Way]) -> dict[State, Way]:
+def _without_worse(states: dict[State, Suffix]) -> dict[State, Suffix]:
     """`states` without those that cost as much as another, and need all that it needs."""
     if len(states) > _MOST_COMPARED:
         return states
@@ -391,15 +401,15 @@ def _without_worse(states: dict[State, Way]) -> dict[State, Way]:
     return {state: states[state] for state in kept}
 
 
-def lowest_by_steps(problem: Problem, high: int, deadline: Deadline) -> Trial | None:
+def lowest_by_steps(problem: Problem, high: int, deadline: Deadline) -> Evaluated | None:
     """The trial of least peak below `high`, to within a thousandth; `None` if none is found."""
     search = BackwardSearch(problem)
     limits = Limits(_LOWEST_WIDTH, deadline=deadline, free=True)
-    best: Trial | None = None
+    best: Evaluated | None = None
     low = floor_of(problem)
     budget = low
     while low < high and not deadline.is_over:
-        trier = Trier(problem, budget)
+        trier = Evaluator(problem, budget)
         found = search.decisions(search.run(budget, limits))
         trial = next((t for t in map(trier, islice(found, _MOST_TRIED)) if t.fits), None)
         if trial is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-class Watch:
+class CpuTimer:
     """Seconds of this thread on the processor; at least a part of those on the wall.
 
     Args:
@@ -46,7 +46,7 @@ class Watch:
 class Deadline:
     """A time on a watch; without one it is never over."""
 
-    watch: Watch | None = None
+    watch: CpuTimer | None = None
     at: float = 0.0
 
     @property
@@ -58,7 +58,7 @@ class Deadline:
 NEVER = Deadline()
 
 
-class Clock:
+class TimeSlice:
     """The time of a part of a search.
 
     Args:
@@ -68,7 +68,7 @@ class Clock:
     """
 
     def __init__(
-        self, watch: Watch, seconds: float, progress: Callable[[float], None] | None = None
+        self, watch: CpuTimer, seconds: float, progress: Callable[[float], None] | None = None
     ) -> None:
         self.watch = watch
         self.seconds = seconds

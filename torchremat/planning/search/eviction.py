@@ -21,12 +21,12 @@ from torchremat.planning.problem.fixed_bytes import ForwardBytes
 from torchremat.planning.problem.problem import Part, Problem
 from torchremat.planning.problem.recomputation import Recomputation
 from torchremat.planning.problem.replay import Decisions
-from torchremat.planning.problem.trial import Trial, Trier
+from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.clock import NEVER, Deadline
 
 
 @dataclass(frozen=True)
-class Rule:
+class EvictionRule:
     """What is let go first: that of the least seconds / (bytes ** a * steps ** b).
 
     Attributes:
@@ -38,7 +38,7 @@ class Rule:
     steps: float
 
 
-RULES = (Rule(1, 1), Rule(1, 0.5), Rule(1, 0), Rule(0, 1))
+RULES = (EvictionRule(1, 1), EvictionRule(1, 0.5), EvictionRule(1, 0), EvictionRule(0, 1))
 
 
 class Evictor:
@@ -49,7 +49,7 @@ class Evictor:
         self.deadline = deadline
         self.again = Recomputation(problem)
 
-    def decisions(self, budget: int, rule: Rule, saved: Iterable[int]) -> Decisions | None:
+    def decisions(self, budget: int, rule: EvictionRule, saved: Iterable[int]) -> Decisions | None:
         """Decisions that keep the backward pass within `budget`; `None` if none were found.
 
         Of `saved` the forward pass keeps what the budget allows.
@@ -66,7 +66,7 @@ class Evictor:
         frozenset({0, 1})
         """
         kept = _forward_kept(self.again, budget, rule, set(saved) - self.problem.outputs)
-        walk = _Walk(self.again, budget, rule, kept)
+        walk = _BackwardPass(self.again, budget, rule, kept)
         step, holds = 0, 0
         while step < len(self.problem.backward):
             stuck = None if self.deadline.is_over else walk.run(step)
@@ -83,7 +83,7 @@ class Evictor:
         return walk.decisions()
 
 
-def evicted(trier: Trier, evictor: Evictor, saved: Iterable[int]) -> Iterator[Trial]:
+def try_evictions(trier: Evaluator, evictor: Evictor, saved: Iterable[int]) -> Iterator[Evaluated]:
     """What the walks find, by each of the rules."""
     saved = tuple(saved)
     for rule in RULES:
@@ -92,16 +92,16 @@ def evicted(trier: Trier, evictor: Evictor, saved: Iterable[int]) -> Iterator[Tr
             yield trier(decisions)
 
 
-def lowest_trial(evictor: Evictor, low: int, high: int) -> Trial | None:
+def lowest_trial(evictor: Evictor, low: int, high: int) -> Evaluated | None:
     """The trial of least peak from `low` to `high`, to within a thousandth; `None` if none is."""
-    best: Trial | None = None
+    best: Evaluated | None = None
     budget = low
     while low < high:
-        trier = Trier(evictor.problem, budget)
+        trier = Evaluator(evictor.problem, budget)
         trials = (
             t
             for start in (trier.fixed, evictor.problem.known)
-            for t in evicted(trier, evictor, start)
+            for t in try_evictions(trier, evictor, start)
         )
         found = next((trial for trial in trials if trial.fits), None)
         if found is None:
@@ -118,7 +118,9 @@ class _Queue:
     The time to compute one again only grows as others go: it is reckoned anew for the first alone.
     """
 
-    def __init__(self, again: Recomputation, rule: Rule, step: int, there: Collection[int]) -> None:
+    def __init__(
+        self, again: Recomputation, rule: EvictionRule, step: int, there: Collection[int]
+    ) -> None:
         self.again = again
         self.rule = rule
         self.step = step
@@ -147,7 +149,9 @@ class _Queue:
         return self.again.seconds_again(v, there) / worth
 
 
-def _forward_kept(again: Recomputation, budget: int, rule: Rule, saved: set[int]) -> set[int]:
+def _forward_kept(
+    again: Recomputation, budget: int, rule: EvictionRule, saved: set[int]
+) -> set[int]:
     """What of `saved` is kept at most, so that the forward pass has room for it."""
     problem = again.problem
     forward = ForwardBytes.of(problem)
@@ -218,10 +222,12 @@ class _Before:
     num_early: int
 
 
-class _Walk:
+class _BackwardPass:
     """One walk under one budget."""
 
-    def __init__(self, again: Recomputation, budget: int, rule: Rule, saved: set[int]) -> None:
+    def __init__(
+        self, again: Recomputation, budget: int, rule: EvictionRule, saved: set[int]
+    ) -> None:
         self.again = again
         self.problem = again.problem
         self.budget = budget

@@ -1,10 +1,10 @@
 """What a search has found so far."""
 
-from torchremat.planning.problem.trial import Trial
-from torchremat.planning.search.clock import Clock
+from torchremat.planning.problem.trial import Evaluated
+from torchremat.planning.search.clock import TimeSlice
 
 
-class Record:
+class Incumbent:
     """The best of the trials of a search, and what is proved.
 
     Attributes:
@@ -14,15 +14,15 @@ class Record:
         bound: no schedule that fits adds less.
     """
 
-    def __init__(self, clock: Clock, gap: float) -> None:
+    def __init__(self, clock: TimeSlice, gap: float) -> None:
         self.clock = clock
         self.gap = gap
-        self.best: Trial | None = None
-        self.lowest: Trial | None = None
-        self.trials: list[Trial] = []
+        self.best: Evaluated | None = None
+        self.lowest: Evaluated | None = None
+        self.trials: list[Evaluated] = []
         self.bound = 0.0
 
-    def note(self, trial: Trial) -> Trial:
+    def note(self, trial: Evaluated) -> Evaluated:
         """Remember `trial`."""
         if trial.is_allowed:
             if self.lowest is None or trial.costs.peak < self.lowest.costs.peak:
@@ -33,7 +33,7 @@ class Record:
         self.clock.tell()
         return trial
 
-    def note_lowest(self, trial: Trial) -> None:
+    def note_lowest(self, trial: Evaluated) -> None:
         """Remember `trial`, of another budget, if its peak is the least."""
         if self.lowest is None or trial.costs.peak < self.lowest.costs.peak:
             self.lowest = trial

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torchremat.planning.problem.problem import Part, Problem
 from torchremat.planning.problem.replay import Decisions
-from torchremat.planning.problem.trial import Trial, Trier
+from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.clock import Deadline
 
 WIDTH = 48
@@ -22,14 +22,14 @@ WIDTH = 48
 class LocalSearch:
     """Search around decisions for better ones, until `deadline`."""
 
-    def __init__(self, trier: Trier, deadline: Deadline) -> None:
+    def __init__(self, trier: Evaluator, deadline: Deadline) -> None:
         self.trier = trier
         self.deadline = deadline
         self.problem: Problem = trier.problem
         self.seconds = [op.seconds for op in self.problem.operators]
         self.tiny = sum(self.seconds) * 1e-5
 
-    def repair(self, start: Trial) -> Trial:
+    def repair(self, start: Evaluated) -> Evaluated:
         """Bring `start` under the budget, as far as that goes."""
         current = start
         while not current.fits and not self._is_late():
@@ -48,14 +48,14 @@ class LocalSearch:
             current = best
         return current
 
-    def improve(self, start: Trial) -> Trial:
+    def improve(self, start: Evaluated) -> Evaluated:
         """Take time away from `start`, which fits."""
-        current: Trial = start
+        current: Evaluated = start
         while (better := self._better(current)) is not None:
             current = better
         return current
 
-    def with_fewer_copies(self, start: Trial) -> Trial:
+    def with_fewer_copies(self, start: Evaluated) -> Evaluated:
         """Save what is offloaded in vain: `start` fits, and still does with it saved."""
         current = start
         for v in self._cheapest(start.decisions.offloaded, most=len(self.problem.nbytes)):
@@ -66,7 +66,7 @@ class LocalSearch:
                 current = trial
         return current
 
-    def _better(self, current: Trial) -> Trial | None:
+    def _better(self, current: Evaluated) -> Evaluated | None:
         least = current.costs.added_seconds - self.tiny * 1e-6
         for decisions in self._savings(current):
             if self._is_late():
@@ -81,7 +81,7 @@ class LocalSearch:
 
     # --- changes that lower the bytes where they are highest -------------------------------------
 
-    def _reliefs(self, trial: Trial) -> Iterator[Decisions]:
+    def _reliefs(self, trial: Evaluated) -> Iterator[Decisions]:
         live = trial.costs.live
         worst = max(range(len(live)), key=live.__getitem__)
         num_forward = len(trial.replay.schedule.forward)
@@ -90,7 +90,7 @@ class LocalSearch:
         else:
             yield from self._backward_reliefs(trial, worst - num_forward)
 
-    def _forward_reliefs(self, trial: Trial, position: int) -> Iterator[Decisions]:
+    def _forward_reliefs(self, trial: Evaluated, position: int) -> Iterator[Decisions]:
         operators, order = self.problem.operators, trial.replay.schedule.forward
         busy = {*operators[order[position]].reads}
         made = {v for o in order[: position + 1] for v in operators[o].writes}
@@ -99,7 +99,7 @@ class LocalSearch:
         yield from self._without(trial.decisions, self._cheapest(kept & idle))
         yield from self._offloading(trial.decisions, trial.decisions.saved & idle)
 
-    def _backward_reliefs(self, trial: Trial, place: int) -> Iterator[Decisions]:
+    def _backward_reliefs(self, trial: Evaluated, place: int) -> Iterator[Decisions]:
         order, decisions = trial.replay.schedule.backward, trial.decisions
         op = self.problem.operators[order[place]]
         all_idle = self._read_later(order, place).difference(op.reads, op.writes)
@@ -118,7 +118,7 @@ class LocalSearch:
             yield _saving(decisions, v)
         yield from self._offloading(decisions, list(again)[-WIDTH:])
 
-    def _letting_go(self, trial: Trial, place: int, idle: set[int]) -> Iterator[Decisions]:
+    def _letting_go(self, trial: Evaluated, place: int, idle: set[int]) -> Iterator[Decisions]:
         """Values that are let go after they were last read, alone or with what they come from."""
         decisions, steps = trial.decisions, trial.replay.steps
         step = steps[place]
@@ -181,7 +181,7 @@ class LocalSearch:
 
     # --- changes that take time away -------------------------------------------------------------
 
-    def _savings(self, trial: Trial) -> Iterator[Decisions]:
+    def _savings(self, trial: Evaluated) -> Iterator[Decisions]:
         problem, decisions = self.problem, trial.decisions
         saved = decisions.saved
         for step, values in decisions.drops.items():
@@ -242,7 +242,7 @@ class LocalSearch:
         )[:most]
 
 
-def trial_reads(trial: Trial, problem: Problem) -> frozenset[int]:
+def trial_reads(trial: Evaluated, problem: Problem) -> frozenset[int]:
     """The values that the backward pass computes again: only of those does a drop cost time."""
     order = trial.replay.schedule.backward
     return frozenset(v for o in order for v in problem.operators[o].writes)

@@ -23,7 +23,7 @@ from torchremat.planning.problem.trial import Floats
 _ENDLESS = 1 << 29
 
 
-def saved_by_cuts(problem: Problem, prices: int = 24) -> Iterator[frozenset[int]]:
+def cut_saved_sets(problem: Problem, prices: int = 24) -> Iterator[frozenset[int]]:
     """Sets of values to save, from nearly all to nearly none, each once.
 
     >>> from torchremat.planning.problem.problem import Operator, Part, Problem

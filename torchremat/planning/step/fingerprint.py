@@ -97,7 +97,7 @@ def _result(node: fx.Node) -> str:
     return ", ".join(str(Aval.of(v)) for v in values if isinstance(v, torch.Tensor))
 
 
-def kept_elsewhere(
+def match_saved_values(
     lines: Sequence[str], saved: Sequence[int], joint: Joint
 ) -> list[fx.Node] | None:
     """The nodes of `joint` for the positions `saved` in a graph of `lines`.
@@ -106,8 +106,8 @@ def kept_elsewhere(
     or fewer.
     """
     nodes = list(joint.module.graph.nodes)
-    ours = list(_numbered(lines_of(joint.module.graph)))
-    theirs = list(_numbered(lines))
+    ours = list(_number_lines(lines_of(joint.module.graph)))
+    theirs = list(_number_lines(lines))
     wanted = {theirs[i] for i in saved}
     kinds = {kind for kind, _ in wanted}
     count = Counter(kind for kind, _ in ours if kind in kinds)
@@ -116,7 +116,7 @@ def kept_elsewhere(
     return [node for node, numbered in zip(nodes, ours, strict=False) if numbered in wanted]
 
 
-def _numbered(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
+def _number_lines(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Of each line the kind of value that it computes, and how many of that kind came before."""
     seen: Counter[str] = Counter()
     for line in lines:

@@ -22,7 +22,7 @@ LEAST_OFFLOAD = 64 << 10
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class NumericStep:
     """The forward and the backward pass of a joint graph.
 
     Attributes:
@@ -44,12 +44,12 @@ class Step:
         seconds: Callable[[fx.Node], float],
         *,
         host_bytes_per_second: float | None = None,
-    ) -> "Step":
+    ) -> "NumericStep":
         """The step of `joint`, with `seconds` for the time of each operator.
 
         With a link to a host, values of `LEAST_OFFLOAD` bytes and more may be offloaded.
         """
-        step = _Builder(joint, seconds).build()
+        step = _ProblemBuilder(joint, seconds).build()
         if host_bytes_per_second is None:
             return step
         problem = replace(
@@ -106,7 +106,7 @@ class Step:
         return tuple(node for o in operators if (node := self.calls[o]) is not None)
 
 
-class _Builder:
+class _ProblemBuilder:
     def __init__(self, joint: Joint, seconds: Callable[[fx.Node], float]) -> None:
         self.joint = joint
         self.seconds = seconds
@@ -117,7 +117,7 @@ class _Builder:
         self.numbers: dict[tuple[fx.Node, int], int] = {}
         """The value that each output of each call is."""
 
-    def build(self) -> Step:
+    def build(self) -> NumericStep:
         joint = self.joint
         parts = _parts(joint)
         calls = [n for n in joint.module.graph.nodes if n in parts]
@@ -137,7 +137,7 @@ class _Builder:
                 nbytes_of(ct, ct.meta["val"]) for ct in joint.cotangents if ct is not None
             ),
         )
-        return Step(joint, problem, tuple(self.calls), tuple(self.values))
+        return NumericStep(joint, problem, tuple(self.calls), tuple(self.values))
 
     def _add(self, call: fx.Node, part: Part) -> None:
         reads = tuple(self._values_of(nodes_read_by(call)))
@@ -150,7 +150,7 @@ class _Builder:
                 self.numbers[call, index] = len(self.nbytes)
                 writes.append(len(self.nbytes))
                 self.nbytes.append(nbytes_of(call, value, index))
-                self.values.append(_taken(call, index))
+                self.values.append(_output_item(call, index))
         self.operators.append(
             Operator(
                 reads,
@@ -230,7 +230,7 @@ def _outputs_of(call: fx.Node) -> Sequence[object]:
     return value if isinstance(value, tuple | list) else (value,)
 
 
-def _taken(call: fx.Node, index: int) -> fx.Node | None:
+def _output_item(call: fx.Node, index: int) -> fx.Node | None:
     """The node that is the output `index` of `call`, if one is."""
     if not isinstance(call.meta.get("val"), tuple | list):
         return call

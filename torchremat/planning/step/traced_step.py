@@ -42,7 +42,7 @@ class WholeGraphPolicy(Policy):
         return False
 
 
-class Ready(WholeGraphPolicy):
+class FixedSchedule(WholeGraphPolicy):
     """A schedule that has been found, as a policy."""
 
     def __init__(self, schedule: GraphSchedule) -> None:
@@ -58,7 +58,7 @@ def differentiates(joint: Joint) -> bool:
     return any(gradient is not None for gradient in joint.gradients)
 
 
-def forward_alone(joint: Joint) -> GraphSchedule:
+def forward_only(joint: Joint) -> GraphSchedule:
     """The schedule of a forward pass without a backward pass."""
     calls = (n for n in joint.forward_nodes if n.op == "call_function")
     order = tuple(n for n in calls if not is_item(n) and not is_view(n))
@@ -79,10 +79,10 @@ def region_of(
     """
     bound = BoundCall(fun, args, kwargs)
     with off_meta(), torch.enable_grad():
-        region = _traced(fun, args, kwargs, policy)
+        region = _trace_region(fun, args, kwargs, policy)
         if not region.wrt:
-            args, kwargs = _torch.tree_map(_differentiated, (args, dict(kwargs)))
-            region = _traced(fun, args, kwargs, policy)
+            args, kwargs = _torch.tree_map(_mark_differentiated, (args, dict(kwargs)))
+            region = _trace_region(fun, args, kwargs, policy)
     if not region.wrt or not region.differentiable:
         raise TraceError(
             f"{bound.name} has nothing to differentiate: no floating-point argument, and nothing "
@@ -104,7 +104,7 @@ def _label_inputs(region: Region, bound: BoundCall) -> None:
                 node.meta["label"] = label
 
 
-def _traced(
+def _trace_region(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Region:
     checkpointed = Checkpointed(fun, policy, True, StaticArguments(fun, (), ()), lenient=True)
@@ -112,7 +112,7 @@ def _traced(
     return checkpointed.trace_usual(call, args, kwargs).region
 
 
-def _differentiated(leaf: Any) -> Any:
+def _mark_differentiated(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
         return leaf.detach().requires_grad_()
     return leaf

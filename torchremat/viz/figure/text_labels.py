@@ -24,7 +24,7 @@ def width_of(text: str, size: float, *, bold: bool = False) -> float:
     return (0.64 if bold else 0.57) * size * len(text)
 
 
-def fitted(text: str, size: float, width: float, *, bold: bool = False) -> str:
+def fit_text(text: str, size: float, width: float, *, bold: bool = False) -> str:
     """`text`, cut at its end to `width` pixels.
 
     >>> fitted("time against peak memory", 12, 90), fitted("knee", 12, 90)
@@ -35,7 +35,7 @@ def fitted(text: str, size: float, width: float, *, bold: bool = False) -> str:
 
 
 @dataclass
-class Labels:
+class TextLabels:
     """What is taken of `paper`, and room for labels in the rest."""
 
     paper: Box
@@ -55,7 +55,7 @@ class Labels:
 
     def beside(self, x: float, y: float, text: str, size: float, colour: str) -> Text:
         """A label of the mark at `x`, `y`, where it hides least."""
-        text = fitted(text, size, self.paper[2] - self.paper[0])
+        text = fit_text(text, size, self.paper[2] - self.paper[0])
         places = [Text(a, b, text, size, anchor, colour) for a, b, anchor in _places(x, y)]
         best = min(places, key=lambda place: self._hidden(_box(place)))
         self._taken.append(_box(best))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class TickAxis:
     """A scale from `low` to `high`, drawn from the pixel `start` to the pixel `end`."""
 
     low: float

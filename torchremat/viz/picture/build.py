@@ -22,8 +22,8 @@ from torchremat.remat.values.scope import Computed, Scope
 from torchremat.report.explain import ExplainedCall, RanPrograms, choice_inside
 from torchremat.report.report import Report, Row
 from torchremat.typed_graph.typed_graph import TypedGraph
-from torchremat.viz.picture.picture import Picture, Value
-from torchremat.viz.picture.values import Told, Values, joined, within
+from torchremat.viz.picture.picture import DrawnValue, Picture
+from torchremat.viz.picture.values import ProgramNotes, Values, concatenate_values, within
 
 Drawable = Plan | TypedGraph | Report | fx.GraphModule
 """What can be drawn."""
@@ -83,7 +83,7 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     inputs = _inputs_of(forward.meta.get("program"))
     reasons = _reasons_of(forward)
     reasons |= {name: _ON_HOST for name, kind in plan.decisions.items() if kind == "offloaded"}
-    told = Told(plan.decisions, reasons, labels, timeline, model, inputs)
+    told = ProgramNotes(plan.decisions, reasons, labels, timeline, model, inputs)
     values = Values(told).of(forward, backward)
     resident = plan.peak_bytes - timeline.peak
     base = plan.baseline
@@ -108,7 +108,7 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     )
 
 
-def _resident(values: Iterable[Value], total: int = 0) -> tuple[tuple[str, int], ...]:
+def _resident(values: Iterable[DrawnValue], total: int = 0) -> tuple[tuple[str, int], ...]:
     """Parameters and inputs; what there is beside them of a `total` is an optimizer's."""
     there = [value for value in values if value.phase == "forward"]
     found = {
@@ -166,23 +166,25 @@ def _of_report(report: Report, cost_model: CostModel | None, title: str) -> Pict
     programs = _programs_of(report)
     if not programs:
         return Picture(title, figures, tuple(map(_value_of_row, report)))
-    drawn = [(name, *_drawn(program, cost_model)) for name, program in programs]
+    drawn = [(name, *_draw(program, cost_model)) for name, program in programs]
     if len(drawn) > 1:  # what runs between them is not known, and so no peak
-        return Picture(title, figures, joined([(name, values) for name, values, _ in drawn]))
+        return Picture(
+            title, figures, concatenate_values([(name, values) for name, values, _ in drawn])
+        )
     ((name, values, timeline),) = drawn
     values = tuple(within(name, value) for value in values)
     peak = (("peak", human_bytes(timeline.peak)),)
     return Picture(title, peak + figures, values, timeline, _resident(values))
 
 
-def _drawn(
+def _draw(
     program: FunctionProgram, cost_model: CostModel | None
-) -> tuple[tuple[Value, ...], Timeline]:
+) -> tuple[tuple[DrawnValue, ...], Timeline]:
     """The values of a program, and the bytes alive over its passes."""
     forward, backward = (compiled.module for compiled in graphs_of(program))
     timeline = simulate(forward, backward)
-    kept = _kept_inside(program, forward)
-    told = Told(
+    kept = _find_saved_inside(program, forward)
+    told = ProgramNotes(
         _decisions_of(program),
         _reasons_of(forward) | {name: choice.reason for name, (_, choice) in kept.items()},
         _labels_of(program),
@@ -194,7 +196,7 @@ def _drawn(
     return Values(told).of(forward, backward), timeline
 
 
-def _kept_inside(
+def _find_saved_inside(
     program: FunctionProgram, forward: fx.GraphModule
 ) -> dict[str, tuple[Computed, Choice]]:
     """What checkpoints inside keep, by the names of nodes: what computes it, and why it is kept."""
@@ -235,8 +237,8 @@ def _decisions_of(program: FunctionProgram) -> dict[str, str]:
     return found
 
 
-def _value_of_row(row: Row) -> Value:
-    return Value(
+def _value_of_row(row: Row) -> DrawnValue:
+    return DrawnValue(
         name=row.name,
         label=row.op or row.name,
         op=row.op,
@@ -259,7 +261,7 @@ def _of_graph(
     graph: fx.GraphModule, cost_model: CostModel | None, title: str, num_consts: int
 ) -> Picture:
     timeline = _timeline_of(graph)
-    told = Told({}, {}, {}, timeline, cost_model, num_consts=num_consts)
+    told = ProgramNotes({}, {}, {}, timeline, cost_model, num_consts=num_consts)
     values = Values(told).of(graph, None)
     figures = [("values", str(len(values)))]
     if timeline is not None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from torchremat.viz.picture.picture import Value
+from torchremat.viz.picture.picture import DrawnValue
 
 LONG = 150
 """More operators than this in one module, beside those of modules inside, come in parts."""
@@ -14,7 +14,7 @@ PART = 50
 _NOT_COMPUTED = ("input", "parameter", "constant")
 
 
-def groups_of(values: Sequence[Value]) -> list[str]:
+def groups_of(values: Sequence[DrawnValue]) -> list[str]:
     """For each value the path of its module, with a part of it where the module is long.
 
     A backward operator is in the last part of the forward values that it reads, else in the first
@@ -46,12 +46,12 @@ def groups_of(values: Sequence[Value]) -> list[str]:
     ]
 
 
-def _is_operator(value: Value) -> bool:
+def _is_operator(value: DrawnValue) -> bool:
     return value.kind not in (*_NOT_COMPUTED, "view")
 
 
 def _part_of_backward(
-    value: Value, values: Sequence[Value], parts: Sequence[int | None]
+    value: DrawnValue, values: Sequence[DrawnValue], parts: Sequence[int | None]
 ) -> int | None:
     found: dict[str, list[int]] = {"forward": [], "backward": []}
     for read in value.reads:

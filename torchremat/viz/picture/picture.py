@@ -25,7 +25,7 @@ KINDS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class DrawnValue:
     """A node of a graph: a value, or the call of an operator that gives several.
 
     Attributes:
@@ -75,7 +75,7 @@ class Picture:
 
     title: str
     figures: tuple[tuple[str, str], ...]
-    values: tuple[Value, ...]
+    values: tuple[DrawnValue, ...]
     timeline: Timeline | None = None
     resident: tuple[tuple[str, int], ...] = ()
     resident_counts: bool = False

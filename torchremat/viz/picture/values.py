@@ -16,11 +16,11 @@ from torchremat.remat.offload.copies import COPIES, start_fetch
 from torchremat.remat.tracing.input_labels import InputLabel
 from torchremat.remat.values.scope import Computed, below
 from torchremat.viz.picture.backward_modules import Operators, backward_modules
-from torchremat.viz.picture.picture import Value
+from torchremat.viz.picture.picture import DrawnValue
 
 
 @dataclass(frozen=True)
-class Told:
+class ProgramNotes:
     """What is known of a graph beside its nodes."""
 
     decisions: Mapping[str, str]
@@ -45,16 +45,18 @@ class Told:
 class Values:
     """Writes the values of a forward and a backward graph."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: ProgramNotes) -> None:
         self.told = told
         self.storages = told.storages()
-        self.values: list[Value] = []
+        self.values: list[DrawnValue] = []
         self.numbers: dict[str, int] = {}
         self.results: set[str] = set()
         self.sources: dict[str, str] = {}
         """The input that each gradient is the gradient of, by their names."""
 
-    def of(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> tuple[Value, ...]:
+    def of(
+        self, forward: fx.GraphModule, backward: fx.GraphModule | None
+    ) -> tuple[DrawnValue, ...]:
         """The values of both, each once, in the order in which they are computed."""
         nodes = _nodes_of(forward)
         names = {node.name for node in nodes}
@@ -102,7 +104,7 @@ class Values:
         inside = self.told.inside.get(node.name)
         source = inside.source if inside else node.meta.get("source")
         self.values.append(
-            Value(
+            DrawnValue(
                 name=node.name,
                 label=self._label(node),
                 op=_op_name(inside.call if inside else node),
@@ -238,7 +240,7 @@ def _has_no_memory(node: fx.Node) -> bool:
 _NAMED = ("input", "parameter", "constant")
 
 
-def joined(parts: Sequence[tuple[str, Sequence[Value]]]) -> tuple[Value, ...]:
+def concatenate_values(parts: Sequence[tuple[str, Sequence[DrawnValue]]]) -> tuple[DrawnValue, ...]:
     """The values of all, each within the module of that name.
 
     The forward passes come first, then the backward passes, those of the last module before.
@@ -270,7 +272,7 @@ def joined(parts: Sequence[tuple[str, Sequence[Value]]]) -> tuple[Value, ...]:
     return tuple(found)
 
 
-def within(name: str, value: Value) -> Value:
+def within(name: str, value: DrawnValue) -> DrawnValue:
     """`value` as one of the module `name`, from which it is told."""
     label = below(name, value.label) if value.kind in _NAMED and not value.op else value.label
     return replace(value, module=below(name, value.module), label=label)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchremat.batching.ragged.layouts.layouts import Padded
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.rows import inverse_of
 from torchremat.batching.ragged.layouts.take_rows_op import take_rows
 
@@ -20,36 +20,36 @@ def flat_pile_data(value: Padded) -> Tensor:
     return take_rows(rows, source, inverse_of(source, rows.shape[0]))
 
 
-def padded_of_flat(data: Tensor, sizes: Sequence[Any]) -> Padded:
+def pad_flat(data: Tensor, sizes: Sequence[Any]) -> Padded:
     """The value with flat `data`, of elements of these sizes."""
     whole = _numel(sizes)
     whole.known_total = data.shape[0]
     place = _places_in_padded(sizes, whole)
-    padded_shape = [s.longest if isinstance(s, Extent) else s for s in sizes]
+    padded_shape = [s.longest if isinstance(s, RaggedSize) else s for s in sizes]
     count = whole.lengths.shape[0]
     for size in padded_shape:
         count = count * size
     rows = take_rows(data, inverse_of(place, count), place)
     full = rows.reshape(whole.lengths.shape[0], *padded_shape)
-    return Padded(full, tuple(s if isinstance(s, Extent) else None for s in sizes))
+    return Padded(full, tuple(s if isinstance(s, RaggedSize) else None for s in sizes))
 
 
-def _numel(sizes: Sequence[Any]) -> Extent:
+def _numel(sizes: Sequence[Any]) -> RaggedSize:
     lengths: Any = 1
     for size in sizes:
-        lengths = lengths * (size.lengths if isinstance(size, Extent) else size)
-    return Extent("*".join(str(getattr(s, "text", s)) for s in sizes), lengths)
+        lengths = lengths * (size.lengths if isinstance(size, RaggedSize) else size)
+    return RaggedSize("*".join(str(getattr(s, "text", s)) for s in sizes), lengths)
 
 
-def _places_in_padded(sizes: Sequence[Any], whole: Extent) -> Tensor:
+def _places_in_padded(sizes: Sequence[Any], whole: RaggedSize) -> Tensor:
     """For each flat entry its place among those of padded data."""
     element, rest = whole.element_of_row, whole.place_of_row
     place = torch.zeros_like(rest)
     stride: Any = 1
     for size in reversed(sizes):
-        length = size.lengths[element] if isinstance(size, Extent) else size
+        length = size.lengths[element] if isinstance(size, RaggedSize) else size
         place = place + (rest % length) * stride
         rest = rest // length
-        stride = stride * (size.longest if isinstance(size, Extent) else size)
+        stride = stride * (size.longest if isinstance(size, RaggedSize) else size)
     places: Tensor = place + element * stride
     return places

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.take_rows_op import take_rows
 from torchremat.kernels.segments.segments import segment_expand
 
@@ -46,7 +46,7 @@ class Padded:
     """
 
     data: Tensor
-    extents: tuple[Extent | None, ...]
+    extents: tuple[RaggedSize | None, ...]
 
     @property
     def rank(self) -> int:
@@ -71,7 +71,7 @@ class Packed:
 
     data: Tensor
     dim: int
-    extent: Extent
+    extent: RaggedSize
 
     @property
     def rank(self) -> int:
@@ -99,14 +99,14 @@ def batch(data: Tensor) -> Padded:
     return Padded(data, (None,) * (data.dim() - 1))
 
 
-def as_rows(values: Tensor, extent: Extent) -> Tensor:
+def as_rows(values: Tensor, extent: RaggedSize) -> Tensor:
     """For each row of concatenated data the value of its element: `[total, ...]`."""
     if values.dtype == torch.bool:
         return segment_expand(values.to(torch.uint8), extent.offsets, extent.total).bool()
     return segment_expand(values, extent.offsets, extent.total)
 
 
-def padded(value: Value, axis_size: int) -> Padded:
+def pad(value: Value, axis_size: int) -> Padded:
     """`value` with a batch dim in front."""
     if isinstance(value, Padded):
         return value
@@ -115,12 +115,12 @@ def padded(value: Value, axis_size: int) -> Padded:
     index, inverse = value.extent.padding
     rows = take_rows(value.data.movedim(value.dim, 0), index, inverse)
     data = rows.unflatten(0, (axis_size, value.extent.longest)).movedim(1, 1 + value.dim)
-    extents: list[Extent | None] = [None] * value.rank
+    extents: list[RaggedSize | None] = [None] * value.rank
     extents[value.dim] = value.extent
     return Padded(data, tuple(extents))
 
 
-def packed(value: Padded) -> Padded | Packed:
+def pack(value: Padded) -> Padded | Packed:
     """`value` concatenated, if exactly one size differs."""
     dims = [dim for dim, extent in enumerate(value.extents) if extent is not None]
     if len(dims) != 1:
@@ -133,7 +133,7 @@ def packed(value: Padded) -> Padded | Packed:
     return Packed(rows.movedim(0, dim), dim, extent)
 
 
-def masked(value: Padded, dims: Sequence[int], fill: Any) -> Tensor:
+def fill_beyond_ends(value: Padded, dims: Sequence[int], fill: Any) -> Tensor:
     """The data of `value`, with `fill` beyond the ends along those of `dims` that differ."""
     data = value.data
     for dim in dims:

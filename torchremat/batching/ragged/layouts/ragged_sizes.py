@@ -1,7 +1,7 @@
 """Sizes that differ from element to element of a batch, and what is computed of them.
 
 In the graph of one element such a size is a symbol, `s0`; others are computed of it, as `s0 - 1`
-and `4*s0`. For a batch each is an `Extent`: the lengths of all elements.
+and `4*s0`. For a batch each is an `RaggedSize`: the lengths of all elements.
 
     lengths  2 0 3        offsets  0 2 2 5        total  5        longest  3
 """
@@ -33,7 +33,7 @@ reading = _Reading()
 
 
 @dataclass(eq=False)
-class Extent:
+class RaggedSize:
     """A size that differs from element to element."""
 
     text: str
@@ -156,13 +156,13 @@ class Sizes:
 
     axis_size: int
     symbols: dict[str, Any]
-    extents: dict[str, Extent] = field(default_factory=dict)
+    extents: dict[str, RaggedSize] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.extents |= {e.text: e for e in self.symbols.values() if isinstance(e, Extent)}
+        self.extents |= {e.text: e for e in self.symbols.values() if isinstance(e, RaggedSize)}
 
     def of(self, size: Any) -> Any:
-        """A size of the graph of one element: a number, or an `Extent`."""
+        """A size of the graph of one element: a number, or an `RaggedSize`."""
         if isinstance(size, Size):
             size = size.symbolic
         if not isinstance(size, SYMBOLIC):
@@ -172,7 +172,7 @@ class Sizes:
             return self.extents[text]
         names = _torch.names_in_size(size)
         values = {name: self.symbols[name] for name in names}
-        varying = {n: e for n, e in values.items() if isinstance(e, Extent)}
+        varying = {n: e for n, e in values.items() if isinstance(e, RaggedSize)}
         if not varying:
             return value_of(size, values)
         extent = self._computed(text, size, values, varying)
@@ -185,7 +185,7 @@ class Sizes:
             size = size.symbolic
         if not isinstance(size, SYMBOLIC):
             return False
-        return any(isinstance(self.symbols[n], Extent) for n in _torch.names_in_size(size))
+        return any(isinstance(self.symbols[n], RaggedSize) for n in _torch.names_in_size(size))
 
     def shape(self, tensor: Any) -> tuple[Any, ...]:
         """The shape of a value of the graph of one element: numbers and extents."""
@@ -197,18 +197,18 @@ class Sizes:
             size = size.symbolic
         names = _torch.names_in_size(size)
         values = {name: self.symbols[name] for name in names}
-        scope = {n: e.lengths if isinstance(e, Extent) else e for n, e in values.items()}
+        scope = {n: e.lengths if isinstance(e, RaggedSize) else e for n, e in values.items()}
         return eval(printed(size), dict(_NAMES_OF_TENSORS), scope)  # type: ignore[no-any-return]
 
     def _computed(
-        self, text: str, size: Any, values: Mapping[str, Any], varying: Mapping[str, Extent]
-    ) -> Extent:
+        self, text: str, size: Any, values: Mapping[str, Any], varying: Mapping[str, RaggedSize]
+    ) -> RaggedSize:
         lengths = self.numbers(size).clamp(min=0)
 
         def at(point: Mapping[str, Any]) -> Any:
             return value_of(size, {**values, **point})
 
-        extent = Extent(text, lengths, symbolic=size)
+        extent = RaggedSize(text, lengths, symbolic=size)
         if all(e.known_longest is not None for e in varying.values()):
             corners = product(*((0, e.known_longest) for e in varying.values()))
             extent.known_longest = max(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchremat.batching.ragged.layouts.layouts import Packed, Padded
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.take_rows_op import take_rows
 from torchremat.errors import RaggedError
 
@@ -19,36 +19,36 @@ def inverse_of(index: Tensor, num_rows: Any) -> Tensor:
     return inverse.scatter(0, index, torch.arange(index.shape[0], device=index.device))
 
 
-def taken(value: Packed, places: Tensor, extent: Extent) -> Packed:
+def take_places(value: Packed, places: Tensor, extent: RaggedSize) -> Packed:
     """A value of length `extent`: `places` has, for each row of it, the place in its element."""
     index = value.extent.offsets[extent.element_of_row] + places
     rows = take_rows(value.data.movedim(value.dim, 0), index, inverse_of(index, value.extent.total))
     return Packed(rows.movedim(0, value.dim), value.dim, extent)
 
 
-def sliced(value: Packed, start: int | Tensor, step: int, extent: Extent) -> Packed:
+def slice_places(value: Packed, start: int | Tensor, step: int, extent: RaggedSize) -> Packed:
     """From `start` on, every `step`-th place; as many as `extent` says."""
     starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
     starts = starts.clamp(min=0)
     places = starts[extent.element_of_row] + extent.place_of_row * step
-    return taken(value, places, extent)
+    return take_places(value, places, extent)
 
 
 def _from_start(lengths: Tensor, place: int) -> Tensor:
     return lengths + place if place < 0 else torch.full_like(lengths, place)
 
 
-def selected(value: Packed, place: int, source: Any) -> Padded:
+def select_place(value: Packed, place: int, source: Any) -> Padded:
     """One place of each element, which must have it."""
     lengths = value.extent.lengths
     places = _from_start(lengths, place)
     fits = _check(value.extent, place, source)
     index = value.extent.offsets[:-1] + places
     rows = take_rows(value.data.movedim(value.dim, 0), index, inverse_of(index, value.extent.total))
-    return Padded(_marked(rows, fits), (None,) * (value.rank - 1))
+    return Padded(_mark_missing(rows, fits), (None,) * (value.rank - 1))
 
 
-def _check(extent: Extent, place: int, source: Any) -> Tensor | None:
+def _check(extent: RaggedSize, place: int, source: Any) -> Tensor | None:
     """Raise if an element has no such place; if reading lengths costs, which elements have it."""
     needed = place + 1 if place >= 0 else -place
     if not extent.known_on_host:
@@ -62,7 +62,7 @@ def _check(extent: Extent, place: int, source: Any) -> Tensor | None:
     return None
 
 
-def _marked(rows: Tensor, fits: Tensor | None) -> Tensor:
+def _mark_missing(rows: Tensor, fits: Tensor | None) -> Tensor:
     """`rows`, with NaN for elements that have no such place: those of another stand there."""
     if fits is None or not rows.is_floating_point():
         return rows
@@ -81,11 +81,11 @@ def constant_slice(value: Packed, start: int, stop: int, step: int, source: Any)
     index = (offsets + starts[:, None] + steps).flatten()
     rows = take_rows(value.data.movedim(value.dim, 0), index, inverse_of(index, value.extent.total))
     rows = rows.unflatten(0, (starts.shape[0], len(places)))
-    data = _marked(rows, fits).movedim(1, 1 + value.dim)
+    data = _mark_missing(rows, fits).movedim(1, 1 + value.dim)
     return Padded(data, (None,) * value.rank)
 
 
-def put(value: Packed, rows: Tensor, part: Extent, start: int | Tensor, step: int) -> Packed:
+def put(value: Packed, rows: Tensor, part: RaggedSize, start: int | Tensor, step: int) -> Packed:
     """`value` with `rows`, of which each element has as many as `part` says, from `start` on."""
     starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
     element = part.element_of_row
@@ -97,7 +97,7 @@ def put(value: Packed, rows: Tensor, part: Extent, start: int | Tensor, step: in
     return Packed(torch.where(is_new, new, old).movedim(0, value.dim), value.dim, value.extent)
 
 
-def joined(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: Extent) -> Packed:
+def join_rows(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: RaggedSize) -> Packed:
     """Values one after the other along `dim`.
 
     Each part has its rows, concatenated over the elements, and the lengths of the elements.
@@ -105,7 +105,7 @@ def joined(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: Extent) -> 
     before = extent.offsets[:-1]
     targets = []
     for rows, lengths in parts:
-        part = Extent("", lengths, known_total=rows.shape[0])
+        part = RaggedSize("", lengths, known_total=rows.shape[0])
         targets.append(before[part.element_of_row] + part.place_of_row)
         before = before + lengths
     target = torch.cat(targets)
@@ -117,12 +117,12 @@ def joined(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: Extent) -> 
 # --- all entries in a row ------------------------------------------------------------------------
 
 
-def _flat_index(leading: int, extent: Extent) -> tuple[Tensor, Tensor]:
+def _flat_index(leading: int, extent: RaggedSize) -> tuple[Tensor, Tensor]:
     """For rows in the order of each element's entries, which they are of `[leading * total]`; back.
 
     Element of 2 rows and 3 columns, concatenated along the columns: its row 1 comes after row 0.
     """
-    whole = Extent("", extent.lengths * leading, known_total=leading * extent.total)
+    whole = RaggedSize("", extent.lengths * leading, known_total=leading * extent.total)
     element, place = whole.element_of_row, whole.place_of_row
     lengths = extent.lengths[element]
     index = (place // lengths) * extent.total + extent.offsets[element] + place % lengths
@@ -140,11 +140,11 @@ def flat_rows(value: Packed) -> Tensor:
 
 def from_flat_rows(rows: Tensor, sizes: tuple[Any, ...], dim: int) -> Packed:
     """The value of these `sizes`, which differ along `dim`."""
-    extent: Extent = sizes[dim]
+    extent: RaggedSize = sizes[dim]
     leading, trailing = prod(sizes[:dim]), prod(sizes[dim + 1 :])
     data = rows.reshape(leading * extent.total, trailing)
     if leading != 1:
         index, inverse = _flat_index(leading, extent)
         data = take_rows(data, inverse, index)
-    shape = [s.total if isinstance(s, Extent) else s for s in sizes]
+    shape = [s.total if isinstance(s, RaggedSize) else s for s in sizes]
     return Packed(data.reshape(shape), dim, extent)

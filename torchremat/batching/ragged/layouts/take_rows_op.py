@@ -49,7 +49,7 @@ def _fake(x: Tensor, index: Tensor, inverse: Tensor, zero: bool) -> Tensor:
     return x.new_empty((index.shape[0], *x.shape[1:]))
 
 
-def _batched(
+def _batch_take_rows(
     info: Any, in_dims: Any, x: Tensor, index: Tensor, inverse: Tensor, zero: bool
 ) -> tuple[Tensor, int]:
     """Batched rows have one dim more; batched indices are those of one long tensor."""
@@ -95,6 +95,6 @@ class _Take(torch.autograd.Function):
 
 _definition = torch.library.custom_op("torchremat::take_rows", _run, mutates_args=())
 _definition.register_fake(_fake)
-_definition.register_vmap(_batched)
+_definition.register_vmap(_batch_take_rows)
 _op = torch.ops.torchremat.take_rows.default
 _torch.register_function(_op, _Take)

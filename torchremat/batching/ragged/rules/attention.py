@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
-from torchremat.batching.ragged.layouts.layouts import Packed, Value, masked, padded
-from torchremat.batching.ragged.rules.op_call import RULES, Call, as_padded
+from torchremat.batching.ragged.layouts.layouts import Packed, Value, fill_beyond_ends, pad
+from torchremat.batching.ragged.rules.op_call import RULES, RaggedCall, as_padded
 from torchremat.kernels.attention.ragged_attention import ragged_attention
 
 
@@ -40,7 +40,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None)
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-class _Attention(torch.autograd.Function):
+class _ElementAttention(torch.autograd.Function):
     """Differentiated in the graph of an element it is its parts, whose derivatives have rules.
 
     p = softmax(scale * q k^T);  dv = p^T dy;  dp = dy v^T;  ds = p * (dp - sum(dp * p)) * scale
@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
         return tangent
 
 
-def _batched(
+def _batch_attention(
     info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, int]:
     tensors = [
@@ -89,9 +89,9 @@ def _batched(
 
 _definition = torch.library.custom_op("torchremat::attention", _run, mutates_args=())
 _definition.register_fake(_fake)
-_definition.register_vmap(_batched)
+_definition.register_vmap(_batch_attention)
 attention = torch.ops.torchremat.attention.default
-_torch.register_function(attention, _Attention)
+_torch.register_function(attention, _ElementAttention)
 
 
 class KeptAttention(TorchFunctionMode):
@@ -103,7 +103,7 @@ class KeptAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            kept = _kept(*args, **kwargs)
+            kept = _restrict_mask(*args, **kwargs)
             if kept is not None:
                 return kept
         if func is F.multi_head_attention_forward:  # no mode sees what it calls
@@ -118,7 +118,7 @@ def _kept_inside() -> Iterator[None]:
     plain = F.scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        kept = _kept(*args, **kwargs)
+        kept = _restrict_mask(*args, **kwargs)
         return plain(*args, **kwargs) if kept is None else kept
 
     F.scaled_dot_product_attention = attend
@@ -128,7 +128,7 @@ def _kept_inside() -> Iterator[None]:
         F.scaled_dot_product_attention = plain
 
 
-def _kept(
+def _restrict_mask(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -146,7 +146,7 @@ def _kept(
     return attention(query, key, value, is_causal, scale)  # type: ignore[no-any-return]
 
 
-def _rule(call: Call) -> Any:
+def _rule(call: RaggedCall) -> Any:
     q, k, v = call.args[:3]
     is_causal, scale = call.bound["is_causal"], call.bound["scale"]
     along = [isinstance(x, Packed) and x.dim == x.rank - 2 for x in (q, k, v)]
@@ -161,12 +161,12 @@ def _rule(call: Call) -> Any:
     return Packed(data, q.dim, q.extent)
 
 
-def _on_padded(call: Call, q: Value, k: Value, v: Value) -> Value:
+def _on_padded(call: RaggedCall, q: Value, k: Value, v: Value) -> Value:
     """Through all scores, as any operators: for a kernel the sizes must differ along the length."""
     size = call.batch.axis_size
-    of_k = padded(k, size)
-    queries, keys = padded(q, size).data, of_k.data
-    values = masked(padded(v, size), [v.rank - 2], 0)
+    of_k = pad(k, size)
+    queries, keys = pad(q, size).data, of_k.data
+    values = fill_beyond_ends(pad(v, size), [v.rank - 2], 0)
     is_causal, scale = call.bound["is_causal"], call.bound["scale"]
     scores = (queries @ keys.mT) * _scale_of(queries, scale)
     least = torch.finfo(scores.dtype).min

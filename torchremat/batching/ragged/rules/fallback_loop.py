@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
-from torchremat.batching.ragged.rules.op_call import Call
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
+from torchremat.batching.ragged.rules.op_call import RaggedCall
 from torchremat.core.source import warn_user
 from torchremat.errors import LoopWarning, RaggedError
 
 
-def loop(call: Call) -> Any:
+def loop(call: RaggedCall) -> Any:
     """Run the operator for one element after the other.
 
     Raises:
@@ -39,9 +39,9 @@ def loop(call: Call) -> Any:
     return [_joined(call, c, r) if isinstance(r, Tensor) else r for c, r in pairs]
 
 
-def _run_one(call: Call, i: int) -> Any:
+def _run_one(call: RaggedCall, i: int) -> Any:
     def size(of: Any) -> Any:
-        return of.host[i] if isinstance(of, Extent) else of
+        return of.host[i] if isinstance(of, RaggedSize) else of
 
     return call.run(lambda value: element(value, i), size)
 
@@ -60,13 +60,13 @@ def element(value: Value, i: int) -> Tensor:
     return data
 
 
-def _joined(call: Call, elements: Sequence[Tensor], result: Any) -> Value:
+def _joined(call: RaggedCall, elements: Sequence[Tensor], result: Any) -> Value:
     return from_elements(elements, call.sizes_of(result))
 
 
 def from_elements(elements: Sequence[Tensor], sizes: tuple[Any, ...]) -> Value:
     """The value with these elements, of `sizes`."""
-    places = [d for d, size in enumerate(sizes) if isinstance(size, Extent)]
+    places = [d for d, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     if not places:
         return Padded(torch.stack(list(elements)), (None,) * len(sizes))
     if len(places) == 1:
@@ -80,9 +80,9 @@ def from_elements(elements: Sequence[Tensor], sizes: tuple[Any, ...]) -> Value:
         for e in elements
     ]
     full = [torch.nn.functional.pad(e, p) for e, p in zip(elements, pads, strict=True)]
-    extents = tuple(s if isinstance(s, Extent) else None for s in sizes)
+    extents = tuple(s if isinstance(s, RaggedSize) else None for s in sizes)
     return Padded(torch.stack(full), extents)
 
 
 def _rest(size: Any, length: int) -> int:
-    return size.longest - length if isinstance(size, Extent) else 0
+    return size.longest - length if isinstance(size, RaggedSize) else 0

@@ -10,16 +10,16 @@ from torchremat.batching.ragged.layouts.layouts import (
     Shared,
     Value,
     batch,
+    fill_beyond_ends,
     is_ragged,
-    masked,
 )
-from torchremat.batching.ragged.rules.op_call import Call, on_packed, on_padded, rule
+from torchremat.batching.ragged.rules.op_call import RaggedCall, on_packed, on_padded, rule
 from torchremat.batching.ragged.rules.pointwise import map_entries
 from torchremat.batching.ragged.rules.views import ALONG_RAGGED
 
 
 @rule("embedding")
-def _embedding(call: Call) -> Any:
+def _embedding(call: RaggedCall) -> Any:
     weight, index = call.values
     if isinstance(weight, Shared) and isinstance(index, Packed):
         return on_packed(call)
@@ -29,12 +29,12 @@ def _embedding(call: Call) -> Any:
 def _harmless(value: Any) -> Tensor:
     """Index 0 where there is none."""
     if value.data.dtype in (torch.int64, torch.int32):
-        return masked(value, range(value.rank), 0)
+        return fill_beyond_ends(value, range(value.rank), 0)
     return value.data  # type: ignore[no-any-return]
 
 
 @rule("index")
-def _index(call: Call) -> Any:
+def _index(call: RaggedCall) -> Any:
     source, indices = call.args
     used = [(d, i) for d, i in enumerate(indices) if i is not None]
     if any(i.data.dtype == torch.bool for _, i in used):
@@ -55,7 +55,7 @@ def _index(call: Call) -> Any:
     return on_padded(call, _harmless)
 
 
-def _lookup(call: Call, source: Packed, index: Value) -> Any:
+def _lookup(call: RaggedCall, source: Packed, index: Value) -> Any:
     """`source[:, index]`, each index counted from the start of its element."""
     starts, lengths = batch(source.extent.offsets[:-1]), batch(source.extent.lengths)
     rows = map_entries(
@@ -72,7 +72,7 @@ def _lookup(call: Call, source: Packed, index: Value) -> Any:
     return type(rows)(data, (None,) * (data.dim() - 1))
 
 
-def _index_select(call: Call) -> Any:
+def _index_select(call: RaggedCall) -> Any:
     source, index = call.values
     dim = call.bound["dim"] % source.rank
     if isinstance(source, Packed) and source.dim == dim:
@@ -81,7 +81,7 @@ def _index_select(call: Call) -> Any:
 
 
 @rule("index_add", "index_put")
-def _adding(call: Call) -> Any:
+def _adding(call: RaggedCall) -> Any:
     """What adds at places: where there is nothing, 0 is added at the first."""
     if call.name == "aten.index_put" and not call.bound["accumulate"]:
         return NotImplemented
@@ -89,23 +89,23 @@ def _adding(call: Call) -> Any:
         return NotImplemented
 
     def fill(value: Any) -> Tensor:
-        return masked(value, range(value.rank), 0)
+        return fill_beyond_ends(value, range(value.rank), 0)
 
     return on_padded(call, fill)
 
 
-def _gather(call: Call) -> Any:
+def _gather(call: RaggedCall) -> Any:
     return on_padded(call, _harmless)
 
 
-def _scatter(call: Call) -> Any:
+def _scatter(call: RaggedCall) -> Any:
     """What is put at places that all elements have as many of."""
     index = call.values[1]
     return NotImplemented if is_ragged(index) else on_padded(call, _harmless)
 
 
 @rule("one_hot")
-def _one_hot(call: Call) -> Any:
+def _one_hot(call: RaggedCall) -> Any:
     return on_packed(call)
 
 

@@ -10,12 +10,12 @@ from torchremat.batching.ragged.layouts.layouts import (
     Padded,
     Shared,
     Value,
-    masked,
-    packed,
-    padded,
+    fill_beyond_ends,
+    pack,
+    pad,
 )
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
-from torchremat.batching.ragged.rules.op_call import Batch, Call, rule
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
+from torchremat.batching.ragged.rules.op_call import Batch, RaggedCall, rule
 from torchremat.batching.ragged.rules.pointwise import map_entries
 from torchremat.batching.ragged.rules.reductions import reduce_value
 
@@ -51,8 +51,8 @@ def contract(batch: Batch, kind: str, a: Value, b: Value) -> Value:
     }
     left, right = _ready(batch, a, labels_a, labels_out), _ready(batch, b, labels_b, labels_out)
     data = _product(left, right, labels_a, labels_b, labels_out)
-    extents = tuple(sizes[x] if isinstance(sizes[x], Extent) else None for x in labels_out)
-    return packed(Padded(data, extents))
+    extents = tuple(sizes[x] if isinstance(sizes[x], RaggedSize) else None for x in labels_out)
+    return pack(Padded(data, extents))
 
 
 def _place(value: Value, labels: str) -> str:
@@ -70,8 +70,8 @@ def _ready(batch: Batch, value: Value, labels: str, labels_out: str) -> Tensor:
     """Padded data, 0 beyond the ends along dims that are summed over."""
     if isinstance(value, Shared):
         return value.data
-    full = padded(value, batch.axis_size)
-    return masked(full, [i for i, x in enumerate(labels) if x not in labels_out], 0)
+    full = pad(value, batch.axis_size)
+    return fill_beyond_ends(full, [i for i, x in enumerate(labels) if x not in labels_out], 0)
 
 
 def _product(a: Tensor, b: Tensor, labels_a: str, labels_b: str, labels_out: str) -> Tensor:
@@ -81,7 +81,7 @@ def _product(a: Tensor, b: Tensor, labels_a: str, labels_b: str, labels_out: str
 
 
 @rule("mm", "bmm", "mv", "dot", "vdot")
-def _matmul(call: Call) -> Any:
+def _matmul(call: RaggedCall) -> Any:
     a, b = call.values
     if call.name == "aten.vdot" and a.data.is_complex():
         return NotImplemented
@@ -90,7 +90,7 @@ def _matmul(call: Call) -> Any:
 
 
 @rule("addmm", "baddbmm", "addmv")
-def _addmm(call: Call) -> Any:
+def _addmm(call: RaggedCall) -> Any:
     start, a, b = call.values
     alpha, beta = call.bound.get("alpha", 1), call.bound.get("beta", 1)
     kind = {"aten.addmm": "mm", "aten.baddbmm": "bmm", "aten.addmv": "mv"}[call.name]
@@ -112,7 +112,7 @@ def _addmm(call: Call) -> Any:
 
 
 @rule("linear")
-def _linear(call: Call) -> Any:
+def _linear(call: RaggedCall) -> Any:
     x, weight, *bias = call.values
     is_along = isinstance(x, Packed) and x.dim < x.rank - 1
     if isinstance(x, Packed) and is_along and all(isinstance(v, Shared) for v in (weight, *bias)):
@@ -122,7 +122,7 @@ def _linear(call: Call) -> Any:
 
 
 @rule("matmul")
-def _any_matmul(call: Call) -> Any:
+def _any_matmul(call: RaggedCall) -> Any:
     a, b = call.values
     kinds = {(1, 1): "dot", (2, 1): "mv", (2, 2): "mm", (3, 3): "bmm"}
     kind = kinds.get((a.rank, b.rank))
@@ -130,7 +130,7 @@ def _any_matmul(call: Call) -> Any:
 
 
 @rule("addr", "outer", "ger")
-def _outer(call: Call) -> Any:
+def _outer(call: RaggedCall) -> Any:
     if len(call.values) != 2:
         return NotImplemented
     a, b = call.values

@@ -16,16 +16,16 @@ from torchremat.batching.ragged.layouts.layouts import (
     Shared,
     Value,
     is_ragged,
-    packed,
-    padded,
+    pack,
+    pad,
 )
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent, Sizes
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
 from torchremat.errors import RaggedError
 from torchremat.graph.symbolic_sizes import Size
 from torchremat.tracing.axes.mapped_functions import run_mapped
 from torchremat.tracing.axes.named_axes import AxisName
 
-Rule = Callable[["Call"], Any]
+Rule = Callable[["RaggedCall"], Any]
 RULES: dict[str, Rule] = {}
 """What runs an operator on values whose sizes differ, by the name of its packet."""
 
@@ -51,7 +51,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RaggedCall:
     """A call of `op`: arguments with values in them, and what it gives for one element."""
 
     op: Any
@@ -126,7 +126,7 @@ class Call:
                 return convert(leaf)
             return size(self.batch.sizes.of(leaf)) if isinstance(leaf, Size) else leaf
 
-        return self.op(*_mapped(swap, self.args), **_mapped(swap, dict(self.kwargs)))
+        return self.op(*_map_arguments(swap, self.args), **_map_arguments(swap, dict(self.kwargs)))
 
     def wrap(self, outputs: Any, make: Callable[[Tensor, tuple[Any, ...]], Value]) -> Any:
         """Values for what the operator gave, of the sizes that the result has."""
@@ -140,25 +140,25 @@ class Call:
         return outputs
 
 
-def on_packed(call: Call) -> Any:
+def on_packed(call: RaggedCall) -> Any:
     """Run the operator on concatenated data, as it would on one element that is longer.
 
     For operators that treat each place along the dim that differs alike.
     """
     call.check_random()
-    outputs = call.run(lambda v: v.data, lambda s: s.total if isinstance(s, Extent) else s)
+    outputs = call.run(lambda v: v.data, lambda s: s.total if isinstance(s, RaggedSize) else s)
     return call.wrap(outputs, _as_packed)
 
 
 def _as_packed(data: Tensor, sizes: tuple[Any, ...]) -> Value:
-    places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+    places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     if not places:
         return Shared(data)
     (dim,) = places
     return Packed(data, dim, sizes[dim])
 
 
-def on_padded(call: Call, fill: Callable[[Padded], Tensor] | None = None) -> Any:
+def on_padded(call: RaggedCall, fill: Callable[[Padded], Tensor] | None = None) -> Any:
     """Run the operator on padded data, mapped over the batch.
 
     For operators that give the right values wherever those of their arguments are right. `fill`
@@ -169,7 +169,7 @@ def on_padded(call: Call, fill: Callable[[Padded], Tensor] | None = None) -> Any
     def convert(value: Value) -> Value:
         if not is_ragged(value):
             return value
-        full = padded(value, call.batch.axis_size)
+        full = pad(value, call.batch.axis_size)
         return replace(full, data=fill(full) if fill else full.data)
 
     outputs = mapped(call, convert)
@@ -178,12 +178,12 @@ def on_padded(call: Call, fill: Callable[[Padded], Tensor] | None = None) -> Any
 
 def as_padded(data: Tensor, sizes: tuple[Any, ...]) -> Value:
     """The value of these sizes with `data`, that is padded."""
-    extents = tuple(size if isinstance(size, Extent) else None for size in sizes)
-    return packed(Padded(data, extents))
+    extents = tuple(size if isinstance(size, RaggedSize) else None for size in sizes)
+    return pack(Padded(data, extents))
 
 
 def mapped(
-    call: Call,
+    call: RaggedCall,
     convert: Callable[[Value], Value] = lambda v: v,
     place: Callable[[Tensor, int | None], Any] | None = None,
 ) -> Any:
@@ -204,17 +204,17 @@ def mapped(
             return _Hole(len(tensors) - 1)
         if isinstance(leaf, Size):
             size = call.batch.sizes.of(leaf)
-            return size.longest if isinstance(size, Extent) else size
+            return size.longest if isinstance(size, RaggedSize) else size
         return leaf
 
-    args, kwargs = _mapped(note, call.args), _mapped(note, dict(call.kwargs))
+    args, kwargs = _map_arguments(note, call.args), _map_arguments(note, dict(call.kwargs))
     kinds: list[Any] = []
 
     def run(*inner: Tensor) -> tuple[Tensor, ...]:
         def fill(leaf: Any) -> Any:
             return inner[leaf.place] if isinstance(leaf, _Hole) else leaf
 
-        outputs = call.op(*_mapped(fill, args), **_mapped(fill, kwargs))
+        outputs = call.op(*_map_arguments(fill, args), **_map_arguments(fill, kwargs))
         kinds.append(type(outputs))
         if outputs is None:  # a check, of an inverse say
             return ()
@@ -251,7 +251,7 @@ class _Hole:
     place: int
 
 
-def plain(call: Call) -> Any:
+def plain(call: RaggedCall) -> Any:
     """Run an operator none of whose sizes differ."""
     if is_collective(call):
         return mapped(call, place=_as_value)
@@ -262,16 +262,16 @@ def plain(call: Call) -> Any:
     return call.wrap(mapped(call), lambda data, _: Padded(data, (None,) * (data.dim() - 1)))
 
 
-def is_collective(call: Call) -> bool:
+def is_collective(call: RaggedCall) -> bool:
     """Whether it is of all elements together: `psum` over the axis of the elements, say."""
     return call.batch.axis_name is not None and "axis_name" in call.kwargs
 
 
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_arguments(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, tuple | list):
-        return type(tree)(_mapped(function, item) for item in tree)
+        return type(tree)(_map_arguments(function, item) for item in tree)
     if isinstance(tree, dict):
-        return {key: _mapped(function, item) for key, item in tree.items()}
+        return {key: _map_arguments(function, item) for key, item in tree.items()}
     return function(tree)
 
 

@@ -12,38 +12,38 @@ import torch
 from torch import Tensor
 
 from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Value
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.rows import inverse_of
 from torchremat.batching.ragged.layouts.take_rows_op import take_rows
-from torchremat.batching.ragged.rules.op_call import RULES, Call
+from torchremat.batching.ragged.rules.op_call import RULES, RaggedCall
 from torchremat.batching.ragged.rules.structural import part_of
 
 
-def _rows(call: Call, value: Value) -> tuple[Tensor, Extent] | None:
+def _rows(call: RaggedCall, value: Value) -> tuple[Tensor, RaggedSize] | None:
     return part_of(value, 0, call.batch.axis_size)
 
 
-def _wrapped(rows: Tensor, extent: Any, call: Call) -> Value:
-    if isinstance(extent, Extent):
+def _wrap_value(rows: Tensor, extent: Any, call: RaggedCall) -> Value:
+    if isinstance(extent, RaggedSize):
         return Packed(rows, 0, extent)
     data = rows.unflatten(0, (call.batch.axis_size, extent))
     return Padded(data, (None,) * (data.dim() - 1))
 
 
-def _places_of_segments(segments: Extent, ends: Extent) -> Tensor:
+def _places_of_segments(segments: RaggedSize, ends: RaggedSize) -> Tensor:
     """Which of the segments between all offsets each segment is."""
     return ends.offsets[segments.element_of_row] + segments.place_of_row
 
 
-def _extent_of(size: Any, call: Call, like: Tensor) -> Extent:
-    if isinstance(size, Extent):
+def _extent_of(size: Any, call: RaggedCall, like: Tensor) -> RaggedSize:
+    if isinstance(size, RaggedSize):
         return size
     count = call.batch.axis_size
     lengths = torch.full((count,), size, dtype=torch.int64, device=like.device)
-    return Extent("", lengths, known_total=size * count)
+    return RaggedSize("", lengths, known_total=size * count)
 
 
-def _reduction(call: Call) -> Any:
+def _reduction(call: RaggedCall) -> Any:
     data, ends = (_rows(call, v) for v in call.args[:2])
     if data is None or ends is None:
         return NotImplemented
@@ -53,10 +53,10 @@ def _reduction(call: Call) -> Any:
     segments = _extent_of(size, call, offsets)
     places = _places_of_segments(segments, ends[1])
     rows = take_rows(found, places, inverse_of(places, found.shape[0]))
-    return _wrapped(rows, size, call)
+    return _wrap_value(rows, size, call)
 
 
-def _expansion(call: Call) -> Any:
+def _expansion(call: RaggedCall) -> Any:
     values, ends = (_rows(call, v) for v in call.args[:2])
     if values is None or ends is None:
         return NotImplemented
@@ -66,26 +66,30 @@ def _expansion(call: Call) -> Any:
     places = _places_of_segments(values[1], ends[1])
     source = inverse_of(places, offsets.shape[0] - 1)
     spread = take_rows(values[0], source, places, zero=True)
-    return _wrapped(call.op(spread, offsets, extent.total), size, call)
+    return _wrap_value(call.op(spread, offsets, extent.total), size, call)
 
 
-def _softmax(call: Call) -> Any:
+def _softmax(call: RaggedCall) -> Any:
     data, ends = (_rows(call, v) for v in call.args[:2])
     if data is None or ends is None:
         return NotImplemented
     offsets = ends[0] + data[1].offsets[ends[1].element_of_row]
-    return _wrapped(call.op(data[0], offsets, *call.args[2:]), call.sizes_of(call.result)[0], call)
+    return _wrap_value(
+        call.op(data[0], offsets, *call.args[2:]), call.sizes_of(call.result)[0], call
+    )
 
 
-def _take(call: Call) -> Any:
+def _take(call: RaggedCall) -> Any:
     data, index, inverse = (_rows(call, v) for v in call.args[:3])
     if data is None or index is None or inverse is None:
         return NotImplemented
-    rows = call.op(data[0], _shifted(index, data[1]), _shifted(inverse, index[1]), *call.args[3:])
-    return _wrapped(rows, call.sizes_of(call.result)[0], call)
+    rows = call.op(
+        data[0], _shift_indices(index, data[1]), _shift_indices(inverse, index[1]), *call.args[3:]
+    )
+    return _wrap_value(rows, call.sizes_of(call.result)[0], call)
 
 
-def _shifted(index: tuple[Tensor, Extent], into: Extent) -> Tensor:
+def _shift_indices(index: tuple[Tensor, RaggedSize], into: RaggedSize) -> Tensor:
     """Indices of rows of an element, as those of all rows."""
     rows, extent = index
     return torch.where(rows < 0, rows, rows + into.offsets[extent.element_of_row])

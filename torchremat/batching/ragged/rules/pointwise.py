@@ -12,11 +12,11 @@ from torchremat.batching.ragged.layouts.layouts import (
     Shared,
     Value,
     as_rows,
-    packed,
-    padded,
+    pack,
+    pad,
 )
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
-from torchremat.batching.ragged.rules.op_call import Batch, Call, rule
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
+from torchremat.batching.ragged.rules.op_call import Batch, RaggedCall, rule
 from torchremat.graph.symbolic_sizes import Size
 
 
@@ -26,7 +26,7 @@ def broadcast_sizes(operands: Sequence[Value]) -> tuple[Any, ...]:
     sizes: list[Any] = [1] * rank
     for value in operands:
         for i, size in enumerate(value.sizes):
-            if isinstance(size, Extent) or size != 1:
+            if isinstance(size, RaggedSize) or size != 1:
                 sizes[rank - value.rank + i] = size
     return tuple(sizes)
 
@@ -42,23 +42,23 @@ def map_entries(
     It is called with tensors that broadcast, and gives one tensor or several.
     """
     sizes = broadcast_sizes(operands) if sizes is None else sizes
-    places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+    places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     if not places and all(isinstance(v, Shared) for v in operands):
-        return _wrapped(function(*(v.data for v in operands)), Shared)
+        return _wrap_data(function(*(v.data for v in operands)), Shared)
     if len(places) == 1 and not any(isinstance(v, Padded) and v.is_ragged for v in operands):
         (dim,) = places
         rows = [_along_rows(v, len(sizes), dim, sizes[dim]) for v in operands]
-        return _wrapped(function(*rows), lambda data: Packed(data, dim, sizes[dim]))
-    extents = tuple(size if isinstance(size, Extent) else None for size in sizes)
+        return _wrap_data(function(*rows), lambda data: Packed(data, dim, sizes[dim]))
+    extents = tuple(size if isinstance(size, RaggedSize) else None for size in sizes)
     full = [_with_rank(v, len(sizes), batch.axis_size) for v in operands]
-    return _wrapped(function(*full), lambda data: packed(Padded(data, extents)))
+    return _wrap_data(function(*full), lambda data: pack(Padded(data, extents)))
 
 
-def _wrapped(outputs: Any, make: Callable[[Tensor], Value]) -> Any:
+def _wrap_data(outputs: Any, make: Callable[[Tensor], Value]) -> Any:
     return make(outputs) if isinstance(outputs, Tensor) else [make(o) for o in outputs]
 
 
-def _along_rows(value: Value, rank: int, dim: int, extent: Extent) -> Tensor:
+def _along_rows(value: Value, rank: int, dim: int, extent: RaggedSize) -> Tensor:
     """`value` as it broadcasts against concatenated data of `rank` dims."""
     if not isinstance(value, Padded):
         return value.data
@@ -71,11 +71,11 @@ def _with_rank(value: Value, rank: int, axis_size: int) -> Tensor:
     """`value` as it broadcasts against padded data of elements of `rank` dims."""
     if isinstance(value, Shared):
         return value.data
-    data = padded(value, axis_size).data
+    data = pad(value, axis_size).data
     return data.reshape(data.shape[0], *[1] * (rank - value.rank), *data.shape[1:])
 
 
-def pointwise(call: Call) -> Any:
+def pointwise(call: RaggedCall) -> Any:
     """The rule of operators with the tag `pointwise`, and of others that work entry by entry."""
     call.check_random()
     operands: list[Value] = []
@@ -137,18 +137,20 @@ class _Place:
     "fill", "positive", "_conj", "_neg_view", "resolve_conj", "nan_to_num", "prelu",
     "_prelu_kernel", "to", "type_as", "masked_fill",
 )  # fmt: skip
-def _untagged(call: Call) -> Any:
+def _drop_tag(call: RaggedCall) -> Any:
     return pointwise(call)
 
 
 def broadcast_to(batch: Batch, value: Value, sizes: tuple[Any, ...]) -> Value:
     """`value`, expanded to elements of `sizes`."""
     rank = len(sizes)
-    places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+    places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
 
     def expand(data: Tensor) -> Tensor:
         packs = len(places) == 1 and data.dim() <= rank
-        shape = [(s.total if packs else s.longest) if isinstance(s, Extent) else s for s in sizes]
+        shape = [
+            (s.total if packs else s.longest) if isinstance(s, RaggedSize) else s for s in sizes
+        ]
         if not packs:
             shape = [batch.axis_size, *shape]
         return data.expand(shape)
@@ -157,6 +159,6 @@ def broadcast_to(batch: Batch, value: Value, sizes: tuple[Any, ...]) -> Value:
 
 
 @rule("expand", "broadcast_to")
-def _expand(call: Call) -> Any:
+def _expand(call: RaggedCall) -> Any:
     (value,) = call.values
     return broadcast_to(call.batch, value, call.sizes_of(call.result))

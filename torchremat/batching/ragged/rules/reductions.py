@@ -11,12 +11,12 @@ from torchremat.batching.ragged.layouts.layouts import (
     Padded,
     Shared,
     Value,
-    masked,
-    packed,
-    padded,
+    fill_beyond_ends,
+    pack,
+    pad,
 )
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
-from torchremat.batching.ragged.rules.op_call import Batch, Call, on_packed, on_padded, rule
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
+from torchremat.batching.ragged.rules.op_call import Batch, RaggedCall, on_packed, on_padded, rule
 from torchremat.batching.ragged.rules.pointwise import map_entries
 from torchremat.batching.ragged.rules.softmax_op import segment_softmax
 from torchremat.kernels.segments.segments import segment_max, segment_min, segment_sum
@@ -74,13 +74,15 @@ def reduce_value(batch: Batch, kind: str, value: Value, dims: Sequence[int], kee
     if isinstance(value, Shared):
         out = _WITHIN[kind](value.data, list(dims))
         return Shared(out if keep else out.squeeze(list(dims)))
-    full = padded(value, batch.axis_size)
-    out = _WITHIN[kind](masked(full, dims, identity(kind, full.data.dtype)), [1 + d for d in dims])
+    full = pad(value, batch.axis_size)
+    out = _WITHIN[kind](
+        fill_beyond_ends(full, dims, identity(kind, full.data.dtype)), [1 + d for d in dims]
+    )
     extents = [None if d in dims else e for d, e in enumerate(full.extents)]
     if not keep:
         out = out.squeeze([1 + d for d in dims])
         extents = [e for d, e in enumerate(extents) if d not in dims]
-    return packed(Padded(out, tuple(extents)))
+    return pack(Padded(out, tuple(extents)))
 
 
 def count_of(batch: Batch, value: Value, dims: Sequence[int], dtype: torch.dtype) -> Any:
@@ -88,7 +90,7 @@ def count_of(batch: Batch, value: Value, dims: Sequence[int], dtype: torch.dtype
     count: Any = 1
     for dim in dims:
         size = value.sizes[dim]
-        count = count * (size.lengths.to(dtype) if isinstance(size, Extent) else size)
+        count = count * (size.lengths.to(dtype) if isinstance(size, RaggedSize) else size)
     return count
 
 
@@ -103,7 +105,7 @@ def _over_count(batch: Batch, total: Value, value: Value, dims: Sequence[int], l
 
 
 def _reduces_dense(value: Value, dims: Sequence[int]) -> bool:
-    return not any(isinstance(value.sizes[d], Extent) for d in dims)
+    return not any(isinstance(value.sizes[d], RaggedSize) for d in dims)
 
 
 def _cast(batch: Batch, value: Value, dtype: torch.dtype) -> Value:
@@ -113,7 +115,7 @@ def _cast(batch: Batch, value: Value, dtype: torch.dtype) -> Value:
 
 
 @rule("sum", "prod", "nansum")
-def _sum(call: Call) -> Any:
+def _sum(call: RaggedCall) -> Any:
     (value,) = call.values
     if call.name == "aten.nansum":
         value = map_entries(call.batch, torch.nan_to_num, [value])
@@ -125,7 +127,7 @@ def _sum(call: Call) -> Any:
 
 
 @rule("amax", "amin")
-def _amax(call: Call) -> Any:
+def _amax(call: RaggedCall) -> Any:
     (value,) = call.values
     kind = call.name.removeprefix("aten.")
     keep = bool(call.bound.get("keepdim"))
@@ -135,7 +137,7 @@ def _amax(call: Call) -> Any:
 
 
 @rule("max", "min")
-def _max(call: Call) -> Any:
+def _max(call: RaggedCall) -> Any:
     if len(call.values) > 1:  # max(x, y)
         return NotImplemented
     if "dim" in call.bound:
@@ -146,19 +148,19 @@ def _max(call: Call) -> Any:
 
 
 @rule("argmax", "argmin")
-def _selecting(call: Call) -> Any:
+def _selecting(call: RaggedCall) -> Any:
     value = call.values[0]
     dims = call.dims(value.rank)
-    if len(dims) > 1 and any(isinstance(size, Extent) for size in value.sizes[1:]):
+    if len(dims) > 1 and any(isinstance(size, RaggedSize) for size in value.sizes[1:]):
         return NotImplemented  # the index of an entry depends on the sizes
     if isinstance(value, Packed) and _reduces_dense(value, dims):
         return on_packed(call)
     kind = "amax" if "max" in call.name else "amin"
-    return on_padded(call, lambda v: masked(v, dims, identity(kind, v.data.dtype)))
+    return on_padded(call, lambda v: fill_beyond_ends(v, dims, identity(kind, v.data.dtype)))
 
 
 @rule("any", "all")
-def _any(call: Call) -> Any:
+def _any(call: RaggedCall) -> Any:
     (value,) = call.values
     kind = "amax" if call.name == "aten.any" else "amin"
     truth = map_entries(call.batch, lambda t: (t != 0).to(torch.uint8), [value])
@@ -168,7 +170,7 @@ def _any(call: Call) -> Any:
 
 
 @rule("mean")
-def _mean(call: Call) -> Any:
+def _mean(call: RaggedCall) -> Any:
     (value,) = call.values
     dims = call.dims(value.rank)
     value = _cast(call.batch, value, call.result.dtype)
@@ -179,7 +181,7 @@ def _mean(call: Call) -> Any:
 
 
 @rule("var", "std", "var_mean", "std_mean")
-def _var(call: Call) -> Any:
+def _var(call: RaggedCall) -> Any:
     (value,) = call.values
     batch, bound = call.batch, call.bound
     dims = call.dims(value.rank)
@@ -204,7 +206,7 @@ def _var(call: Call) -> Any:
 
 
 @rule("linalg_vector_norm", "norm")
-def _norm(call: Call) -> Any:
+def _norm(call: RaggedCall) -> Any:
     value = call.values[0]
     bound, batch = call.bound, call.batch
     order = bound.get("ord", bound.get("p"))
@@ -235,7 +237,7 @@ def _sqrt_with_zero_derivative(x: Tensor) -> Tensor:
 
 
 @rule("count_nonzero")
-def _count_nonzero(call: Call) -> Any:
+def _count_nonzero(call: RaggedCall) -> Any:
     (value,) = call.values
     nonzero = map_entries(call.batch, lambda x: (x != 0).to(torch.int64), [value])
     return reduce_value(call.batch, "sum", nonzero, call.dims(value.rank), False)
@@ -257,7 +259,7 @@ def _safe_shift(batch: Batch, value: Value, dims: Sequence[int]) -> Value:
 
 
 @rule("logsumexp")
-def _logsumexp(call: Call) -> Any:
+def _logsumexp(call: RaggedCall) -> Any:
     (value,) = call.values
     batch, dims = call.batch, call.dims(value.rank)
     value = _cast(batch, value, call.result.dtype)
@@ -271,7 +273,7 @@ def _logsumexp(call: Call) -> Any:
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
-def _softmax(call: Call) -> Any:
+def _softmax(call: RaggedCall) -> Any:
     (value,) = call.values
     batch = call.batch
     (dim,) = call.dims(value.rank)
@@ -279,7 +281,7 @@ def _softmax(call: Call) -> Any:
         return on_packed(call)
     if not isinstance(value, Packed):
         least = torch.finfo(value.data.dtype).min
-        return on_padded(call, lambda v: masked(v, [dim], least))
+        return on_padded(call, lambda v: fill_beyond_ends(v, [dim], least))
     dtype = call.result.dtype
     offsets = value.extent.offsets
     rows = segment_softmax(value.data.to(dtype).movedim(dim, 0), offsets, log="log" in call.name)
@@ -291,7 +293,7 @@ def _softmax(call: Call) -> Any:
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
-def _softmax_backward(call: Call) -> Any:
+def _softmax_backward(call: RaggedCall) -> Any:
     cotangent, output = call.values
     batch = call.batch
     dim = call.bound["dim"] % output.rank
@@ -304,7 +306,7 @@ def _softmax_backward(call: Call) -> Any:
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
-def _from_the_start(call: Call) -> Any:
+def _from_the_start(call: RaggedCall) -> Any:
     """What is after an entry has no part in its value."""
     value = call.values[0]
     (dim,) = call.dims(value.rank)
@@ -314,11 +316,11 @@ def _from_the_start(call: Call) -> Any:
 
 
 @rule("sort", "topk", "argsort")
-def _sort(call: Call) -> Any:
+def _sort(call: RaggedCall) -> Any:
     value = call.values[0]
     (dim,) = call.dims(value.rank)
     if isinstance(value, Packed) and value.dim != dim:
         return on_packed(call)
     largest = bool(call.bound.get("descending", call.bound.get("largest")))
     kind = "amax" if largest else "amin"
-    return on_padded(call, lambda v: masked(v, [dim], identity(kind, v.data.dtype)))
+    return on_padded(call, lambda v: fill_beyond_ends(v, [dim], identity(kind, v.data.dtype)))

@@ -63,7 +63,9 @@ def _fake(x: Tensor, offsets: Tensor, log: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _batched(info: Any, in_dims: Any, x: Tensor, offsets: Tensor, log: bool) -> tuple[Tensor, int]:
+def _batch_softmax(
+    info: Any, in_dims: Any, x: Tensor, offsets: Tensor, log: bool
+) -> tuple[Tensor, int]:
     x_dim, offsets_dim, _ = in_dims
     if offsets_dim is None:
         return _op(x.movedim(x_dim, -1), offsets, log), x.dim() - 1
@@ -106,6 +108,6 @@ class _Softmax(torch.autograd.Function):
 
 _definition = torch.library.custom_op("torchremat::segment_softmax", _run, mutates_args=())
 _definition.register_fake(_fake)
-_definition.register_vmap(_batched)
+_definition.register_vmap(_batch_softmax)
 _op = torch.ops.torchremat.segment_softmax.default
 _torch.register_function(_op, _Softmax)

@@ -5,31 +5,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Value, padded
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Value, pad
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.rows import (
     constant_slice,
-    joined,
+    join_rows,
     put,
-    selected,
-    sliced,
-    taken,
+    select_place,
+    slice_places,
+    take_places,
 )
 from torchremat.batching.ragged.rules.matmuls import with_dim
-from torchremat.batching.ragged.rules.op_call import Call, as_padded, rule
+from torchremat.batching.ragged.rules.op_call import RaggedCall, as_padded, rule
 from torchremat.batching.ragged.rules.pointwise import broadcast_to, map_entries
 from torchremat.batching.ragged.rules.views import ALONG_RAGGED
 
 
-def _select(call: Call) -> Any:
+def _select(call: RaggedCall) -> Any:
     (value,) = call.values
     index = call.bound["index"]
     if not isinstance(value, Packed) or not isinstance(index, int):
         return NotImplemented
-    return selected(value, index, call.source)
+    return select_place(value, index, call.source)
 
 
-def _slice(call: Call) -> Any:
+def _slice(call: RaggedCall) -> Any:
     (value,) = call.values
     bound = call.bound
     start, step = bound["start"] or 0, bound["step"]
@@ -41,28 +41,28 @@ def _slice(call: Call) -> Any:
     if is_whole:
         return value
     if call.batch.sizes.varies(start):
-        if not isinstance(extent, Extent):
+        if not isinstance(extent, RaggedSize):
             return NotImplemented
-        return sliced(value, call.batch.sizes.numbers(start), step, extent)
+        return slice_places(value, call.batch.sizes.numbers(start), step, extent)
     start = call.batch.sizes.of(start)
-    if not isinstance(extent, Extent):
+    if not isinstance(extent, RaggedSize):
         stop = start + extent * step
         return constant_slice(value, start, stop, step, call.source)
-    return sliced(value, start, step, extent)
+    return slice_places(value, start, step, extent)
 
 
-def _flip(call: Call) -> Any:
+def _flip(call: RaggedCall) -> Any:
     (value,) = call.values
     if not isinstance(value, Packed):
         return NotImplemented
     others = [d % value.rank for d in call.bound["dims"] if d % value.rank != value.dim]
     extent = value.extent
     places = extent.lengths[extent.element_of_row] - 1 - extent.place_of_row
-    result = taken(value, places, extent)
+    result = take_places(value, places, extent)
     return Packed(result.data.flip(others), value.dim, extent) if others else result
 
 
-def _roll(call: Call) -> Any:
+def _roll(call: RaggedCall) -> Any:
     (value,) = call.values
     if not isinstance(value, Packed) or len(call.bound["dims"]) != 1:
         return NotImplemented
@@ -71,10 +71,10 @@ def _roll(call: Call) -> Any:
         return NotImplemented
     extent = value.extent
     lengths = extent.lengths[extent.element_of_row]
-    return taken(value, (extent.place_of_row - shift) % lengths, extent)
+    return take_places(value, (extent.place_of_row - shift) % lengths, extent)
 
 
-def _cat(call: Call) -> Any:
+def _cat(call: RaggedCall) -> Any:
     dim = call.dims(call.values[0].rank)[0]
     extent = call.sizes_of(call.result)[dim]
     parts = []
@@ -83,10 +83,10 @@ def _cat(call: Call) -> Any:
         if part is None:
             return NotImplemented
         parts.append((part[0], part[1].lengths))
-    return joined(parts, dim, extent)
+    return join_rows(parts, dim, extent)
 
 
-def _pad(call: Call) -> Any:
+def _pad(call: RaggedCall) -> Any:
     """Constants before and after: of a dim whose size differs, rows more."""
     (value,) = call.values
     pads = list(call.bound["pad"])
@@ -105,10 +105,10 @@ def _pad(call: Call) -> Any:
         )
         for count in counts
     )
-    return joined([before, (rows, lengths), after], value.dim, extent)
+    return join_rows([before, (rows, lengths), after], value.dim, extent)
 
 
-def _repeat(call: Call) -> Any:
+def _repeat(call: RaggedCall) -> Any:
     (value,) = call.values
     repeats = list(call.bound["repeats"])
     if not isinstance(value, Packed) or len(repeats) != value.rank:
@@ -118,37 +118,42 @@ def _repeat(call: Call) -> Any:
         return NotImplemented
     rows = value.data.repeat(repeats).movedim(value.dim, 0)
     extent = call.sizes_of(call.result)[value.dim]
-    return joined([(rows, value.extent.lengths)] * count, value.dim, extent)
+    return join_rows([(rows, value.extent.lengths)] * count, value.dim, extent)
 
 
-def _slice_scatter(call: Call) -> Any:
+def _slice_scatter(call: RaggedCall) -> Any:
     value, part = call.values
     dim, axis_size = call.bound["dim"] % value.rank, call.batch.axis_size
     start, step = call.bound["start"] or 0, call.bound["step"]
     return _put(call, value, part_of(part, dim, axis_size), dim, start, step)
 
 
-def _select_scatter(call: Call) -> Any:
+def _select_scatter(call: RaggedCall) -> Any:
     value, part = call.values
     dim = call.bound["dim"] % value.rank
-    full = with_dim(padded(part, call.batch.axis_size), dim)
+    full = with_dim(pad(part, call.batch.axis_size), dim)
     return _put(call, value, part_of(full, dim, call.batch.axis_size), dim, call.bound["index"], 1)
 
 
-def part_of(value: Value, dim: int, axis_size: int) -> tuple[Tensor, Extent] | None:
+def part_of(value: Value, dim: int, axis_size: int) -> tuple[Tensor, RaggedSize] | None:
     """The rows of a value along `dim`, and how many each element has."""
     if isinstance(value, Packed):
         return (value.data.movedim(dim, 0), value.extent) if value.dim == dim else None
-    full = padded(value, axis_size)
+    full = pad(value, axis_size)
     if full.is_ragged:
         return None
     rows = full.data.movedim(1 + dim, 1).flatten(0, 1)
     lengths = torch.full((axis_size,), full.data.shape[1 + dim], device=rows.device)
-    return rows, Extent("", lengths, known_total=rows.shape[0])
+    return rows, RaggedSize("", lengths, known_total=rows.shape[0])
 
 
 def _put(
-    call: Call, value: Value, part: tuple[Tensor, Extent] | None, dim: int, start: Any, step: int
+    call: RaggedCall,
+    value: Value,
+    part: tuple[Tensor, RaggedSize] | None,
+    dim: int,
+    start: Any,
+    step: int,
 ) -> Any:
     if part is None or not isinstance(value, Packed) or value.dim != dim:
         return NotImplemented
@@ -157,7 +162,7 @@ def _put(
     return put(value, *part, begin, step)
 
 
-def _split(call: Call) -> Any:
+def _split(call: RaggedCall) -> Any:
     (value,) = call.values
     if not isinstance(value, Packed):
         return NotImplemented
@@ -165,8 +170,8 @@ def _split(call: Call) -> Any:
     start = 0
     for result in call.result:
         size = call.sizes_of(result)[value.dim]
-        if isinstance(size, Extent):
-            parts.append(sliced(value, start, 1, size))
+        if isinstance(size, RaggedSize):
+            parts.append(slice_places(value, start, 1, size))
             if result is not call.result[-1]:
                 return NotImplemented
         else:
@@ -184,7 +189,7 @@ ALONG_RAGGED.update({
 
 
 @rule("stack")
-def _stack(call: Call) -> Any:
+def _stack(call: RaggedCall) -> Any:
     rank = call.values[0].rank + 1
     dim = call.bound["dim"] % rank
     sizes = call.sizes_of(call.result)
@@ -201,11 +206,11 @@ def _stack(call: Call) -> Any:
     "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand",
     "randn", "randint", "empty_strided", "new_empty_strided", "eye",
 )  # fmt: skip
-def _new(call: Call) -> Any:
+def _new(call: RaggedCall) -> Any:
     call.check_random()
     sizes = call.sizes_of(call.result)
     options = {"dtype": call.result.dtype, "device": call.result.device}
-    places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+    places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     fill = call.bound.get("fill_value")
     if isinstance(fill, Value) or call.batch.sizes.varies(fill):
         number = fill if isinstance(fill, Value) else Padded(call.batch.sizes.numbers(fill), ())
@@ -213,17 +218,17 @@ def _new(call: Call) -> Any:
             call.batch, map_entries(call.batch, lambda t: t.to(options["dtype"]), [number]), sizes
         )
     if len(places) == 1 and call.name != "aten.eye":
-        shape = [s.total if isinstance(s, Extent) else s for s in sizes]
-        return Packed(_filled(call, shape, options), places[0], sizes[places[0]])
-    shape = [s.longest if isinstance(s, Extent) else s for s in sizes]
+        shape = [s.total if isinstance(s, RaggedSize) else s for s in sizes]
+        return Packed(_fill_padding(call, shape, options), places[0], sizes[places[0]])
+    shape = [s.longest if isinstance(s, RaggedSize) else s for s in sizes]
     if call.name == "aten.eye":
         square = torch.eye(*shape, **options).expand(call.batch.axis_size, *shape)
         return as_padded(square, sizes)
-    extents = tuple(s if isinstance(s, Extent) else None for s in sizes)
-    return Padded(_filled(call, [call.batch.axis_size, *shape], options), extents)
+    extents = tuple(s if isinstance(s, RaggedSize) else None for s in sizes)
+    return Padded(_fill_padding(call, [call.batch.axis_size, *shape], options), extents)
 
 
-def _filled(call: Call, shape: list[Any], options: dict[str, Any]) -> Tensor:
+def _fill_padding(call: RaggedCall, shape: list[Any], options: dict[str, Any]) -> Tensor:
     name = call.name.removeprefix("aten.").removeprefix("new_").removesuffix("_strided")
     bound = call.bound
     if name == "full":
@@ -234,11 +239,11 @@ def _filled(call: Call, shape: list[Any], options: dict[str, Any]) -> Tensor:
 
 
 @rule("arange")
-def _arange(call: Call) -> Any:
+def _arange(call: RaggedCall) -> Any:
     bound = call.bound
     (extent,) = call.sizes_of(call.result)
     start, step = bound.get("start", 0), bound.get("step", 1)
-    if not isinstance(extent, Extent) or call.batch.sizes.varies(step):
+    if not isinstance(extent, RaggedSize) or call.batch.sizes.varies(step):
         return NotImplemented
     places = extent.place_of_row.to(call.result.dtype)
     if call.batch.sizes.varies(start):
@@ -248,6 +253,6 @@ def _arange(call: Call) -> Any:
 
 
 @rule("scalar_tensor")
-def _scalar(call: Call) -> Any:
+def _scalar(call: RaggedCall) -> Any:
     number = call.batch.sizes.numbers(call.args[0])
     return Padded(number.to(dtype=call.result.dtype, device=call.result.device), ())

@@ -4,26 +4,32 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from torchremat.batching.ragged.layouts.flat import flat_pile_data, padded_of_flat
+from torchremat.batching.ragged.layouts.flat import flat_pile_data, pad_flat
 from torchremat.batching.ragged.layouts.layouts import (
     Packed,
     Padded,
     Value,
     is_ragged,
-    packed,
-    padded,
+    pack,
+    pad,
 )
-from torchremat.batching.ragged.layouts.ragged_sizes import Extent
+from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.rows import flat_rows, from_flat_rows
-from torchremat.batching.ragged.rules.op_call import Call, as_padded, on_packed, on_padded, rule
+from torchremat.batching.ragged.rules.op_call import (
+    RaggedCall,
+    as_padded,
+    on_packed,
+    on_padded,
+    rule,
+)
 
-Dims = Callable[[Call, int], Sequence[int]]
+Dims = Callable[[RaggedCall, int], Sequence[int]]
 
 
-def _given(*names: str) -> Dims:
+def _dims(*names: str) -> Dims:
     """The dims that arguments of these names say."""
 
-    def dims(call: Call, rank: int) -> Sequence[int]:
+    def dims(call: RaggedCall, rank: int) -> Sequence[int]:
         return [dim % rank for name in names for dim in _as_list(call.bound[name])]
 
     return dims
@@ -37,44 +43,44 @@ def _last(count: int) -> Dims:
     return lambda call, rank: range(rank - count, rank)
 
 
-def _none(call: Call, rank: int) -> Sequence[int]:
+def _none(call: RaggedCall, rank: int) -> Sequence[int]:
     return ()
 
 
-def _padded_dims(call: Call, rank: int) -> Sequence[int]:
+def _find_padded_dims(call: RaggedCall, rank: int) -> Sequence[int]:
     pads = call.bound["pad"]
     return [rank - 1 - i // 2 for i, pad in enumerate(pads) if pad != 0]
 
 
-def _normalised(call: Call, rank: int) -> Sequence[int]:
+def _normalise_dims(call: RaggedCall, rank: int) -> Sequence[int]:
     return range(rank - len(call.bound["normalized_shape"]), rank)
 
 
-def _repeated(call: Call, rank: int) -> Sequence[int]:
+def _repeat_dims(call: RaggedCall, rank: int) -> Sequence[int]:
     extra = len(call.bound["repeats"]) - rank
     return [i - extra for i, count in enumerate(call.bound["repeats"]) if i >= extra and count != 1]
 
 
 ALONG: dict[str, Dims] = {
     "transpose": _none, "permute": _none, "t": _none, "unsqueeze": _none, "movedim": _none,
-    "numpy_T": _none, "select": _given("dim"), "slice": _given("dim"), "split": _given("dim"),
-    "split_with_sizes": _given("dim"), "unbind": _given("dim"), "flip": _given("dims"),
-    "roll": _given("dims"), "glu": _given("dim"), "constant_pad_nd": _padded_dims,
-    "index_select": _given("dim"), "tril": _last(2), "triu": _last(2), "repeat": _repeated,
-    "diagonal": _given("dim1", "dim2"), "unfold": _given("dimension"), "renorm": _given("dim"),
-    "native_layer_norm": _normalised, "narrow": _given("dim"),
-    "diagonal_copy": _given("dim1", "dim2"),
-    "cat": _given("dim"), "select_scatter": _given("dim"), "slice_scatter": _given("dim"),
-    "gather": _given("dim"), "scatter": _given("dim"), "scatter_add": _given("dim"),
-    "mode": _given("dim"), "median": _given("dim"), "kthvalue": _given("dim"),
-    "_weight_norm_interface": _given("dim"), "upsample_nearest1d": _last(1),
+    "numpy_T": _none, "select": _dims("dim"), "slice": _dims("dim"), "split": _dims("dim"),
+    "split_with_sizes": _dims("dim"), "unbind": _dims("dim"), "flip": _dims("dims"),
+    "roll": _dims("dims"), "glu": _dims("dim"), "constant_pad_nd": _find_padded_dims,
+    "index_select": _dims("dim"), "tril": _last(2), "triu": _last(2), "repeat": _repeat_dims,
+    "diagonal": _dims("dim1", "dim2"), "unfold": _dims("dimension"), "renorm": _dims("dim"),
+    "native_layer_norm": _normalise_dims, "narrow": _dims("dim"),
+    "diagonal_copy": _dims("dim1", "dim2"),
+    "cat": _dims("dim"), "select_scatter": _dims("dim"), "slice_scatter": _dims("dim"),
+    "gather": _dims("dim"), "scatter": _dims("dim"), "scatter_add": _dims("dim"),
+    "mode": _dims("dim"), "median": _dims("dim"), "kthvalue": _dims("dim"),
+    "_weight_norm_interface": _dims("dim"), "upsample_nearest1d": _last(1),
     "squeeze": lambda call, rank: [d for d in _as_list(call.bound.get("dim", [])) if rank],
 }  # fmt: skip
 """Which dims of their first argument operators work along; the others are alike to them."""
 
 
 @rule(*ALONG)
-def along_some_dims(call: Call) -> Any:
+def along_some_dims(call: RaggedCall) -> Any:
     """An operator that works along other dims than those whose size differs."""
     first = call.values[0]
     if call.name == "aten.squeeze" and "dim" not in call.bound:
@@ -83,9 +89,9 @@ def along_some_dims(call: Call) -> Any:
         dims = set(ALONG[call.name.removeprefix("aten.")](call, first.rank))
     except (KeyError, TypeError):
         return NotImplemented
-    if call.name in ALONG_RAGGED and any(_ragged_dims(v) & dims for v in call.values):
+    if call.name in ALONG_RAGGED and any(_find_ragged_dims(v) & dims for v in call.values):
         return ALONG_RAGGED[call.name](call)
-    if any(_ragged_dims(v) & dims for v in call.values if v.rank == first.rank):
+    if any(_find_ragged_dims(v) & dims for v in call.values if v.rank == first.rank):
         return NotImplemented
     ragged = [v for v in call.values if is_ragged(v)]
     places = {(v.dim, v.extent.text) for v in ragged if isinstance(v, Packed)}
@@ -96,7 +102,7 @@ def along_some_dims(call: Call) -> Any:
     return on_padded(call)
 
 
-def _others_fit(call: Call, first: Value) -> bool:
+def _others_fit(call: RaggedCall, first: Value) -> bool:
     """Whether shared arguments broadcast against concatenated data, or lie along other dims."""
     in_lockstep = ("gather", "scatter", "scatter_add", "cat", "select_scatter", "slice_scatter")
     if call.name.removeprefix("aten.") in in_lockstep:
@@ -104,13 +110,15 @@ def _others_fit(call: Call, first: Value) -> bool:
     return isinstance(first, Packed)
 
 
-def _ragged_dims(value: Value) -> set[int]:
-    return {d for d, size in enumerate(value.sizes) if isinstance(size, Extent)}
+def _find_ragged_dims(value: Value) -> set[int]:
+    return {d for d, size in enumerate(value.sizes) if isinstance(size, RaggedSize)}
 
 
-def _squeeze(call: Call) -> Any:
+def _squeeze(call: RaggedCall) -> Any:
     (value,) = call.values
-    ones = [d for d, size in enumerate(value.sizes) if not isinstance(size, Extent) and size == 1]
+    ones = [
+        d for d, size in enumerate(value.sizes) if not isinstance(size, RaggedSize) and size == 1
+    ]
     shift = 0 if isinstance(value, Packed) else 1
     data = value.data.squeeze([d + shift for d in ones])
     if isinstance(value, Packed):
@@ -119,7 +127,7 @@ def _squeeze(call: Call) -> Any:
     return Padded(data, tuple(e for d, e in enumerate(value.extents) if d not in ones))
 
 
-def _diagonal(call: Call) -> Any:
+def _diagonal(call: RaggedCall) -> Any:
     """The main diagonal of a square."""
     (value,) = call.values
     d1, d2 = (call.bound[d] % value.rank for d in ("dim1", "dim2"))
@@ -127,7 +135,7 @@ def _diagonal(call: Call) -> Any:
     return on_padded(call) if is_square and call.bound["offset"] == 0 else NotImplemented
 
 
-ALONG_RAGGED: dict[str, Callable[[Call], Any]] = {
+ALONG_RAGGED: dict[str, Callable[[RaggedCall], Any]] = {
     "aten.tril": on_padded,
     "aten.triu": on_padded,
     "aten.diagonal": _diagonal,
@@ -141,31 +149,31 @@ ALONG_RAGGED: dict[str, Callable[[Call], Any]] = {
 
 
 @rule("view", "_unsafe_view", "reshape", "flatten", "_reshape_alias")
-def _view(call: Call) -> Any:
+def _view(call: RaggedCall) -> Any:
     (value,) = call.values
     return view_as(call, value, call.sizes_of(call.result))
 
 
-def view_as(call: Call, value: Value, sizes: tuple[Any, ...]) -> Any:
+def view_as(call: RaggedCall, value: Value, sizes: tuple[Any, ...]) -> Any:
     """The entries of each element in their order, as elements of `sizes`."""
     if isinstance(value, Packed):
-        places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+        places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
         if len(places) == 1:
             return _view_packed(value, sizes, places[0])
-    full = padded(value, call.batch.axis_size)
+    full = pad(value, call.batch.axis_size)
     if not _in_step(value.sizes, sizes):
         rows = flat_rows(value) if isinstance(value, Packed) else flat_pile_data(full)
-        places = [i for i, size in enumerate(sizes) if isinstance(size, Extent)]
+        places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
         if len(places) == 1:
             return from_flat_rows(rows, sizes, places[0])
-        return packed(padded_of_flat(rows, sizes))
-    shape = [s.longest if isinstance(s, Extent) else s for s in sizes]
+        return pack(pad_flat(rows, sizes))
+    shape = [s.longest if isinstance(s, RaggedSize) else s for s in sizes]
     return as_padded(full.data.reshape(call.batch.axis_size, *shape), sizes)
 
 
 def _view_packed(value: Packed, sizes: tuple[Any, ...], dim: int) -> Packed:
     extent = sizes[dim]
-    shape = [s.total if isinstance(s, Extent) else s for s in sizes]
+    shape = [s.total if isinstance(s, RaggedSize) else s for s in sizes]
     if prod(sizes[:dim]) != prod(value.sizes[: value.dim]):
         rows = flat_rows(value)
         return from_flat_rows(rows, sizes, dim)
@@ -180,7 +188,7 @@ def _in_step(before: Sequence[Any], after: Sequence[Any]) -> bool:
 def _groups(sizes: Sequence[Any]) -> list[Any]:
     groups: list[Any] = [1]
     for size in sizes:
-        if isinstance(size, Extent):
+        if isinstance(size, RaggedSize):
             groups += [size.text, 1]
         else:
             groups[-1] *= size

@@ -48,7 +48,7 @@ class BreakingUp(_torch.TorchDispatchMode):
             return broken_up(*args, **kwargs)
 
 
-def lowered_body(module: fx.GraphModule) -> fx.GraphModule:
+def decompose_body(module: fx.GraphModule) -> fx.GraphModule:
     """The body of a checkpoint, with operators without a rule broken up.
 
     It was traced by itself, out of sight of what breaks up those around it; or it is a derivative.

@@ -20,7 +20,7 @@ from torchremat.autodiff.joint import TraceOptions, trace_joint
 from torchremat.batching.ragged.layouts.ragged_sizes import reading
 from torchremat.batching.ragged.rules.attention import KeptAttention
 from torchremat.batching.ragged.trace.decompositions import BreakingUp
-from torchremat.batching.ragged.trace.trace_errors import explained_mismatches, refusing_branches
+from torchremat.batching.ragged.trace.trace_errors import explain_mismatches, refusing_branches
 from torchremat.errors import RaggedError
 from torchremat.graph.symbolic_sizes import literal_size, printed
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
@@ -177,7 +177,7 @@ def trace_element(
         paths.add_root(module, name)
     body = FunctionBody(lambda: flat, inputs)
     names = [f"arg{i}" for i in range(len(inputs))]
-    with torch.inference_mode(False), explained_mismatches([s.shape for s in specs], symbols):
+    with torch.inference_mode(False), explain_mismatches([s.shape for s in specs], symbols):
         options = TraceOptions(
             with_gradients=False, whole_calls=True, grad_enabled=torch.is_grad_enabled()
         )

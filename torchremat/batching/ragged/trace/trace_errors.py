@@ -16,7 +16,7 @@ from torchremat.graph.symbolic_sizes import printed
 
 
 @contextmanager
-def explained_mismatches(
+def explain_mismatches(
     elements: Sequence[tuple[int, ...]], symbols: dict[int, torch.SymInt]
 ) -> Iterator[None]:
     """Say whose sizes they are that an operator finds not to fit."""

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from itertools import groupby
+from textwrap import dedent
 from typing import NamedTuple
 
 from tests.house.source import Source
@@ -29,9 +30,10 @@ class Sentence(NamedTuple):
         return sum(bool(re.search(r"\w", word)) for word in self.text.split())
 
 
-def split_sentences(text: str, line: int = 1, markdown: bool = False) -> Iterator[Sentence]:
+def split_sentences(text: str, line: int = 1) -> Iterator[Sentence]:
     """The sentences of a text that begins in `line`; code counts as one word."""
-    for start, raw in _blocks(text.split("\n"), markdown):
+    first, _, rest = text.partition("\n")
+    for start, raw in _blocks([first.lstrip(), *dedent(rest).split("\n")]):
         block = _CODE.sub(lambda m: "X" + "\n" * m[0].count("\n"), raw)
         block = _LINK.sub(lambda m: m[1] + "\n" * m[0][m.end(1) - m.start() :].count("\n"), block)
         at = 0
@@ -45,12 +47,12 @@ def split_sentences(text: str, line: int = 1, markdown: bool = False) -> Iterato
             at = end
 
 
-def _blocks(lines: list[str], markdown: bool) -> Iterator[tuple[int, str]]:
+def _blocks(lines: list[str]) -> Iterator[tuple[int, str]]:
     """First line and text of each paragraph, item or entry."""
     block: list[str] = []
     start = 0
-    for index, line in _prose_lines(lines, markdown):
-        begins = not line or _ITEM.match(line) or (not markdown and _ENTRY.match(line))
+    for index, line in _prose_lines(lines):
+        begins = not line or _ITEM.match(line) or _ENTRY.match(line)
         if begins and block:
             yield start, "\n".join(block)
             block = []
@@ -61,29 +63,31 @@ def _blocks(lines: list[str], markdown: bool) -> Iterator[tuple[int, str]]:
         yield start, "\n".join(block)
 
 
-def _prose_lines(lines: list[str], markdown: bool) -> Iterator[tuple[int, str]]:
+def _prose_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
     """Number and text of each line that is prose; an empty text for one that is not."""
-    fence, literal, doctest, blank = "", None, False, True
+    fence = ""
+    # the least indent of the literal block that we are in; the indent of the last line of prose
+    literal, last = None, 0
+    doctest, blank = False, True
     for index, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
         opened = _FENCE.match(line)
+        prose = False
         if fence:
             fence = "" if opened and opened[1].startswith(fence) else fence
-            prose = False
         elif opened:
-            fence, prose = opened[1], False
+            fence = opened[1]
         elif not line.strip():
-            doctest, blank, prose = False, True, False
-        elif literal is not None and indent > literal:
-            prose = False
+            doctest, blank = False, True
+        elif literal is not None and indent >= literal:
+            pass
         elif doctest or line.lstrip().startswith(">>>"):
-            doctest, prose = True, False
-        elif _NO_PROSE.match(line) or (markdown and blank and indent >= 4):
-            literal, prose = (indent if markdown and indent >= 4 else None), False
-            literal = None if literal is None else literal - 1
-        else:
-            literal = indent if line.rstrip().endswith("::") else None
-            blank, prose = False, True
+            doctest = True
+        elif blank and indent >= 4 and not last:
+            literal = indent
+        elif not _NO_PROSE.match(line):
+            literal = indent + 1 if line.rstrip().endswith("::") else None
+            prose, blank, last = True, False, indent
         yield index, line if prose else ""
 
 
@@ -106,7 +110,7 @@ def message_sentences(source: Source) -> Iterator[Sentence]:
         if name == "warn" or name.endswith(("Error", "Warning")):
             for argument in node.args:
                 for text in _literal_texts(argument):
-                    yield from split_sentences(text, node.lineno)
+                    yield from (Sentence(node.lineno, s.text) for s in split_sentences(text))
 
 
 def _literal_texts(node: ast.expr) -> list[str]:

@@ -1,4 +1,4 @@
-"""Private parts of torch are reached in `torchremat/_torch/` alone; its patches.py patches torch."""
+"""Private parts of torch are reached in `torchremat/_torch/` alone, and patched in one file."""
 
 import ast
 import re

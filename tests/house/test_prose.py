@@ -60,7 +60,7 @@ def read_pages() -> Iterator[tuple[str, list[Sentence]]]:
     for path in sorted({path for pattern in PAGES for path in ROOT.glob(pattern)}):
         if "_build" not in path.parts:
             text = path.read_text("utf-8")
-            yield path.relative_to(ROOT).as_posix(), list(split_sentences(text, markdown=True))
+            yield path.relative_to(ROOT).as_posix(), list(split_sentences(text))
 
 
 def violations() -> Iterator[Violation]:
@@ -98,9 +98,9 @@ def test_sentences_are_split(text, num_words):
     assert [s.num_words for s in split_sentences(text)] == num_words
 
 
-def test_indented_code_of_pages_is_no_prose():
+def test_indented_code_is_no_prose():
     text = "One:\n\n    code of words\n\n    more of it\n\nTwo three."
-    assert [(s.line, s.num_words) for s in split_sentences(text, markdown=True)] == [(1, 1), (7, 2)]
+    assert [(s.line, s.num_words) for s in split_sentences(text)] == [(1, 1), (7, 2)]
 
 
 def test_lines_of_sentences():

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_ENTRY = re.compile(r"^\.\. (?:auto|py:)(?:function|class|data|exception)::\s+([\w.]+)", re.M)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 
@@ -96,6 +98,13 @@ def read_package() -> tuple[Source, ...]:
     """Every Python file of the package, in order of its path."""
     paths = sorted((ROOT / "torchremat").rglob("*.py"))
     return tuple(Source(p.relative_to(ROOT).as_posix(), p.read_text("utf-8")) for p in paths)
+
+
+@cache
+def read_entries() -> list[str]:
+    """The full names that the pages of the reference document."""
+    pages = sorted((ROOT / "docs" / "reference").rglob("*.md"))
+    return [name for page in pages for name in _ENTRY.findall(page.read_text("utf-8"))]
 
 
 def refuse(violations: Iterable[Violation]) -> None:

@@ -1,25 +1,18 @@
 """A public module shows what its `__all__` names, each documented under one import path."""
 
 import inspect
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
-from tests.house.source import ROOT, Violation, read_package, refuse
+from tests.house.source import Violation, read_entries, read_package, refuse
 
-_ENTRY = re.compile(r"^\.\. (?:auto|py:)(?:function|class|data|exception)::\s+([\w.]+)", re.M)
 # whose libraries need not be installed
 OPTIONAL = {"torchremat.integrations.transformers", "torchremat.integrations.lightning"}
-
-
-def read_entries() -> list[str]:
-    """The full names that the pages of the reference document."""
-    pages = sorted((ROOT / "docs" / "reference").rglob("*.md"))
-    return [name for page in pages for name in _ENTRY.findall(page.read_text("utf-8"))]
 
 
 def public_modules(entries: Iterable[str]) -> dict[str, ModuleType]:
@@ -63,6 +56,23 @@ def find_unpicklable(module: Any) -> Iterator[str]:
                 yield f"{name} is not at {cls.__module__}.{cls.__qualname__}, where pickle looks"
 
 
+def find_undocumented(module: Any) -> Iterator[str]:
+    """Functions and classes of `__all__`, and public members of the classes, without docstring."""
+    for name in getattr(module, "__all__", ()):
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            members = vars(value).items() if inspect.isclass(value) else ()
+            named = [(name, value), *((f"{name}.{n}", m) for n, m in members if n[0] != "_")]
+            for full, member in named:
+                if _needs_docstring(member) and not inspect.getdoc(member):
+                    yield f"{full} has no docstring"
+
+
+def _needs_docstring(member: Any) -> bool:
+    kinds = (type, FunctionType, property, cached_property, classmethod, staticmethod)
+    return isinstance(member, kinds)
+
+
 def find_entries(entries: Iterable[str], modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Module and fault of what is documented twice, elsewhere than in `__all__`, or not at all."""
     documented: dict[int, str] = {}
@@ -92,7 +102,11 @@ def violations() -> Iterator[Violation]:
     modules = public_modules(entries)
     paths = {source.module: source.path for source in read_package()}
     for name, module in modules.items():
-        for fault in [*find_shown(module), *find_unpicklable(module)]:
+        for fault in [
+            *find_shown(module),
+            *find_unpicklable(module),
+            *find_undocumented(module),
+        ]:
             yield Violation(paths[name], 1, fault)
     for name, fault in find_entries(entries, modules):
         yield Violation(paths[name], 1, fault)
@@ -128,6 +142,22 @@ def test_unpicklable_classes_are_found():
         find_unpicklable(_module(__all__=["Planted", "Local"], Planted=Planted, Local=Local))
     )
     assert [text.split()[0] for text in found] == ["Local"]
+
+
+def test_undocumented_members_are_found():
+    class Part:
+        """Documented."""
+
+        @property
+        def size(self): ...
+
+        def _private(self): ...
+
+    module = _module(__all__=["Part", "f", "x"], Part=Part, f=lambda: 1, x=3)
+    assert list(find_undocumented(module)) == [
+        "Part.size has no docstring",
+        "f has no docstring",
+    ]
 
 
 def test_names_of_two_paths_are_found():

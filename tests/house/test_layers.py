@@ -130,7 +130,9 @@ def find_violations(sources: Sequence[Source]) -> Iterator[Violation]:
         placed = [
             (i, place_at(i.source, depth), place_at(i.target, depth))
             for i in imports
-            if not (i.source.name == "__init__.py" and i.target.path.startswith(i.source.folder))
+            if not (
+                i.source.name == "__init__.py" and i.target.path.startswith(f"{i.source.folder}/")
+            )
         ]
         yield from _in_circles(placed, f"folders at depth {depth}")
 

@@ -23,8 +23,7 @@ from torch._functorch import config, partitioners
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchremat.graph.nodes import base_of, call_of, is_item
-from torchremat.planning.memory.interpreter import results_of
+from torchremat.graph.nodes import base_of, call_of, is_item, results_of
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.problem.problem import Part, Schedule, plain_schedule
 from torchremat.planning.step.problem_builder import NumericStep

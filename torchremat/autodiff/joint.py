@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.autodiff.bodies import Body, gradients
 from torchremat.errors import EffectError
-from torchremat.graph.nodes import is_forward
+from torchremat.graph.nodes import ancestors, is_forward
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.function_op import FunctionCalls, drop_inside
 from torchremat.tracing.functionalize import functionalize
@@ -56,13 +56,7 @@ class Joint:
         """Those that outputs, writes or gradients depend on."""
         written = [value for _, value in self.mutations]
         roots = [*self.outputs, *written, *self.gradients]
-        stack = [root for root in roots if isinstance(root, fx.Node)]
-        needed: set[fx.Node] = set()
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
+        needed = ancestors(roots)
         return [node for node in self.forward_nodes if node in needed]
 
 

@@ -15,6 +15,7 @@ from torchremat.autodiff.bodies import Body, JvpBody, NotedInterpreter
 from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.core.trees import HOLE, Structure
 from torchremat.errors import ArgumentValueError, GraphError
+from torchremat.graph.nodes import is_inexact
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.tracing import Tracing
@@ -163,14 +164,6 @@ def check_pure(g: TypedGraph, what: str) -> None:
 
 def _differentiable(g: TypedGraph) -> list[bool]:
     return [is_inexact(node) for node in g.input_nodes]
-
-
-def is_inexact(node: fx.Node) -> bool:
-    """Whether the value of `node` is a tensor of floating-point or complex numbers."""
-    if not isinstance(node.meta.get("val"), Tensor):
-        return False
-    dtype = aval_of(node).dtype
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def check_inexact(g: TypedGraph, mask: Sequence[bool], what: str) -> None:

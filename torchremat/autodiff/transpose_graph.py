@@ -20,13 +20,13 @@ from torchremat.autodiff.jvp_graph import (
     TracedBody,
     check_inexact,
     check_pure,
-    is_inexact,
     spec_of,
     trace_body,
     with_holes,
 )
 from torchremat.core.trees import HOLE, Structure, tuple_of
 from torchremat.errors import GraphError
+from torchremat.graph.nodes import is_inexact, results_of
 from torchremat.tracing.tracing import Tracing
 from torchremat.typed_graph.building import build_graph
 from torchremat.typed_graph.dce import check_mask, eliminate_dead
@@ -109,8 +109,7 @@ class _Transposition:
         traced = trace_body(g, body, specs, names)
         inputs = [i.node for i in traced.inputs]
         self._check(body, traced, [inputs[i] for i in wrt], inputs[len(primals) :])
-        (output,) = traced.module.graph.find_nodes(op="output")
-        outputs = tuple(output.args[0])[: len(traced.outputs)]
+        outputs = tuple(results_of(traced.module)[: len(traced.outputs)])
         eliminate_dead(traced.module)
         for i in wrt:
             _take_for_zeros(inputs[i])

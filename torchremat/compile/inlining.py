@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.nodes import attribute, is_item
+from torchremat.graph.nodes import attribute, is_checkpoint, is_item
 
 
 def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
@@ -22,7 +22,7 @@ def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
 
     What they compute twice is computed once where `prevent_cse=False` allows it.
     """
-    if not any(hasattr(node.target, "runner_of") for node in module.graph.nodes):
+    if not any(is_checkpoint(node) for node in module.graph.nodes):
         return module
     inliner = _Inliner()
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -57,9 +57,9 @@ class _Inliner:
             elif node.op == "output":
                 return list(fx.node.map_arg(node.args[0], env.__getitem__))
             elif node.op == "get_attr":
-                if not all(hasattr(user.target, "runner_of") for user in node.users):
+                if not all(is_checkpoint(user) for user in node.users):
                     env[node] = self._attribute(module, node)
-            elif hasattr(node.target, "runner_of"):
+            elif is_checkpoint(node):
                 reference, *operands = node.args
                 assert isinstance(reference, fx.Node)
                 body = attribute(module, str(reference.target))

@@ -14,6 +14,7 @@ from torchremat.compile.device_support import check_devices, lacks_triton, warn_
 from torchremat.compile.inlining import inline_bodies
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.graph.nodes import results_of
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.replay_rules import draws_forward
 from torchremat.remat.program.compilers import register_compiler
@@ -89,8 +90,7 @@ class _ByInductor:
         self._used = [i for i, node in enumerate(placeholders) if node.users]
         self._fakes = [placeholders[i].meta["val"] for i in self._used]
         self._coerced = self._may_lie_otherwise()
-        (output,) = module.graph.find_nodes(op="output")
-        self._results: tuple[Any, ...] = tuple(output.args[0])
+        self._results = tuple(results_of(module))
         self._run: Callable[[list[Any]], Sequence[Any]] | None = None
         self._source = ""
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.nodes import is_identity
+from torchremat.graph.nodes import BodyOperator, attribute, is_checkpoint, is_identity
 from torchremat.graph.symbolic_sizes import Size, symbols_in
 
 Runner = Callable[[list[Any]], tuple[Any, ...]]
@@ -91,7 +91,7 @@ class _Writer:
         if id(node) in self.unpacked:
             return
         finished = [n for n in node.all_input_nodes if self.last_use[n] is node]
-        if hasattr(node.target, "runner_of"):
+        if is_checkpoint(node):
             call = self._prepare_body(node)
             self._drop(finished)
             finished = []
@@ -125,7 +125,7 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> str:
         if node.op == "get_attr":
-            return self._bind(_attribute(self.module, str(node.target)))
+            return self._bind(attribute(self.module, str(node.target)))
         if node.target is operator.getitem:
             value, index = node.args
             return f"{self._expression(value)}[{index}]"
@@ -144,8 +144,8 @@ class _Writer:
         The body empties the list that it is given: what is read for the last time is freed there.
         """
         body, *inputs = node.args
-        assert isinstance(body, fx.Node)
-        run = node.target.runner_of(_attribute(self.module, str(body.target)))  # type: ignore[union-attr]
+        assert isinstance(body, fx.Node) and isinstance(node.target, BodyOperator)
+        run = node.target.runner_of(attribute(self.module, str(body.target)))
         values = [*symbols_of(run), *map(self._expression, inputs)]
         self.lines.append(f"inputs = [{', '.join(values)}]")
         return f"{self._bind(run)}(inputs)"
@@ -203,12 +203,6 @@ def _with_grad_mode(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
-
-
-def _attribute(module: torch.nn.Module, name: str) -> Any:
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -1,6 +1,14 @@
-"""The graphs inside a graph: what `torch.cond`, `scan` and a checkpoint run."""
+"""Questions about single nodes of an fx graph, and the walk from nodes back to what they read.
+
+    y = mm(x, w);  v = t(y);  parts = split(v, 2);  p = getitem(parts, 0)
+
+`p` is an item, its call is `parts`, and its base is `y`: `t` and `split` are views. A *body* is a
+graph that a node of another graph runs, as `torch.cond`, `scan` and checkpoints do.
+"""
 
 import operator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,9 +16,26 @@ from torch import fx, nn
 
 from torchremat import _torch
 
+aten = torch.ops.aten
+
+# --- operators that run a body -------------------------------------------------------------------
+
+
+class BodyOperator(_torch.HigherOrderOperator):
+    """An operator that runs its body, `op(body, *inputs)`, and does nothing else: a checkpoint."""
+
+    @abstractmethod
+    def runner_of(self, body: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
+        """Compile `body` to a function from a list of inputs, which it empties, to its outputs."""
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether `node` calls a checkpoint: an operator that only runs its body."""
+    return isinstance(node.target, BodyOperator)
+
 
 def inner_graphs_of(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that a call of a higher-order operator is given; none for other nodes."""
+    """The bodies that a call of a higher-order operator is given; none for other nodes."""
     if node.op != "call_function" or isinstance(node.target, _torch.OpOverload):
         return []
     module = node.graph.owning_module
@@ -19,15 +44,13 @@ def inner_graphs_of(node: fx.Node) -> list[fx.GraphModule]:
     return [graph for graph in found if isinstance(graph, fx.GraphModule)]
 
 
-def is_forward(node: fx.Node) -> bool:
-    """Whether the function itself, and not its derivative, runs the operator `node`."""
-    return (
-        node.op in ("call_function", "get_attr") and node.meta.get("phase", "forward") == "forward"
-    )
+def body_of(call: fx.Node) -> fx.GraphModule:
+    """The one body that a checkpoint runs."""
+    (body,) = inner_graphs_of(call)
+    return body
 
 
-aten = torch.ops.aten
-
+# --- what a node is ------------------------------------------------------------------------------
 
 # They share memory with their input, though their schemas do not say so.
 _UNDECLARED_VIEWS = {
@@ -37,6 +60,20 @@ _UNDECLARED_VIEWS = {
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 }
+
+_IDENTITIES = {aten.detach.default, aten.alias.default}
+
+
+def is_forward(node: fx.Node) -> bool:
+    """Whether the function itself, and not its derivative, runs the operator `node`."""
+    return (
+        node.op in ("call_function", "get_attr") and node.meta.get("phase", "forward") == "forward"
+    )
+
+
+def is_identity(node: fx.Node) -> bool:
+    """Whether `node` returns its input: it has a meaning for transformations, none at run time."""
+    return getattr(node.target, "is_identity", False) or node.target in _IDENTITIES
 
 
 def is_view(node: fx.Node) -> bool:
@@ -54,6 +91,32 @@ def is_view(node: fx.Node) -> bool:
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
+def is_item(node: fx.Node) -> bool:
+    """Whether `node` takes one output of an operator that has several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_inexact(node: fx.Node) -> bool:
+    """Whether the value of `node` is a tensor of floating-point or complex numbers."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    # `value.is_floating_point()` is a call that a trace in progress would record
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def is_staged_residual(node: fx.Node) -> bool:
+    """Whether `node` is a residual that a nested checkpoint saves by its own policy on replay."""
+    if not is_item(node):
+        return False
+    call = node.args[0]
+    assert isinstance(call, fx.Node)
+    return "twin_of" in call.meta and node.args[1] >= call.meta["num_outputs"]
+
+
+# --- from one node to others ---------------------------------------------------------------------
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The value in whose memory `node` lies: itself, unless it is a view.
 
@@ -66,11 +129,6 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def is_item(node: fx.Node) -> bool:
-    """Whether `node` takes one output of an operator that has several."""
-    return node.op == "call_function" and node.target is operator.getitem
-
-
 def call_of(node: fx.Node) -> fx.Node:
     """The call of an operator that computes the value `node`."""
     if is_item(node):
@@ -80,36 +138,54 @@ def call_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def item_index(node: fx.Node) -> int:
+    """The position of the output that the item `node` takes."""
+    index = node.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def nodes_read_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes that `node` reads, without operands of a checkpoint that its body does not read."""
+    if not is_checkpoint(node):
+        return node.all_input_nodes
+    reference, *operands = node.args
+    assert isinstance(reference, fx.Node)
+    inputs = body_of(node).graph.find_nodes(op="placeholder")
+    read = [o for o, i in zip(operands, inputs, strict=True) if i.users]
+    return [reference, *(o for o in read if isinstance(o, fx.Node))]
+
+
+def ancestors(
+    roots: Iterable[Any],
+    *,
+    stop: Callable[[fx.Node], bool] = lambda node: False,
+    reads: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+) -> set[fx.Node]:
+    """The nodes that `roots` are computed from, themselves included; literals are skipped.
+
+    The walk neither enters nor passes nodes for which `stop` is true. With `y = sin(x)`,
+    `z = mul(y, w)`, the ancestors of `z` are `z, y, x, w`, and with `stop` at `y` they are `z, w`.
+    """
+    found: set[fx.Node] = set()
+    stack = [root for root in roots if isinstance(root, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in found and not stop(node):
+            found.add(node)
+            stack.extend(reads(node))
+    return found
+
+
 def results_of(module: fx.GraphModule) -> list[Any]:
-    """What the graph of `module` gives."""
+    """The nodes and literals that the graph of `module` returns."""
     (output,) = module.graph.find_nodes(op="output")
-    return list(output.args[0])
-
-
-def is_identity(node: fx.Node) -> bool:
-    """Whether `node` hands its input on: it has a meaning for transformations, none at run time."""
-    return getattr(node.target, "is_identity", False) or node.target in _IDENTITIES
-
-
-_IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+    results = output.args[0]
+    return list(results) if isinstance(results, tuple | list) else [results]
 
 
 def attribute(module: nn.Module, name: str) -> Any:
-    """What a `get_attr` node with target `name` means."""
+    """The value of a `get_attr` node of `module` whose target is `name`."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
-
-
-def is_staged_residual(node: fx.Node) -> bool:
-    """Whether `node` is what a checkpoint inside keeps by its own policy, when it is replayed."""
-    if not is_item(node):
-        return False
-    call = node.args[0]
-    assert isinstance(call, fx.Node)
-    return "twin_of" in call.meta and node.args[1] >= call.meta["num_outputs"]
-
-
-def _body(node: fx.Node) -> fx.GraphModule:
-    (body,) = inner_graphs_of(node)
-    return body

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from torchremat.graph.nodes import base_of, call_of, is_item, is_view
-from torchremat.graph.slicing import UnavailableError, nodes_read_by
+from torchremat.graph.nodes import base_of, call_of, is_item, is_view, nodes_read_by
+from torchremat.graph.slicing import UnavailableError
 
 
 @dataclass(frozen=True, eq=False)

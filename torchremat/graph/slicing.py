@@ -1,12 +1,12 @@
 """Cut a graph out of a graph: the operators between given values and wanted ones."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchremat.graph.nodes import _body, inner_graphs_of
+from torchremat.graph.nodes import ancestors, body_of, is_checkpoint, nodes_read_by, results_of
 
 
 def slice_graph(
@@ -58,27 +58,18 @@ class _Slicer:
 
     def run(self, outputs: Sequence[Any], must_run: Callable[[fx.Node], bool]) -> fx.GraphModule:
         wanted = [node for node in outputs if isinstance(node, fx.Node)]
-        needed = self._needed([*wanted, *filter(must_run, self.module.graph.nodes)])
-        for node in self.module.graph.nodes:
+        nodes = self.module.graph.nodes
+        roots = [*wanted, *filter(must_run, nodes)]
+        needed = ancestors(roots, stop=self.copies.__contains__, reads=nodes_read_by)
+        for node in nodes:
+            if node in needed and node.op == "placeholder":
+                raise UnavailableError(node)
             if node in needed and not self.late(node):
                 self._copy(node)
         for node in wanted:
             self._copy(node)
         self.graph.output(tuple(self.copies[o] if isinstance(o, fx.Node) else o for o in outputs))
         return fx.GraphModule(self.module, self.graph)
-
-    def _needed(self, wanted: Iterable[fx.Node]) -> set[fx.Node]:
-        needed: set[fx.Node] = set()
-        stack = [node for node in wanted if node not in self.copies]
-        while stack:
-            node = stack.pop()
-            if node in needed:
-                continue
-            if node.op == "placeholder":
-                raise UnavailableError(node)
-            needed.add(node)
-            stack.extend(n for n in nodes_read_by(node) if n not in self.copies)
-        return needed
 
     def _copy(self, node: fx.Node) -> None:
         """Copy `node` after what it reads, without recursion: chains are thousands long."""
@@ -94,18 +85,6 @@ class _Slicer:
                 continue
             self.copies[top] = self.graph.node_copy(top, self.copies.get)
             stack.pop()
-
-
-def nodes_read_by(node: fx.Node) -> list[fx.Node]:
-    """What `node` reads; what is only handed to a body that does not read it is not missed."""
-    if not hasattr(node.target, "runner_of"):
-        return node.all_input_nodes
-    reference, *operands = node.args
-    assert isinstance(reference, fx.Node)
-    (body,) = inner_graphs_of(node)
-    inputs = body.graph.find_nodes(op="placeholder")
-    read = [o for o, i in zip(operands, inputs, strict=True) if i.users]
-    return [reference, *(o for o in read if isinstance(o, fx.Node))]
 
 
 aten = torch.ops.aten
@@ -133,11 +112,10 @@ def prune_bodies(
     """Let each checkpoint inside compute only those of its outputs that somebody reads."""
     graph = module.graph
     for node in list(graph.nodes):
-        if not hasattr(node.target, "runner_of"):
+        if not is_checkpoint(node):
             continue
-        body = _body(node)
-        (output,) = body.graph.find_nodes(op="output")
-        results = output.args[0]
+        body = body_of(node)
+        results = results_of(body)
         used = {item.args[1] for item in node.users}
         if all(i in used or not isinstance(r, fx.Node) for i, r in enumerate(results)):
             continue

@@ -10,9 +10,8 @@ from torchremat.autodiff.joint import Joint
 from torchremat.core.formatting import human_bytes
 from torchremat.core.progress import shown_progress
 from torchremat.errors import BudgetError, PlanError, PolicyValueError, nearest_names
-from torchremat.graph.nodes import base_of, call_of, is_forward
+from torchremat.graph.nodes import base_of, call_of, is_forward, nodes_read_by
 from torchremat.graph.schedule import GraphSchedule
-from torchremat.graph.slicing import nodes_read_by
 from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.problem.backward_order import orders_of

@@ -4,7 +4,16 @@ import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.nodes import base_of, call_of, inner_graphs_of, is_forward, is_item
+from torchremat.graph.nodes import (
+    base_of,
+    call_of,
+    inner_graphs_of,
+    is_checkpoint,
+    is_forward,
+    is_item,
+    item_index,
+    results_of,
+)
 from torchremat.graph.ops import packet_name
 
 
@@ -17,7 +26,7 @@ def why_not_replayed(node: fx.Node) -> str | None:
     if not isinstance(call.target, _torch.OpOverload):
         if packet_name(call.target).startswith("higher_order.auto_functionalized"):
             return "it writes to its arguments"
-        if not hasattr(call.target, "runner_of") and any(map(_draws, inner_graphs_of(call))):
+        if not is_checkpoint(call) and any(map(_draws, inner_graphs_of(call))):
             return "random numbers are drawn inside it, which a replay would draw anew"
         return None
     if torch.Tag.nondeterministic_seeded in call.target.tags and not _drops_nothing(call):
@@ -119,13 +128,10 @@ def value_inside(node: fx.Node) -> fx.Node | None:
     """For an output of an operator with a body (`remat_p`, `scan`), what the body makes it of."""
     if not is_item(node):
         return None
-    call, index = node.args
-    assert isinstance(call, fx.Node)
-    bodies = inner_graphs_of(call)
+    bodies = inner_graphs_of(call_of(node))
     if not bodies:
         return None
-    (output,) = bodies[0].graph.find_nodes(op="output")
-    made = output.args[0][index]
+    made = results_of(bodies[0])[item_index(node)]
     if not isinstance(made, fx.Node):
         return None
     base = base_of(made)

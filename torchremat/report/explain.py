@@ -12,7 +12,15 @@ from torchremat.autodiff.bodies import FunctionBody
 from torchremat.core.avals import Aval
 from torchremat.core.source import name_of
 from torchremat.errors import TraceError
-from torchremat.graph.nodes import base_of, call_of, is_forward, is_item
+from torchremat.graph.nodes import (
+    base_of,
+    body_of,
+    call_of,
+    is_checkpoint,
+    is_forward,
+    is_item,
+    item_index,
+)
 from torchremat.policies.builtin import PolicyLike
 from torchremat.policies.module_selection import Select
 from torchremat.remat.module_policies import under_policy
@@ -25,16 +33,7 @@ from torchremat.remat.tracing.input_labels import (
     labels_of_state,
     refuse_misspelt,
 )
-from torchremat.remat.values.scope import (
-    Computed,
-    Scope,
-    below,
-    body_of,
-    is_computed,
-    is_remat,
-    item_index,
-    program_of,
-)
+from torchremat.remat.values.scope import Computed, Scope, below, is_computed, program_of
 from torchremat.remat.values.value_labels import Labels
 from torchremat.report.observe import Held, Observation, ObservedInput, observe
 from torchremat.report.report import Diff, Report, Row
@@ -245,7 +244,7 @@ class _Rows:
         reasons = {node.name: choice.reason for node, choice in choices.items()}
         calls = {call.kwargs["call"]: call for call in scope.calls}
         for node in backward.graph.nodes:
-            if is_remat(node):
+            if is_checkpoint(node):
                 call = calls.get(node.kwargs["call"], node)
                 inner = scope.whole_inside(call)
                 if is_forward(node):
@@ -260,7 +259,7 @@ class _Rows:
     def _add_body(self, scope: Scope, body: fx.GraphModule, reason: str) -> None:
         """All that a body computes, which the derivative around it runs again."""
         for node in body.graph.nodes:
-            if is_remat(node):
+            if is_checkpoint(node):
                 self._add_body(scope.whole_inside(node), body_of(node), reason)
             elif is_computed(node):
                 self._add_again(Computed(node, scope), reason)
@@ -303,7 +302,7 @@ def _choice_on(held: Held) -> Choice | None:
 
 def choice_inside(node: fx.Node) -> Choice | None:
     """What a policy said of `node`, if that is what a checkpoint keeps."""
-    if not (is_item(node) and is_remat(call_of(node))):
+    if not (is_item(node) and is_checkpoint(call_of(node))):
         return None
     program = program_of(call_of(node))
     if program is None:

@@ -24,18 +24,11 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.errors import TraceError
-from torchremat.graph.nodes import base_of, call_of, is_item
+from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, item_index
 from torchremat.remat.program.program import FunctionProgram, Program
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
-from torchremat.remat.values.scope import (
-    Computed,
-    Scope,
-    is_remat,
-    item_index,
-    op_base_name,
-    program_of,
-)
+from torchremat.remat.values.scope import Computed, Scope, op_base_name, program_of
 from torchremat.tracing.ambient_state import off_meta
 from torchremat.tracing.dtensors import Sharding, held_part, put_together
 from torchremat.tracing.input_spec import InputSpec
@@ -316,7 +309,7 @@ class _Observer:
 
 def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
     """The program of which `node` is a residual, and the number of that."""
-    if not is_item(node) or not is_remat(call_of(node)):
+    if not is_item(node) or not is_checkpoint(call_of(node)):
         return None
     program = program_of(call_of(node))
     if program is None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.inplace import is_mutable, replace_lone_writes
+from torchremat.graph.nodes import results_of
 from torchremat.graph.symbolic_sizes import Interpreter
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.input_spec import InputSpec
@@ -53,8 +54,7 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
         module, renamed = _retrace(module)
         graph = module.graph
     mutations = _pop_writes(graph, [renamed.get(n, n) for n in inputs])
-    (output,) = graph.find_nodes(op="output")
-    return FunctionalGraph(module, tuple(output.args[0]), mutations, renamed)
+    return FunctionalGraph(module, tuple(results_of(module)), mutations, renamed)
 
 
 def _expose_batch_norm_updates(graph: fx.Graph) -> None:

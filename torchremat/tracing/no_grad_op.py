@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.inplace import is_mutable
-from torchremat.graph.nodes import base_of, is_item
+from torchremat.graph.nodes import base_of, is_inexact, is_item
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ def mark_no_grad(graph: fx.Graph) -> None:
     """Put `no_grad_p` where a value that was computed without grad mode is used with it."""
     may_have_gradient = _dependent_on(graph.find_nodes(op="placeholder"), graph)
     for node in list(graph.nodes):
-        if _ran_with_grad(node) or node not in may_have_gradient or not _is_inexact(node):
+        if _ran_with_grad(node) or node not in may_have_gradient or not is_inexact(node):
             continue
         users = [user for user in node.users if _ran_with_grad(user) and not is_item(user)]
         if not users:
@@ -102,7 +102,7 @@ def refuse_no_grad_writes(graph: fx.Graph, arguments: Sequence[fx.Node]) -> None
         if base.meta.get("unleaf"):
             base = _first_argument(base)
         may_have_gradient = _requires_grad(base) if base.op == "placeholder" else base in dependent
-        if may_have_gradient and _ran_with_grad(base) and _is_inexact(base):
+        if may_have_gradient and _ran_with_grad(base) and is_inexact(base):
             raise EffectError(
                 f"{node.target} writes in place, under no_grad, at {node.meta.get('source')}, to a "
                 "value that may have a gradient: a graph cannot change a value and keep its "
@@ -112,11 +112,6 @@ def refuse_no_grad_writes(graph: fx.Graph, arguments: Sequence[fx.Node]) -> None
 
 def _ran_with_grad(node: fx.Node) -> bool:
     return node.meta.get("grad_enabled", True) is not False
-
-
-def _is_inexact(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def _dependent_on(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:

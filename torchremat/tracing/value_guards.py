@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.core.source import current_module, current_source
 from torchremat.errors import ConcretizationError
-from torchremat.graph.nodes import base_of
-from torchremat.graph.slicing import nodes_read_by, slice_graph
+from torchremat.graph.nodes import ancestors, base_of, nodes_read_by
+from torchremat.graph.slicing import slice_graph
 from torchremat.tracing.dtensors import is_spread
 
 _LIBRARIES = frozenset(("transformers", "transformers_modules"))
@@ -158,13 +158,7 @@ def _is_below_zero(node: fx.Node) -> bool:
 
 def _inputs_of(node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...] | None:
     """The positions of the `inputs` that a small computation reads; `None` if it is none."""
-    needed: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        found = stack.pop()
-        if found not in needed:
-            needed.add(found)
-            stack += nodes_read_by(found)
+    needed = ancestors([node], reads=nodes_read_by)
     operators = [n for n in needed if n.op == "call_function"]
     if len(operators) > _MOST_OPERATORS or not all(map(_is_pure, operators)):
         return None

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.core.trees import Structure
-from torchremat.graph.nodes import attribute, is_item, results_of
+from torchremat.graph.nodes import attribute, is_checkpoint, is_item, item_index, results_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.typed_graph.typed_graph import TypedGraph
 
@@ -171,7 +171,7 @@ class _Builder:
 def prune_bodies(module: fx.GraphModule) -> None:
     """Let each operator that runs a body compute only those of its outputs that somebody reads."""
     for node in list(module.graph.nodes):
-        if hasattr(node.target, "runner_of"):
+        if is_checkpoint(node):
             prune_body(module, node)
     module.recompile()
 
@@ -185,7 +185,7 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
     reference = node.args[0]
     assert isinstance(reference, fx.Node)
     body = attribute(module, str(reference.target))
-    used = sorted({_index_of(user) for user in node.users})
+    used = sorted({item_index(user) for user in node.users})
     origin = body.meta.get("body")
     if origin is not None and all(i < len(results_of(origin)) for i in used):
         body = origin
@@ -196,7 +196,7 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
         return
     body = _with_outputs(body, [results[i] for i in used])
     for user in list(node.users):
-        user.args = (node, used.index(_index_of(user)))
+        user.args = (node, used.index(item_index(user)))
     node.meta["val"] = tuple(node.meta["val"][i] for i in used)
     operands = []
     inputs = body.graph.find_nodes(op="placeholder")
@@ -208,12 +208,6 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
     body.recompile()
     _replace_body(module, node, reference, body)
     node.args = (node.args[0], *operands)
-
-
-def _index_of(item: fx.Node) -> int:
-    index = item.args[1]
-    assert isinstance(index, int)
-    return index
 
 
 def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModule:
@@ -255,7 +249,7 @@ def _is_vestige(node: fx.Node) -> bool:
 
 def _is_number_of_trace(node: fx.Node, key: str) -> bool:
     """Whether the argument only pairs calls of one trace."""
-    return key == "call" and hasattr(node.target, "runner_of")
+    return key == "call" and is_checkpoint(node)
 
 
 def _identifier(label: str) -> str:

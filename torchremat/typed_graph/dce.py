@@ -9,7 +9,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.core.trees import positional, tuple_of
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
-from torchremat.graph.nodes import attribute
+from torchremat.graph.nodes import attribute, is_checkpoint
 from torchremat.typed_graph.building import Input, build_graph, prune_body
 from torchremat.typed_graph.typed_graph import TypedGraph
 
@@ -118,7 +118,7 @@ def eliminate_dead(module: fx.GraphModule, *, draws_later: bool = False) -> None
         if not node.users and not has_effect(node) and not (draws and draws_later):
             module.graph.erase_node(node)
             continue
-        if hasattr(node.target, "runner_of") and not (draws and draws_later):
+        if is_checkpoint(node) and not (draws and draws_later):
             prune_body(module, node)
         draws_later |= draws
     for node in list(module.graph.find_nodes(op="get_attr")):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.nodes import attribute
+from torchremat.graph.nodes import ancestors, attribute, is_checkpoint, results_of
 from torchremat.graph.ops import packet_name
 
 # They read nothing but shape, dtype and device.
@@ -33,7 +33,7 @@ _SECOND_FOR_SHAPE = frozenset(
 
 def read_by(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes whose values, not only whose shapes, the operator of `node` reads."""
-    if hasattr(node.target, "runner_of"):
+    if is_checkpoint(node):
         yield from _read_by_body(node)
         return
     name = packet_name(node.target) if isinstance(node.target, _torch.OpOverload) else ""
@@ -66,14 +66,7 @@ def _read_by_body(node: fx.Node) -> Iterator[fx.Node]:
     module = node.graph.owning_module
     assert isinstance(reference, fx.Node) and module is not None
     body = attribute(module, str(reference.target))
-    (output,) = body.graph.find_nodes(op="output")
-    seen: set[fx.Node] = set()
-    stack = [output]
-    while stack:
-        for used in read_by(stack.pop()):
-            if used not in seen:
-                seen.add(used)
-                stack.append(used)
+    seen = ancestors(results_of(body), reads=read_by)
     inputs = body.graph.find_nodes(op="placeholder")
     for placeholder, operand in zip(inputs, operands, strict=True):
         if placeholder in seen and isinstance(operand, fx.Node):

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from torchremat.core.avals import dtype_name
+from torchremat.graph.nodes import results_of
 from torchremat.typed_graph.equations import Eqn, Literal, Names, Number, equations
 
 _INDENT = "    "
@@ -47,8 +48,7 @@ class _Writer:
         lines = [f"{{ lambda {' '.join(consts)}; {' '.join(inputs)}. let"]
         for eqn in equations(module, self.names):
             lines += [_INDENT + line for line in self._equation(eqn)]
-        (output,) = module.graph.find_nodes(op="output")
-        return [*lines, f"  in {self._outputs(output.args[0])} }}"]
+        return [*lines, f"  in {self._outputs(results_of(module))} }}"]
 
     def _declared(self, node: fx.Node) -> str:
         if "val" not in node.meta and not node.users:

@@ -17,6 +17,7 @@ from torchremat.api_util import WrapHashably
 from torchremat.core.avals import Aval
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
+from torchremat.graph.nodes import results_of
 from torchremat.tracing.tracing import lifted
 from torchremat.typed_graph.equations import Eqn, Literal, Names, aval_of, equations
 from torchremat.typed_graph.printing import format_graph
@@ -118,8 +119,7 @@ class TypedGraph:
 
     @cached_property
     def _results(self) -> tuple[Any, ...]:
-        (output,) = self.graph_module.graph.find_nodes(op="output")
-        return tuple(output.args[0])
+        return tuple(results_of(self.graph_module))
 
 
 def eval_graph(g: TypedGraph, /, *args: Any, **kwargs: Any) -> Any:

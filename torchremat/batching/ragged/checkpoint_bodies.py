@@ -12,6 +12,7 @@ from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, V
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
 from torchremat.batching.ragged.rules.op_call import Batch
 from torchremat.batching.ragged.trace.decompositions import decompose_body
+from torchremat.graph.nodes import results_of
 from torchremat.graph.symbolic_sizes import symbols_in
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.op.op_rules import policy_of
@@ -47,8 +48,7 @@ class _Body:
             batch = Batch(form.batch[0], sizes, *form.batch[1:])
             pairs = zip(operands, form.kinds, strict=True)
             inputs = [_value(t, kind, sizes, form.computed) for t, kind in pairs]
-            (output,) = body.graph.find_nodes(op="output")
-            found = interpret(body, inputs, batch, output.args[0], {}, run_body)
+            found = interpret(body, inputs, batch, results_of(body), {}, run_body)
             self.kinds = [_kind(v) for v in found]
             form.computed.update(_compute_body(sizes))
             return [v.data for v in found]

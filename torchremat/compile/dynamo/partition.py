@@ -23,7 +23,7 @@ from torchremat.compile.dynamo.input_copies import (
     written_inputs,
 )
 from torchremat.compile.dynamo.scheduled_joint import schedule_joint
-from torchremat.graph.nodes import call_of, is_forward
+from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
 from torchremat.policies.builtin import Policy
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.replay_rules import why_not_replayed
@@ -207,12 +207,7 @@ def _drawless_hidden(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
 def _run_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
     """Let the forward pass compute what a plan keeps of what else the backward would: a cosine."""
     wanted = [node for node in kept if not is_forward(node)]
-    found: set[fx.Node] = set()
-    while wanted:
-        node = wanted.pop()
-        if node not in found:
-            found.add(node)
-            wanted += [n for n in node.all_input_nodes if n.meta.get("phase") == "backward"]
+    found = ancestors(wanted, stop=lambda node: node.meta.get("phase") != "backward")
     moved = [node for node in graph.nodes if node in found]
     last = next(
         node
@@ -252,8 +247,7 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
         if node.op != "placeholder":
             node.meta["module"] = module_name(node.meta)
             node.meta["source"] = source_of(node.meta)
-    (output,) = module.graph.find_nodes(op="output")
-    results: Sequence[Any] = output.args[0]
+    results = results_of(module)
     written = _torch.written_inputs(module)
     mutations = [(node, results[i]) for i, node in written.items()]
     mutations += [node.args[:2] for node in module.graph.nodes if writes_input(node)]

@@ -8,16 +8,15 @@ once nobody reads it any more. A compiler is told with `copy_(p, output)` at the
 function that writes to its argument: it fuses that into the kernel that computes the output.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.graph.nodes import base_of, is_view
+from torchremat.graph.nodes import base_of, is_view, results_of
 
 aten = torch.ops.aten
 
@@ -76,13 +75,6 @@ class Donation:
                     break
         taken = tuple(sorted([*returned, *written.values(), *freed]))
         return cls(taken, written, tuple(i for i in donated if i not in taken))
-
-
-def results_of(module: fx.GraphModule) -> Sequence[Any]:
-    """What a graph gives."""
-    (output,) = module.graph.find_nodes(op="output")
-    results: Sequence[Any] = output.args[0]
-    return results
 
 
 class _Readers:
@@ -231,7 +223,7 @@ def writing_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
-    results = list(results_of(module))
+    results = results_of(module)
     for i, number in written.items():
         value = results[i]
         assert isinstance(value, fx.Node)

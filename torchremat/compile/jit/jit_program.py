@@ -12,13 +12,12 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.compile.jit.donation_plan import (
     Donation,
-    results_of,
     writing_at_the_end,
     writing_operators,
 )
 from torchremat.compile.lowering import lower
 from torchremat.graph.codegen import Runner, source_of
-from torchremat.graph.nodes import inner_graphs_of
+from torchremat.graph.nodes import inner_graphs_of, results_of
 from torchremat.policies.builtin import Policy
 from torchremat.remat.program.compiled_graph import Compiled
 from torchremat.remat.program.compilers import compiler_named

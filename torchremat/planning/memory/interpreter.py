@@ -7,7 +7,15 @@ from torch import Tensor, fx
 
 from torchremat.errors import GraphError
 from torchremat.graph.codegen import all_items, last_uses
-from torchremat.graph.nodes import inner_graphs_of, is_identity, is_item, is_view
+from torchremat.graph.nodes import (
+    body_of,
+    inner_graphs_of,
+    is_checkpoint,
+    is_identity,
+    is_item,
+    is_view,
+    results_of,
+)
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.memory.timeline import Lifetime, LiveValue, Point, Timeline
 from torchremat.remat.offload.copies import (
@@ -128,14 +136,15 @@ class MemoryInterpreter:
                 self.hold(results)
             elif node.op == "placeholder":
                 env[node] = next(given)
-            elif hasattr(node.target, "runner_of"):
+            elif is_checkpoint(node):
                 # the body takes over what is read here for the last time
                 inputs = [env[a] if isinstance(a, fx.Node) else None for a in node.args[1:]]
                 self.hold(inputs)
                 self._drop(finished, env)
                 finished = []
-                (body,) = inner_graphs_of(node)
-                self._assign(node, self.run(body, inputs, f"{path}{node.name}/"), env, last_use)
+                self._assign(
+                    node, self.run(body_of(node), inputs, f"{path}{node.name}/"), env, last_use
+                )
             elif node not in env:  # it is, if it was taken out of several outputs at once
                 self._assign(node, self._call(node, env, path), env, last_use)
             if node.op != "output" and node not in last_use:
@@ -280,10 +289,3 @@ def value_of(node: fx.Node) -> Any:
             "gives. Trace the graph with make_graph, or run FakeTensorProp over it"
         )
     return node.meta["val"]
-
-
-def results_of(module: fx.GraphModule) -> tuple[Any, ...]:
-    """What the graph of `module` gives: nodes and literals."""
-    (output,) = module.graph.find_nodes(op="output")
-    results = output.args[0]
-    return tuple(results) if isinstance(results, tuple | list) else (results,)

@@ -7,9 +7,17 @@ import torch
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
-from torchremat.graph.nodes import base_of, call_of, is_forward, is_item, is_view
+from torchremat.graph.nodes import (
+    ancestors,
+    base_of,
+    call_of,
+    is_checkpoint,
+    is_forward,
+    is_item,
+    is_view,
+    nodes_read_by,
+)
 from torchremat.graph.schedule import GraphSchedule
-from torchremat.graph.slicing import nodes_read_by
 from torchremat.planning.memory.interpreter import peak_inside
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
@@ -182,7 +190,7 @@ def _nbytes_inside(call: fx.Node, written: int) -> int:
     A checkpoint and a branch of a `cond` make the results; loops hold theirs beside a round's.
     """
     peak = peak_inside(call)
-    makes_results = hasattr(call.target, "runner_of") or str(call.target) == "cond"
+    makes_results = is_checkpoint(call) or str(call.target) == "cond"
     return max(0, peak - written) if makes_results else peak
 
 
@@ -192,10 +200,11 @@ def _values_of_call(call: fx.Node) -> list[fx.Node]:
 
 def _parts(joint: Joint) -> dict[fx.Node, Part]:
     """When each operator runs, of those that run at all; views are none."""
-    forward = _ancestors([*_nodes(joint.outputs), *(value for _, value in joint.mutations)])
     graph = joint.module.graph
-    forward |= _ancestors(node for node in graph.nodes if draws_forward(node))
-    backward = _ancestors(_nodes(joint.gradients))
+    written = [value for _, value in joint.mutations]
+    roots = [*joint.outputs, *written, *filter(draws_forward, graph.nodes)]
+    forward = ancestors(roots, reads=nodes_read_by)
+    backward = ancestors(joint.gradients, reads=nodes_read_by)
     late = {ct for ct in joint.cotangents if ct is not None}
     parts = {}
     for node in graph.nodes:
@@ -208,21 +217,6 @@ def _parts(joint: Joint) -> dict[fx.Node, Part]:
         elif node in backward:
             parts[node] = Part.BACKWARD if node in late else Part.KNOWN
     return parts
-
-
-def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    stack = list(roots)
-    found: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(nodes_read_by(node))
-    return found
-
-
-def _nodes(values: Sequence[object]) -> list[fx.Node]:
-    return [value for value in values if isinstance(value, fx.Node)]
 
 
 def _outputs_of(call: fx.Node) -> Sequence[object]:

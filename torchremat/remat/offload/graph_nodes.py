@@ -15,7 +15,15 @@ from torch import Tensor, fx
 
 from torchremat import _torch, config
 from torchremat.autodiff.joint import Joint
-from torchremat.graph.nodes import base_of, call_of, inner_graphs_of, is_item, is_view
+from torchremat.graph.nodes import (
+    base_of,
+    call_of,
+    inner_graphs_of,
+    is_checkpoint,
+    is_item,
+    is_view,
+    results_of,
+)
 from torchremat.policies.verdicts import Offloadable
 from torchremat.remat.offload.copies import (
     bring_next,
@@ -86,7 +94,7 @@ def memory_of(node: fx.Node) -> Memory:
     while True:
         node = base_of(node)
         bodies = inner_graphs_of(call_of(node)) if is_item(node) else ()
-        if len(bodies) != 1 or not hasattr(call_of(node).target, "runner_of"):
+        if len(bodies) != 1 or not is_checkpoint(call_of(node)):
             return (*path, node)
         call, index = node.args
         assert isinstance(call, fx.Node) and isinstance(index, int)
@@ -106,8 +114,7 @@ def memory_of(node: fx.Node) -> Memory:
 
 def base_of_output(body: fx.GraphModule, index: int) -> fx.Node | None:
     """The value of `body` in whose memory its output `index` lies."""
-    (output,) = body.graph.find_nodes(op="output")
-    made = output.args[0][index]
+    made = results_of(body)[index]
     return base_of(made) if isinstance(made, fx.Node) else None
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from torchremat.autodiff.partial_eval import Residuals
-from torchremat.graph.nodes import attribute, results_of
+from torchremat.graph.nodes import attribute, is_checkpoint, results_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.remat.op.op_rules import policy_of
 from torchremat.typed_graph.dce import draws_random
@@ -48,7 +48,7 @@ class Opener:
             following = node.next
             if node.op == "call_function":
                 is_unknown = any(used in unknown for used in node.all_input_nodes)
-                if hasattr(node.target, "runner_of"):
+                if is_checkpoint(node):
                     first = self._open_call(module, node, unknown, prefix)
                     node = first if first is not None else following
                     continue

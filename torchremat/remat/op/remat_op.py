@@ -16,6 +16,7 @@ from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.aliasing import overlapping_pair
 from torchremat.graph.codegen import Runner, compile_graph, source_of, symbols_of
+from torchremat.graph.nodes import BodyOperator
 from torchremat.graph.symbolic_sizes import Interpreter, Sizes
 from torchremat.policies.policy import Failed
 from torchremat.remat.program.compiled_graph import Compiled
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torchremat.remat.program.program import Program
 
 
-class RematOp(_torch.HigherOrderOperator):
+class RematOp(BodyOperator):
     """Runs the graph of a program: `remat_p(body, *inputs)`, with `body` a `GraphModule`."""
 
     outside_traces: Callable[..., tuple[Any, ...]] | None = None
@@ -46,7 +47,7 @@ class RematOp(_torch.HigherOrderOperator):
         return super().__call__(body, *inputs, call=call)  # type: ignore[no-any-return,no-untyped-call]
 
     def runner_of(self, body: fx.GraphModule) -> Runner:
-        """The compiled function that runs `body`; a graph that contains this operator calls it."""
+        """The compiled function that runs `body`, by the compiler of its program."""
         if "runner" not in body.meta:
             compiler = getattr(body.meta.get("program"), "compiler", None)
             body.meta["runner"] = compiler(body) if compiler else compile_graph(body, "body")

@@ -25,7 +25,7 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
-from torchremat.graph.nodes import _body, is_forward, is_item
+from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item
 from torchremat.graph.slicing import _eliminate_dead, _reference, slice_graph
 from torchremat.policies.replay_rules import draws_forward
 
@@ -90,7 +90,7 @@ def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
     found: dict[int, tuple[fx.Node, list[fx.Node]]] = {}
     for node in joint.module.graph.nodes:
         number = node.kwargs.get("call")
-        if number is None or not hasattr(node.target, "runner_of"):
+        if number is None or not is_checkpoint(node):
             continue
         if is_forward(node) and _program(node).known == ():
             found[number] = (node, [])
@@ -100,7 +100,7 @@ def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
 
 
 def _program(node: fx.Node) -> Any:
-    return _body(node).meta["program"]
+    return body_of(node).meta["program"]
 
 
 def _copied(joint: Joint) -> Joint:
@@ -164,7 +164,7 @@ def _open_backward(
     backward: fx.Node, forward: fx.Node, opening: Opening, items: Sequence[fx.Node]
 ) -> None:
     """Let `backward` read what the two forward calls keep, `items`, in place of what it read."""
-    body = _body(backward)
+    body = body_of(backward)
     program: FunctionProgram = body.meta["program"]
     joint, _, wanted = body.meta["slice"]
     values = [*opening.own, *opening.kept]

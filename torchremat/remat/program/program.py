@@ -23,7 +23,7 @@ from torchremat.autodiff.joint import Joint, TraceOptions
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import joint_at
-from torchremat.graph.nodes import base_of, inner_graphs_of, is_forward, is_identity
+from torchremat.graph.nodes import base_of, inner_graphs_of, is_forward, is_identity, is_inexact
 from torchremat.graph.ops import is_factorisation
 from torchremat.graph.schedule import GraphSchedule, scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
@@ -295,7 +295,7 @@ class Program(ABC):
     def floating_outputs(self) -> tuple[int, ...]:
         """Positions among all outputs of the tensors that may have a tangent."""
         outputs = enumerate(self.region.joint.outputs)
-        return tuple(i for i, o in outputs if isinstance(o, fx.Node) and _is_inexact(o))
+        return tuple(i for i, o in outputs if isinstance(o, fx.Node) and is_inexact(o))
 
     @cached_property
     def floating_tensors(self) -> tuple[int, ...]:
@@ -308,7 +308,7 @@ class Program(ABC):
     def discrete(self) -> tuple[int, ...]:
         """Positions among the tensor outputs of those that are integers or booleans."""
         nodes = self.output_nodes
-        return tuple(i for i, node in enumerate(nodes) if not _is_inexact(node))
+        return tuple(i for i, node in enumerate(nodes) if not is_inexact(node))
 
     # --- batching --------------------------------------------------------------------------------
 
@@ -777,8 +777,3 @@ def _keep_apart(module: fx.GraphModule, flags: Iterable[bool]) -> None:
 
 def _tensors(values: Sequence[Any]) -> list[fx.Node]:
     return [value for value in values if isinstance(value, fx.Node)]
-
-
-def _is_inexact(node: fx.Node) -> bool:
-    dtype = node.meta["val"].dtype  # a method of the value would be seen by a trace in progress
-    return bool(dtype.is_floating_point or dtype.is_complex)

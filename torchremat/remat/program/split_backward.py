@@ -1,12 +1,8 @@
 """The graph of a backward pass, cut in two: the gradients of some inputs, then those of others."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import fx
-
-from torchremat.graph.nodes import results_of
+from torchremat.graph.nodes import ancestors, results_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.remat.program.compiled_graph import Compiled
 from torchremat.remat.program.region import Mask
@@ -32,11 +28,11 @@ class TwoParts:
         gradients = results_of(module)
         early = [g if now else None for g, now in zip(gradients, first, strict=True)]
         late = [None if now else g for g, now in zip(gradients, first, strict=True)]
-        done = _ancestors(early)
+        done = ancestors(early)
         handed = list(
             dict.fromkeys(
                 value
-                for node in (_ancestors(late) - done)
+                for node in (ancestors(late) - done)
                 for value in node.all_input_nodes
                 if value in done and value.op not in ("placeholder", "get_attr")
             )
@@ -47,15 +43,3 @@ class TwoParts:
             Compiled.of(slice_graph(module, [*handed, *inputs], late), "backward_second", program),
             len(handed),
         )
-
-
-def _ancestors(values: Sequence[Any]) -> set[fx.Node]:
-    """The nodes that `values` are computed from, themselves included."""
-    found: set[fx.Node] = set()
-    left = [value for value in values if isinstance(value, fx.Node)]
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found

@@ -14,9 +14,18 @@ from torch import Tensor, fx
 
 from torchremat.core.avals import Aval
 from torchremat.core.source import Source
-from torchremat.graph.nodes import base_of, call_of, is_forward, is_item, is_view
+from torchremat.graph.nodes import (
+    base_of,
+    body_of,
+    call_of,
+    is_checkpoint,
+    is_forward,
+    is_item,
+    is_view,
+    item_index,
+    results_of,
+)
 from torchremat.graph.ops import packet_name
-from torchremat.remat.op.remat_op import remat_p
 from torchremat.remat.program.program import FunctionProgram, Program
 from torchremat.tracing.modules.module_paths import ModulePaths
 
@@ -60,12 +69,11 @@ class Scope:
         """The body that `call`, a node of this scope, runs."""
         body = body_of(call)
         nodes = list(body.graph.nodes)
-        (output,) = body.graph.find_nodes(op="output")
         return self._entered(
             call,
             nodes=nodes,
             inputs=[node for node in nodes if node.op == "placeholder"],
-            outputs=output.args[0],
+            outputs=results_of(body),
             program=_program(body),
         )
 
@@ -92,7 +100,7 @@ class Scope:
     @property
     def calls(self) -> list[fx.Node]:
         """The calls of checkpoints in the forward pass."""
-        return [node for node in self.nodes if is_forward(node) and is_remat(node)]
+        return [node for node in self.nodes if is_forward(node) and is_checkpoint(node)]
 
     def module_of(self, node: fx.Node) -> str:
         """The qualified name of the module that ran the operator of `node`, from the outermost."""
@@ -127,7 +135,7 @@ class Scope:
                 assert scope.call is not None
                 node = scope.call.args[1 + list(scope.inputs).index(node)]  # type: ignore[assignment]
                 scope = scope.outer
-            elif is_item(node) and is_remat(call_of(node)):
+            elif is_item(node) and is_checkpoint(call_of(node)):
                 scope, index = scope.inside(call_of(node)), item_index(node)
                 node = scope.outputs[index]
             else:
@@ -204,18 +212,6 @@ class Computed:
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 
-def is_remat(node: fx.Node) -> bool:
-    """Whether `node` calls a checkpoint."""
-    return node.op == "call_function" and node.target is remat_p
-
-
-def item_index(node: fx.Node) -> int:
-    """Which of several outputs `node` takes."""
-    index = node.args[1]
-    assert isinstance(index, int)
-    return index
-
-
 def program_of(call: fx.Node) -> FunctionProgram | None:
     """The program that the checkpoint `call` runs, if it is that of a function."""
     program = _program(body_of(call))
@@ -224,25 +220,16 @@ def program_of(call: fx.Node) -> FunctionProgram | None:
 
 def is_computed(node: fx.Node) -> bool:
     """Whether `node` is a tensor that an operator computes: no view, tuple, or size as a symbol."""
-    if node.op != "call_function" or is_remat(node) or is_view(node):
+    if node.op != "call_function" or is_checkpoint(node) or is_view(node):
         return False
     if is_item(node):
-        return not is_remat(call_of(node))
+        return not is_checkpoint(call_of(node))
     return is_tensor(node)
 
 
 def is_tensor(node: fx.Node) -> bool:
     """Whether `node` stands for a tensor, not for a tuple of them or a size that is a symbol."""
     return hasattr(node.meta.get("val"), "untyped_storage")
-
-
-def body_of(call: fx.Node) -> fx.GraphModule:
-    """The graph that the checkpoint `call` runs."""
-    reference, module = call.args[0], call.graph.owning_module
-    assert isinstance(reference, fx.Node)
-    body = getattr(module, str(reference.target))
-    assert isinstance(body, fx.GraphModule)
-    return body
 
 
 def _program(body: fx.GraphModule) -> Program | None:

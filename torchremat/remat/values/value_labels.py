@@ -7,10 +7,10 @@ from functools import cached_property
 from torch import fx
 
 from torchremat.core.source import Source
-from torchremat.graph.nodes import is_forward, is_item, is_view
+from torchremat.graph.nodes import is_checkpoint, is_forward, is_item, is_view
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.remat.program.program import FunctionProgram
-from torchremat.remat.values.scope import Computed, Key, Scope, is_remat
+from torchremat.remat.values.scope import Computed, Key, Scope
 
 # what the functional form of an operator that writes is called, apart from the underscore
 _FUNCTIONAL_NAMES = {"_native_batch_norm_legit_functional": "native_batch_norm"}
@@ -81,7 +81,7 @@ def _values(scope: Scope, programs: dict[tuple[str, ...], FunctionProgram]) -> I
     for node in scope.nodes:
         if node.op != "call_function" or not is_forward(node) or is_item(node):
             continue
-        if is_remat(node):
+        if is_checkpoint(node):
             inner = scope.whole_inside(node)
             if isinstance(inner.program, FunctionProgram):
                 programs[inner.path] = inner.program

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchremat.core.avals import Aval
-from torchremat.graph.nodes import base_of, call_of, is_item, is_view
+from torchremat.graph.nodes import base_of, call_of, is_item, is_view, results_of
 from torchremat.graph.ops import packet_name
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.simulate import roles_of_results
@@ -64,7 +64,7 @@ class Values:
         self.sources = _sources_of_gradients(self.told.inputs, backward)
         modules = backward_modules(self._operators([*nodes, *later]))
         roles = roles_of_results(forward)
-        results = _results_of(forward)
+        results = results_of(forward)
         if roles is not None:
             results = [r for r, role in zip(results, roles, strict=True) if role == "output"]
         self.results = {base_of(r).name for r in results if isinstance(r, fx.Node)}
@@ -72,7 +72,7 @@ class Values:
             is_const = i < self.told.num_consts or self._is_parameter(node)
             self._add(node, "forward", modules[node.name], is_const)
         if backward is not None:
-            results = _results_of(backward)
+            results = results_of(backward)
             self.results = {base_of(r).name for r in results if isinstance(r, fx.Node)}
         for node in later:
             self._add(node, "backward", modules[node.name], False)
@@ -179,15 +179,9 @@ def _nodes_of(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for node in graph.graph.nodes if node.op != "output"]
 
 
-def _results_of(graph: fx.GraphModule) -> list[Any]:
-    (output,) = graph.graph.find_nodes(op="output")
-    results = output.args[0]
-    return list(results) if isinstance(results, tuple | list) else [results]
-
-
 def _sources_of_gradients(inputs: Sequence[str], backward: fx.GraphModule | None) -> dict[str, str]:
     """The input that each gradient is of; what is a gradient of several is of the first."""
-    results = [] if backward is None else _results_of(backward)
+    results = [] if backward is None else results_of(backward)
     found: dict[str, str] = {}
     if len(results) == len(inputs):
         for name, result in zip(inputs, results, strict=True):

@@ -21,7 +21,7 @@ from torch import fx
 
 from torchremat.errors import ArgumentTypeError, GraphError
 from torchremat.graph.nodes import results_of
-from torchremat.planning.memory.interpreter import MemoryInterpreter, results_of, storages_in
+from torchremat.planning.memory.interpreter import MemoryInterpreter, storages_in
 from torchremat.planning.memory.timeline import Timeline
 
 

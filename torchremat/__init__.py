@@ -61,7 +61,7 @@ from torchremat.planning.api import plan
 from torchremat.planning.estimate import estimate
 from torchremat.policies.builtin import policy
 from torchremat.policies.checkpoint_name import checkpoint_name, name_p
-from torchremat.policies.verdicts import Offloadable, Recompute, Saveable
+from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Saveable
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.checkpoint import checkpoint as remat
 from torchremat.remat.op.make_graph import make_graph
@@ -80,6 +80,7 @@ __all__ = [
     "ConcretizationError",
     "EffectError",
     "NoMatchError",
+    "NotSaved",
     "Offloadable",
     "Recompute",
     "Saveable",

@@ -15,7 +15,7 @@ from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError
 from torchremat.graph.ops import split_arguments
 from torchremat.policies.builtin import Value
-from torchremat.policies.verdicts import Offloadable, Recompute, Saveable
+from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Saveable
 
 aten = torch.ops.aten
 X = Aval((2, 3), torch.float32)
@@ -47,7 +47,8 @@ def test_answers(answer):
     if kind.endswith("CPU_OFFLOAD"):
         assert verdict == Offloadable("device", "pinned_host")
     else:
-        assert verdict == (Saveable() if kind.endswith("SAVE") else Recompute())
+        no = Recompute() if kind == "MUST_RECOMPUTE" else NotSaved()
+        assert verdict == (Saveable() if kind.endswith("SAVE") else no)
 
 
 def test_the_function_is_called_as_pytorch_calls_it():
@@ -90,7 +91,7 @@ def test_it_is_asked_once_a_value_and_never_about_detach():
     policy = from_selective(every_second_mm())
     values = [MM, Value(aten.detach.default, (X,)), MM, MM]
     verdicts = [policy.decide(value) for value in values]
-    assert verdicts == [Saveable(), Recompute(), Recompute(), Saveable()]
+    assert verdicts == [Saveable(), NotSaved(), NotSaved(), Saveable()]
 
 
 def test_the_outputs_are_shown_if_known():
@@ -122,13 +123,13 @@ def test_nothing_of_a_surrounding_trace_is_disturbed():
 def test_a_list_saves_exactly_its_overloads():
     policy = from_selective([aten.mm.default])
     assert policy.decide(MM) == Saveable()
-    assert policy.decide(Value(aten.addmm.default, (X, X, X))) == Recompute()
+    assert policy.decide(Value(aten.addmm.default, (X, X, X))) == NotSaved()
     assert pickle.loads(pickle.dumps(policy)) == policy == from_selective((aten.mm.default,))
 
 
 def test_names_do_not_matter():
     value = Value(aten.mm.default, (X, Y), names=("a",))
-    assert from_selective([aten.sin.default]).decide(value) == Recompute()
+    assert from_selective([aten.sin.default]).decide(value) == NotSaved()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_a_nonsense_answer():
 
     policy = from_selective(my_policy)
     match = (
-        r"my_policy\) from test_selective.py:\d+ .*, asked about aten.mm.default, answered 'save'"
+        r"my_policy\) from test_from_selective.py:\d+ .*, asked about aten.mm.default, answered 'save'"
     )
     with pytest.raises(PolicyError, match=match):
         policy.decide(MM)

@@ -42,15 +42,15 @@ def test_dots_are_those_of_the_policy_that_saves_them(op):
         (("b",), TO_HOST),
         (("c", "d"), TO_HOST),
         (("a", "b"), tr.Saveable()),
-        (("d",), tr.Recompute()),
-        ((), tr.Recompute()),
+        (("d",), tr.NotSaved()),
+        ((), tr.NotSaved()),
     ],
 )
 def test_names(given, verdict):
     assert NAMES.decide(Value(aten.sin.default, names=given)) == verdict
     if len(given) == 1:
         found = NAMES(name_p, name=given[0])
-        assert found == {tr.Saveable(): True, tr.Recompute(): False}.get(verdict, verdict)
+        assert found == {tr.Saveable(): True, tr.NotSaved(): False}.get(verdict, verdict)
     assert NAMES(aten.mm.default) is False
 
 

@@ -9,7 +9,7 @@ from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.policies.builtin import Policy, Value, as_policy
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.verdicts import Offloadable, Recompute, Saveable
+from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Saveable
 
 aten = torch.ops.aten
 X = Aval((2, 3), torch.float32)
@@ -34,6 +34,10 @@ def save_sin(op, *avals, **params):
     return op is aten.sin.default
 
 
+def pickled(policy):
+    return pickle.loads(pickle.dumps(policy))
+
+
 def saved(policy):
     """Which of ALL the policy lets be saved."""
     return [value for value in ALL if policy.decide(value) == Saveable()]
@@ -56,7 +60,7 @@ BUILT = [
     cp.dots_saveable | cp.save_only_these_names("a") | cp.save_modules("head"),
     (cp.dots_saveable | cp.save_only_these_names("a")) & ~cp.save_ops("aten.mm"),
     ~(cp.dots_saveable & cp.save_only_these_names("a")) | cp.nothing_saveable,
-    ~~cp.dots_saveable,
+    ~cp.dots_saveable,
 ]
 
 
@@ -119,10 +123,10 @@ def test_what_is_saved(policy, expected):
         (cp.save_only_these_names("a"), aten.sin.default, {"name": "a"}, False),
         (cp.save_any_names_but_these("a"), name_p, {"name": "b"}, True),
         (cp.save_any_names_but_these("a"), aten.sin.default, {}, False),
-        (cp.save_anything_except_these_names("a"), name_p, {"name": "a"}, False),
+        (cp.save_anything_except_these_names("a"), name_p, {"name": "a"}, Recompute()),
         (cp.save_anything_except_these_names("a"), aten.sin.default, {}, True),
         (cp.save_ops("aten.pow"), aten.pow.Scalar, {"self": 2}, True),
-        (cp.recompute_ops("aten.pow"), aten.pow.Scalar, {"self": 2}, False),
+        (cp.recompute_ops("aten.pow"), aten.pow.Scalar, {"self": 2}, Recompute()),
         (cp.save_modules("head"), aten.sin.default, {}, False),
         (cp.recompute_modules("head"), aten.sin.default, {}, True),
         (cp.dots_saveable | cp.save_only_these_names("a"), name_p, {"name": "a"}, True),
@@ -149,8 +153,51 @@ def test_offloading_combines():
     assert offload.decide(SIN) == OFFLOAD
     assert (offload | cp.save_only_these_names("a")).decide(SIN_A) == Saveable()
     assert (offload & cp.everything_saveable).decide(SIN) == OFFLOAD
-    assert (~offload).decide(SIN) == Recompute()
+    assert (~offload).decide(SIN) == NotSaved()
     assert cp.save_from_both_policies(offload, cp.nothing_saveable).decide(SIN) == OFFLOAD
+
+
+def wrap_in_function(policy):
+    return lambda op, *avals, **params: policy(op, *avals, **params)
+
+
+def wrap_in_selective(policy):
+    return cp.from_selective(lambda ctx, op, *args, **kwargs: policy(op, *args, **kwargs))
+
+
+@pytest.mark.parametrize("wrap", [wrap_in_function, lambda p: ~~p, lambda p: pickled(p)])
+@pytest.mark.parametrize("policy", [*BUILT, as_policy(offload_sin)], ids=repr)
+def test_a_policy_decides_the_same_however_it_is_wrapped(policy, wrap):
+    wrapped = as_policy(wrap(policy))
+    assert [wrapped.decide(value) for value in ALL] == [policy.decide(value) for value in ALL]
+    again = as_policy(wrap_in_function(wrapped | cp.nothing_saveable) | cp.nothing_saveable)
+    assert [again.decide(value) for value in ALL] == [policy.decide(value) for value in ALL]
+
+
+def test_from_selective_keeps_the_difference():
+    insisting = wrap_in_selective(cp.recompute_ops(aten.sin))
+    assert insisting.decide(SIN) == Recompute()
+    assert wrap_in_selective(cp.save_ops(aten.mm)).decide(SIN) == NotSaved()
+
+
+def test_twice_the_complement_is_the_policy():
+    assert all(~~policy == policy for policy in BUILT)
+    assert repr(~~cp.dots_saveable) == "dots_saveable"
+
+
+def test_a_policy_asked_about_another_call_answers_for_that_call():
+    """Only the very call that is in question stands for the value, with its names and module."""
+    heads = cp.save_modules("layers.*")
+    assert as_policy(wrap_in_function(heads)).decide(MM) == Saveable()
+    assert as_policy(lambda op, *avals, **params: heads(op, *avals[1:])).decide(MM) == NotSaved()
+    assert heads(MM.op, *MM.avals) is False
+
+
+def test_a_verdict_of_no_is_false():
+    def policy(op, *avals, **params):
+        return cp.recompute_ops("aten.sin")(op, *avals, **params) or op is aten.sin.default
+
+    assert as_policy(policy).decide(SIN) == Saveable()
 
 
 def test_a_users_callable_is_asked_of_the_op_and_of_each_name():

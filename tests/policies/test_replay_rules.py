@@ -1,5 +1,7 @@
 """Operators that select, and those that add in any order, are saved unless a policy insists."""
 
+import pickle
+
 import pytest
 import torch
 from torch import fx, nn
@@ -40,12 +42,23 @@ def test_what_selects_is_saved(name, policy):
         assert all(row.reason.startswith("it selects") for row in selected)
 
 
+def wrap(policy):
+    return lambda op, *avals, **params: policy(op, *avals, **params)
+
+
+TOPK = policies.recompute_ops("aten.topk")
+
+
 @pytest.mark.parametrize(
     "policy",
     [
-        policies.recompute_ops("aten.topk") & policies.nothing_saveable,
+        TOPK & policies.nothing_saveable,
         lambda op, *avals, **params: tr.Recompute,
         lambda op, *avals, **params: tr.Recompute() if "topk" in str(op) else False,
+        wrap(TOPK & policies.nothing_saveable),
+        ~~(TOPK & policies.nothing_saveable),
+        pickle.loads(pickle.dumps(TOPK)) & wrap(policies.nothing_saveable),
+        policies.from_selective(lambda ctx, op, *args, **kwargs: tr.Recompute()) | "full",
     ],
 )
 def test_a_policy_that_insists_is_followed(policy):
@@ -56,6 +69,27 @@ def test_a_policy_that_insists_is_followed(policy):
     ours = tr.checkpoint(fun, policy=policy)
     assert tr.explain(ours, x).total == 0
     assert_same(derivatives(ours, [x], [x]), derivatives(fun, [x], [x]))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        wrap(policies.nothing_saveable),
+        ~~policies.nothing_saveable,
+        ~policies.everything_saveable,
+        lambda op, *avals, **params: tr.NotSaved,
+        policies.from_selective([]),
+        policies.save_ops("aten.exp") & wrap(policies.save_ops("aten.exp")),
+    ],
+)
+@pytest.mark.parametrize("name", ["topk", "sort", "argmax"])
+def test_a_policy_that_does_not_insist_leaves_it_to_the_library(name, policy):
+    def fun(x):
+        return SELECTING[name](x.sin()).exp()
+
+    x = torch.randn(4, 5, dtype=D, requires_grad=True)
+    reasons = {row.reason for row in tr.explain(fun, x, policy=policy) if row.dtype == torch.int64}
+    assert reasons == {"it selects among values, and a replay might select others"}
 
 
 class Experts(nn.Module):

@@ -8,33 +8,42 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.policies.verdicts import (
+    NotSaved,
     Offloadable,
     Recompute,
     Saveable,
     as_answer,
     as_verdict,
-    both,
-    either,
-    opposite,
+    complement,
+    intersection,
+    union,
 )
 
 OFFLOAD = Offloadable("device", "pinned_host")
 ELSEWHERE = Offloadable("device", torch.device("cpu"))
-ALL = [Recompute(), OFFLOAD, Saveable()]
+ALL = [NotSaved(), Recompute(), OFFLOAD, Saveable()]
 
 
 @pytest.mark.parametrize("verdict", [*ALL, ELSEWHERE])
 def test_verdicts_are_values(verdict):
     assert pickle.loads(pickle.dumps(verdict)) == verdict
     assert hash(pickle.loads(pickle.dumps(verdict))) == hash(verdict)
+    assert eval(repr(verdict).replace("device(type=", "torch.device(type=")) == verdict
+
+
+def test_two_verdicts_that_differ_are_two_values():
+    assert len({*ALL, ELSEWHERE}) == 5
+    assert False not in ALL
+    assert [bool(verdict) for verdict in ALL] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
     ("answer", "verdict"),
     [
         (True, Saveable()),
-        (False, Recompute()),
+        (False, NotSaved()),
         (Saveable, Saveable()),
+        (NotSaved, NotSaved()),
         (Recompute, Recompute()),
         *((verdict, verdict) for verdict in ALL),
     ],
@@ -63,19 +72,21 @@ def test_what_is_no_answer_is_a_type_error(answer, match):
     assert isinstance(info.value, TypeError)
 
 
-def test_or_keeps_the_most_and_and_the_least():
-    for i, j in itertools.product(range(3), repeat=2):
-        assert either(ALL[i], ALL[j]) == ALL[max(i, j)]
-        assert both(ALL[i], ALL[j]) == ALL[min(i, j)]
+def test_union_saves_the_most_and_intersection_the_least():
+    """A verdict that insists overrules one that does not ask, in both."""
+    least_first = [Recompute(), NotSaved(), OFFLOAD, Saveable()]
+    for i, j in itertools.product(range(4), repeat=2):
+        assert union(ALL[i], ALL[j]) == ALL[max(i, j)]
+        assert intersection(least_first[i], least_first[j]) == least_first[min(i, j)]
 
 
 def test_of_two_ways_to_offload_the_left_one_stands():
-    assert either(OFFLOAD, ELSEWHERE) == both(OFFLOAD, ELSEWHERE) == OFFLOAD
-    assert either(ELSEWHERE, OFFLOAD) == both(ELSEWHERE, OFFLOAD) == ELSEWHERE
+    assert union(OFFLOAD, ELSEWHERE) == intersection(OFFLOAD, ELSEWHERE) == OFFLOAD
+    assert union(ELSEWHERE, OFFLOAD) == intersection(ELSEWHERE, OFFLOAD) == ELSEWHERE
 
 
-def test_opposite():
-    assert [opposite(verdict) for verdict in ALL] == [Saveable(), Recompute(), Recompute()]
+def test_complement():
+    assert [complement(v) for v in ALL] == [Saveable(), Saveable(), NotSaved(), NotSaved()]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Source: `jax/_src/ad_checkpoint.py`. A policy's class holds what it was made of;
 functions, and the four policies that are made of nothing.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ from torchremat.graph.ops import (
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, PolicyLike, Value, as_policy, policy
 from torchremat.policies.spelling import register_word, spell
-from torchremat.policies.verdicts import UNSAID, Recompute, Saveable, Verdict
+from torchremat.policies.verdicts import NotSaved, Recompute, Saveable, Verdict
 
 __all__ = [
     "Policy",
@@ -148,7 +148,7 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
 @dataclass(frozen=True, repr=False)
-class _Listing(_BuiltIn):
+class _Listing(_BuiltIn, ABC):
     """A policy made of strings: names, names of operators or patterns, in the order given."""
 
     items: tuple[str, ...]
@@ -167,11 +167,7 @@ class _Listing(_BuiltIn):
     def decide(self, value: Value) -> Verdict:
         if self._saves(value):
             return Saveable()
-        return Recompute() if self._lists(value) else UNSAID
-
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool:
-        names = (params["name"],) if op is name_p else ()
-        return self._saves(Value(op, avals, params, names))
+        return Recompute() if self._lists(value) else NotSaved()
 
     def unmatched(self, values: Sequence[Value]) -> list[str]:
         return [

@@ -19,7 +19,8 @@ from torchremat.errors import PolicyError
 from torchremat.graph.ops import join_arguments, op_name
 from torchremat.policies.policy import Policy, Value, source_of
 from torchremat.policies.verdicts import (
-    UNSAID,
+    Answer,
+    NotSaved,
     Offloadable,
     Recompute,
     Saveable,
@@ -79,20 +80,20 @@ class Selective(Policy):
 
     def decide(self, value: Value) -> Verdict:
         if op_name(value.op) in _NEVER_ASKED:
-            return Recompute()
+            return NotSaved()
         with isolated_from_surroundings():
             ctx = SelectiveCheckpointContext(is_recompute=False)
             outputs = tuple(map(_on_meta, value.outputs))
             ctx.op_output = outputs[0] if len(outputs) == 1 else outputs
             args, kwargs = tree_map(_on_meta, join_arguments(value.op, value.avals, value.params))
             answer = self.policy_fn(ctx, value.op, *args, **kwargs)
-        if answer is CheckpointPolicy.PREFER_RECOMPUTE:  # what one answers to all the rest
-            return UNSAID
+        if answer is CheckpointPolicy.PREFER_RECOMPUTE:  # the usual answer to all the rest
+            return NotSaved()
         if isinstance(answer, CheckpointPolicy):
             return _VERDICTS[answer.name.partition("_")[2]]
         return as_verdict(answer, self, value.op)
 
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> Answer:
         return as_answer(self.decide(Value(op, avals, params)))
 
     @property

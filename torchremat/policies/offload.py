@@ -13,10 +13,9 @@ from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 from torchremat.graph.ops import is_dot_with_no_batch_dims
 from torchremat.policies.builtin import checked_items
-from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value
 from torchremat.policies.spelling import register_word, spell
-from torchremat.policies.verdicts import UNSAID, Offloadable, Saveable, Verdict, as_answer
+from torchremat.policies.verdicts import Answer, NotSaved, Offloadable, Saveable, Verdict
 
 __all__ = ["offload_dot_with_no_batch_dims", "save_and_offload_only_these_names"]
 
@@ -31,12 +30,11 @@ class OffloadDotWithNoBatchDims(Policy):
 
     verdict: Offloadable
 
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> Answer:
         return self.verdict if is_dot_with_no_batch_dims(op, *avals) else False
 
     @property
     def spelling(self) -> str | None:
-        """See `Policy.spelling`; there is one for the usual places."""
         return "offload_dot_with_no_batch_dims" if self.verdict == _USUAL else None
 
     def __repr__(self) -> str:
@@ -75,17 +73,12 @@ class SaveAndOffloadOnlyTheseNames(Policy):
     verdict: Offloadable
 
     def decide(self, value: Value) -> Verdict:
-        """See `Policy.decide`. What has a name of each kind is saved."""
+        # a value with a name of each kind is saved
         if not set(self.saved).isdisjoint(value.names):
             return Saveable()
-        return UNSAID if set(self.offloaded).isdisjoint(value.names) else self.verdict
-
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
-        names = (params["name"],) if op is name_p else ()
-        return as_answer(self.decide(Value(op, avals, params, names)))
+        return NotSaved() if set(self.offloaded).isdisjoint(value.names) else self.verdict
 
     def unmatched(self, values: Sequence[Value]) -> list[str]:
-        """See `Policy.unmatched`."""
         return list(self._unmatched({name for value in values for name in value.names}))
 
     def _unmatched(self, known: set[str]) -> Iterator[str]:
@@ -96,7 +89,6 @@ class SaveAndOffloadOnlyTheseNames(Policy):
 
     @property
     def spelling(self) -> str | None:
-        """See `Policy.spelling`; there is one if names are only offloaded, to the usual place."""
         if self.saved or not self.offloaded or self.verdict != _USUAL:
             return None
         return spell("offload_names", self.offloaded)
@@ -133,6 +125,7 @@ def save_and_offload_only_these_names(
         PolicyValueError: (a `ValueError`) for an empty name, one that is in both lists, or a place
             that is none.
 
+    >>> from torchremat import name_p
     >>> policy = save_and_offload_only_these_names(
     ...     names_which_can_be_saved=["attn"], names_which_can_be_offloaded=["mlp"],
     ...     offload_src="device", offload_dst="pinned_host")

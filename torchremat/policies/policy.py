@@ -1,17 +1,20 @@
-"""What a policy is, and how policies combine.
+"""The class of policies, and how policies combine.
 
 A policy is any callable `policy(op, *avals, **params)` that answers, of one call of one operator,
-whether its outputs may be saved. `Policy` is that and one question more, `decide`, which is asked
-of a *value*: what an operator computed, with the names it was given and the module that ran it. The
-difference matters for complements. "All but what is named a", asked about one operator after the
-other, saves the value before it gets its name; JAX's `save_anything_except_these_names` does so.
-Asked about the value it cannot.
+whether its outputs may be saved. `Policy` adds one question, `decide`, about a *value*: the result
+of an operator, with its names and the module that ran it. The difference matters for complements.
+"All but what is named a", asked about one operator after the other, saves the value before it gets
+its name; JAX's `save_anything_except_these_names` does so. Asked about the value it cannot.
+
+A policy that calls other policies asks them in JAX's way, `p(op, *avals, **params)`, which names no
+value. `decide` therefore remembers its value for as long as it runs: asked about that very call,
+`p` answers what `p.decide(value)` says. So a function that wraps a policy decides as the policy.
 """
 
 import functools
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -24,7 +27,15 @@ from torchremat.errors import PolicyError, PolicyFailedError, TorchrematError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.policies import spelling as policy_spelling
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.verdicts import Verdict, as_answer, as_verdict, both, either, opposite
+from torchremat.policies.verdicts import (
+    Answer,
+    Verdict,
+    as_answer,
+    as_verdict,
+    complement,
+    intersection,
+    union,
+)
 
 __all__ = ["MATCHES_NOTHING", "Policy", "PolicyLike", "Value", "as_policy", "policy", "source_of"]
 
@@ -54,6 +65,9 @@ class Value:
     index: int = 0
 
 
+_value_in_question: ContextVar[Value | None] = ContextVar("_value_in_question", default=None)
+
+
 MATCHES_NOTHING = " matches nothing in what was traced"
 """What each message of `Policy.unmatched` says, after naming the policy and what it names."""
 
@@ -71,7 +85,7 @@ class Failed:
     node: fx.Node | None
 
 
-class Policy(ABC):
+class Policy:
     """Says which values of the forward pass may be saved for the backward.
 
     Policies are values: equal when built alike, hashable, picklable where what they are made of is,
@@ -86,19 +100,26 @@ class Policy(ABC):
     'dots|names:attn'
     """
 
-    @abstractmethod
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
-        """Whether the outputs of a call of `op` may be saved (JAX's protocol)."""
+    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> Answer:
+        """Whether the outputs of a call of `op` may be saved (JAX's protocol).
+
+        `True` and `False` stand for `Saveable` and `NotSaved`; the other verdicts are themselves.
+        """
+        return as_answer(self.decide(_value_of_call(op, avals, params)))
 
     def decide(self, value: Value) -> Verdict:
         """Whether `value` may be saved: as the product of its operator, or under one of its names.
 
         Raises `PolicyError` (a `TypeError`) if the policy answers with what is no verdict.
         """
-        verdict = self._verdict(value.op, *value.avals, **value.params)
-        named = value.outputs[value.index : value.index + 1]
-        for name in value.names:
-            verdict = either(verdict, self._verdict(name_p, *named, name=name))
+        token = _value_in_question.set(value)
+        try:
+            verdict = self._verdict(value.op, *value.avals, **value.params)
+            named = value.outputs[value.index : value.index + 1]
+            for name in value.names:
+                verdict = union(verdict, self._verdict(name_p, *named, name=name))
+        finally:
+            _value_in_question.reset(token)
         return verdict
 
     def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
@@ -133,25 +154,25 @@ class Policy(ABC):
         return None
 
     def __or__(self, other: "PolicyLike") -> "Policy":
-        return Either(_parts(Either, self) + _parts(Either, as_policy(other)))
+        return Union(_parts(Union, self) + _parts(Union, as_policy(other)))
 
     def __ror__(self, other: "PolicyLike") -> "Policy":
         return as_policy(other) | self
 
     def __and__(self, other: "PolicyLike") -> "Policy":
-        return Both(_parts(Both, self) + _parts(Both, as_policy(other)))
+        return Intersection(_parts(Intersection, self) + _parts(Intersection, as_policy(other)))
 
     def __rand__(self, other: "PolicyLike") -> "Policy":
         return as_policy(other) & self
 
     def __invert__(self) -> "Policy":
-        return Opposite(self)
+        return Complement(self)
 
     def __str__(self) -> str:
         return self.spelling or repr(self)
 
 
-PolicyLike: TypeAlias = Policy | str | Callable[..., bool | Verdict | type]
+PolicyLike: TypeAlias = Policy | str | Callable[..., Answer | type]
 
 
 # --- combinations --------------------------------------------------------------------------------
@@ -171,18 +192,12 @@ class _Combination(Policy):
         messages = [message for policy in self.policies for message in policy.unmatched(values)]
         return list(dict.fromkeys(messages))
 
-    def _answers(self, op: object, avals: Sequence[Aval], params: dict[str, Any]) -> list[Verdict]:
-        return [as_verdict(policy(op, *avals, **params), policy, op) for policy in self.policies]
 
-
-class Either(_Combination):
-    """`p | q`: what one of the policies lets be saved may be saved."""
-
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
-        return as_answer(functools.reduce(either, self._answers(op, avals, params)))
+class Union(_Combination):
+    """`p | q`: a value may be saved if one of the policies lets it be saved."""
 
     def decide(self, value: Value) -> Verdict:
-        return functools.reduce(either, (policy.decide(value) for policy in self.policies))
+        return functools.reduce(union, (policy.decide(value) for policy in self.policies))
 
     @property
     def spelling(self) -> str | None:
@@ -193,40 +208,49 @@ class Either(_Combination):
         return " | ".join(map(_operand, self.policies))
 
 
-class Both(_Combination):
-    """`p & q`: what all of the policies let be saved may be saved."""
-
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
-        return as_answer(functools.reduce(both, self._answers(op, avals, params)))
+class Intersection(_Combination):
+    """`p & q`: a value may be saved if all of the policies let it be saved."""
 
     def decide(self, value: Value) -> Verdict:
-        return functools.reduce(both, (policy.decide(value) for policy in self.policies))
+        return functools.reduce(intersection, (policy.decide(value) for policy in self.policies))
 
     def __repr__(self) -> str:
         return " & ".join(map(_operand, self.policies))
 
 
 @dataclass(frozen=True, repr=False)
-class Opposite(Policy):
-    """`~p`: what the policy lets be kept may not be saved, all else may."""
+class Complement(Policy):
+    """`~p`: a value may be saved if the policy does not let it be saved. `~~p` is `p`."""
 
     policy: Policy
 
     def __post_init__(self) -> None:
         _refuse_whole(self.policy)
 
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
-        answer = self.policy(op, *avals, **params)
-        return as_answer(opposite(as_verdict(answer, self.policy, op)))
-
     def decide(self, value: Value) -> Verdict:
-        return opposite(self.policy.decide(value))
+        return complement(self.policy.decide(value))
+
+    def __invert__(self) -> Policy:
+        return self.policy
 
     def unmatched(self, values: Sequence[Value]) -> list[str]:
         return self.policy.unmatched(values)
 
     def __repr__(self) -> str:
         return f"~{_operand(self.policy)}"
+
+
+def _value_of_call(op: object, avals: tuple[Aval, ...], params: dict[str, Any]) -> Value:
+    """The value that a policy is asked about by this call: the one in question, if it fits."""
+    value = _value_in_question.get()
+    if value is not None:
+        if (op, avals, params) == (value.op, value.avals, value.params):
+            return value
+        if op is name_p and params["name"] in value.names:
+            return value
+    if op is name_p:
+        return Value(op, avals, params, names=(params["name"],), outputs=avals)
+    return Value(op, avals, params)
 
 
 def _refuse_whole(policy: Policy) -> None:
@@ -251,7 +275,7 @@ def decide_for_compiler(policy: Policy, value: Value) -> Verdict:
     Raises `PolicyFailedError` (a `RuntimeError`) if the policy raises what is no error of ours.
     """
     try:
-        return policy.decide(value)
+        return as_verdict(policy.decide(value), policy, value.op)
     except TorchrematError:
         raise
     except Exception as error:
@@ -273,10 +297,7 @@ def decide_for_compiler(policy: Policy, value: Value) -> Verdict:
 class FunctionPolicy(Policy):
     """A user's own callable. It is asked of a value's operator, then of each of its names."""
 
-    function: Callable[..., bool | Verdict | type]
-
-    def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool | Verdict:
-        return as_answer(self._verdict(op, *avals, **params))
+    function: Callable[..., Answer | type]
 
     def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
         try:

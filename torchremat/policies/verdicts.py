@@ -1,13 +1,15 @@
-"""Verdicts: what a policy answers of a value, and how answers combine.
+"""Verdicts: a policy's answer about one value, and how two answers combine.
 
-A verdict is a permission. `Saveable` *lets* a value be saved; it is, if the backward pass needs it.
-The verdicts are ordered by what they keep on the device, `Recompute < Offloadable < Saveable`:
+A verdict is a permission. `Saveable` *lets* a value be saved; it is saved if the backward pass
+needs it. Two verdicts say no: `NotSaved` leaves the last word to the library, which saves a value
+whose recomputation is unsafe (`policies/replay_rules.py`); `Recompute` insists.
 
-    p | q    the greater of the two    (any keeps it: it is kept, by the quickest way)
-    p & q    the lesser of the two     (any recomputes it: it is recomputed)
-    ~p       Recompute becomes Saveable; Saveable and Offloadable become Recompute
+    p | q    the later of the two in `NotSaved, Recompute, Offloadable, Saveable`
+    p & q    the earlier of the two in `Recompute, NotSaved, Offloadable, Saveable`
+    ~p       `NotSaved` and `Recompute` become `Saveable`; all else becomes `NotSaved`
 
-Of two `Offloadable` with different places the left one stands, in `|` and `&` alike.
+So a policy that insists overrules one that does not ask, in `|` and in `&`. Of two `Offloadable`
+with different places the left one stands.
 """
 
 from dataclasses import dataclass
@@ -23,20 +25,51 @@ _PLACES = ("device", "pinned_host")
 
 @dataclass(frozen=True, slots=True)
 class Saveable:
-    """The value may be saved for the backward pass, where it is. `True` says the same."""
+    """The value may be saved for the backward pass, where it is. `True` means this verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotSaved:
+    """The policy does not ask for the value to be saved. `False` means this verdict.
+
+    The value is recomputed, unless that is unsafe: the library saves what selects (`topk`,
+    `sort`), what communicates, and what adds with atomics. `Recompute` insists instead. Like
+    `False`, this verdict is false.
+
+    >>> import torch
+    >>> import torchremat as tr
+    >>> def largest(x):
+    ...     return x.sin().topk(2).values.exp()
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> tr.explain(largest, x, policy=lambda op, *avals, **params: tr.NotSaved()).total
+    24
+    >>> tr.explain(largest, x, policy=lambda op, *avals, **params: tr.Recompute()).total
+    0
+    """
+
+    def __bool__(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The value may not be saved: what needs it recomputes it. `False` says the same."""
+    """The policy insists that the value is recomputed, even if the result may differ.
+
+    `False` means `NotSaved`, which does not insist. What must never run twice, a random draw or a
+    write to an argument, is saved under this verdict too. Like `False`, this verdict is false, so
+    that `p(op) or q(op)` reads as it does for bools.
+    """
+
+    def __bool__(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class Offloadable:
-    """The value may be kept in another memory: moved from `src` to `dst`, and back when needed.
+    """The value may be saved in another memory: moved from `src` to `dst`, and back when needed.
 
-    Values on the CPU or a GPU go to the host's memory, `"pinned_host"` or `torch.device("cpu")`:
-    see `remat/host_pool.py`. Elsewhere they stay, with an `OffloadWarning`.
+    Values on the CPU or a GPU go to the host's memory, `"pinned_host"` or `torch.device("cpu")`.
+    Elsewhere they stay, with an `OffloadWarning`.
 
     `src` and `dst` are each `"device"`, `"pinned_host"` or a `torch.device`, and differ; else
     `PolicyError` (a `TypeError`) or `PolicyValueError` (a `ValueError`) is raised.
@@ -58,84 +91,71 @@ class Offloadable:
             )
 
 
-Verdict: TypeAlias = Saveable | Recompute | Offloadable
+Verdict: TypeAlias = Saveable | NotSaved | Recompute | Offloadable
+Answer: TypeAlias = bool | Verdict
 
-UNSAID = Recompute()
-"""The verdict, equal to any `Recompute`, on what a policy leaves out: it does not insist."""
-
-_RANKS: dict[type, int] = {Recompute: 0, Offloadable: 1, Saveable: 2}
+_UNION_ORDER = (NotSaved, Recompute, Offloadable, Saveable)
+_INTERSECTION_ORDER = (Recompute, NotSaved, Offloadable, Saveable)
 
 
 def as_verdict(answer: object, policy: object, op: object = None) -> Verdict:
     """The verdict that `answer`, given by `policy` when asked about `op`, stands for.
 
-    `True`, `False`, the verdicts and the classes `Saveable` and `Recompute` stand for one. All else
+    `True`, `False`, the verdicts and their classes (but `Offloadable`) stand for one. All else
     raises `PolicyError` (a `TypeError`), also what is merely true or false (`1`, `numpy.True_`, a
     tensor): an accident in a policy is more likely than a meaning.
 
-    >>> as_verdict(True, "my_policy"), as_verdict(Recompute, "my_policy")
-    (Saveable(), Recompute())
+    >>> as_verdict(True, "my_policy"), as_verdict(False, "my_policy")
+    (Saveable(), NotSaved())
     """
     if isinstance(answer, bool):
-        return Saveable() if answer else UNSAID
-    if isinstance(answer, Saveable | Recompute | Offloadable):
+        return Saveable() if answer else NotSaved()
+    if isinstance(answer, Verdict):
         return answer
-    if answer is Saveable or answer is Recompute:
-        return Saveable() if answer is Saveable else Recompute()
+    for kind in (Saveable, NotSaved, Recompute):
+        if answer is kind:
+            return kind()
     raise PolicyError(
-        f"the policy {_described(policy)}{_asked(op)} answered {answer!r} "
+        f"the policy {_describe(policy)}{_name_question(op)} answered {answer!r} "
         f"({type(answer).__name__}). A policy answers True or False, tr.Saveable, tr.Recompute or "
-        f"tr.Offloadable(src, dst). {_cure(answer)}"
+        f"tr.Offloadable(src, dst). {_suggest_cure(answer)}"
     )
 
 
-def as_answer(verdict: Verdict) -> bool | Offloadable:
+def as_answer(verdict: Verdict) -> Answer:
     """The plainest answer that stands for `verdict`: a bool wherever one does.
 
-    >>> as_answer(Saveable()), as_answer(Recompute())
-    (True, False)
+    >>> as_answer(Saveable()), as_answer(NotSaved()), as_answer(Recompute())
+    (True, False, Recompute())
     """
-    return verdict if isinstance(verdict, Offloadable) else isinstance(verdict, Saveable)
+    return bool(verdict) if isinstance(verdict, Saveable | NotSaved) else verdict
 
 
-def either(left: Verdict, right: Verdict) -> Verdict:
-    """What `p | q` says where `p` says `left` and `q` says `right`.
+def union(left: Verdict, right: Verdict) -> Verdict:
+    """The verdict of `p | q` where `p` says `left` and `q` says `right`.
 
-    >>> either(Recompute(), Offloadable("device", "pinned_host"))
+    >>> union(Recompute(), Offloadable("device", "pinned_host"))
     Offloadable(src='device', dst='pinned_host')
     """
-    if left is UNSAID:
-        return right
-    return right if _RANKS[type(right)] > _RANKS[type(left)] else left
+    return max(left, right, key=lambda verdict: _UNION_ORDER.index(type(verdict)))
 
 
-def both(left: Verdict, right: Verdict) -> Verdict:
-    """What `p & q` says where `p` says `left` and `q` says `right`.
+def intersection(left: Verdict, right: Verdict) -> Verdict:
+    """The verdict of `p & q` where `p` says `left` and `q` says `right`.
 
-    >>> both(Saveable(), Offloadable("device", "pinned_host"))
+    >>> intersection(Saveable(), Offloadable("device", "pinned_host"))
     Offloadable(src='device', dst='pinned_host')
     """
-    if left is UNSAID:
-        return right if isinstance(right, Recompute) else left
-    return right if _RANKS[type(right)] < _RANKS[type(left)] else left
+    return min(left, right, key=lambda verdict: _INTERSECTION_ORDER.index(type(verdict)))
 
 
-def opposite(verdict: Verdict) -> Verdict:
-    """What `~p` says where `p` says `verdict`.
+def complement(verdict: Verdict) -> Verdict:
+    """The verdict of `~p` where `p` says `verdict`.
 
-    >>> opposite(Offloadable("device", "pinned_host"))
-    Recompute()
+    >>> complement(Recompute()), complement(Saveable())
+    (Saveable(), NotSaved())
     """
-    return Saveable() if isinstance(verdict, Recompute) else UNSAID
-
-
-def insists(verdict: Verdict) -> bool:
-    """Whether the policy means this very value to be computed again, and not just all the others.
-
-    >>> insists(Recompute()), insists(as_verdict(False, "my_policy"))
-    (True, False)
-    """
-    return isinstance(verdict, Recompute) and verdict is not UNSAID
+    return Saveable() if isinstance(verdict, NotSaved | Recompute) else NotSaved()
 
 
 def _check_place(end: str, place: object) -> None:
@@ -150,16 +170,16 @@ def _check_place(end: str, place: object) -> None:
         )
 
 
-def _described(policy: object) -> str:
+def _describe(policy: object) -> str:
     source = getattr(policy, "source", None)
     return f"{policy!r}" if source is None else f"{policy!r} from {source}"
 
 
-def _asked(op: object) -> str:
+def _name_question(op: object) -> str:
     return "" if op is None else f", asked about {op_name(op)},"
 
 
-def _cure(answer: object) -> str:
+def _suggest_cure(answer: object) -> str:
     if answer is None:
         return "Does a branch of it lack a `return`?"
     if answer is Offloadable:

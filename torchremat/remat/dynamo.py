@@ -22,7 +22,7 @@ from torchremat.policies.builtin import Policy, PolicyLike, Value, as_policy
 from torchremat.policies.checkpoint_name import TakesNames
 from torchremat.policies.policy import decide_for_compiler
 from torchremat.policies.replay_rules import selects
-from torchremat.policies.verdicts import Offloadable, Recompute, Verdict, insists
+from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Verdict
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of
 
 
@@ -113,8 +113,9 @@ class _Decide(TakesNames):
                 "does not: they are saved on their device. Without the compiler they are offloaded",
                 OffloadWarning,
             )
-        is_again = isinstance(verdict, Recompute) and (insists(verdict) or not selects(op))
-        return _torch.MUST_RECOMPUTE if is_again else _torch.MUST_SAVE
+        is_safe_to_replay = isinstance(verdict, NotSaved) and not selects(op)
+        recomputes = is_safe_to_replay or isinstance(verdict, Recompute)
+        return _torch.MUST_RECOMPUTE if recomputes else _torch.MUST_SAVE
 
 
 def _asked(policy: Policy, value: Value) -> Verdict:

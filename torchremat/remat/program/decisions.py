@@ -28,7 +28,7 @@ from torchremat.policies.builtin import Policy, Value
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, decide_for_compiler
 from torchremat.policies.replay_rules import value_inside, why_kept, why_not_replayed
-from torchremat.policies.verdicts import Offloadable, Recompute, insists
+from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
 
 Decision = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
@@ -82,13 +82,13 @@ class Choices:
         if self._by_compiler:
             verdict = decide_for_compiler(self.policy, value)
         else:
-            verdict = self.policy.decide(value)
+            verdict = as_verdict(self.policy.decide(value), self.policy, value.op)
         if isinstance(verdict, Offloadable):
             return self._offloaded(node, verdict)
-        if not isinstance(verdict, Recompute):
+        if isinstance(verdict, Saveable):
             return Choice("saved", f"{self.policy}")
         forced = why_not_replayed(node)
-        if forced is None and not insists(verdict):
+        if forced is None and isinstance(verdict, NotSaved):
             forced = why_kept(node)
         if forced is not None:
             self.forced.add(node)

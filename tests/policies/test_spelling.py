@@ -5,7 +5,7 @@ import torchremat as tr
 from torchremat import checkpoint_policies as cp
 from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.policies.builtin import as_policy, policy
-from torchremat.policies.spelling import known_spellings
+from torchremat.policies.spelling import list_spellings
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_what_has_no_spelling_is_printed_as_code(unspelled):
 def test_each_spelling_that_errors_show_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tr.plan(torch.sin, torch.ones(2, requires_grad=True), budget=1.0).save("file.json")
-    assert {str(policy(text)) for text in known_spellings()} == set(known_spellings())
+    assert {str(policy(text)) for text in list_spellings()} == set(list_spellings())
 
 
 @pytest.mark.parametrize(

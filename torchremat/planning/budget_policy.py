@@ -15,7 +15,7 @@ from torchremat.planning.planner import Planner, check_solver, host_rate_of
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
 from torchremat.policies.builtin import Policy
 from torchremat.policies.policy import Failed
-from torchremat.policies.spelling import register_word
+from torchremat.policies.spelling import register_spelling
 from torchremat.remat.program.program import FunctionProgram
 
 
@@ -223,6 +223,6 @@ def from_plan(plan: Plan | str) -> Policy:
     return FromPlan(loaded.to_json(), str(plan))
 
 
-register_word("budget", memory_budget, "8GiB", function="memory_budget")
-register_word("saved", limit_saved, "200MiB")
-register_word("plan", from_plan, "file.json", function="from_plan")
+register_spelling("budget", memory_budget, "8GiB", function="memory_budget")
+register_spelling("saved", limit_saved, "200MiB")
+register_spelling("plan", from_plan, "file.json", function="from_plan")

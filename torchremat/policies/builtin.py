@@ -22,7 +22,7 @@ from torchremat.graph.ops import (
 )
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, PolicyLike, Value, as_policy, policy
-from torchremat.policies.spelling import register_word, spell
+from torchremat.policies.spelling import register_spelling, spell
 from torchremat.policies.verdicts import NotSaved, Recompute, Saveable, Verdict
 
 __all__ = [
@@ -406,38 +406,38 @@ for _policy in (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
 ):
-    register_word(_policy.word, type(_policy), function=_policy.function)
+    register_spelling(_policy.word, type(_policy), function=_policy.function)
 
 
-register_word("dots", DotsSaveable, function="checkpoint_dots")
+register_spelling("dots", DotsSaveable, function="checkpoint_dots")
 
 
-register_word(
+register_spelling(
     "dots_with_no_batch_dims_saveable",
     DotsWithNoBatchDimsSaveable,
     function="checkpoint_dots_with_no_batch_dims",
 )
 
 
-register_word("names", save_only_these_names, "attn,mlp", function="save_only_these_names")
+register_spelling("names", save_only_these_names, "attn,mlp", function="save_only_these_names")
 
 
-register_word("ops", save_ops, "aten.mm,aten.addmm", function="save_ops")
+register_spelling("ops", save_ops, "aten.mm,aten.addmm", function="save_ops")
 
 
-register_word("modules", save_modules, "layers.*.attn", function="save_modules")
+register_spelling("modules", save_modules, "layers.*.attn", function="save_modules")
 
 
-register_word("save_any_names_but_these", save_any_names_but_these, "attn,mlp")
+register_spelling("save_any_names_but_these", save_any_names_but_these, "attn,mlp")
 
 
-register_word("save_anything_except_these_names", save_anything_except_these_names, "attn,mlp")
+register_spelling("save_anything_except_these_names", save_anything_except_these_names, "attn,mlp")
 
 
-register_word("recompute_ops", recompute_ops, "aten.mm,aten.addmm")
+register_spelling("recompute_ops", recompute_ops, "aten.mm,aten.addmm")
 
 
-register_word("recompute_modules", recompute_modules, "layers.*.attn")
+register_spelling("recompute_modules", recompute_modules, "layers.*.attn")
 
 
 @dataclass(frozen=True, repr=False)

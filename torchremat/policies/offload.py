@@ -14,7 +14,7 @@ from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 from torchremat.graph.ops import is_dot_with_no_batch_dims
 from torchremat.policies.builtin import checked_items
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value
-from torchremat.policies.spelling import register_word, spell
+from torchremat.policies.spelling import register_spelling, spell
 from torchremat.policies.verdicts import Answer, NotSaved, Offloadable, Saveable, Verdict
 
 __all__ = ["offload_dot_with_no_batch_dims", "save_and_offload_only_these_names"]
@@ -166,5 +166,5 @@ def _usual_dots() -> Policy:
     return OffloadDotWithNoBatchDims(_USUAL)
 
 
-register_word("offload_dot_with_no_batch_dims", _usual_dots)
-register_word("offload_names", _offload_names, "attn,mlp")
+register_spelling("offload_dot_with_no_batch_dims", _usual_dots)
+register_spelling("offload_names", _offload_names, "attn,mlp")

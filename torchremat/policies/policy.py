@@ -25,8 +25,8 @@ from torchremat.core.avals import Aval
 from torchremat.core.source import Source, source_of_error
 from torchremat.errors import PolicyError, PolicyFailedError, TorchrematError
 from torchremat.graph.schedule import GraphSchedule
-from torchremat.policies import spelling as policy_spelling
 from torchremat.policies.checkpoint_name import name_p
+from torchremat.policies.spelling import is_policy_maker, parse_spelling
 from torchremat.policies.verdicts import (
     Answer,
     Verdict,
@@ -348,7 +348,7 @@ def policy(spelling: str) -> Policy:
     >>> policy("dots | names:attn")
     dots_saveable | save_only_these_names('attn')
     """
-    return functools.reduce(lambda p, q: p | q, policy_spelling.parse_spelling(spelling))
+    return functools.reduce(lambda p, q: p | q, parse_spelling(spelling))
 
 
 def as_policy(given: PolicyLike | None) -> Policy:
@@ -365,7 +365,7 @@ def as_policy(given: PolicyLike | None) -> Policy:
         return policy("full")
     if isinstance(given, str):
         return policy(given)
-    if policy_spelling.is_policy_maker(given):
+    if is_policy_maker(given):
         name = getattr(given, "__name__", repr(given))
         raise PolicyError(
             f"{name} was given as a policy: it makes one when it is called, as in {name}('...')"

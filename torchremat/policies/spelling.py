@@ -3,53 +3,50 @@
     spelling = term, { "|", term } ;
     term     = word | word, ":", item, { ",", item } ;
 
-A word stands for what makes the policy. Each is registered by the module that has the policy, since
-some of them (budgets, plans) belong to layers above this one.
+A word stands for a function that makes the policy. The module that defines the policy registers it,
+since budgets and plans belong to layers above this one. This file knows no class of policies.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 
-if TYPE_CHECKING:
-    from torchremat.policies.policy import Policy
-
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """A word of the language: what makes its policy, and an example of the items it takes."""
+class SpellingEntry:
+    """The function that makes a word's policy, and an example of the items that it takes."""
 
-    make: "Callable[..., Policy]"
+    make: Callable[..., Any]
     items: str = ""
 
 
-_words: dict[str, Word] = {}
-_functions: dict[str, str] = {}
+_entries: dict[str, SpellingEntry] = {}
+_word_of_function: dict[str, str] = {}
 """The words of functions of `checkpoint_policies`, whose own names are read as well."""
 
 
-def register_word(
-    word: str, make: "Callable[..., Policy]", items: str = "", *, function: str = ""
+def register_spelling(
+    word: str, make: Callable[..., Any], items: str = "", *, function: str = ""
 ) -> None:
     """Let `word` stand for `make()`, or, where `items` shows an example, for `make(*items)`.
 
     The name of a `function` that has a shorter word is read too.
     """
-    _words[word] = Word(make, items)
+    _entries[word] = SpellingEntry(make, items)
     if function:
-        _functions[function] = word
+        _word_of_function[function] = word
 
 
-def known_spellings() -> list[str]:
+def list_spellings() -> list[str]:
     """All words, each with an example of the items it takes."""
-    return [f"{word}:{entry.items}" if entry.items else word for word, entry in _words.items()]
+    return [f"{word}:{entry.items}" if entry.items else word for word, entry in _entries.items()]
 
 
 def is_policy_maker(function: object) -> bool:
     """Whether `function` makes a policy when called with items, and so is not one itself."""
-    return any(entry.items and entry.make == function for entry in _words.values())
+    return any(entry.items and entry.make == function for entry in _entries.values())
 
 
 def spell(word: str, items: Sequence[str]) -> str | None:
@@ -59,7 +56,7 @@ def spell(word: str, items: Sequence[str]) -> str | None:
     return f"{word}:{','.join(items)}"
 
 
-def parse_spelling(text: str) -> "list[Policy]":
+def parse_spelling(text: str) -> list[Any]:
     """The policies that the terms of `text` stand for.
 
     Raises `PolicyError` (a `TypeError`) if `text` is no string, and `PolicyValueError` (a
@@ -68,34 +65,30 @@ def parse_spelling(text: str) -> "list[Policy]":
     if not isinstance(text, str):
         raise PolicyError(
             f"policy({text!r}) reads the spelling of a policy, a str, and was given a "
-            f"{type(text).__name__}. What is a policy already needs no reading"
+            f"{type(text).__name__}. Pass a policy as it is"
         )
     return [_parse_term(term.strip(), text) for term in text.split("|")]
 
 
-def _parse_term(term: str, text: str) -> "Policy":
-    word, colon, listed = (part.strip() for part in term.partition(":"))
-    entry = _words.get(_functions.get(word, word))
+def _parse_term(term: str, text: str) -> Any:
+    word, colon, item_text = (part.strip() for part in term.partition(":"))
+    entry = _entries.get(_word_of_function.get(word, word))
     if entry is None:
-        raise _unknown_word(word, text)
+        unknown = f"{word!r} is no policy, {nearest_names(word, _entries)}"
+        raise _make_error(text, unknown if word else "a term is empty")
     if not colon:
         if entry.items:
-            raise _invalid(text, f"{word!r} takes a list, as in '{word}:{entry.items}'")
+            raise _make_error(text, f"{word!r} takes a list, as in '{word}:{entry.items}'")
         return entry.make()
     if not entry.items:
-        raise _invalid(text, f"{word!r} takes no list: write {word!r} alone")
-    items = [item.strip() for item in listed.split(",")]
+        raise _make_error(text, f"{word!r} takes no list: write {word!r} alone")
+    items = [item.strip() for item in item_text.split(",")]
     if not all(items):
-        raise _invalid(text, f"the list of {word!r} has an empty item: write '{word}:a,b'")
+        raise _make_error(text, f"the list of {word!r} has an empty item: write '{word}:a,b'")
     return entry.make(*items)
 
 
-def _unknown_word(word: str, text: str) -> Exception:
-    what = f"{word!r} is no policy, {nearest_names(word, _words)}" if word else "a term is empty"
-    return _invalid(text, what)
-
-
-def _invalid(text: str, what: str) -> PolicyValueError:
+def _make_error(text: str, problem: str) -> PolicyValueError:
     return PolicyValueError(
-        f"policy({text!r}): {what}. Spellings are {', '.join(known_spellings())}, joined with |"
+        f"policy({text!r}): {problem}. Spellings are {', '.join(list_spellings())}, joined with |"
     )

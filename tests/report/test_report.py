@@ -8,7 +8,8 @@ from torch import nn
 import torchremat as tr
 from torchremat.core.formatting import WIDTH, human_bytes, table
 from torchremat.core.source import Source
-from torchremat.report.report import HELD, Report, Row, folded
+from torchremat.report.report import Report
+from torchremat.report.report_rows import SAVED, Row, fold_rows
 
 
 def row(name, decision="saved", *, op="mm", module="", nbytes=8, reason="dots", line=3):
@@ -43,7 +44,7 @@ def example():
 
 def test_total_is_what_autograd_holds_of_its_own():
     report = example()
-    assert HELD == ("saved", "constant")
+    assert SAVED == ("saved", "constant")
     assert (report.total, report.offloaded_total) == (1 + 4 + 8, 2)
     assert sum(report.by_module().values()) == report.total
     assert report.by_module() == {"a": 9, "": 4}
@@ -106,7 +107,7 @@ def test_diff_folds_layers():
 # --- text -----------------------------------------------------------------------------------------
 
 
-def test_identical_layers_are_folded():
+def test_identical_layers_are_fold_rows():
     report = Report((*layer_rows(range(12)), *layer_rows(range(11), "attn.mm", nbytes=2048)))
     assert str(report).splitlines() == [
         "held for the backward pass: 22.1 KiB in 23 tensors",
@@ -147,7 +148,7 @@ def test_sections_tell_decision_and_reason():
     ],
 )
 def test_folds_tell_which(numbers, text):
-    (fold,) = folded(layer_rows(numbers))
+    (fold,) = fold_rows(layer_rows(numbers))
     assert fold.text == text
     assert fold.times == (f"x{len(numbers)}" if len(numbers) > 1 else "")
     assert len(fold.rows) == len(numbers)
@@ -155,13 +156,16 @@ def test_folds_tell_which(numbers, text):
 
 def test_folds_of_two_numbers():
     names = ["a.0.b.0.mm", "a.0.b.1.mm", "a.1.b.0.mm", "a.1.b.1.mm"]
-    assert [f.text for f in folded([row(n) for n in names])] == ["a.0-1.b.0-1.mm"]
-    assert [f.text for f in folded([row(n) for n in names[:3]])] == ["a.0.b.0-1.mm", "a.1.b.0.mm"]
+    assert [f.text for f in fold_rows([row(n) for n in names])] == ["a.0-1.b.0-1.mm"]
+    assert [f.text for f in fold_rows([row(n) for n in names[:3]])] == [
+        "a.0.b.0-1.mm",
+        "a.1.b.0.mm",
+    ]
 
 
-def test_what_differs_in_more_is_not_folded():
+def test_what_differs_in_more_is_not_fold_rows():
     rows = layer_rows([0, 1]) + layer_rows([2], nbytes=9) + layer_rows([3], line=4)
-    assert [f.text for f in folded(rows)] == [
+    assert [f.text for f in fold_rows(rows)] == [
         "layers.0-1.fc.mm",
         "layers.2.fc.mm",
         "layers.3.fc.mm",
@@ -170,11 +174,11 @@ def test_what_differs_in_more_is_not_folded():
 
 def test_given_names_are_shown_with_their_module():
     rows = [row("attn", module=f"layers.{i}") for i in range(3)]
-    assert [(f.text, f.times) for f in folded(rows)] == [("layers.0-2.'attn'", "x3")]
+    assert [(f.text, f.times) for f in fold_rows(rows)] == [("layers.0-2.'attn'", "x3")]
 
 
 def test_the_same_name_many_times_is_one_line():
-    assert [(f.text, f.times) for f in folded([row("attn")] * 3)] == [("attn", "x3")]
+    assert [(f.text, f.times) for f in fold_rows([row("attn")] * 3)] == [("attn", "x3")]
 
 
 def test_text_fits_a_hundred_columns():

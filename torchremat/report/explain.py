@@ -37,7 +37,8 @@ from torchremat.remat.values.scope import (
 )
 from torchremat.remat.values.value_labels import Labels
 from torchremat.report.observe import Held, Observation, ObservedInput, observe
-from torchremat.report.report import Diff, Report, Row
+from torchremat.report.report import Diff, Report
+from torchremat.report.report_rows import Row
 
 __all__ = ["Diff", "Report", "Row", "explain", "report_of_programs"]
 

@@ -1,66 +1,15 @@
-"""Reports: what becomes of each value of a forward pass, as rows, totals, text and JSON."""
+"""Reports: the decision on each value of a forward pass, as rows, totals, text and JSON."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
-import torch
-
-from torchremat.core.avals import Aval, dtype_name
-from torchremat.core.formatting import WIDTH, _shortened, human_bytes, table
-from torchremat.core.source import Source
+from torchremat.core.avals import dtype_name
+from torchremat.core.formatting import human_bytes, table
 from torchremat.errors import ArgumentTypeError
 from torchremat.remat.program.decisions import Decision
-
-HELD: tuple[Decision, ...] = ("saved", "constant")
-"""What autograd holds of its own on the device: not what is there anyway, inputs and parameters."""
-
-
-_ORDER: tuple[Decision, ...] = (
-    "saved", "offloaded", "constant", "recomputed", "input", "parameter",
-)  # fmt: skip
-
-
-_TITLES: dict[Decision, str] = {
-    "input": "inputs",
-    "parameter": "parameters",
-    "constant": "constants",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What becomes of one value.
-
-    Attributes:
-        name: its `checkpoint_name`, else `{module}.{op}`, with a number from the second on; of an
-            input what the user calls it (`x['w'][0]`, `layers.0.weight`).
-        op: the operator that computes it (`mm`), `''` for an input.
-        module: the qualified name of the `nn.Module` that ran the operator, `''` outside any.
-        source: the user's line, if known.
-        shape: its shape.
-        dtype: its dtype.
-        nbytes: the bytes of its storage, which may be more than its shape needs.
-        decision: `saved`, `recomputed`, `offloaded`, `input`, `parameter` or `constant`.
-        reason: which policy decided so, or why it had to be.
-    """
-
-    name: str
-    op: str
-    module: str
-    source: Source | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    decision: Decision
-    reason: str
-
-    @property
-    def aval(self) -> str:
-        """Shape and dtype, as in `f32[8,16]`."""
-        return str(Aval(self.shape, self.dtype))
+from torchremat.report.report_rows import DECISIONS, SAVED, Row, fold_rows, format_rows
 
 
 @dataclass(frozen=True)
@@ -80,12 +29,11 @@ class Report:
 
     rows: tuple[Row, ...]
     program: Any = field(default=None, repr=False, compare=False)
-    """What can be drawn: the program, if one policy decides on the whole function; else the call,
-    or the programs of modules that have run."""
+    """The part that can be drawn: the program, if one policy decides on the whole function; else
+    the call, or the programs of modules that have run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled report has its rows alone."""
-        return type(self), (self.rows,)
+        return type(self), (self.rows,)  # a pickled report has its rows alone
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -95,28 +43,28 @@ class Report:
 
     @property
     def total(self) -> int:
-        """The bytes that autograd holds: each storage once, inputs and parameters apart.
+        """The bytes that autograd saves: each storage once, inputs and parameters apart.
 
-        What is offloaded is not among them, see `offloaded_total`.
+        `offloaded_total` counts those that are offloaded.
         """
-        return sum(row.nbytes for row in self.rows if row.decision in HELD)
+        return sum(row.nbytes for row in self.rows if row.decision in SAVED)
 
     @property
     def offloaded_total(self) -> int:
-        """The bytes that the host holds."""
+        """The bytes that are saved on the host."""
         return sum(row.nbytes for row in self.rows if row.decision == "offloaded")
 
     def by_decision(self) -> dict[str, int]:
-        """The bytes of each decision, in a fixed order; those of no value are left out."""
+        """The bytes of each decision that some value has, in a fixed order."""
         found: dict[str, int] = {}
-        for decision in _ORDER:
+        for decision in DECISIONS:
             rows = [row for row in self.rows if row.decision == decision]
             if rows:
                 found[decision] = sum(row.nbytes for row in rows)
         return found
 
     def by_module(self) -> dict[str, int]:
-        """The bytes that autograd holds of what each module computed; their sum is `total`.
+        """The bytes that autograd saves of the values of each module; they sum to `total`.
 
         >>> import torch
         >>> import torchremat as tr
@@ -126,12 +74,12 @@ class Report:
         """
         found: dict[str, int] = {}
         for row in self.rows:
-            if row.decision in HELD:
+            if row.decision in SAVED:
                 found[row.module] = found.get(row.module, 0) + row.nbytes
         return found
 
     def diff(self, other: "Report") -> "Diff":
-        """What `other` decides otherwise than this report; values go by module and name.
+        """The values that `other` decides otherwise; they are matched by module and name.
 
         Raises `TypeError` if `other` is no report.
 
@@ -151,7 +99,7 @@ class Report:
                 f"diff takes another Report, but it was given {other!r} ({type(other).__name__}): "
                 "explain(f, x).diff(explain(f, x, policy=policy))"
             )
-        before, after = _by_identity(self.rows), _by_identity(other.rows)
+        before, after = _index_by_name(self.rows), _index_by_name(other.rows)
         changes = [
             Change(row, row.decision, after[key].decision if key in after else None)
             for key, row in before.items()
@@ -172,12 +120,7 @@ class Report:
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
-        sections = [_summary(self)]
-        for decision in _ORDER:
-            rows = [row for row in self.rows if row.decision == decision]
-            for heading, group in _grouped(rows).items():
-                sections.append(_section(decision, heading, group))
-        return "\n".join(sections)
+        return format_rows(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +134,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """How one report differs from another: the `changes`, and the bytes held in both."""
+    """How one report differs from another: the `changes`, and the bytes saved in both."""
 
     changes: tuple[Change, ...]
     total_before: int
@@ -218,130 +161,13 @@ class Diff:
             (human_bytes(sum(r.nbytes for r in fold.rows)), before or "-", "->", after or "-",
              fold.times, fold.text, fold.rows[0].aval)
             for (before, after), rows in by_kind.items()
-            for fold in folded(rows)
+            for fold in fold_rows(rows)
         ]  # fmt: skip
         return "\n".join([summary, *table(cells, numeric=(0,))])
 
 
-@dataclass(frozen=True)
-class Fold:
-    """Rows that differ in nothing but a number in their module's name, and one name for all."""
-
-    text: str
-    rows: tuple[Row, ...]
-
-    @property
-    def times(self) -> str:
-        """How often it is there, `''` if once."""
-        return f"x{len(self.rows)}" if len(self.rows) > 1 else ""
-
-
-def folded(rows: Sequence[Row]) -> list[Fold]:
-    """Put the rows of identical layers together.
-
-    >>> fc = [f"layers.{i}.fc" for i in range(12)]
-    >>> rows = [Row(f"{m}.mm", "mm", m, None, (2,), torch.float32, 8, "saved", "") for m in fc]
-    >>> [(fold.text, fold.times) for fold in folded(rows)]
-    [('layers.0-11.fc.mm', 'x12')]
-    """
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        pattern = tuple("#" if part.isdigit() else part for part in _shown_name(row).split("."))
-        alike = replace(row, name="", module="", source=None)
-        groups.setdefault((pattern, row.source, alike), []).append(row)
-    return [fold for group in groups.values() for fold in _folds(group)]
-
-
-def _folds(rows: list[Row]) -> list[Fold]:
-    """One fold of `rows` if their numbers are a full range in each place, else several."""
-    names = [_shown_name(row).split(".") for row in rows]
-    numbers = [i for i, part in enumerate(names[0]) if part.isdigit()]
-    values = {i: list(dict.fromkeys(int(name[i]) for name in names)) for i in numbers}
-    count = 1
-    for found in values.values():
-        count *= len(found)
-    if count == len(rows) and len({tuple(name) for name in names}) == len(rows):
-        parts = [_ranges(values[i]) if i in values else part for i, part in enumerate(names[0])]
-        return [Fold(".".join(parts), tuple(rows))]
-    varied = [i for i in numbers if len(values[i]) > 1]
-    if not varied:
-        return [Fold(".".join(names[0]), tuple(rows))]
-    first = varied[0]
-    found_folds = []
-    for value in values[first]:
-        found_folds += _folds(
-            [row for row, name in zip(rows, names, strict=True) if int(name[first]) == value]
-        )
-    return found_folds
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as ranges.
-
-    >>> _ranges([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
-    """
-    texts = []
-    for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
-        found = [number for _, number in run]
-        texts.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else f"{found[0]}")
-    return ",".join(texts)
-
-
-def _shown_name(row: Row) -> str:
-    """The name, after the module if it is one that the user gave and so does not tell it."""
-    if not row.op or not row.module or row.name.startswith(f"{row.module}."):
-        return row.name
-    return f"{row.module}.'{row.name}'"
-
-
-def _grouped(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows by reason, as far as its first colon: what follows is of one row."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.reason.partition(": ")[0], []).append(row)
-    return groups
-
-
-def _summary(report: Report) -> str:
-    held = [row for row in report.rows if row.decision in HELD]
-    text = f"held for the backward pass: {human_bytes(report.total)} in {_counted(held)}"
-    away = [row for row in report.rows if row.decision == "offloaded"]
-    if away:
-        text += f"; by the host: {human_bytes(report.offloaded_total)} in {_counted(away)}"
-    again = [row for row in report.rows if row.decision == "recomputed"]
-    if again:
-        nbytes = human_bytes(sum(row.nbytes for row in again))
-        text += f"; computed again: {nbytes} in {_counted(again)}"
-    return text
-
-
-def _counted(rows: Sequence[Row]) -> str:
-    return f"{len(rows)} tensor{'s' * (len(rows) != 1)}"
-
-
-def _section(decision: Decision, heading: str, rows: list[Row]) -> str:
-    title = f"{_TITLES.get(decision, decision)}: {heading}" if heading else decision
-    nbytes = human_bytes(sum(row.nbytes for row in rows))
-    cells = [
-        (human_bytes(sum(r.nbytes for r in fold.rows)), fold.times, fold.text,
-         fold.rows[0].aval, str(fold.rows[0].source or ""))
-        for fold in folded(rows)
-    ]  # fmt: skip
-    if not _fits(cells):  # names tell more than functions do
-        cells = [(*cell[:-1], cell[-1].partition(" (")[0]) for cell in cells]
-    room = WIDTH - len(nbytes) - 2
-    return "\n".join(["", f"{_shortened(title, room)}, {nbytes}", *table(cells, numeric=(0, 1))])
-
-
-def _fits(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether a table of these rows, indented, shows every cell whole."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return sum(widths) + 2 * sum(map(bool, widths)) <= WIDTH
-
-
-def _by_identity(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:
-    """Rows by module and name; one that is there again is the next of its kind."""
+def _index_by_name(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:
+    """Rows by module, name and, where both repeat, number."""
     found: dict[tuple[str, str, int], Row] = {}
     for row in rows:
         number = 0

@@ -8,7 +8,8 @@ from torchremat.remat.program.decisions import Choice, Decision
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.values.scope import Computed, Scope, is_computed, is_tensor
 from torchremat.remat.values.value_labels import Labels
-from torchremat.report.report import Report, Row
+from torchremat.report.report import Report
+from torchremat.report.report_rows import Row
 from torchremat.tracing.modules.module_paths import ModulePaths
 
 

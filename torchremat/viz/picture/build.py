@@ -20,7 +20,8 @@ from torchremat.remat.program.program import FunctionProgram
 from torchremat.remat.tracing.input_labels import InputLabel, labels_of_state
 from torchremat.remat.values.scope import Computed, Scope
 from torchremat.report.explain import ExplainedCall, RanPrograms, choice_inside
-from torchremat.report.report import Report, Row
+from torchremat.report.report import Report
+from torchremat.report.report_rows import Row
 from torchremat.typed_graph.typed_graph import TypedGraph
 from torchremat.viz.picture.picture import DrawnValue, Picture
 from torchremat.viz.picture.values import ProgramNotes, Values, concatenate_values, within

@@ -14,7 +14,7 @@ from torchremat.planning.memory.interpreter import peak_inside
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
-from torchremat.policies.replay_rules import draws_forward, why_kept, why_not_replayed
+from torchremat.policies.replay_rules import draws_in_forward, reason_not_replayable, reason_to_save
 from torchremat.remat.program.random_replay import state_nbytes
 
 LEAST_OFFLOAD = 64 << 10
@@ -141,9 +141,9 @@ class _ProblemBuilder:
 
     def _add(self, call: fx.Node, part: Part) -> None:
         reads = tuple(self._values_of(nodes_read_by(call)))
-        draws = any(why_not_replayed(value) is not None for value in _values_of_call(call))
+        draws = any(reason_not_replayable(value) is not None for value in _values_of_call(call))
         again = draws and state_nbytes(call) is not None
-        once = (draws and not again) or why_kept(call) is not None
+        once = (draws and not again) or reason_to_save(call) is not None
         writes = []
         for index, value in enumerate(_outputs_of(call)):
             if isinstance(value, torch.Tensor):
@@ -194,7 +194,7 @@ def _parts(joint: Joint) -> dict[fx.Node, Part]:
     """When each operator runs, of those that run at all; views are none."""
     forward = _ancestors([*_nodes(joint.outputs), *(value for _, value in joint.mutations)])
     graph = joint.module.graph
-    forward |= _ancestors(node for node in graph.nodes if draws_forward(node))
+    forward |= _ancestors(node for node in graph.nodes if draws_in_forward(node))
     backward = _ancestors(_nodes(joint.gradients))
     late = {ct for ct in joint.cotangents if ct is not None}
     parts = {}

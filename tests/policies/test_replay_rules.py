@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import torchremat as tr
 from tests.helpers import assert_same, derivatives
-from torchremat.policies.replay_rules import why_kept
+from torchremat.policies.replay_rules import reason_to_save
 
 D = torch.double
 SELECTING = {
@@ -135,11 +135,11 @@ def test_atomics_are_a_matter_of_the_device():
     x = graph.placeholder("x")
     add = graph.call_function(torch.ops.aten.index_add.default, (x, 0, x, x))
     add.meta["val"] = torch.empty(3)
-    assert why_kept(add) is None
+    assert reason_to_save(add) is None
     add.meta["val"] = torch.empty(3, device="meta")  # stands for any but the CPU
-    assert "atomics" in why_kept(add)
+    assert "atomics" in reason_to_save(add)
     torch.use_deterministic_algorithms(True)
     try:
-        assert why_kept(add) is None
+        assert reason_to_save(add) is None
     finally:
         torch.use_deterministic_algorithms(False)

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 import torchremat as tr
 from torchremat.core.source import name_of
 from torchremat.remat.tracing.input_labels import BoundCall
-from torchremat.report.observe import observe
+from torchremat.report.observe import observe_saved
 from torchremat.report.residuals import Residual
 
 policies = tr.checkpoint_policies
@@ -813,6 +813,6 @@ def test_observe_tells_what_is_written():
         x.add_(1)
         return x.exp()
 
-    written = {i.label.text for i in observe(BoundCall(f, (x,), {})).inputs if i.is_written}
+    written = {i.label.text for i in observe_saved(BoundCall(f, (x,), {})).inputs if i.is_written}
     assert written == {"x", "counter"}
     assert torch.equal(counter, torch.zeros(3))

@@ -16,7 +16,7 @@ from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import results_of
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.replay_rules import draws_forward
+from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.compilers import register_compiler
 
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -134,7 +134,7 @@ class _ByInductor:
             graph = fx.Graph()
             env: dict[fx.Node, fx.Node] = {}
             # a draw that nobody reads moves the generator on: a result, or inductor drops it
-            draws = [n for n in self.module.graph.nodes if not n.users and draws_forward(n)]
+            draws = [n for n in self.module.graph.nodes if not n.users and draws_in_forward(n)]
             for node in self.module.graph.nodes:
                 if node.op == "placeholder" and not node.users:
                     continue

@@ -139,7 +139,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _is_for_the_whole(policy: PolicyLike | PolicyByPattern | None) -> bool:
     """Whether the policy needs no layers: it plans the model, or says itself what it is for."""
-    return isinstance(policy, Mapping) or as_policy(policy).is_whole
+    return isinstance(policy, Mapping) or as_policy(policy).is_whole_graph
 
 
 def _takes_function(model: Any) -> bool:

@@ -14,7 +14,7 @@ from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner, check_solver, host_rate_of
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
 from torchremat.policies.builtin import Policy
-from torchremat.policies.policy import Failed
+from torchremat.policies.policy import FailedOperator
 from torchremat.policies.spelling import register_spelling
 from torchremat.remat.program.program import FunctionProgram
 
@@ -22,7 +22,7 @@ from torchremat.remat.program.program import FunctionProgram
 class _Planned(WholeGraphPolicy):
     """A policy with a plan, which has more to say when memory runs out than where."""
 
-    def out_of_memory(self, program: Any, failed: Failed) -> str | None:
+    def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
         """See `Policy.out_of_memory`."""
         if not isinstance(program, FunctionProgram):  # a derivative of higher order has no plan
             return None

@@ -9,13 +9,13 @@ from torchremat.graph.nodes import call_of
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import LiveValue, Timeline
 from torchremat.planning.step.traced_step import graphs_of
-from torchremat.policies.policy import Failed
+from torchremat.policies.policy import FailedOperator
 from torchremat.remat.program.program import FunctionProgram
 
 _SHOWN = 5
 
 
-def describe_plan(program: FunctionProgram, failed: Failed, asked: str) -> str:
+def describe_plan(program: FunctionProgram, failed: FailedOperator, asked: str) -> str:
     """The plan's peak, what is alive by it where the step failed, and what to change.
 
     `asked` is how the user wrote the policy of `program`.
@@ -48,7 +48,7 @@ def describe_plan(program: FunctionProgram, failed: Failed, asked: str) -> str:
     return "\n".join(lines)
 
 
-def _position(timeline: Timeline, failed: Failed) -> int | None:
+def _position(timeline: Timeline, failed: FailedOperator) -> int | None:
     if failed.node is None:
         return None
     name = call_of(failed.node).name

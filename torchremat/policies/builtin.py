@@ -148,31 +148,31 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
 @dataclass(frozen=True, repr=False)
-class _Listing(_BuiltIn, ABC):
+class _PatternPolicy(_BuiltIn, ABC):
     """A policy made of strings: names, names of operators or patterns, in the order given."""
 
     items: tuple[str, ...]
 
     @abstractmethod
-    def _lists(self, value: Value) -> bool:
+    def _matches(self, value: Value) -> bool:
         """Whether `value` is one of those that the items mean."""
 
     @abstractmethod
-    def _missing(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
+    def _unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
         """The items that mean none of `values`, each with what it was looked for among."""
 
     def _saves(self, value: Value) -> bool:
-        return self._lists(value)
+        return self._matches(value)
 
     def decide(self, value: Value) -> Verdict:
         if self._saves(value):
             return Saveable()
-        return Recompute() if self._lists(value) else NotSaved()
+        return Recompute() if self._matches(value) else NotSaved()
 
-    def unmatched(self, values: Sequence[Value]) -> list[str]:
+    def find_unmatched(self, values: Sequence[Value]) -> list[str]:
         return [
             f"{self!r}: {item!r}{MATCHES_NOTHING}. Of {known}"
-            for item, known in self._missing(values)
+            for item, known in self._unmatched_items(values)
         ]
 
     @property
@@ -183,11 +183,11 @@ class _Listing(_BuiltIn, ABC):
         return f"{self.function}({', '.join(map(repr, self.items))})"
 
 
-class _Names(_Listing):
-    def _lists(self, value: Value) -> bool:
+class _Names(_PatternPolicy):
+    def _matches(self, value: Value) -> bool:
         return not set(self.items).isdisjoint(value.names)
 
-    def _missing(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
+    def _unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
         known = {name for value in values for name in value.names}
         for item in self.items:
             if item not in known:
@@ -207,7 +207,7 @@ class SaveAnyNamesButThese(_Names):
     function = word = "save_any_names_but_these"
 
     def _saves(self, value: Value) -> bool:
-        return bool(value.names) and not self._lists(value)
+        return bool(value.names) and not self._matches(value)
 
 
 class SaveAnythingExceptTheseNames(_Names):
@@ -216,15 +216,15 @@ class SaveAnythingExceptTheseNames(_Names):
     function = word = "save_anything_except_these_names"
 
     def _saves(self, value: Value) -> bool:
-        return not self._lists(value)
+        return not self._matches(value)
 
 
-class _Ops(_Listing):
-    def _lists(self, value: Value) -> bool:
+class _Ops(_PatternPolicy):
+    def _matches(self, value: Value) -> bool:
         ops = (value.op, name_p) if value.names else (value.op,)
         return any(OpMatcher(item).matches(op) for item in self.items for op in ops)
 
-    def _missing(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
+    def _unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
         ops = {value.op for value in values}
         ops |= {name_p for value in values if value.names}
         known = {packet_name(op) for op in ops}
@@ -248,15 +248,15 @@ class RecomputeOps(_Ops):
     function = word = "recompute_ops"
 
     def _saves(self, value: Value) -> bool:
-        return not self._lists(value)
+        return not self._matches(value)
 
 
-class _Modules(_Listing):
-    def _lists(self, value: Value) -> bool:
+class _Modules(_PatternPolicy):
+    def _matches(self, value: Value) -> bool:
         inside = _enclosing_modules(value.module)
         return any(fnmatchcase(module, item) for item in self.items for module in inside)
 
-    def _missing(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
+    def _unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
         known = {module for value in values for module in _enclosing_modules(value.module)}
         for item in self.items:
             if not any(fnmatchcase(module, item) for module in known):
@@ -276,7 +276,7 @@ class RecomputeModules(_Modules):
     function = word = "recompute_modules"
 
     def _saves(self, value: Value) -> bool:
-        return not self._lists(value)
+        return not self._matches(value)
 
 
 def save_only_these_names(*names: str) -> Policy:
@@ -288,7 +288,7 @@ def save_only_these_names(*names: str) -> Policy:
     >>> save_only_these_names("attn", "mlp").spelling
     'names:attn,mlp'
     """
-    return SaveOnlyTheseNames(checked_items("save_only_these_names", "name", names))
+    return SaveOnlyTheseNames(check_items("save_only_these_names", "name", names))
 
 
 def save_any_names_but_these(*names: str) -> Policy:
@@ -297,7 +297,7 @@ def save_any_names_but_these(*names: str) -> Policy:
     >>> save_any_names_but_these("scores")
     save_any_names_but_these('scores')
     """
-    return SaveAnyNamesButThese(checked_items("save_any_names_but_these", "name", names))
+    return SaveAnyNamesButThese(check_items("save_any_names_but_these", "name", names))
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
@@ -310,7 +310,7 @@ def save_anything_except_these_names(*names: str) -> Policy:
     save_anything_except_these_names('scores')
     """
     return SaveAnythingExceptTheseNames(
-        checked_items("save_anything_except_these_names", "name", names)
+        check_items("save_anything_except_these_names", "name", names)
     )
 
 
@@ -347,7 +347,7 @@ def save_modules(*patterns: str) -> Policy:
     >>> save_modules("layers.*.attn").decide(Value(None, module="layers.0.attn.proj"))
     Saveable()
     """
-    return SaveModules(checked_items("save_modules", "pattern", patterns))
+    return SaveModules(check_items("save_modules", "pattern", patterns))
 
 
 def recompute_modules(*patterns: str) -> Policy:
@@ -356,7 +356,7 @@ def recompute_modules(*patterns: str) -> Policy:
     >>> recompute_modules("layers.*").decide(Value(None, module="head"))
     Saveable()
     """
-    return RecomputeModules(checked_items("recompute_modules", "pattern", patterns))
+    return RecomputeModules(check_items("recompute_modules", "pattern", patterns))
 
 
 def save_from_both_policies(p: PolicyLike, q: PolicyLike) -> Policy:
@@ -370,7 +370,7 @@ def save_from_both_policies(p: PolicyLike, q: PolicyLike) -> Policy:
     return as_policy(p) | as_policy(q)
 
 
-def checked_items(function: str, kind: str, items: Iterable[object]) -> tuple[str, ...]:
+def check_items(function: str, kind: str, items: Iterable[object]) -> tuple[str, ...]:
     """`items` without repetitions, if each is a string that is not empty."""
     checked = []
     for item in items:
@@ -445,7 +445,7 @@ class PlainAutograd(EverythingSaveable):
     """What plain autograd keeps; a checkpoint inside keeps what its own policy says."""
 
     function = "plain_autograd"
-    looks_inside = False
+    applies_to_nested = False
 
 
 plain_autograd = PlainAutograd()

@@ -66,7 +66,7 @@ def checkpoint_name(x: T, name: str) -> T:
         return x
     if torch.compiler.is_dynamo_compiling():  # in the body of a torch.cond, say
         mark: Callable[..., Any] = torch.ops.torchremat.named
-    elif _is_written_down():
+    elif _is_recorded():
         mark = _Name.apply
     else:
         return x
@@ -75,24 +75,24 @@ def checkpoint_name(x: T, name: str) -> T:
     return _torch.tree_map(lambda leaf: mark(leaf, name) if isinstance(leaf, Tensor) else leaf, x)  # type: ignore[no-any-return]
 
 
-_wanted = threading.local()
+_recording = threading.local()
 
 
 @contextmanager
-def names_written_down() -> Iterator[None]:
+def record_names() -> Iterator[None]:
     """Within, a compiler's trace has the names of values, for a policy to see."""
-    before = getattr(_wanted, "by_compiler", False)
-    _wanted.by_compiler = True
+    before = getattr(_recording, "by_compiler", False)
+    _recording.by_compiler = True
     try:
         yield
     finally:
-        _wanted.by_compiler = before
+        _recording.by_compiler = before
 
 
-def _is_written_down() -> bool:
+def _is_recorded() -> bool:
     if _torch.innermost_proxy_mode() is None:
         return False
-    return not _torch.is_in_stock_compiler() or getattr(_wanted, "by_compiler", False)
+    return not _torch.is_in_stock_compiler() or getattr(_recording, "by_compiler", False)
 
 
 class _Name(torch.autograd.Function):
@@ -122,7 +122,7 @@ class _Name(torch.autograd.Function):
 _torch.register_simple_rules(name_p, lambda x, *, name: x.detach())
 
 
-def _named(x: Tensor, name: str) -> Tensor:
+def _name_in_dynamo(x: Tensor, name: str) -> Tensor:
     checkpoint = _torch.selective_policy_at_work()
     if isinstance(checkpoint, TakesNames):
         node = _torch.node_in_compiler(x)
@@ -143,4 +143,4 @@ class TakesNames(ABC):
 # whoever traces what Dynamo captured meets `checkpoint_name` again.
 _library = torch.library.Library("torchremat", "DEF")
 _library.define("named(Tensor(a) x, str name) -> Tensor(a)")
-_library.impl("named", _named, "CompositeImplicitAutograd")
+_library.impl("named", _name_in_dynamo, "CompositeImplicitAutograd")

@@ -12,7 +12,7 @@ import torch
 from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 from torchremat.graph.ops import is_dot_with_no_batch_dims
-from torchremat.policies.builtin import checked_items
+from torchremat.policies.builtin import check_items
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value
 from torchremat.policies.spelling import register_spelling, spell
 from torchremat.policies.verdicts import Answer, NotSaved, Offloadable, Saveable, Verdict
@@ -78,10 +78,10 @@ class SaveAndOffloadOnlyTheseNames(Policy):
             return Saveable()
         return NotSaved() if set(self.offloaded).isdisjoint(value.names) else self.verdict
 
-    def unmatched(self, values: Sequence[Value]) -> list[str]:
-        return list(self._unmatched({name for value in values for name in value.names}))
+    def find_unmatched(self, values: Sequence[Value]) -> list[str]:
+        return list(self._list_unmatched({name for value in values for name in value.names}))
 
-    def _unmatched(self, known: set[str]) -> Iterator[str]:
+    def _list_unmatched(self, known: set[str]) -> Iterator[str]:
         for item in (*self.saved, *self.offloaded):
             if item not in known:
                 there = f"the names given by checkpoint_name, {nearest_names(item, known)}"
@@ -150,7 +150,7 @@ def _names(argument: str, given: Sequence[str]) -> tuple[str, ...]:
             f"save_and_offload_only_these_names({argument}={given!r}): it takes a list of names, "
             f"such as {argument}=['attn']"
         )
-    return checked_items("save_and_offload_only_these_names", "name", given)
+    return check_items("save_and_offload_only_these_names", "name", given)
 
 
 def _offload_names(*names: str) -> Policy:

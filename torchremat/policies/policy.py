@@ -73,7 +73,7 @@ MATCHES_NOTHING = " matches nothing in what was traced"
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedOperator:
     """The operator at which memory ran out.
 
     Attributes:
@@ -125,11 +125,11 @@ class Policy:
     def _verdict(self, op: object, /, *avals: Aval, **params: Any) -> Verdict:
         return as_verdict(self(op, *avals, **params), self, op)
 
-    looks_inside: ClassVar[bool] = True
+    applies_to_nested: ClassVar[bool] = True
     """Whether the policy decides on values inside a checkpoint within, too, beside its own."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole_graph(self) -> bool:
         """Whether the policy decides on all values of a graph at once, through `schedule`."""
         return False
 
@@ -140,11 +140,11 @@ class Policy:
         """
         raise AssertionError(f"{self!r} decides on one value at a time")
 
-    def out_of_memory(self, program: Any, failed: Failed) -> str | None:
+    def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
         """What to tell the user when memory runs out where `program`, under this policy, runs."""
         return None
 
-    def unmatched(self, values: Sequence[Value]) -> list[str]:
+    def find_unmatched(self, values: Sequence[Value]) -> list[str]:
         """For each thing that the policy names and none of `values` has, a message that says so."""
         return []
 
@@ -188,8 +188,10 @@ class _Combination(Policy):
         for policy in self.policies:
             _refuse_whole(policy)
 
-    def unmatched(self, values: Sequence[Value]) -> list[str]:
-        messages = [message for policy in self.policies for message in policy.unmatched(values)]
+    def find_unmatched(self, values: Sequence[Value]) -> list[str]:
+        messages = [
+            message for policy in self.policies for message in policy.find_unmatched(values)
+        ]
         return list(dict.fromkeys(messages))
 
 
@@ -233,8 +235,8 @@ class Complement(Policy):
     def __invert__(self) -> Policy:
         return self.policy
 
-    def unmatched(self, values: Sequence[Value]) -> list[str]:
-        return self.policy.unmatched(values)
+    def find_unmatched(self, values: Sequence[Value]) -> list[str]:
+        return self.policy.find_unmatched(values)
 
     def __repr__(self) -> str:
         return f"~{_operand(self.policy)}"
@@ -254,7 +256,7 @@ def _value_of_call(op: object, avals: tuple[Aval, ...], params: dict[str, Any]) 
 
 
 def _refuse_whole(policy: Policy) -> None:
-    if policy.is_whole:
+    if policy.is_whole_graph:
         raise PolicyError(
             f"{policy!r} decides on all values of a graph at once, and does not combine with other "
             "policies by |, & or ~. Give it alone"
@@ -348,7 +350,8 @@ def policy(spelling: str) -> Policy:
     >>> policy("dots | names:attn")
     dots_saveable | save_only_these_names('attn')
     """
-    return functools.reduce(lambda p, q: p | q, parse_spelling(spelling))
+    policies: list[Policy] = parse_spelling(spelling)
+    return functools.reduce(lambda p, q: p | q, policies)
 
 
 def as_policy(given: PolicyLike | None) -> Policy:

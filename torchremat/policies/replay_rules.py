@@ -17,11 +17,11 @@ from torchremat.graph.nodes import (
 from torchremat.graph.ops import packet_name
 
 
-def why_not_replayed(node: fx.Node) -> str | None:
+def reason_not_replayable(node: fx.Node) -> str | None:
     """Why the operator of `node` must not run a second time, if it must not."""
-    inside = value_inside(node)
+    inside = body_value_of(node)
     if inside is not None:
-        return why_not_replayed(inside)
+        return reason_not_replayable(inside)
     call = call_of(node)
     if not isinstance(call.target, _torch.OpOverload):
         if packet_name(call.target).startswith("higher_order.auto_functionalized"):
@@ -64,11 +64,11 @@ def selects(op: object) -> bool:
     return packet_name(op) in _SELECTING or str(op) in _SELECTING_BY_DIM
 
 
-def why_kept(node: fx.Node) -> str | None:
+def reason_to_save(node: fx.Node) -> str | None:
     """Why the value of `node` is better kept, unless a policy insists that it is not."""
-    inside = value_inside(node)
+    inside = body_value_of(node)
     if inside is not None:
-        return why_kept(inside)
+        return reason_to_save(inside)
     call = call_of(node)
     over_processes = "group" in call.kwargs and getattr(call.target, "is_over_axis", False)
     if over_processes or packet_name(call.target).startswith(_AMONG_PROCESSES):
@@ -87,7 +87,7 @@ def why_kept(node: fx.Node) -> str | None:
 
 
 def _draws(body: fx.GraphModule) -> bool:
-    return any(why_not_replayed(node) is not None for node in body.graph.nodes)
+    return any(reason_not_replayable(node) is not None for node in body.graph.nodes)
 
 
 def _drops_nothing(call: fx.Node) -> bool:
@@ -99,7 +99,7 @@ def _drops_nothing(call: fx.Node) -> bool:
     return any((defaults | given).get(name) == 0.0 for name in ("dropout_p", "p") if name in names)
 
 
-def draws_forward(node: fx.Node) -> bool:
+def draws_in_forward(node: fx.Node) -> bool:
     """Whether a call in the forward pass draws random numbers, in itself or inside.
 
     It runs though nobody reads its result, so that what is drawn after it is what plain PyTorch
@@ -114,7 +114,7 @@ def draws_forward(node: fx.Node) -> bool:
 
 
 def _draws_at_all(node: fx.Node) -> bool:
-    if why_not_replayed(node) is not None:
+    if reason_not_replayable(node) is not None:
         return True
     return any(
         _draws_at_all(inner)
@@ -124,7 +124,7 @@ def _draws_at_all(node: fx.Node) -> bool:
     )
 
 
-def value_inside(node: fx.Node) -> fx.Node | None:
+def body_value_of(node: fx.Node) -> fx.Node | None:
     """For an output of an operator with a body (`remat_p`, `scan`), what the body makes it of."""
     if not is_item(node):
         return None

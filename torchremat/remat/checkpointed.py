@@ -85,7 +85,7 @@ class Checkpointed:
         self._own = _traces.of(fun, self._cache_key())
         self._last: tuple[FunctionProgram, Sizes | None] | None = None
         self._told: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
-        self._uncompiled = outside_compiler() if policy.is_whole else None
+        self._uncompiled = outside_compiler() if policy.is_whole_graph else None
 
     def __repr__(self) -> str:
         return f"checkpoint({self.fun!r}, policy={self.policy!r})"
@@ -108,7 +108,7 @@ class Checkpointed:
             self.module_prefix,
             self.compiler,
             WrapHashably(self.prevent_cse),
-            self.policy.is_whole,
+            self.policy.is_whole_graph,
         )
 
     @property
@@ -132,7 +132,7 @@ class Checkpointed:
         if torch.compiler.is_exporting():
             return self.fun(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
-            if not self.policy.looks_inside:  # `jit` leaves it to the compiler around
+            if not self.policy.applies_to_nested:  # `jit` leaves it to the compiler around
                 return self.fun(*args, **kwargs)
             if self._uncompiled is not None:
                 return self._uncompiled(self, args, kwargs)
@@ -166,7 +166,7 @@ class Checkpointed:
         return self._slow_call(call, args, kwargs)
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
-        if self.policy.looks_inside and is_opened():  # the policy around decides on everything
+        if self.policy.applies_to_nested and is_opened():  # the policy around decides on everything
             return self.fun(*args, **kwargs)
         if is_kept_whole():
             return call_in_graph(
@@ -260,7 +260,9 @@ class Checkpointed:
 
     def _may_be_dynamic(self) -> bool:
         """Whether a graph for many sizes serves: what a plan keeps fits one size."""
-        if self.policy.is_whole or (self.compiler is not None and not self.compiler.takes_symbols):
+        if self.policy.is_whole_graph or (
+            self.compiler is not None and not self.compiler.takes_symbols
+        ):
             return False
         return _may_be_dynamic()
 
@@ -321,7 +323,7 @@ class Checkpointed:
                 with_gradients,
                 grad_enabled=state[0],
                 only_usual=only_usual,
-                opens_calls=self.policy.is_whole,
+                opens_calls=self.policy.is_whole_graph,
             )
             return traced_without_effects(
                 traced_name(self.fun),

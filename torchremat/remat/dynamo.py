@@ -67,7 +67,7 @@ class _Decide(TakesNames):
     """A policy for `create_selective_checkpoint_contexts`."""
 
     def __init__(self, policy: Policy) -> None:
-        if policy.is_whole:
+        if policy.is_whole_graph:
             raise PolicyError(
                 f"{policy!r} decides on all values of a graph at once, which a checkpoint inside a "
                 "compiled function cannot have it do. Give it to the compiler: torch.compile(..., "

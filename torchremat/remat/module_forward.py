@@ -167,7 +167,7 @@ class RematForward:
         for name, value in state.items():
             setattr(self, name, value)
         self._function = _function_of(self.__self__, self)
-        self._uncompiled = outside_compiler() if self.policy.is_whole else None
+        self._uncompiled = outside_compiler() if self.policy.is_whole_graph else None
 
 
 def wrapped_forward(module: nn.Module) -> RematForward | None:

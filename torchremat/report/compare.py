@@ -11,8 +11,8 @@ from torchremat.policies.module_selection import Select
 from torchremat.remat.module_policies import under_policy
 from torchremat.remat.tracing.input_labels import BoundCall, refuse_misspelt
 from torchremat.report.explain import report_of
-from torchremat.report.measured_step import Step, restored
-from torchremat.report.observe import is_real, observe
+from torchremat.report.measured_step import MeasuredStep, restore_after
+from torchremat.report.observe import is_real, observe_saved
 from torchremat.report.report import Report
 
 _ROUNDS = 3
@@ -122,15 +122,15 @@ def compare(
     """
     refuse_misspelt(compare, f, kwargs)
     calls = {"plain": BoundCall(f, args, kwargs)}
-    for policy in _checked(policies):
+    for policy in _check_policies(policies):
         calls[repr(policy)] = BoundCall(under_policy(f, policy, select), args, kwargs)
-    observed = {name: observe(bound) for name, bound in calls.items()}
+    observed = {name: observe_saved(bound) for name, bound in calls.items()}
     reports = {name: report_of(observation) for name, observation in observed.items()}
     plain = observed["plain"]
     if not all(is_real(i.tensor) for i in plain.inputs):
         return Comparison(tuple(Compared(name, report) for name, report in reports.items()))
-    steps = {name: Step(bound, plain) for name, bound in calls.items()}
-    with restored(plain):
+    steps = {name: MeasuredStep(bound, plain) for name, bound in calls.items()}
+    with restore_after(plain):
         peaks = {name: step.peak() for name, step in steps.items()}
         seconds = _best_seconds(steps)
     return Comparison(
@@ -141,7 +141,7 @@ def compare(
     )
 
 
-def _checked(policies: Any) -> list[Any]:
+def _check_policies(policies: Any) -> list[Any]:
     if isinstance(policies, str | Mapping) or not isinstance(policies, Sequence):
         raise ArgumentTypeError(
             f"compare takes policies=[...], a list of policies, but it is {policies!r} "
@@ -150,7 +150,7 @@ def _checked(policies: Any) -> list[Any]:
     return [as_policy(policy) for policy in policies]
 
 
-def _best_seconds(steps: Mapping[str, Step]) -> dict[str, float]:
+def _best_seconds(steps: Mapping[str, MeasuredStep]) -> dict[str, float]:
     """The best time of each, taken in turn so that what slows the machine slows all."""
     best = dict.fromkeys(steps, float("inf"))
     for _ in range(_ROUNDS):

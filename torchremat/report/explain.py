@@ -33,9 +33,22 @@ from torchremat.remat.tracing.input_labels import (
     labels_of_state,
     refuse_misspelt,
 )
-from torchremat.remat.values.scope import Computed, Scope, below, is_computed, program_of
-from torchremat.remat.values.value_labels import Labels
-from torchremat.report.observe import Held, Observation, ObservedInput, observe
+from torchremat.remat.values.scope import (
+    Scope,
+    ScopedValue,
+    below,
+    body_of,
+    is_computed,
+    item_index,
+    program_of,
+)
+from torchremat.remat.values.value_labels import ValueLabels
+from torchremat.report.observe import (
+    Observation,
+    ObservedInput,
+    SavedStorage,
+    observe_saved,
+)
 from torchremat.report.report import Diff, Report
 from torchremat.report.report_rows import Row
 
@@ -91,7 +104,7 @@ def explain(
     call = BoundCall(f, args, kwargs)  # before it is wrapped: a wrong `f` is told about by name
     if policy is not None or select is not None:
         call = BoundCall(under_policy(f, policy, select), args, kwargs)
-    observation = observe(call)
+    observation = observe_saved(call)
     if policy is not None and select is None:
         return replace(report_of(observation), program=_only_program(observation))
     return replace(report_of(observation), program=ExplainedCall.of(call.fun, args, kwargs))
@@ -116,7 +129,7 @@ class ExplainedCall:
         mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         fakes: dict[int, Tensor] = {}
 
-        def faked(leaf: Any) -> Any:
+        def make_fake(leaf: Any) -> Any:
             if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
                 return leaf
             if id(leaf) not in fakes:
@@ -127,7 +140,7 @@ class ExplainedCall:
                 fakes[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
             return fakes[id(leaf)]
 
-        return cls(fun, *_torch.tree_map(faked, (args, kwargs)))
+        return cls(fun, *_torch.tree_map(make_fake, (args, kwargs)))
 
     def check_still(self, report: Report) -> None:
         """Raise `TraceError` if the call is no longer what `report` tells of."""
@@ -150,14 +163,14 @@ def _only_program(observation: Observation) -> FunctionProgram | None:
 
 def report_of(observation: Observation) -> Report:
     """The report of what was observed."""
-    labels = Labels.of(observation.scope)
+    labels = ValueLabels.of(observation.scope)
     inputs: list[tuple[ObservedInput, Row]] = []
     found = _Rows(labels)
-    for held in observation.held:
-        if held.input is not None:
-            inputs.append((held.input, _input_row(held.input.label, held.aval, held.nbytes)))
+    for saved in observation.saved:
+        if saved.input is not None:
+            inputs.append((saved.input, _input_row(saved.input.label, saved.aval, saved.nbytes)))
         else:
-            found.add_held(held)
+            found.add_saved(saved)
     for call in observation.scope.calls:
         program = program_of(call)
         if call.kwargs["call"] in observation.live_calls and program is not None:
@@ -174,8 +187,8 @@ def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Repor
     rows: list[Row] = []
     for name, program in programs:
         scope = Scope.of_program(program, name)
-        found = _Rows(Labels.of(scope))
-        found.add_kept(scope, program)
+        found = _Rows(ValueLabels.of(scope))
+        found.add_residuals(scope, program)
         found.add_replayed(scope, program)
         rows += _program_inputs(name, program)
         rows += found.in_order()
@@ -192,7 +205,7 @@ class RanPrograms:
 class _Rows:
     """Rows of computed values, one for each, in program order."""
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, labels: ValueLabels) -> None:
         self.labels = labels
         self._rows: dict[Any, tuple[int, Row]] = {}
 
@@ -200,22 +213,22 @@ class _Rows:
         """The rows."""
         return [row for _, row in sorted(self._rows.values(), key=lambda pair: pair[0])]
 
-    def add_held(self, held: Held) -> None:
+    def add_saved(self, saved: SavedStorage) -> None:
         """What autograd holds."""
-        value = held.value
+        value = saved.value
         if value is None:
-            row = Row("literal", "", "", None, held.aval.shape, held.aval.dtype, held.nbytes,
+            row = Row("literal", "", "", None, saved.aval.shape, saved.aval.dtype, saved.nbytes,
                       "constant", "a number")  # fmt: skip
-            self._rows[id(held)] = (-1, row)
+            self._rows[id(saved)] = (-1, row)
             return
-        choice = _choice_on(held) or Choice("saved", _why_held(held))
-        if choice.decision == "offloaded" and not held.offloaded_to:
+        choice = _choice_on(saved) or Choice("saved", _reason_saved(saved))
+        if choice.decision == "offloaded" and not saved.offloaded_to:
             choice = Choice("saved", "under torch.func what is kept is an output: it stays")
         if value.is_constant:
             choice = Choice("constant", choice.reason)
-        self._add(value, choice, held.nbytes, held.aval)
+        self._add(value, choice, saved.nbytes, saved.aval)
 
-    def add_kept(self, scope: Scope, program: FunctionProgram) -> None:
+    def add_residuals(self, scope: Scope, program: FunctionProgram) -> None:
         """What a program hands on to its derivative."""
         for i, node in enumerate(program.residuals):
             tensor = node.meta["val"]
@@ -255,7 +268,7 @@ class _Rows:
                     self._add_replays(inner, body_of(node), self.labels.programs.get(inner.path))
             elif is_computed(node) and is_forward(node) and not draws_again(node):
                 reason = reasons.get(node.name, "the backward pass needs it")
-                self._add_again(Computed(node, scope), reason)
+                self._add_again(ScopedValue(node, scope), reason)
 
     def _add_body(self, scope: Scope, body: fx.GraphModule, reason: str) -> None:
         """All that a body computes, which the derivative around it runs again."""
@@ -263,17 +276,17 @@ class _Rows:
             if is_checkpoint(node):
                 self._add_body(scope.whole_inside(node), body_of(node), reason)
             elif is_computed(node):
-                self._add_again(Computed(node, scope), reason)
+                self._add_again(ScopedValue(node, scope), reason)
 
-    def _add_again(self, value: Computed, reason: str) -> None:
+    def _add_again(self, value: ScopedValue, reason: str) -> None:
         aval = value.aval
         if aval is not None and not value.is_constant:
             self._add(value, Choice("recomputed", reason), aval.nbytes, aval)
 
-    def _add(self, value: Computed, choice: Choice, nbytes: int, aval: Aval) -> None:
+    def _add(self, value: ScopedValue, choice: Choice, nbytes: int, aval: Aval) -> None:
         if value.key in self._rows:
             return
-        label = self.labels.of_value(value)
+        label = self.labels.label_of(value)
         reason = choice.reason
         if value.node.meta.get("looped"):
             reason += "; vmap has no rule for it, and runs it once for each example"
@@ -285,19 +298,19 @@ class _Rows:
 # --- reasons -------------------------------------------------------------------------------------
 
 
-def _why_held(held: Held) -> str:
+def _reason_saved(saved: SavedStorage) -> str:
     """Which node of autograd's graph holds a value: a checkpoint's last, if there are others."""
-    plain = [node for node in held.readers if not hasattr(node, "program")]
+    plain = [node for node in saved.readers if not hasattr(node, "program")]
     if plain:
         return f"no checkpoint decides: {plain[0].name()} reads it"
-    if held.readers:
-        return f"an input of a checkpoint: {name_of(held.readers[0].owner)} reads it"
+    if saved.readers:
+        return f"an input of a checkpoint: {name_of(saved.readers[0].owner)} reads it"
     return "no checkpoint decides"
 
 
-def _choice_on(held: Held) -> Choice | None:
+def _choice_on(saved: SavedStorage) -> Choice | None:
     """What a policy said of a value that a checkpoint keeps."""
-    choices = map(choice_inside, map(base_of, held.nodes))
+    choices = map(choice_inside, map(base_of, saved.nodes))
     return next((choice for choice in choices if choice is not None), None)
 
 

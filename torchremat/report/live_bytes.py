@@ -98,8 +98,8 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             args, kwargs = (
-                _map_functions(self._watched, args),
-                _map_functions(self._watched, kwargs),
+                _map_functions(self._watch, args),
+                _map_functions(self._watch, kwargs),
             )
         out = func(*args, **kwargs)
         # an unknown storage that an argument has as well is an older one, seen through a view
@@ -114,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
             self._storages.put(storage)
             self._peak = max(self._peak, self.live)
 
-    def _watched(self, body: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """`body`, which a higher-order operator calls, with its operators counted again."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ class HeldBytes:
     @property
     def tensors(self) -> list[HeldTensor]:
         """One entry for each storage that autograd holds, in the order in which it was saved."""
-        return self._held_now() if self._at_exit is None else self._at_exit
+        return self._list_saved() if self._at_exit is None else self._at_exit
 
     def __enter__(self) -> Self:
         self._at_exit = None
@@ -174,15 +174,15 @@ class HeldBytes:
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.__exit__(*exception)
-        self._at_exit = self._held_now()
+        self._at_exit = self._list_saved()
 
     def _pack(self, tensor: torch.Tensor) -> "_Saved":
         saved = _Saved(tensor)
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def _held_now(self) -> list[HeldTensor]:
-        held = []
+    def _list_saved(self) -> list[HeldTensor]:
+        found = []
         seen = _Storages()
         for reference in self._saved:
             saved = reference()
@@ -196,8 +196,8 @@ class HeldBytes:
                     seen.put(storage)
                     nbytes += storage.nbytes()
             if nbytes:
-                held.append(HeldTensor(tuple(saved.tensor.shape), saved.tensor.dtype, nbytes))
-        return held
+                found.append(HeldTensor(tuple(saved.tensor.shape), saved.tensor.dtype, nbytes))
+        return found
 
 
 class _Saved:

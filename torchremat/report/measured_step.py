@@ -14,21 +14,21 @@ from torchremat.report.live_bytes import LiveBytes
 from torchremat.report.observe import Observation
 
 
-class Step:
+class MeasuredStep:
     """A forward and a backward pass of `call` that leave no gradients behind.
 
     Differentiated is what `observation` found, of the same arguments: the backward pass begins at
     the sum of all floating-point outputs.
 
-    >>> from torchremat.report.observe import observe
+    >>> from torchremat.report.observe import observe_saved
     >>> call = BoundCall(lambda x: torch.sin(torch.sin(x)).sum(), (torch.ones(256),), {})
-    >>> Step(call, observe(call)).peak()       # sin x, cos x and their product, 1 KiB each; sums
+    >>> MeasuredStep(call, observe_saved(call)).peak()  # sin x, cos x, their product: 1 KiB each
     3080
     """
 
     def __init__(self, call: BoundCall, observation: Observation) -> None:
         self._call = call
-        inputs = observation.differentiated_inputs()
+        inputs = observation.differentiated_inputs
         arguments = [i for i in inputs if i.label.kind == "argument"]
         self._differentiated = {id(i.tensor) for i in arguments}
         self._written = {id(i.tensor) for i in observation.inputs if i.is_written}
@@ -72,9 +72,9 @@ class Step:
     def results(self) -> dict[str, Tensor | None]:
         """What a step gives: `output 0`, ..., and `grad of x`, ..., `None` where there is none.
 
-        >>> from torchremat.report.observe import observe
+        >>> from torchremat.report.observe import observe_saved
         >>> call = BoundCall(lambda x: torch.sin(x).sum(), (torch.zeros(2),), {})
-        >>> Step(call, observe(call)).results()
+        >>> MeasuredStep(call, observe_saved(call)).results()
         {'output 0': tensor(0.), 'grad of x': tensor([1., 1.])}
         """
         with torch.enable_grad():
@@ -110,7 +110,7 @@ class Step:
 
 
 @contextmanager
-def restored(observation: Observation) -> Iterator[None]:
+def restore_after(observation: Observation) -> Iterator[None]:
     """After the block, generators and the tensors closed over that are written to are as before."""
     closed_over = [i for i in observation.inputs if i.label.kind != "argument"]
     written = [i.tensor for i in closed_over if i.is_written]

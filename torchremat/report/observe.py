@@ -28,7 +28,13 @@ from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, ite
 from torchremat.remat.program.program import FunctionProgram, Program
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
-from torchremat.remat.values.scope import Computed, Scope, op_base_name, program_of
+from torchremat.remat.values.scope import (
+    Scope,
+    ScopedValue,
+    item_index,
+    op_base_name,
+    program_of,
+)
 from torchremat.tracing.ambient_state import off_meta
 from torchremat.tracing.dtensors import Sharding, held_part, put_together
 from torchremat.tracing.input_spec import InputSpec
@@ -38,7 +44,7 @@ from torchremat.tracing.value_guards import Questions
 
 
 @dataclass(eq=False)
-class Held:
+class SavedStorage:
     """A storage that autograd holds. One of `input` and `value` says what lies in it, if known.
 
     `nodes` are what the tensors in it are in the trace, `readers` the nodes of autograd's graph
@@ -49,7 +55,7 @@ class Held:
     nbytes: int
     nodes: list[fx.Node] = field(default_factory=list)
     input: "ObservedInput | None" = None
-    value: Computed | None = None
+    value: ScopedValue | None = None
     readers: list[Any] = field(default_factory=list)
 
     @property
@@ -77,29 +83,30 @@ class Observation:
 
     scope: Scope
     inputs: tuple[ObservedInput, ...]
-    held: tuple[Held, ...]
+    saved: tuple[SavedStorage, ...]
     live_calls: frozenset[int]
 
+    @property
     def differentiated_inputs(self) -> list[ObservedInput]:
         """The inputs that get a gradient."""
         return [i for i in self.inputs if i.requires_grad]
 
 
-def observe(call: BoundCall) -> Observation:
+def observe_saved(call: BoundCall) -> Observation:
     """Run the call on fake tensors, and see what autograd holds of it.
 
     Differentiated are the inputs that require a gradient, else all floating arguments. Raises
     `TraceError` (a `TypeError`) if there is nothing to differentiate.
     """
     differentiate_all = not call.is_known_to_require_grad()
-    found = _observed(call, differentiate_all)
+    found = _observe_run(call, differentiate_all)
     captured = [i for i in found.inputs if i.label.kind != "argument"]
     if differentiate_all and any(i.requires_grad for i in captured):
-        return _observed(call, False)
-    if not found.differentiated_inputs():
+        return _observe_run(call, False)
+    if not found.differentiated_inputs:
         if not differentiate_all:
-            found = _observed(call, True)
-        if not found.differentiated_inputs():
+            found = _observe_run(call, True)
+        if not found.differentiated_inputs:
             raise TraceError(
                 f"{call.name} has nothing to differentiate: no argument is a floating-point or "
                 "complex tensor, and nothing that it closes over requires a gradient. Pass such a "
@@ -108,7 +115,7 @@ def observe(call: BoundCall) -> Observation:
     return found
 
 
-def _observed(call: BoundCall, differentiate_all: bool) -> Observation:
+def _observe_run(call: BoundCall, differentiate_all: bool) -> Observation:
     with off_meta():
         try:
             return _Observer(call, differentiate_all).run()
@@ -121,7 +128,7 @@ def _observed(call: BoundCall, differentiate_all: bool) -> Observation:
 _NO_HOOKS = "don't yet support saved tensor hooks"  # torch.func.grad and its kin
 
 
-class _Record:
+class _SavedHandle:
     """What autograd is given in place of a tensor; it dies when autograd lets go of the tensor."""
 
     __slots__ = ("__weakref__", "readers", "tensor")
@@ -146,7 +153,7 @@ class _Observer:
         distinct = {id(tensor): tensor for tensor in call.tensors}  # each is one input
         self.questions = Questions(list(distinct.values()))
         self.tracing = Tracing(paths=self.paths, questions=self.questions)
-        self.records: list[weakref.ref[_Record]] = []
+        self.records: list[weakref.ref[_SavedHandle]] = []
         self.versions: dict[int, int] = {}
         self.reader: Any = None
         self.with_hooks = with_hooks
@@ -171,12 +178,12 @@ class _Observer:
         live_calls = frozenset(node.call for node in programs if hasattr(node, "call"))
         module = tracing.finish(())
         scope = Scope.of_trace(module, self.paths)
-        inputs = self._observed_inputs(fakes, scope)
-        held = self._held(records, scope, inputs)
+        inputs = self._build_inputs(fakes, scope)
+        saved = self._collect_storages(records, scope, inputs)
         for record in records:
             del record.tensor  # autograd's graph and what it holds would keep each other alive
         vars(self).clear()  # so would that graph, which has our hooks, and the arguments
-        return Observation(scope, tuple(inputs.values()), tuple(held), live_calls)
+        return Observation(scope, tuple(inputs.values()), tuple(saved), live_calls)
 
     # --- before ----------------------------------------------------------------------------------
 
@@ -199,7 +206,7 @@ class _Observer:
             return fake
         with self.tracing.unrecorded():
             start = torch.empty(0, requires_grad=True)
-        started: Tensor = _Started.apply(fake, start)  # type: ignore[no-untyped-call]
+        started: Tensor = _MarkDifferentiated.apply(fake, start)  # type: ignore[no-untyped-call]
         self.versions[id(started)] = started._version
         return started
 
@@ -210,22 +217,22 @@ class _Observer:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Record:
+    def _pack(self, tensor: Tensor) -> _SavedHandle:
         # a result comes with its node as grad_fn: kept so, it would be kept by what it keeps
         tensor = held_part(tensor)
-        record = _Record(tensor if tensor.is_leaf else tensor.detach())
+        record = _SavedHandle(tensor if tensor.is_leaf else tensor.detach())
         if not isinstance(tensor, _torch.FakeTensor) or tensor.fake_mode is self.tracing.fake_mode:
             self.records.append(weakref.ref(record))
         return record
 
-    def _unpack(self, record: _Record) -> Tensor:
+    def _unpack(self, record: _SavedHandle) -> Tensor:
         if self.reader is not None:
             record.readers.append(self.reader)
         return record.tensor
 
     # --- after -----------------------------------------------------------------------------------
 
-    def _read(self, node: Any) -> list[_Record]:
+    def _read(self, node: Any) -> list[_SavedHandle]:
         """Note that `node` holds what it holds; without hooks, give records of it."""
         found = []
         self.reader = node
@@ -236,14 +243,14 @@ class _Observer:
             if not self.with_hooks:
                 for leaf in _torch.tree_flatten(value)[0]:
                     if isinstance(leaf, Tensor):
-                        found.append(_Record(leaf))
+                        found.append(_SavedHandle(leaf))
                         found[-1].readers.append(node)
         self.reader = None
         return found
 
-    def _observed_inputs(self, fakes: list[Tensor], scope: Scope) -> dict[int, ObservedInput]:
+    def _build_inputs(self, fakes: list[Tensor], scope: Scope) -> dict[int, ObservedInput]:
         """The inputs by the identity of the storages of their fake tensors."""
-        written = _hidden_writes(scope)
+        written = _find_hidden_writes(scope)
         captured = list(zip(self.tracing.captured, self.tracing.captured_inputs, strict=True))
         labels = self.call.labels_of_captured([t for t, _ in captured], self.paths)
         found: dict[int, ObservedInput] = {}
@@ -262,32 +269,32 @@ class _Observer:
             )
         return found
 
-    def _held(
-        self, records: list[_Record], scope: Scope, inputs: dict[int, ObservedInput]
-    ) -> list[Held]:
-        found: dict[int, Held] = {}
+    def _collect_storages(
+        self, records: list[_SavedHandle], scope: Scope, inputs: dict[int, ObservedInput]
+    ) -> list[SavedStorage]:
+        found: dict[int, SavedStorage] = {}
         for record in records:
             storage = record.tensor.untyped_storage()
             node = self.tracing.node_of(record.tensor)
             nbytes = storage.nbytes() or self._workspace_nbytes(node)
             if nbytes == 0:  # batch norm in eval mode saves empty statistics
                 continue
-            held = found.get(id(storage))
-            if held is None:
-                held = Held(Aval.of(record.tensor), nbytes)
-                held.input = inputs.get(id(storage))
-                if held.input is not None:
-                    held.aval = held.input.aval
+            saved = found.get(id(storage))
+            if saved is None:
+                saved = SavedStorage(Aval.of(record.tensor), nbytes)
+                saved.input = inputs.get(id(storage))
+                if saved.input is not None:
+                    saved.aval = saved.input.aval
                 elif node is not None:
-                    held.value = scope.value_of(node)
-                    held.aval = held.value.aval or held.aval
+                    saved.value = scope.value_of(node)
+                    saved.aval = saved.value.aval or saved.aval
                 if storage.nbytes() == 0:
-                    held.aval = replace(held.aval, shape=(nbytes,))
+                    saved.aval = replace(saved.aval, shape=(nbytes,))
                 if node is not None and (state := _state_of(node)) is not None:
-                    held.aval, held.nbytes = state, state.nbytes
-                found[id(storage)] = held
-            held.nodes += [] if node is None else [node]
-            held.readers += record.readers
+                    saved.aval, saved.nbytes = state, state.nbytes
+                found[id(storage)] = saved
+            saved.nodes += [] if node is None else [node]
+            saved.readers += record.readers
         return list(found.values())
 
     def _workspace_nbytes(self, node: fx.Node | None) -> int:
@@ -366,7 +373,7 @@ def is_real(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, _torch.FakeTensor))
 
 
-class _Started(torch.autograd.Function):
+class _MarkDifferentiated(torch.autograd.Function):
     """Makes a tensor one that autograd records and that may be written to, without a copy."""
 
     @staticmethod
@@ -379,7 +386,7 @@ class _Started(torch.autograd.Function):
         return cotangent, None
 
 
-def _hidden_writes(scope: Scope) -> set[Any]:
+def _find_hidden_writes(scope: Scope) -> set[Any]:
     """The running statistics that batch norms write to, though their schemas do not say so."""
     return {
         base_of(statistic)

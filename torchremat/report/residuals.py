@@ -9,8 +9,8 @@ from torch import fx
 from torchremat.core.avals import Aval
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.remat.values.residual_log import describe_input, describe_value
-from torchremat.remat.values.value_labels import Labels
-from torchremat.report.observe import Held, Observation, observe
+from torchremat.remat.values.value_labels import ValueLabels
+from torchremat.report.observe import Observation, SavedStorage, observe_saved
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     >>> [str(r) for r in saved_residuals(tr.checkpoint(f), w, x)]
     ['f32[3,4] from the argument w', 'f32[2,3] from the argument x']
     """
-    observation = observe(BoundCall(f, args, kwargs))
-    labels = Labels.of(observation.scope)
+    observation = observe_saved(BoundCall(f, args, kwargs))
+    labels = ValueLabels.of(observation.scope)
     ordered = sorted(
-        enumerate(observation.held), key=lambda pair: _position(pair, observation, labels)
+        enumerate(observation.saved), key=lambda pair: _position(pair, observation, labels)
     )
-    return [_residual(held, labels) for _, held in ordered]
+    return [_residual(saved, labels) for _, saved in ordered]
 
 
 def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -95,27 +95,27 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
         print(residual)
 
 
-def _residual(held: Held, labels: Labels) -> Residual:
-    if held.input is not None:
-        source = describe_input(held.input.label)
-    elif held.value is None:
+def _residual(saved: SavedStorage, labels: ValueLabels) -> Residual:
+    if saved.input is not None:
+        source = describe_input(saved.input.label)
+    elif saved.value is None:
         source = "from a literal"
-    elif held.value.is_constant:
+    elif saved.value.is_constant:
         source = "from a constant"
     else:
-        label = labels.of_value(held.value)
-        source = describe_value(held.value, label, offloaded_to=held.offloaded_to)
-    node = None if held.value is None else held.value.node
-    return Residual(held.aval, source, held.nbytes, node)
+        label = labels.label_of(saved.value)
+        source = describe_value(saved.value, label, offloaded_to=saved.offloaded_to)
+    node = None if saved.value is None else saved.value.node
+    return Residual(saved.aval, source, saved.nbytes, node)
 
 
 def _position(
-    numbered: tuple[int, Held], observation: Observation, labels: Labels
+    numbered: tuple[int, SavedStorage], observation: Observation, labels: ValueLabels
 ) -> tuple[int, int]:
     """Literals, constants, inputs in their order, then the order of the program."""
-    number, held = numbered
-    if held.input is not None:
-        return 2, observation.inputs.index(held.input)
-    if held.value is None:
+    number, saved = numbered
+    if saved.input is not None:
+        return 2, observation.inputs.index(saved.input)
+    if saved.value is None:
         return 0, number
-    return (1, number) if held.value.is_constant else (3, labels.position(held.value))
+    return (1, number) if saved.value.is_constant else (3, labels.position(saved.value))

@@ -20,8 +20,8 @@ from torchremat.core.formatting import human_bytes, human_seconds, table
 from torchremat.core.progress import shown_progress
 from torchremat.policies.builtin import Policy
 from torchremat.remat.tracing.input_labels import BoundCall
-from torchremat.report.measured_step import Step, restored
-from torchremat.report.observe import Observation, is_real, observe
+from torchremat.report.measured_step import MeasuredStep, restore_after
+from torchremat.report.observe import Observation, is_real, observe_saved
 
 PLAIN, AGAIN = "plain", "plain again"
 
@@ -80,17 +80,19 @@ def measure(
     """The figures of each policy, of plain first and again last, by name."""
     asked = {PLAIN: None, **chosen, AGAIN: None}
     with working("tracing"):
-        plain = observe(BoundCall(target.fun, target.args, target.kwargs))
+        plain = observe_saved(BoundCall(target.fun, target.args, target.kwargs))
     if not all(is_real(i.tensor) for i in plain.inputs):
         raise click.ClickException(
             f"bench runs the step, and {target.text} has tensors without values (meta or fake). "
             "Make it on a real device (--device cpu), or use compare, which runs nothing"
         )
     steps = {
-        name: Step(BoundCall(under(target, policy, select), target.args, target.kwargs), plain)
+        name: MeasuredStep(
+            BoundCall(under(target, policy, select), target.args, target.kwargs), plain
+        )
         for name, policy in asked.items()
     }
-    with restored(plain), shown_progress("measuring") as tell:
+    with restore_after(plain), shown_progress("measuring") as tell:
         differences = _differences(steps, plain)  # traces, and fills caches
         measured = {}
         for name, step in steps.items():
@@ -102,12 +104,12 @@ def measure(
     return measured
 
 
-def _differences(steps: Mapping[str, Step], plain: Observation) -> dict[str, str | None]:
+def _differences(steps: Mapping[str, MeasuredStep], plain: Observation) -> dict[str, str | None]:
     """How what each step gives first differs from what plain's gives, at the same random state."""
     found: dict[str, str | None] = {}
     expected: dict[str, Tensor | None] = {}
     for name, step in steps.items():
-        with restored(plain):
+        with restore_after(plain):
             results = step.results()
         expected = expected or results  # plain is the first
         found[name] = difference(expected, results)
@@ -167,7 +169,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _peak(step: Step, plain: Observation) -> int:
+def _peak(step: MeasuredStep, plain: Observation) -> int:
     """Bytes of live storages, or on a GPU what its allocator says."""
     gpus = sorted({i.tensor.device.index for i in plain.inputs if i.tensor.device.type == "cuda"})
     counted = step.peak()

@@ -36,7 +36,7 @@ from torchremat.compile.dynamo.scheduled_joint import may_fuse
 from torchremat.errors import OptionError, TorchrematError, nearest_names
 from torchremat.graph.codegen import compile_graph
 from torchremat.policies.builtin import Policy, PolicyLike, as_policy, everything_saveable
-from torchremat.policies.checkpoint_name import names_written_down
+from torchremat.policies.checkpoint_name import record_names
 from torchremat.report.report import Report
 
 CODEGENS = ("inductor", "eager")
@@ -155,7 +155,7 @@ def _compile_chosen(
         chosen = replace(chosen, codegen="eager")
     if not _differentiates(inputs) or _leaves_it_to_pytorch(module, chosen):
         return _compile_as_pytorch_does(module, inputs, chosen)
-    with names_written_down():
+    with record_names():
         return _compile(module, inputs, chosen)
 
 
@@ -196,7 +196,7 @@ def _compile(
     if chosen.codegen == "eager":
         return _torch.aot_autograd(module, inputs, compiler=compile_graph, partition=cut)
     partitioner = _torch.inductor_partitioner(cut, _cache_key(chosen))
-    is_planned = chosen.policy.is_whole
+    is_planned = chosen.policy.is_whole_graph
     return _torch.compile_fx(
         module,
         inputs,
@@ -236,11 +236,11 @@ class _Cut:
             self.report(report_of(partition))
         if is_eager:
             return cut(partition, inputs, **options)
-        if self.policy.is_whole:
+        if self.policy.is_whole_graph:
             scheduled = cut_as_scheduled(partition, inputs, broken_up, **options)
             if scheduled is not None:
                 return scheduled
-        if self.policy == everything_saveable or self.policy.is_whole:
+        if self.policy == everything_saveable or self.policy.is_whole_graph:
             return cut_for_fusion(partition, inputs, broken_up, **options)
         forward, backward = cut(partition, inputs, **options)
         return broken_up(forward), broken_up(backward)

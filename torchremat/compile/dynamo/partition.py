@@ -26,7 +26,7 @@ from torchremat.compile.dynamo.scheduled_joint import schedule_joint
 from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
 from torchremat.policies.builtin import Policy
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.replay_rules import why_not_replayed
+from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.program.decisions import Choices
 from torchremat.tracing.functionalize import drop_running_statistics
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of
@@ -192,7 +192,7 @@ def _drawless_hidden(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
     What is given brings a graph that was copied back to the operators as they are.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and _may_draw(node) and why_not_replayed(node) is None:
+        if node.op == "call_function" and _may_draw(node) and reason_not_replayable(node) is None:
             node.target = _Drawless(node.target)
 
     def restore(copy: fx.Graph) -> None:

@@ -6,8 +6,8 @@ from torchremat.compile.dynamo.partition import Partition
 from torchremat.core.avals import Aval
 from torchremat.remat.program.decisions import Choice, Decision
 from torchremat.remat.program.random_replay import state_aval
-from torchremat.remat.values.scope import Computed, Scope, is_computed, is_tensor
-from torchremat.remat.values.value_labels import Labels
+from torchremat.remat.values.scope import Scope, ScopedValue, is_computed, is_tensor
+from torchremat.remat.values.value_labels import ValueLabels
 from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
 from torchremat.tracing.modules.module_paths import ModulePaths
@@ -20,19 +20,21 @@ def report_of(partition: Partition) -> Report:
     """
     joint = partition.joint
     scope = Scope(list(joint.module.graph.nodes), joint.inputs, (), ModulePaths({}))
-    labels = Labels.of(scope)
+    labels = ValueLabels.of(scope)
     rows = [_input_row(node) for node in partition.residuals.inputs if is_tensor(node)]
     for node in scope.nodes:
         if node in partition.kept and is_tensor(node):
-            rows.append(_row(Computed(node, scope), labels, _choice(partition, node, "saved")))
+            rows.append(_row(ScopedValue(node, scope), labels, _choice(partition, node, "saved")))
         elif node in partition.residuals.recomputed and is_computed(node):
-            rows.append(_row(Computed(node, scope), labels, _choice(partition, node, "recomputed")))
+            rows.append(
+                _row(ScopedValue(node, scope), labels, _choice(partition, node, "recomputed"))
+            )
         elif node in partition.drawn_again:
-            rows.append(_state_row(Computed(node, scope), labels))
+            rows.append(_state_row(ScopedValue(node, scope), labels))
     return Report(tuple(rows))
 
 
-def _state_row(value: Computed, labels: Labels) -> Row:
+def _state_row(value: ScopedValue, labels: ValueLabels) -> Row:
     choice = Choice("saved", "the state of the generator, from which it is drawn again")
     return _row(value, labels, choice, state_aval(value.node))
 
@@ -42,8 +44,8 @@ def _choice(partition: Partition, node: fx.Node, decision: Decision) -> Choice:
     return Choice(decision, choice.reason if choice else str(partition.choices.policy))
 
 
-def _row(value: Computed, labels: Labels, choice: Choice, aval: Aval | None = None) -> Row:
-    label = labels.of_value(value)
+def _row(value: ScopedValue, labels: ValueLabels, choice: Choice, aval: Aval | None = None) -> Row:
+    label = labels.label_of(value)
     aval = aval or Aval.of(value.node.meta["val"])
     return Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype,
                aval.nbytes, choice.decision, choice.reason)  # fmt: skip

@@ -22,7 +22,7 @@ from torchremat.planning.memory.interpreter import peak_inside
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
-from torchremat.policies.replay_rules import draws_forward, why_kept, why_not_replayed
+from torchremat.policies.replay_rules import draws_in_forward, reason_not_replayable, reason_to_save
 from torchremat.remat.program.random_replay import state_nbytes
 
 LEAST_OFFLOAD = 64 << 10
@@ -149,9 +149,9 @@ class _ProblemBuilder:
 
     def _add(self, call: fx.Node, part: Part) -> None:
         reads = tuple(self._values_of(nodes_read_by(call)))
-        draws = any(why_not_replayed(value) is not None for value in _values_of_call(call))
+        draws = any(reason_not_replayable(value) is not None for value in _values_of_call(call))
         again = draws and state_nbytes(call) is not None
-        once = (draws and not again) or why_kept(call) is not None
+        once = (draws and not again) or reason_to_save(call) is not None
         writes = []
         for index, value in enumerate(_outputs_of(call)):
             if isinstance(value, torch.Tensor):
@@ -202,7 +202,7 @@ def _parts(joint: Joint) -> dict[fx.Node, Part]:
     """When each operator runs, of those that run at all; views are none."""
     graph = joint.module.graph
     written = [value for _, value in joint.mutations]
-    roots = [*joint.outputs, *written, *filter(draws_forward, graph.nodes)]
+    roots = [*joint.outputs, *written, *filter(draws_in_forward, graph.nodes)]
     forward = ancestors(roots, reads=nodes_read_by)
     backward = ancestors(joint.gradients, reads=nodes_read_by)
     late = {ct for ct in joint.cotangents if ct is not None}

@@ -33,7 +33,7 @@ class WholeGraphPolicy(Policy):
     """
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole_graph(self) -> bool:
         """It does."""
         return True
 

@@ -18,7 +18,7 @@ from torchremat.graph.aliasing import overlapping_pair
 from torchremat.graph.codegen import Runner, compile_graph, source_of, symbols_of
 from torchremat.graph.nodes import BodyOperator
 from torchremat.graph.symbolic_sizes import Interpreter, Sizes
-from torchremat.policies.policy import Failed
+from torchremat.policies.policy import FailedOperator
 from torchremat.remat.program.compiled_graph import Compiled
 from torchremat.remat.program.program import Program
 from torchremat.tracing.ambient_state import without_autocast
@@ -155,7 +155,9 @@ def note_if_out_of_memory(error: RuntimeError, compiled: Compiled) -> None:
         return
     phase = "backward" if "slice" in compiled.module.meta else "forward"
     try:
-        note = program.policy.out_of_memory(program, Failed(phase, _node_of(error, compiled)))
+        note = program.policy.out_of_memory(
+            program, FailedOperator(phase, _node_of(error, compiled))
+        )
     except Exception as trouble:  # the error that matters is the first
         note = f"torchremat: what was planned cannot be told: {trouble!r}"
     if note is not None:

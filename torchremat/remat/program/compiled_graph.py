@@ -14,7 +14,7 @@ from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import inner_graphs_of, is_forward, is_item
 from torchremat.graph.schedule import GraphSchedule, scheduled_graph
 from torchremat.graph.slicing import prune_bodies, simplify, slice_graph
-from torchremat.policies.replay_rules import why_not_replayed
+from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.random_replay import draw_from_states
@@ -117,7 +117,7 @@ def _fetch(
 def _refuse_replay(graph: fx.Graph) -> None:
     """Raise where a derivative of higher order would run an operator that must not run again."""
     for node in _replayed(graph):
-        reason = why_not_replayed(node)
+        reason = reason_not_replayable(node)
         if reason is not None:
             raise EffectError(
                 f"a second derivative needs the value of {node.target} from "

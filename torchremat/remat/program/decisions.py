@@ -27,7 +27,11 @@ from torchremat.graph.schedule import GraphSchedule, read_from_before
 from torchremat.policies.builtin import Policy, Value
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, decide_for_compiler
-from torchremat.policies.replay_rules import value_inside, why_kept, why_not_replayed
+from torchremat.policies.replay_rules import (
+    body_value_of,
+    reason_not_replayable,
+    reason_to_save,
+)
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
 
@@ -58,7 +62,7 @@ class Choices:
         self._by_compiler = joint.by_compiler
         self.values: dict[fx.Node, Value] = {}
         self.choices: dict[fx.Node, Choice] = {}
-        self.schedule = policy.schedule(joint, fuses=fuses) if policy.is_whole else None
+        self.schedule = policy.schedule(joint, fuses=fuses) if policy.is_whole_graph else None
         names = _names_among(joint.forward_nodes)
         self.forced: set[fx.Node] = set()
         """Values that are saved against the policy: their operators must not run again."""
@@ -87,9 +91,9 @@ class Choices:
             return self._offloaded(node, verdict)
         if isinstance(verdict, Saveable):
             return Choice("saved", f"{self.policy}")
-        forced = why_not_replayed(node)
+        forced = reason_not_replayable(node)
         if forced is None and isinstance(verdict, NotSaved):
-            forced = why_kept(node)
+            forced = reason_to_save(node)
         if forced is not None:
             self.forced.add(node)
             return Choice("saved", forced)
@@ -109,7 +113,7 @@ class Choices:
             return Choice("saved", f"{self.policy} keeps it: {_why_planned(node)}")
         if node in schedule.offloaded:
             return Choice("offloaded", f"{self.policy}", "pinned_host")
-        forced = why_not_replayed(node)
+        forced = reason_not_replayable(node)
         if forced is not None:  # it is drawn again, from the state of the generator
             self.forced.add(node)
             return Choice("saved", forced)
@@ -184,10 +188,10 @@ class Choices:
     def warn_of_unmatched(self) -> bool:
         """Warn, at the user's line, of what the policy names and no value has; if anything."""
         values = list(self.values.values())
-        messages = self.policy.unmatched(values)
+        messages = self.policy.find_unmatched(values)
         if not messages:
             return False
-        nowhere = self.policy.unmatched([*values, *self._in_branches])
+        nowhere = self.policy.find_unmatched([*values, *self._in_branches])
         subjects = {message.partition(MATCHES_NOTHING)[0]: message for message in nowhere}
         for message in messages:
             subject = message.partition(MATCHES_NOTHING)[0]
@@ -205,7 +209,11 @@ class Choices:
 
 def _why_planned(node: fx.Node) -> str:
     """Why a plan keeps the value."""
-    return why_not_replayed(node) or why_kept(node) or "to compute it again would take longer"
+    return (
+        reason_not_replayable(node)
+        or reason_to_save(node)
+        or "to compute it again would take longer"
+    )
 
 
 def _has_items(node: fx.Node) -> bool:
@@ -241,7 +249,7 @@ def _names_among(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
 
 def _value(node: fx.Node, names: tuple[str, ...], module_prefix: str) -> Value:
     call = call_of(node)
-    inner = value_inside(node)
+    inner = body_value_of(node)
     if inner is not None:
         prefix = ".".join(part for part in (module_prefix, call.meta.get("module")) if part)
         return _value(inner, (*names, *_names_of(inner)), prefix)

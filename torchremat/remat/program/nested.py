@@ -27,7 +27,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item
 from torchremat.graph.slicing import _eliminate_dead, _reference, slice_graph
-from torchremat.policies.replay_rules import draws_forward
+from torchremat.policies.replay_rules import draws_in_forward
 
 if TYPE_CHECKING:
     from torchremat.remat.program.program import FunctionProgram
@@ -66,7 +66,7 @@ def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
             for backward in backwards:
                 _open_backward(backward, forward, opening, [*own, *kept])
     written = {value for _, value in joint.mutations}
-    _eliminate_dead(joint.module.graph, lambda node: node in written or draws_forward(node))
+    _eliminate_dead(joint.module.graph, lambda node: node in written or draws_in_forward(node))
     joint.module.recompile()
     return joint
 
@@ -82,7 +82,7 @@ def join_exposed(forward: fx.GraphModule) -> None:
         for item in list(node.users):
             if item.args[1] < node.meta["num_outputs"]:
                 item.args = (twin, item.args[1])
-    _eliminate_dead(graph, lambda node: draws_forward(node) and "twin_of" not in node.meta)
+    _eliminate_dead(graph, lambda node: draws_in_forward(node) and "twin_of" not in node.meta)
 
 
 def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
@@ -133,7 +133,7 @@ def _open_forward(forward: fx.Node, opening: Opening) -> tuple[list[fx.Node], li
     values = forward.meta["val"][: len(outputs)]
     operands = forward.args[1:]
     results = [*outputs, *opening.kept]
-    known = slice_graph(joint.module, joint.inputs, results, must_run=draws_forward)
+    known = slice_graph(joint.module, joint.inputs, results, must_run=draws_in_forward)
     staged = slice_graph(joint.module, [*joint.inputs, *opening.kept], [*outputs, *opening.own])
     graph = forward.graph
     with graph.inserting_before(forward):

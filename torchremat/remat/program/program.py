@@ -29,7 +29,7 @@ from torchremat.graph.schedule import GraphSchedule, scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.builtin import Policy, nothing_saveable
-from torchremat.policies.replay_rules import draws_forward
+from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.graph_nodes import memory_of, put_out_copies
 from torchremat.remat.program.compiled_graph import (
     Compiled,
@@ -357,9 +357,9 @@ class FunctionProgram(Program):
         if chosen is not None:
             self._root_joint, self.choices = chosen
             return
-        if policy.is_whole:
+        if policy.is_whole_graph:
             self._root_joint = region.joint_for(region.usual_given)
-        elif not policy.looks_inside:
+        elif not policy.applies_to_nested:
             self._root_joint = region.joint
         else:
             self._root_joint = expose_inner(
@@ -451,7 +451,9 @@ class FunctionProgram(Program):
 
     def joint_for(self, given: Mask) -> Joint:
         """See `Program.joint_for`."""
-        given_to_root = self.region.usual_given if self.policy.is_whole else (True,) * len(given)
+        given_to_root = (
+            self.region.usual_given if self.policy.is_whole_graph else (True,) * len(given)
+        )
         return self.root_joint if given == given_to_root else super().joint_for(given)
 
     @cached_property
@@ -545,14 +547,14 @@ class FunctionProgram(Program):
         writes = [value for _, value in joint.mutations]
         results = [*outputs, *writes, *_as_outputs(self.residuals, outputs)]
         if self.schedule is None:
-            module = slice_graph(joint.module, joint.inputs, results, must_run=draws_forward)
+            module = slice_graph(joint.module, joint.inputs, results, must_run=draws_in_forward)
         else:
             order = self.schedule.forward
             module = scheduled_graph(
-                joint.module, joint.inputs, results, order, must_run=draws_forward
+                joint.module, joint.inputs, results, order, must_run=draws_in_forward
             )
         join_exposed(module)
-        prune_bodies(module, must_run=draws_forward)
+        prune_bodies(module, must_run=draws_in_forward)
         copy_inputs_among_last(module.graph, len(self._copied_inputs))
         start = len(outputs) + len(writes)
         put_out_states(module.graph, [start + i for i in drawn_again])
@@ -597,7 +599,7 @@ class FunctionProgram(Program):
 def _opening(inner: FunctionProgram, policies: Sequence[tuple[Policy, str]]) -> Opening | None:
     """What `policies`, each with the name of the module around, keep of a checkpoint inside."""
     everyone = list(policies)
-    if inner.policy.looks_inside:
+    if inner.policy.applies_to_nested:
         everyone.append((inner.policy, inner.module_prefix))
     joint = expose_inner(
         inner.region.joint,
@@ -761,7 +763,7 @@ class BatchedProgram(Program):
     def forward(self) -> Compiled:
         """The forward graph of the program below, mapped."""
         joint = self._whole.joint
-        module = slice_graph(joint.module, joint.inputs, joint.outputs, must_run=draws_forward)
+        module = slice_graph(joint.module, joint.inputs, joint.outputs, must_run=draws_in_forward)
         return Compiled.of(module, "batched", compiler=self.compiler)
 
 

@@ -8,8 +8,8 @@ from torch import fx
 from torchremat.core.avals import Aval
 from torchremat.remat.program.program import FunctionProgram
 from torchremat.remat.tracing.input_labels import InputLabel
-from torchremat.remat.values.scope import Computed, Scope
-from torchremat.remat.values.value_labels import Label, Labels
+from torchremat.remat.values.scope import Scope, ScopedValue
+from torchremat.remat.values.value_labels import ValueLabel, ValueLabels
 
 log = logging.getLogger("torchremat")
 
@@ -28,7 +28,7 @@ def describe_input(label: InputLabel) -> str:
     return f"from the {'closed-over' if label.kind == 'buffer' else label.kind} {label.text}"
 
 
-def describe_value(value: Computed, label: Label, *, offloaded_to: str = "") -> str:
+def describe_value(value: ScopedValue, label: ValueLabel, *, offloaded_to: str = "") -> str:
     """How the source of a computed value is told, with where it is kept if not on its device."""
     what = f"jitted function {value.jitted_name!r}" if value.jitted_name else value.op
     text = f"named {label.name!r}" if label.is_given else f"output of {what}"
@@ -56,7 +56,7 @@ def log_residuals(
         for i in program.saved_inputs
     ]
     scope = Scope.of_program(program, program.module_prefix)
-    names = Labels.of(scope)
+    names = ValueLabels.of(scope)
     values = []
     for i, node in enumerate(program.residuals):
         value = scope.value_of(node)
@@ -64,14 +64,14 @@ def log_residuals(
         if value.is_input:  # one that is written to: a copy is kept
             text = f"a copy of the {known[scope.inputs.index(value.node)]}"
         else:
-            text = describe_value(value, names.of_value(value), offloaded_to=place)
+            text = describe_value(value, names.label_of(value), offloaded_to=place)
         values.append(f"{_aval_of(node)} {text}")
     text = f"remat-decorated function {name} saving "
     parts = []
     if inputs:
-        parts.append("inputs with shapes:" + _listed(inputs))
+        parts.append("inputs with shapes:" + _indent_lines(inputs))
     if values:
-        parts.append("these intermediates:" + _listed(values))
+        parts.append("these intermediates:" + _indent_lines(values))
     log.log(level, "%s%s", text, "\nand saving ".join(parts) or "nothing")
 
 
@@ -79,5 +79,5 @@ def _aval_of(node: fx.Node) -> Aval:
     return Aval.of(node.meta["val"])
 
 
-def _listed(lines: list[str]) -> str:
+def _indent_lines(lines: list[str]) -> str:
     return "".join(f"\n  {line}" for line in lines)

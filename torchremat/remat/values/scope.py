@@ -69,7 +69,7 @@ class Scope:
         """The body that `call`, a node of this scope, runs."""
         body = body_of(call)
         nodes = list(body.graph.nodes)
-        return self._entered(
+        return self._enter(
             call,
             nodes=nodes,
             inputs=[node for node in nodes if node.op == "placeholder"],
@@ -84,9 +84,9 @@ class Scope:
             return self.inside(call)
         joint = program.region.joint
         nodes = list(joint.module.graph.nodes)
-        return self._entered(call, nodes=nodes, inputs=joint.inputs, outputs=(), program=program)
+        return self._enter(call, nodes=nodes, inputs=joint.inputs, outputs=(), program=program)
 
-    def _entered(self, call: fx.Node, **parts: Any) -> "Scope":
+    def _enter(self, call: fx.Node, **parts: Any) -> "Scope":
         program = parts["program"]
         return Scope(
             paths=self.paths if program is None else program.region.paths,
@@ -107,9 +107,9 @@ class Scope:
         own = node.meta.get("module") or ""
         if self.outer is None:
             return below(self.prefix, own)
-        return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
+        return self.outer.translate_module(own, self.paths) or join_names(self.prefix, own)
 
-    def translated(self, name: str, paths: ModulePaths) -> str | None:
+    def translate_module(self, name: str, paths: ModulePaths) -> str | None:
         """What this scope, or the one around, calls the module that is `name` in `paths`.
 
         `None` if none or several go by that name, or if the scope does not know it.
@@ -124,9 +124,9 @@ class Scope:
         assert own is not None
         if self.outer is None:
             return below(self.prefix, own)
-        return self.outer.translated(own, self.paths) or join_names(self.prefix, own)
+        return self.outer.translate_module(own, self.paths) or join_names(self.prefix, own)
 
-    def value_of(self, node: fx.Node) -> "Computed":
+    def value_of(self, node: fx.Node) -> "ScopedValue":
         """The value in whose memory `node` lies, in whatever scope it is computed."""
         scope = self
         while True:
@@ -139,11 +139,11 @@ class Scope:
                 scope, index = scope.inside(call_of(node)), item_index(node)
                 node = scope.outputs[index]
             else:
-                return Computed(node, scope)
+                return ScopedValue(node, scope)
 
 
 @dataclass(frozen=True, eq=False)
-class Computed:
+class ScopedValue:
     """A value that an operator of a forward pass computes; or a constant, or an input."""
 
     node: fx.Node

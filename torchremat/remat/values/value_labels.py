@@ -10,14 +10,14 @@ from torchremat.core.source import Source
 from torchremat.graph.nodes import is_checkpoint, is_forward, is_item, is_view
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.remat.program.program import FunctionProgram
-from torchremat.remat.values.scope import Computed, Key, Scope
+from torchremat.remat.values.scope import Key, Scope, ScopedValue
 
 # what the functional form of an operator that writes is called, apart from the underscore
 _FUNCTIONAL_NAMES = {"_native_batch_norm_legit_functional": "native_batch_norm"}
 
 
 @dataclass(frozen=True)
-class Label:
+class ValueLabel:
     """What a value is called: by the user (`is_given`), or by its module and operator."""
 
     name: str
@@ -27,56 +27,58 @@ class Label:
 
 
 @dataclass(frozen=True, eq=False)
-class Labels:
+class ValueLabels:
     """The names of the values of a function, inside checkpoints too, in program order.
 
     `programs` are those of the checkpoints, by the calls that they lie in.
     """
 
-    labels: dict[Key, Label]
+    labels: dict[Key, ValueLabel]
     programs: dict[tuple[str, ...], FunctionProgram]
 
     @classmethod
-    def of(cls, scope: Scope) -> "Labels":
+    def of(cls, scope: Scope) -> "ValueLabels":
         """Count the values of `scope` and of all scopes in it."""
-        counted: dict[Key, Label] = {}
-        given: dict[Key, Label] = {}
+        counted: dict[Key, ValueLabel] = {}
+        given: dict[Key, ValueLabel] = {}
         repeats: dict[str, int] = {}
         programs: dict[tuple[str, ...], FunctionProgram] = {}
-        for value in _values(scope, programs):
+        for value in _iterate_values(scope, programs):
             if value.node.target is name_p:
                 name = str(value.node.kwargs["name"])
                 named = value.scope.value_of(value.node)
                 module = counted[named.key].module if named.key in counted else named.module
-                given.setdefault(named.key, Label(name, module, value.source, is_given=True))
+                given.setdefault(named.key, ValueLabel(name, module, value.source, is_given=True))
                 continue
             module = value.module
             base = _base_name(module, value.op)
             for index in range(_num_outputs(value.node)):
                 number = repeats[base] = repeats.get(base, -1) + 1
                 name = f"{base}_{number}" if number else base
-                label = Label(name, module, value.source)
+                label = ValueLabel(name, module, value.source)
                 counted[value.scope.path, value.node.name, index] = label
         return cls(counted | given, programs)
 
-    def of_value(self, value: Computed) -> Label:
+    def label_of(self, value: ScopedValue) -> ValueLabel:
         """The label of a value; one that is in no trace of the function itself is a copy."""
         label = self.labels.get(value.key)
         if label is None:
             module = value.module
-            return Label(_base_name(module, value.op), module, value.source)
+            return ValueLabel(_base_name(module, value.op), module, value.source)
         return label
 
     @cached_property
     def _order(self) -> dict[Key, int]:
         return {key: i for i, key in enumerate(self.labels)}
 
-    def position(self, value: Computed) -> int:
+    def position(self, value: ScopedValue) -> int:
         """Where the value is in program order."""
         return self._order.get(value.key, len(self._order))
 
 
-def _values(scope: Scope, programs: dict[tuple[str, ...], FunctionProgram]) -> Iterator[Computed]:
+def _iterate_values(
+    scope: Scope, programs: dict[tuple[str, ...], FunctionProgram]
+) -> Iterator[ScopedValue]:
     """The calls of operators, and of `name_p`, in program order; notes the programs on the way."""
     for node in scope.nodes:
         if node.op != "call_function" or not is_forward(node) or is_item(node):
@@ -85,9 +87,9 @@ def _values(scope: Scope, programs: dict[tuple[str, ...], FunctionProgram]) -> I
             inner = scope.whole_inside(node)
             if isinstance(inner.program, FunctionProgram):
                 programs[inner.path] = inner.program
-            yield from _values(inner, programs)
+            yield from _iterate_values(inner, programs)
         elif node.target is name_p or not is_view(node):
-            yield Computed(node, scope)
+            yield ScopedValue(node, scope)
 
 
 def _num_outputs(node: fx.Node) -> int:

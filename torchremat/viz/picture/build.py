@@ -18,7 +18,7 @@ from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.program.decisions import Choice
 from torchremat.remat.program.program import FunctionProgram
 from torchremat.remat.tracing.input_labels import InputLabel, labels_of_state
-from torchremat.remat.values.scope import Computed, Scope
+from torchremat.remat.values.scope import Scope, ScopedValue
 from torchremat.report.explain import ExplainedCall, RanPrograms, choice_inside
 from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
@@ -199,7 +199,7 @@ def _draw(
 
 def _find_saved_inside(
     program: FunctionProgram, forward: fx.GraphModule
-) -> dict[str, tuple[Computed, Choice]]:
+) -> dict[str, tuple[ScopedValue, Choice]]:
     """What checkpoints inside keep, by the names of nodes: what computes it, and why it is kept."""
     scope = Scope.of_program(program, "")
     choices = {node: choice_inside(node) for node in forward.graph.nodes}

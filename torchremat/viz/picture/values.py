@@ -14,7 +14,7 @@ from torchremat.planning.memory.simulate import roles_of_results
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.remat.offload.copies import COPIES, start_fetch
 from torchremat.remat.tracing.input_labels import InputLabel
-from torchremat.remat.values.scope import Computed, below
+from torchremat.remat.values.scope import ScopedValue, below
 from torchremat.viz.picture.backward_modules import Operators, backward_modules
 from torchremat.viz.picture.picture import DrawnValue
 
@@ -30,7 +30,7 @@ class ProgramNotes:
     cost_model: CostModel | None
     inputs: tuple[str, ...] = ()
     num_consts: int = 0
-    inside: Mapping[str, Computed] = field(default_factory=dict)
+    inside: Mapping[str, ScopedValue] = field(default_factory=dict)
     """What checkpoints inside keep, by the names of the nodes that hand it on."""
 
     def storages(self) -> dict[str, int]:

@@ -302,7 +302,7 @@ def partial_permutation():
 def collectives_are_not_replayed():
     """A checkpoint keeps what a collective gave, unless the policy insists."""
     calls = []
-    plain = tr.batching.collective_ops.CollectiveOp.over_processes
+    plain = tr.batching.collectives.collective_ops.CollectiveOp.over_processes
 
     def counted(op, *args, **params):
         calls.append(op.name())
@@ -318,13 +318,13 @@ def collectives_are_not_replayed():
         y.sum().backward()
         return x.grad, list(calls)
 
-    tr.batching.collective_ops.CollectiveOp.over_processes = staticmethod(counted)
+    tr.batching.collectives.collective_ops.CollectiveOp.over_processes = staticmethod(counted)
     try:
         kept, of_kept = run(None)
         again, of_again = run(tr.checkpoint_policies.recompute_ops("higher_order.psum"))
         everything, of_everything = run("none")
     finally:
-        tr.batching.collective_ops.CollectiveOp.over_processes = staticmethod(plain)
+        tr.batching.collectives.collective_ops.CollectiveOp.over_processes = staticmethod(plain)
     same(kept, again)
     same(kept, everything)
     assert of_kept == of_everything == ["psum"] * 2, of_kept  # forward, and the gradient's own

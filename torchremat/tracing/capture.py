@@ -18,7 +18,7 @@ from torchremat.core.source import current_source
 from torchremat.errors import EffectError
 from torchremat.tracing.ambient_state import is_off_meta
 from torchremat.tracing.input_spec import _CPU, _META
-from torchremat.tracing.value_guards import question
+from torchremat.tracing.value_guards import QUESTIONS, question
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -59,9 +59,10 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        asked = question(func, args)
-        if asked is not None and (answer := self._answer(asked)) is not None:
-            return answer
+        if func in QUESTIONS:
+            asked = question(func, map_arguments(self._lift, args))
+            if asked is not None and (answer := self._answer(asked)) is not None:
+                return answer
         if func == _SET_DATA:
             if args[0] is args[1]:  # as `module.to` does with what stays as it is
                 return None

@@ -258,6 +258,8 @@ class Tracing:
             return None
         inputs = list(self.placeholders.values())
         node = self.node_of(tensor)
+        if node in inputs:
+            node = self.node_of(tensor.clone())  # fx compiles no graph without an operator
         return self.questions.answer(node, self.tracer.root, inputs, self.captured)
 
     def ask(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool | None:

@@ -37,9 +37,7 @@ from torchremat.remat.values.scope import (
     Scope,
     ScopedValue,
     below,
-    body_of,
     is_computed,
-    item_index,
     program_of,
 )
 from torchremat.remat.values.value_labels import ValueLabels

@@ -31,7 +31,6 @@ from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
 from torchremat.remat.values.scope import (
     Scope,
     ScopedValue,
-    item_index,
     op_base_name,
     program_of,
 )

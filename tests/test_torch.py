@@ -560,7 +560,7 @@ def derivatives_of_an_operator_that_is_not_linear():
         assert forward_ad.unpack_dual(grad).tangent == 6
 
 
-@check("is_mapped_at", "mapped_at")
+@check("is_mapped_at")
 def mapped_dimensions():
     def outer(x):
         def inner(y):
@@ -569,7 +569,7 @@ def mapped_dimensions():
             assert _torch.is_mapped_at(x * y, inner_level - 1)
             assert not _torch.is_mapped_at(x, inner_level)
             assert not _torch.is_mapped_at(w, inner_level)
-            return x * y + _torch.mapped_at(torch.arange(3.0), 0, inner_level - 1)
+            return x * y + _torch.add_batch_dim(torch.arange(3.0), 0, inner_level - 1)
 
         return torch.vmap(inner)(torch.ones(2))
 
@@ -600,13 +600,11 @@ def functions_that_are_mapped():
         return function
 
     seen = []
-    module = torch._functorch.autograd_function
-    before = module.vmapify_autograd_function
+    _torch.let_functions_know_axes(known)
     try:
-        _torch.let_functions_know_axes(known)
         gradient = torch.func.grad(lambda x: torch.vmap(Twice.apply)(x).sum())(torch.ones(3))
     finally:
-        module.vmapify_autograd_function = before
+        _torch.patches._knowers.remove(known)
     assert torch.equal(gradient, torch.full((3,), 2.0))
     assert seen == [(Twice, 2)]
 
@@ -1115,6 +1113,16 @@ def levels_wrap_lifted():
         assert torch.func.grad(lambda x: (x * x).sum())(x).tolist() == [4.0, 4.0]
         assert torch.func.vmap(torch.sum)(x).tolist() == [2.0, 2.0]
     assert torch.func.vmap(torch.sum)(x).tolist() == [1.0, 1.0]
+
+
+@check("check_comparisons_of")
+def check_comparisons_of():
+    shapes = _torch.new_shape_env()
+    one, other = (_torch.new_symbol(shapes, 6, "n") for shapes in (shapes, _torch.new_shape_env()))
+    seen = []
+    with _torch.check_comparisons_of(shapes, lambda *asked: seen.append(asked)):
+        assert bool(one > 3) == bool(other > 3)
+    assert [(name, size, rest) for name, _, size, *rest in seen] == [("__gt__", one, [3])]
 
 
 @check("module_trackers_set_aside")

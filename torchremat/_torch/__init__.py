@@ -70,18 +70,25 @@ from .flash_attention import flash_attention_on_cpu as flash_attention_on_cpu
 from .flash_attention import flash_attention_on_cpu_backward as flash_attention_on_cpu_backward
 from .flash_attention import ragged_flash_attention as ragged_flash_attention
 from .flash_attention import ragged_flash_attention_backward as ragged_flash_attention_backward
+from .functorch import LOOP_WARNING as LOOP_WARNING
 from .functorch import RecordRule as RecordRule
 from .functorch import TransformType as TransformType
+from .functorch import VmapLevel as VmapLevel
+from .functorch import add_batch_dim as add_batch_dim
 from .functorch import apply_to_functional as apply_to_functional
+from .functorch import asks_for_value as asks_for_value
+from .functorch import at_level_below as at_level_below
 from .functorch import differentiates as differentiates
+from .functorch import dispatch_restored as dispatch_restored
 from .functorch import functorch_is_active as functorch_is_active
 from .functorch import has_tangents as has_tangents
 from .functorch import innermost_tensor as innermost_tensor
 from .functorch import innermost_transform as innermost_transform
 from .functorch import is_mapped_at as is_mapped_at
 from .functorch import leaf_at_current_level as leaf_at_current_level
+from .functorch import looped_operator as looped_operator
 from .functorch import map_at_current_level as map_at_current_level
-from .functorch import mapped_at as mapped_at
+from .functorch import needs_mapped_value as needs_mapped_value
 from .functorch import offset_of as offset_of
 from .functorch import push_dual_numbers_forward as push_dual_numbers_forward
 from .functorch import push_forward_at_current_level as push_forward_at_current_level
@@ -89,6 +96,7 @@ from .functorch import record_at_current_level as record_at_current_level
 from .functorch import requires_grad_at_any_level as requires_grad_at_any_level
 from .functorch import restore_vmap as restore_vmap
 from .functorch import transform_depth as transform_depth
+from .functorch import unwrap_batched_tensor as unwrap_batched_tensor
 from .functorch import unwrap_dead_wrappers as unwrap_dead_wrappers
 from .functorch import with_batch_at as with_batch_at
 from .functorch import without_dead_levels as without_dead_levels
@@ -119,8 +127,8 @@ from .operators import register_derivative_rules as register_derivative_rules
 from .operators import register_function as register_function
 from .operators import register_simple_rules as register_simple_rules
 from .operators import schema_arguments as schema_arguments
-from .patches import GLOBAL_MODULE_HOOKS as GLOBAL_MODULE_HOOKS
 from .patches import FunctionHandler as FunctionHandler
+from .patches import check_comparisons_of as check_comparisons_of
 from .patches import dual_level_as_functorch_level as dual_level_as_functorch_level
 from .patches import function_calls_handled as function_calls_handled
 from .patches import let_functions_know_axes as let_functions_know_axes
@@ -138,6 +146,7 @@ from .pytrees import tree_flatten as tree_flatten
 from .pytrees import tree_flatten_with_path as tree_flatten_with_path
 from .pytrees import tree_map as tree_map
 from .pytrees import tree_unflatten as tree_unflatten
+from .replacements import GLOBAL_MODULE_HOOKS as GLOBAL_MODULE_HOOKS
 from .shape_env import NAMES_IN_SIZES as NAMES_IN_SIZES
 from .shape_env import ShapeEnv as ShapeEnv
 from .shape_env import TensorGuards as TensorGuards
@@ -152,12 +161,5 @@ from .shape_env import printed_size as printed_size
 from .shape_env import settled_size as settled_size
 from .shape_env import shape_env_of as shape_env_of
 from .shape_env import tensor_guard as tensor_guard
-from .vmap_rules import LOOP_WARNING as LOOP_WARNING
-from .vmap_rules import VmapLevel as VmapLevel
-from .vmap_rules import add_batch_dim as add_batch_dim
-from .vmap_rules import asks_for_value as asks_for_value
-from .vmap_rules import at_level_below as at_level_below
-from .vmap_rules import dispatch_restored as dispatch_restored
-from .vmap_rules import looped_operator as looped_operator
-from .vmap_rules import needs_mapped_value as needs_mapped_value
-from .vmap_rules import unwrap_batched_tensor as unwrap_batched_tensor
+
+mapped_at = add_batch_dim

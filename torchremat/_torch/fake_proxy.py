@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTrace
 from torch.fx.experimental.proxy_tensor import (
     TorchFunctionMetadataMode,
     _MakefxTracer,
-    _set_make_fx_tracer,
     disable_autocast_cache,
     disable_proxy_modes_tracing,
     get_proxy_slot,
@@ -35,12 +34,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .functorch import functorch_is_active
-from .patches import (
-    _checkpoints_of_pytorch_called,
-    _compiled_functions_uncompiled,
-    _hidden_from_dynamo,
-    dual_level_as_functorch_level,
-)
+from .patches import dual_level_as_functorch_level, enter_trace
 
 RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 """In inference mode a fake tensor has them run by PyTorch's rules in Python (`_rnn_helper` in
@@ -119,10 +113,7 @@ def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[
     with ExitStack() as stack:
         stack.enter_context(fake_mode)
         stack.enter_context(session.proxy_mode)
-        stack.enter_context(_set_make_fx_tracer(session))
-        stack.enter_context(_hidden_from_dynamo(session))
-        stack.enter_context(_compiled_functions_uncompiled())
-        stack.enter_context(_checkpoints_of_pytorch_called())
+        stack.enter_context(enter_trace(session))
         yield
 
 

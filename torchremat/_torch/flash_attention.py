@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch._ops import OpOverload
 
+from .patches import be_deterministic
+
 FLASH_ATTENTION: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_ATTENTION_BACKWARD: OpOverload = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -55,12 +57,5 @@ def ragged_flash_attention_backward(
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=cotangent.device)
     unused = cotangent.new_empty(0)
     arguments = (cotangent, *inputs, *results, *cuts, *most, 0.0, is_causal, no_dropout, unused)
-    is_set = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)  # else it adds to the cotangent of q by atomics
-    try:
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-        grads = torch.ops.aten._flash_attention_backward.default(*arguments, scale=scale)
-    finally:
-        torch.use_deterministic_algorithms(is_set, warn_only=only_warns)
-    return grads
+    with be_deterministic():  # else it adds to the cotangent of q by atomics
+        return torch.ops.aten._flash_attention_backward.default(*arguments, scale=scale)  # type: ignore[no-any-return]

@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._C._functorch import TransformType as TransformType
 from torch._C._functorch import (
     _add_batch_dim,
@@ -78,8 +80,12 @@ def is_mapped_at(tensor: torch.Tensor, level: int) -> bool:
     return False
 
 
-mapped_at: Callable[[torch.Tensor, int, int], torch.Tensor] = _add_batch_dim
-"""A tensor whose dimension (2nd argument) is what `torch.vmap` at a level (3rd) maps over."""
+add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = _add_batch_dim
+"""Makes a tensor whose dimension (2nd argument) `torch.vmap` at a level (3rd) maps over."""
+
+unwrap_batched_tensor: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]]
+unwrap_batched_tensor = _unwrap_batched
+"""Returns what `torch.vmap` at a level maps over, and the dimension; `None` if it does not."""
 
 
 def offset_of(tensor: torch.Tensor) -> int:
@@ -206,7 +212,7 @@ def map_at_current_level(
     with interpreter.lower():
         outputs, out_dims = rule(inner, in_dims, interpreter.batch_size(), interpreter.randomness())
     return tuple(
-        output if dim is None else _add_batch_dim(output, dim, level)
+        output if dim is None else add_batch_dim(output, dim, level)
         for output, dim in zip(outputs, out_dims, strict=True)
     )
 
@@ -255,8 +261,8 @@ def with_batch_at(tensor: torch.Tensor, level: int, now: int) -> torch.Tensor:
     """`tensor`, which a `torch.func.vmap` at `level` maps over, as one that level `now` does."""
     if not is_batchedtensor(tensor) or maybe_get_level(tensor) != level:
         return tensor
-    value, dim = _unwrap_batched(tensor, level)
-    return value if dim is None else _add_batch_dim(value, dim, now)
+    value, dim = unwrap_batched_tensor(tensor, level)
+    return value if dim is None else add_batch_dim(value, dim, now)
 
 
 def apply_to_functional(
@@ -276,3 +282,61 @@ def without_dead_levels(tensor: torch.Tensor) -> torch.Tensor:
     PyTorch's own operators take it off by themselves.
     """
     return unwrap_if_dead(tensor)
+
+
+# --- inside of a batching rule -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VmapLevel:
+    """A level of `vmap`: its number, and the size of its axis."""
+
+    number: int
+    size: int
+
+
+@contextmanager
+def at_level_below() -> Iterator[VmapLevel]:
+    """In a batching rule: what runs in the block runs below its level, which is yielded."""
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    keys = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        yield VmapLevel(interpreter.level(), interpreter.batch_size())
+
+
+def asks_for_value(error: RuntimeError) -> bool:
+    """Whether `error` is that of `vmap` where Python asks for the value of a mapped tensor."""
+    return "It looks like you're calling .item() on a Tensor" in str(error)
+
+
+def needs_mapped_value(error: RuntimeError) -> bool:
+    """Whether `error` says that Python, or the size of a result, depends on a mapped tensor."""
+    return any(text in str(error) for text in _NEEDS_MAPPED_VALUE)
+
+
+_NEEDS_MAPPED_VALUE = (
+    "vmap: It looks like you're",
+    "vmap: We do not support batching operators that can",  # nonzero, a mask as an index
+    "Cannot access data pointer of Tensor that doesn't have storage",  # tolist, numpy
+)
+
+LOOP_WARNING = "There is a performance drop because we have not yet implemented"
+"""How the warning begins that PyTorch gives where it maps an operator by a loop."""
+
+
+def dispatch_restored() -> AbstractContextManager[None]:
+    """After the block the dispatcher's state is as before it.
+
+    What fails inside of several levels of `torch.func` leaves PyTorch 2.13 in another, once the
+    error that it raised is forgotten: catch it inside the block.
+    """
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def looped_operator(warning: str) -> str | None:
+    """The operator that such a warning is about."""
+    if not warning.startswith(LOOP_WARNING):
+        return None
+    return warning.partition("batching rule for ")[2].partition(" ")[0].rstrip(".")

@@ -8,8 +8,6 @@ import torch
 from torch._C import DispatchKey as DispatchKey
 from torch._C._functorch import (
     TransformType,
-    _add_batch_dim,
-    _unwrap_batched,
     _unwrap_for_grad,
     _wrap_for_grad,
 )
@@ -26,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from .engine import direct_apply, in_dual_level
-from .functorch import has_tangents
+from .functorch import add_batch_dim, has_tangents, unwrap_batched_tensor
 from .pytrees import tree_flatten, tree_unflatten
 
 
@@ -173,10 +171,10 @@ def register_axis_rules(
 
     def mapped(interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
         level = interpreter.level()
-        pairs = [_unwrap_batched(t, level) for t in tensors]
+        pairs = [unwrap_batched_tensor(t, level) for t in tensors]
         with interpreter.lower():
             output, dim = batched(level, interpreter.batch_size(), *pairs, **params)
-        return output if dim is None else _add_batch_dim(output, dim, level)
+        return output if dim is None else add_batch_dim(output, dim, level)
 
     op.py_kernels.pop(DispatchKey.Autograd, None)
     op.py_impl(DispatchKey.Autograd)(autograd)

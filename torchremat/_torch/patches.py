@@ -1,240 +1,262 @@
-"""Assignments to attributes of PyTorch; no other file makes any."""
+"""Every assignment to an attribute of PyTorch: the table `PATCHES`, and the blocks that enter it.
+
+A replacement stands in PyTorch while some thread is in a block that needs it, and is removed with
+the last. It reads what *this* thread has entered, and otherwise does what it replaces, so that
+other threads see nothing. Rows for which that is impossible say who sees what.
+"""
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch._functorch import autograd_function, eager_transforms
-from torch._functorch import vmap as functorch_vmap
+from torch._functorch import eager_transforms
 from torch._ops import OpOverload
-from torch.autograd.function import _SingleLevelFunction
-from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .engine import in_dual_level
-
-
-def let_functions_know_axes(known: Callable[[type], type]) -> None:
-    """Let `torch.vmap` map `known(function)` in place of each `autograd.Function` without a rule.
-
-    Its forward runs on a level of its own then, and so does its backward, later on.
-    """
-    plain = autograd_function.vmapify_autograd_function
-
-    def vmapify(function: type, *args: Any) -> type:
-        return plain(known(function), *args)
-
-    autograd_function.vmapify_autograd_function = vmapify  # type: ignore[assignment]
-
-
-@contextmanager
-def dual_level_as_functorch_level() -> Iterator[None]:
-    """Let `torch.func.jvp` run inside a `dual_level`, of which there can be only one."""
-    inside = in_dual_level() and eager_transforms.JVP_NESTING == 0
-    eager_transforms.JVP_NESTING += inside
-    try:
-        yield
-    finally:
-        eager_transforms.JVP_NESTING -= inside
-
-
-class _Called:
-    """What `torch.utils.checkpoint` applies, as a plain call."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """What `torch.utils.checkpoint` does around its function: it is called between the steps."""
-    yield
-
-
-@contextmanager
-def _checkpoints_of_pytorch_called() -> Iterator[None]:
-    """`torch.utils.checkpoint` calls its function: what is kept is decided of the whole graph.
-
-    What it would compute again in the backward pass would draw other random numbers in a trace.
-    """
-    module = torch.utils.checkpoint
-    names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
-    before = [getattr(module, name) for name in names]
-    for name, value in zip(names, (_nothing_around, _Called), strict=True):
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(module, name, value)
-
-
-@contextmanager
-def _compiled_functions_uncompiled() -> Iterator[None]:
-    """What `torch.compile` made runs as the function that it was made of: Dynamo has a flag for it.
-
-    It takes the flag back where it captures the bodies of `torch.cond` and its kin.
-    """
-    import torch._dynamo
-
-    symbolic_trace = torch.fx._symbolic_trace
-    before = symbolic_trace._is_fx_tracing_flag, symbolic_trace.is_fx_tracing
-    symbolic_trace._is_fx_tracing_flag = True
-    symbolic_trace.is_fx_tracing = lambda: False  # what others ask, who would refuse to run
-    try:
-        with torch._dynamo.config.patch(error_on_nested_fx_trace=False), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Using `torch.compile\\(module\\)` when there are global"
-            )
-            yield
-    finally:
-        symbolic_trace._is_fx_tracing_flag, symbolic_trace.is_fx_tracing = before
-
-
-@contextmanager
-def _hidden_from_dynamo(session: _MakefxTracer) -> Iterator[None]:
-    """Keep Dynamo, which captures the bodies of `scan` and its kin, from tracing for `session`.
-
-    It would use the fake tensors of two modes together (seen in PyTorch 2.13 also with `make_fx`).
-    """
-    from torch._dynamo.callback import callback_handler
-
-    def hide(*_: Any) -> None:
-        proxy_tensor._CURRENT_MAKE_FX_TRACER = None
-
-    def show(*_: Any) -> None:
-        proxy_tensor._CURRENT_MAKE_FX_TRACER = session
-
-    callback_handler.register_start_callback(hide)
-    callback_handler.register_end_callback(show)
-    try:
-        yield
-    finally:
-        callback_handler.remove_start_callback(hide)
-        callback_handler.remove_end_callback(show)
-
-
-@cache
-def let_modes_see_views_of_zeros() -> torch.library.Library:
-    """Let `view` of an efficient zero tensor, of which forward mode makes many, reach fake tensors.
-
-    Up to 2.13, PyTorch registers the kernel of dense tensors for it (other views fall through),
-    which takes the fake tensor apart, so that `vmap` of `jvp` of `vmap` of `jvp` cannot be traced.
-    For zeros that are not fake nothing changes: falling through leads to the same kernel.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        library.impl("view", torch.library.fallthrough_kernel, "ZeroTensor")
-    return library
-
-
-_apply_lock = threading.Lock()
-FunctionHandler = Callable[[type, tuple[Any, ...], Callable[..., Any]], Any]
-"""What is done instead of `cls.apply(*args)`, given the class, arguments and PyTorch's `apply`."""
-
-_apply_handlers: dict[int, list[FunctionHandler]] = {}
-
-
-@contextmanager
-def function_calls_handled(handler: FunctionHandler) -> Iterator[None]:
-    """Let `handler` do every `autograd.Function.apply` of this thread while in the block.
-
-    `apply` goes round `__torch_function__`, so that a captured tensor handed to it would be missed
-    by a `TorchFunctionMode`. It is looked up on `_SingleLevelFunction` at each call, where one
-    attribute catches also those who hold a bound `apply`.
-    """
-    thread = threading.get_ident()
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
-        handlers = _apply_handlers.get(threading.get_ident())
-        return handlers[-1](cls, args, plain) if handlers else plain(*args, **kwargs)
-
-    with _apply_lock:
-        _apply_handlers.setdefault(thread, []).append(handler)
-        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        with _apply_lock:
-            _apply_handlers[thread].pop()
-            if not _apply_handlers[thread]:
-                del _apply_handlers[thread]
-            if not _apply_handlers:
-                del _SingleLevelFunction.apply  # type: ignore[attr-defined]
-
-
-_lifts: dict[int, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
-_WRAPPERS = (
-    (eager_transforms, "_wrap_for_grad", vars(eager_transforms)["_wrap_for_grad"]),
-    (functorch_vmap, "_add_batch_dim", vars(functorch_vmap)["_add_batch_dim"]),
+from .replacements import (
+    GLOBAL_MODULE_HOOKS,
+    Maker,
+    TracingFlag,
+    Values,
+    begin_session,
+    call_between_steps,
+    call_in_apply,
+    check_result,
+    handle_apply,
+    ignore_own_hooks,
+    lift_first,
+    map_known,
+    read_own_tracer,
+    set_own_tracer,
+    share_flag,
+    skip_if,
 )
 
 
-def _lifting(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    def wrap(tensor: torch.Tensor, *rest: Any) -> Any:
-        lifts = _lifts.get(threading.get_ident())
-        return wrapper(lifts[-1](tensor) if lifts else tensor, *rest)
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """An attribute of PyTorch that the library replaces, or a registry that it writes to."""
 
-    return wrap
+    owner: str
+    """The module, or `module:class`."""
+
+    name: str
+    why: str
+    since: str
+    """The first PyTorch version that needs it; 2.11 is the oldest supported one."""
+
+    threads: str = "thread-local"
+    make: Maker | None = None
+    """Without it a function named in `why` makes the change."""
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__")
+_PROXY = "torch.fx.experimental.proxy_tensor"
+_FX = "torch.fx._symbolic_trace"
+
+_APPLY = Patch(
+    "torch.autograd.function:_SingleLevelFunction", "apply",
+    "`apply` goes round `__torch_function__`, so that a TorchFunctionMode would miss a captured "
+    "tensor. It is looked up here at each call, also by those who hold a bound `apply`.",
+    "2.11", make=handle_apply,
+)  # fmt: skip
+_WRAP_FOR_GRAD = Patch(
+    "torch._functorch.eager_transforms", "_wrap_for_grad",
+    "Levels of torch.func wrap out of sight of a TorchFunctionMode, so that a captured tensor "
+    "passed to `grad` would be met, with its wrapper, as another tensor.",
+    "2.11", make=lift_first,
+)  # fmt: skip
+_ADD_BATCH_DIM = Patch(
+    "torch._functorch.vmap", "_add_batch_dim",
+    "As `_wrap_for_grad`, for `vmap`.",
+    "2.11", make=lift_first,
+)  # fmt: skip
+_CHECKPOINT = Patch(
+    "torch.utils.checkpoint", "_checkpoint_without_reentrant_generator",
+    "In a trace `torch.utils.checkpoint` only calls its function: what is saved is decided of the "
+    "whole graph, and a recomputation would draw other random numbers.",
+    "2.11", make=call_between_steps,
+)  # fmt: skip
+_REENTRANT_CHECKPOINT = Patch(
+    "torch.utils.checkpoint:CheckpointFunction", "apply",
+    "As above, for `use_reentrant=True`.",
+    "2.11", make=call_in_apply,
+)  # fmt: skip
+_FX_FLAG = Patch(
+    _FX, "_is_fx_tracing_flag",
+    "In a trace what `torch.compile` made runs as the function it was made of: Dynamo has a flag "
+    "for that.",
+    "2.11", make=TracingFlag,
+)  # fmt: skip
+_FX_MODULE = Patch(
+    _FX, "__class__",
+    "Dynamo takes the flag back while it captures the bodies of `torch.cond` and its kin.",
+    "2.11", make=lambda plain, _: share_flag(plain, _values_of(_FX_FLAG)),
+)  # fmt: skip
+_NESTED_FX = Patch(
+    "torch._dynamo.config", "error_on_nested_fx_trace",
+    "With that flag Dynamo raises unless this setting, entered by `enter_trace`, is off.",
+    "2.11", "thread-local in PyTorch 2.13, where settings are context variables",
+)  # fmt: skip
+_GLOBAL_HOOKS = Patch(
+    "torch.nn.modules.module", "_has_any_global_hook",
+    "`torch.compile(module)` warns of global hooks; those of a trace are not the user's, and "
+    "modules of other threads do not run them.",
+    "2.11", "thread-local; other threads no longer count the hooks of a trace",
+    make=ignore_own_hooks,
+)  # fmt: skip
+_TRACER = Patch(
+    _PROXY, "__class__",
+    "Operators with bodies trace them with `_CURRENT_MAKE_FX_TRACER`, a global of the module.",
+    "2.11", make=read_own_tracer,
+)  # fmt: skip
+_SET_TRACER = Patch(
+    _PROXY, "_set_make_fx_tracer",
+    "A `make_fx` inside of a trace sets that global, and is the innermost.",
+    "2.11", make=lambda plain, _: set_own_tracer(plain, _values_of(_TRACER)),
+)  # fmt: skip
+_VMAPIFY = Patch(
+    "torch._functorch.autograd_function", "vmapify_autograd_function",
+    "A mapped `autograd.Function` runs on a level of its own, and its backward too, later on: both "
+    "need the names of axes, which `let_functions_know_axes` gives them.",
+    "2.11", "for good; what it is given returns the function where this thread has no named axis",
+    make=lambda plain, _: map_known(plain, lambda: _knowers),
+)  # fmt: skip
+_JVP_NESTING = Patch(
+    "torch._functorch.eager_transforms", "JVP_NESTING",
+    "There is only one dual level: `dual_level_as_functorch_level` lets `torch.func.jvp` run "
+    "inside of one that the user entered.",
+    "2.11", "process-wide, as PyTorch's dual level is: a `jvp` of another thread, which raises "
+    "beside a dual level, runs",
+)  # fmt: skip
+_TRACKERS = Patch(
+    "torch.nn.modules.module", "_global_forward_hooks, _global_forward_pre_hooks, ...",
+    "`CommDebugMode` has a `ModuleTracker`, which loses count of modules that run on traced "
+    "tensors: `module_trackers_set_aside` wraps its hooks.",
+    "2.11",
+)  # fmt: skip
+_VIEW_OF_ZEROS = Patch(
+    "torch.ops.aten.view", "ZeroTensor",
+    "`let_modes_see_views_of_zeros` lets fake tensors see views of zeros; up to 2.13 PyTorch "
+    "registers the kernel of dense tensors.",
+    "2.11", "for good; zeros that are not fake fall through to the same kernel",
+)  # fmt: skip
+_BATCHING_RULES = Patch(
+    "torch.ops.*", "FuncTorchBatched",
+    "`replace_batching_rule` serves rules that a user registers, and ours where PyTorch has none.",
+    "2.11", "process-wide by request: rules hold in all threads until they are deleted",
+)  # fmt: skip
+_DETERMINISTIC = Patch(
+    "torch", "use_deterministic_algorithms",
+    "Flash attention on a GPU else adds to the cotangent of q by atomics; `be_deterministic`.",
+    "2.11", "process-wide: PyTorch has no flag for one call. Other threads see it while one "
+    "kernel is launched",
+)  # fmt: skip
+_SIZE_COMPARISONS = tuple(
+    Patch(
+        "torch:SymInt", name,
+        "A trace takes sizes for positive: `check_comparisons_of` sees what else Python asks.",
+        "2.11", make=check_result(name),
+    )
+    for name in _COMPARISONS
+)  # fmt: skip
+
+PATCHES = (
+    _APPLY, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, _REENTRANT_CHECKPOINT, _FX_FLAG,
+    _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS,
+    _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, *_SIZE_COMPARISONS,
+)  # fmt: skip
+
+# --- how they are entered ------------------------------------------------------------------------
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.values: defaultdict[Patch, list[Any]] = defaultdict(list)
+
+
+_entered = _Entered()
+_lock = threading.RLock()
+_num_blocks: defaultdict[Patch, int] = defaultdict(int)
+_undo: dict[Patch, Callable[[], None]] = {}
+
+
+def _values_of(patch: Patch) -> Values:
+    return lambda: _entered.values[patch]
 
 
 @contextmanager
-def levels_wrap_lifted(lift: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let levels of `torch.func` that are entered in the block, in this thread, wrap `lift(x)`.
-
-    They wrap out of sight of a `TorchFunctionMode`, so that a captured tensor, handed to `grad` as
-    an argument, would be met with its wrapper as another tensor.
-    """
-    thread = threading.get_ident()
-    with _apply_lock:
-        _lifts.setdefault(thread, []).append(lift)
-        for module, name, wrapper in _WRAPPERS:
-            setattr(module, name, _lifting(wrapper))
-    try:
+def _enter(values: Mapping[Patch, Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for patch, value in values.items():
+            _install(patch)
+            stack.callback(_remove, patch)
+            entered = _entered.values[patch]
+            entered.append(value)
+            stack.callback(entered.pop)
         yield
-    finally:
-        with _apply_lock:
-            _lifts[thread].pop()
-            if not _lifts[thread]:
-                del _lifts[thread]
-            if not _lifts:
-                for module, name, wrapper in _WRAPPERS:
-                    setattr(module, name, wrapper)
 
 
-GLOBAL_MODULE_HOOKS = (
-    torch.nn.modules.module._global_forward_hooks,
-    torch.nn.modules.module._global_forward_pre_hooks,
-    torch.nn.modules.module._global_backward_hooks,
-    torch.nn.modules.module._global_backward_pre_hooks,
-)
-"""Hooks that run on every module, by handle."""
+def _install(patch: Patch) -> None:
+    with _lock:
+        if _num_blocks[patch] == 0:
+            _undo[patch] = _wrap_trackers() if patch is _TRACKERS else _replace(patch)
+        _num_blocks[patch] += 1
 
 
-@contextmanager
-def module_trackers_set_aside() -> Iterator[None]:
-    """A block in which PyTorch's own `ModuleTracker`s see no module run.
+def _remove(patch: Patch) -> None:
+    with _lock:
+        _num_blocks[patch] -= 1
+        if _num_blocks[patch] == 0:
+            _undo.pop(patch)()
 
-    `CommDebugMode` has one, which loses count of modules that run on traced tensors.
-    """
-    kept = [dict(hooks) for hooks in GLOBAL_MODULE_HOOKS]
-    for hooks in GLOBAL_MODULE_HOOKS:
-        for key, hook in list(hooks.items()):
+
+def _replace(patch: Patch) -> Callable[[], None]:
+    owner, name, make = resolve_name(patch.owner), patch.name, patch.make
+    assert make is not None
+    plain = getattr(owner, name)
+    is_inherited = name not in vars(owner) and name != "__class__"  # which no `vars` has
+    before = vars(owner).get(name, plain)  # not `plain`, which is bound, of a class method
+    made = make(plain, _values_of(patch))
+    setattr(owner, name, made)
+
+    def undo() -> None:
+        if is_inherited:
+            delattr(owner, name)
+        elif not isinstance(made, TracingFlag):
+            setattr(owner, name, before)
+        elif vars(owner)[name] is made:  # else `fx.Tracer.trace` of a thread has it, and restores
+            setattr(owner, name, made.plain)
+
+    return undo
+
+
+def _wrap_trackers() -> Callable[[], None]:
+    aside = _values_of(_TRACKERS)
+    wrapped = []
+    for place in GLOBAL_MODULE_HOOKS:
+        for key, hook in list(place.items()):
             if type(getattr(hook, "__self__", None)).__module__ in _MODULES_OF_TRACKERS:
-                del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, before in zip(GLOBAL_MODULE_HOOKS, kept, strict=True):
-            added = {key: hook for key, hook in hooks.items() if key not in before}
-            hooks.clear()
-            hooks.update(before | added)
+                wrapped.append((place, key, hook))
+                place[key] = skip_if(aside, hook)
+
+    def undo() -> None:
+        for place, key, hook in wrapped:
+            if key in place:  # the tracker may have removed it
+                place[key] = hook
+
+    return undo
 
 
 _MODULES_OF_TRACKERS = (
@@ -242,6 +264,108 @@ _MODULES_OF_TRACKERS = (
     "torch.distributed._tools.mod_tracker",
     "torch.distributed.tensor.debug._comm_mode",
 )
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+FunctionHandler = Callable[[type, tuple[Any, ...], Callable[..., Any]], Any]
+"""Is called in place of `cls.apply(*args)`, with the class, arguments and PyTorch's `apply`."""
+
+
+@contextmanager
+def enter_trace(session: _MakefxTracer) -> Iterator[None]:
+    """Let Python that runs in the block be traced by `session`: all patches of a trace."""
+    import torch._dynamo
+
+    patches = _CHECKPOINT, _REENTRANT_CHECKPOINT, _FX_FLAG, _FX_MODULE, _GLOBAL_HOOKS, _SET_TRACER
+    values = dict.fromkeys(patches, True) | {_TRACER: begin_session(session)}
+    with _enter(values), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+def function_calls_handled(handler: FunctionHandler) -> AbstractContextManager[None]:
+    """Let `handler` do every `autograd.Function.apply` of this thread while in the block."""
+    return _enter({_APPLY: handler})
+
+
+def levels_wrap_lifted(
+    lift: Callable[[torch.Tensor], torch.Tensor],
+) -> AbstractContextManager[None]:
+    """Let levels of `torch.func` that this thread enters in the block wrap `lift(x)`."""
+    return _enter({_WRAP_FOR_GRAD: lift, _ADD_BATCH_DIM: lift})
+
+
+def module_trackers_set_aside() -> AbstractContextManager[None]:
+    """Hide the modules that this thread runs in the block from PyTorch's own `ModuleTracker`s."""
+    return _enter({_TRACKERS: True})
+
+
+def check_comparisons_of(
+    shapes: ShapeEnv, check: Callable[..., None]
+) -> AbstractContextManager[None]:
+    """Call `check(name, result, size, *others)` where Python compares a size of `shapes`.
+
+    `name` is that of the method, `__lt__` say; the caller's caller is the code that compares.
+    """
+    return _enter(dict.fromkeys(_SIZE_COMPARISONS, (shapes, check)))
+
+
+@contextmanager
+def dual_level_as_functorch_level() -> Iterator[None]:
+    """Let `torch.func.jvp` run inside a `dual_level`, of which there can be only one."""
+    with _lock:
+        inside = in_dual_level() and eager_transforms.JVP_NESTING == 0
+        eager_transforms.JVP_NESTING += inside
+    try:
+        yield
+    finally:
+        with _lock:
+            eager_transforms.JVP_NESTING -= inside
+
+
+@contextmanager
+def be_deterministic() -> Iterator[None]:
+    """Let kernels that are launched in the block be deterministic, one thread at a time."""
+    with _lock:
+        is_set = torch.are_deterministic_algorithms_enabled()
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(is_set, warn_only=only_warns)
+
+
+# --- for good, or until they are restored --------------------------------------------------------
+
+_knowers: list[Callable[[type], type]] = []
+
+
+def let_functions_know_axes(known: Callable[[type], type]) -> None:
+    """Let `torch.vmap` map `known(function)` in place of each `autograd.Function` without a rule.
+
+    Its forward runs on a level of its own then, and so does its backward, later on. `known` is
+    called in all threads.
+    """
+    with _lock:
+        if known not in _knowers:
+            _knowers.append(known)
+        if _num_blocks[_VMAPIFY] == 0:
+            _install(_VMAPIFY)
+
+
+@cache
+def let_modes_see_views_of_zeros() -> torch.library.Library:
+    """Let `view` of an efficient zero tensor, of which forward mode makes many, reach fake tensors.
+
+    PyTorch's kernel takes the fake tensor's memory (other views fall through), so that `vmap` of
+    `jvp` of `vmap` of `jvp` cannot be traced.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        library.impl("view", torch.library.fallthrough_kernel, "ZeroTensor")
+    return library
 
 
 def replace_batching_rule(op: OpOverload, kernel: Callable[..., Any]) -> torch.library.Library:

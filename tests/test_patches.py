@@ -176,6 +176,19 @@ def tracked_modules():
     return seen
 
 
+HOOKED = []
+
+
+@case(
+    "torch.nn.modules.module.register_module_forward_hook, register_module_forward_pre_hook",
+    lambda: _torch.call_around_modules(lambda *_: HOOKED.append(1), lambda *_: HOOKED.append(2)),
+)
+def followed_modules():
+    HOOKED.clear()
+    LINEAR(torch.ones(1))
+    return list(HOOKED)
+
+
 SHAPES = _torch.new_shape_env()
 SIZE = _torch.new_symbol(SHAPES, 6, "n")
 

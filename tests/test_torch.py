@@ -1115,6 +1115,23 @@ def levels_wrap_lifted():
     assert torch.func.vmap(torch.sum)(x).tolist() == [1.0, 1.0]
 
 
+@check("call_around_modules", "is_own_hook")
+def hooks_of_a_trace():
+    seen = []
+    linear = torch.nn.Linear(1, 1)
+    before = [dict(hooks) for hooks in _torch.GLOBAL_MODULE_HOOKS]
+    with _torch.call_around_modules(
+        lambda module, args: seen.append(("enter", module)),
+        lambda module, args, output: seen.append(("leave", module)),
+    ):
+        linear(torch.ones(1))
+        hooks = [hook for hooks in _torch.GLOBAL_MODULE_HOOKS for hook in hooks.values()]
+    assert seen == [("enter", linear), ("leave", linear)]
+    assert sum(map(_torch.is_own_hook, hooks)) == 2
+    assert [dict(hooks) for hooks in _torch.GLOBAL_MODULE_HOOKS] == before
+    assert not _torch.is_own_hook(linear.forward)
+
+
 @check("check_comparisons_of")
 def check_comparisons_of():
     shapes = _torch.new_shape_env()

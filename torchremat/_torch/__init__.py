@@ -128,6 +128,7 @@ from .operators import register_function as register_function
 from .operators import register_simple_rules as register_simple_rules
 from .operators import schema_arguments as schema_arguments
 from .patches import FunctionHandler as FunctionHandler
+from .patches import call_around_modules as call_around_modules
 from .patches import check_comparisons_of as check_comparisons_of
 from .patches import dual_level_as_functorch_level as dual_level_as_functorch_level
 from .patches import function_calls_handled as function_calls_handled
@@ -147,6 +148,7 @@ from .pytrees import tree_flatten_with_path as tree_flatten_with_path
 from .pytrees import tree_map as tree_map
 from .pytrees import tree_unflatten as tree_unflatten
 from .replacements import GLOBAL_MODULE_HOOKS as GLOBAL_MODULE_HOOKS
+from .replacements import is_own_hook as is_own_hook
 from .shape_env import NAMES_IN_SIZES as NAMES_IN_SIZES
 from .shape_env import ShapeEnv as ShapeEnv
 from .shape_env import TensorGuards as TensorGuards
@@ -161,5 +163,3 @@ from .shape_env import printed_size as printed_size
 from .shape_env import settled_size as settled_size
 from .shape_env import shape_env_of as shape_env_of
 from .shape_env import tensor_guard as tensor_guard
-
-mapped_at = add_batch_dim

@@ -20,6 +20,10 @@ from torch._functorch import eager_transforms
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from .engine import in_dual_level
 from .replacements import (
@@ -32,6 +36,7 @@ from .replacements import (
     call_in_apply,
     check_result,
     handle_apply,
+    ignore_module,
     ignore_own_hooks,
     lift_first,
     map_known,
@@ -146,6 +151,11 @@ _TRACKERS = Patch(
     "tensors: `module_trackers_set_aside` wraps its hooks.",
     "2.11",
 )  # fmt: skip
+_MODULE_HOOKS = Patch(
+    "torch.nn.modules.module", "register_module_forward_hook, register_module_forward_pre_hook",
+    "A trace follows which modules run, by `call_around_modules`.",
+    "2.11", "thread-local; in other threads the hooks return at once, and Dynamo sees none",
+)  # fmt: skip
 _VIEW_OF_ZEROS = Patch(
     "torch.ops.aten.view", "ZeroTensor",
     "`let_modes_see_views_of_zeros` lets fake tensors see views of zeros; up to 2.13 PyTorch "
@@ -175,7 +185,7 @@ _SIZE_COMPARISONS = tuple(
 PATCHES = (
     _APPLY, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, _REENTRANT_CHECKPOINT, _FX_FLAG,
     _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS,
-    _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, *_SIZE_COMPARISONS,
+    _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, *_SIZE_COMPARISONS,
 )  # fmt: skip
 
 # --- how they are entered ------------------------------------------------------------------------
@@ -298,6 +308,35 @@ def levels_wrap_lifted(
 def module_trackers_set_aside() -> AbstractContextManager[None]:
     """Hide the modules that this thread runs in the block from PyTorch's own `ModuleTracker`s."""
     return _enter({_TRACKERS: True})
+
+
+@contextmanager
+def call_around_modules(
+    enter: Callable[[torch.nn.Module, Any], None],
+    leave: Callable[[torch.nn.Module, Any, Any], None],
+) -> Iterator[None]:
+    """Call `enter(module, args)` and `leave(module, args, output)` around what this thread runs."""
+    thread = threading.get_ident()
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread:
+            enter(module, args)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            leave(module, args, output)
+
+    for hook in (before, after):
+        hook._torchdynamo_inline = ignore_module  # type: ignore[attr-defined]
+    handles = (
+        register_module_forward_pre_hook(before),
+        register_module_forward_hook(after, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check_comparisons_of(

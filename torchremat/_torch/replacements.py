@@ -125,14 +125,19 @@ def ignore_own_hooks(plain: Callable[[], Any], traces: Values) -> Any:
 
     def has_any_global_hook() -> bool:
         hooks = [hook for place in GLOBAL_MODULE_HOOKS for hook in list(place.values())]
-        others = [hook for hook in hooks if not _is_own(hook)]
+        others = [hook for hook in hooks if not is_own_hook(hook)]
         return not traces() and bool(others or (plain() and not hooks))
 
     return has_any_global_hook
 
 
-def _is_own(hook: Any) -> bool:
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torchremat.")
+def is_own_hook(hook: Any) -> bool:
+    """Tell whether the library registered `hook`, a hook of all modules."""
+    return str(getattr(hook, "__module__", "")).startswith("torchremat.")
+
+
+def ignore_module(*_: Any) -> None:
+    """Do nothing: what Dynamo traces in place of a hook of the library."""
 
 
 def skip_if(aside: Values, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,7 +212,7 @@ def check_result(name: str) -> Maker:
         def compare(size: torch.SymInt, *others: Any) -> Any:
             result = plain(size, *others)
             for shapes, check in checks():
-                if size.node.shape_env is shapes:
+                if result is not NotImplemented and size.node.shape_env is shapes:
                     check(name, result, size, *others)
             return result
 

@@ -375,10 +375,11 @@ def functions():
     torch.autograd.grad(_torch.direct_apply(_Square)(x), x)
 
 
-@check("OpOverload", "OpOverloadPacket", "schema_arguments", "boxed_call")
+@check("OpOverload", "OpOverloadPacket", "schema_arguments", "schema_of", "boxed_call")
 def operators():
     assert isinstance(aten.add.Tensor, _torch.OpOverload)
     assert isinstance(aten.add, _torch.OpOverloadPacket)
+    assert _torch.schema_of(aten.add_.Tensor).is_mutable
     arguments = _torch.schema_arguments(aten.add.Tensor)
     assert [a.name for a in arguments] == ["self", "other", "alpha"]
     assert [a.kwarg_only for a in arguments] == [False, False, True]
@@ -1020,6 +1021,36 @@ def who_uses_a_tensor():
     del array
     again = x
     assert uses(again) == (False, 1, 1)
+
+
+@check("version_of", "storage_id", "parts_of_coo")
+def memory_of_tensors():
+    x = torch.ones(4)
+    before = _torch.version_of(x)
+    x[1:].add_(1)
+    assert _torch.version_of(x) == before + 1
+    assert _torch.storage_id(x) == _torch.storage_id(x[1:]) != _torch.storage_id(x.clone())
+    with _torch.new_fake_mode():
+        fake = torch.ones(4)
+        assert _torch.storage_id(fake) == _torch.storage_id(fake[1:])
+    sparse = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
+    indices, values = _torch.parts_of_coo(sparse)
+    assert (indices.tolist(), values.tolist()) == ([[1, 1]], [2.0, 3.0])
+
+
+@check("forward_hooks_of", "backward_hooks_of", "attributes_of")
+def dicts_of_a_module():
+    linear = torch.nn.Linear(1, 1)
+    linear.register_buffer("mean", torch.ones(1))
+    linear.register_forward_hook(len)
+    linear.register_forward_pre_hook(max)
+    linear.register_full_backward_hook(min)
+    linear.register_full_backward_pre_hook(sum)
+    assert [[*hooks.values()] for hooks in _torch.forward_hooks_of(linear)] == [[len], [max]]
+    assert [[*hooks.values()] for hooks in _torch.backward_hooks_of(linear)] == [[min], [sum]]
+    attributes, buffers, parameters = _torch.attributes_of(linear)
+    assert attributes["in_features"] == 1
+    assert [*buffers, *parameters] == ["mean", "weight", "bias"]
 
 
 @check("without_memory", "swap_memory")

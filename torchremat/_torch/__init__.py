@@ -27,9 +27,12 @@ from .distributed import group_named as group_named
 from .distributed import process_collectives as process_collectives
 from .distributed import store_of_processes as store_of_processes
 from .distributed import timeout_of_processes as timeout_of_processes
+from .engine import attributes_of as attributes_of
+from .engine import backward_hooks_of as backward_hooks_of
 from .engine import below_autograd as below_autograd
 from .engine import direct_apply as direct_apply
 from .engine import edges_that_run as edges_that_run
+from .engine import forward_hooks_of as forward_hooks_of
 from .engine import has_saved_tensors_hooks as has_saved_tensors_hooks
 from .engine import in_dual_level as in_dual_level
 from .engine import is_below_autograd as is_below_autograd
@@ -111,9 +114,12 @@ from .inductor import inductor_option_type as inductor_option_type
 from .inductor import inductor_partitioner as inductor_partitioner
 from .inductor import simplify_for_inductor as simplify_for_inductor
 from .memory import is_view as is_view
+from .memory import parts_of_coo as parts_of_coo
+from .memory import storage_id as storage_id
 from .memory import storage_uses as storage_uses
 from .memory import swap_memory as swap_memory
 from .memory import tensor_uses as tensor_uses
+from .memory import version_of as version_of
 from .memory import without_memory as without_memory
 from .operators import DispatchKey as DispatchKey
 from .operators import HigherOrderOperator as HigherOrderOperator
@@ -127,6 +133,7 @@ from .operators import register_derivative_rules as register_derivative_rules
 from .operators import register_function as register_function
 from .operators import register_simple_rules as register_simple_rules
 from .operators import schema_arguments as schema_arguments
+from .operators import schema_of as schema_of
 from .patches import FunctionHandler as FunctionHandler
 from .patches import call_around_modules as call_around_modules
 from .patches import check_comparisons_of as check_comparisons_of

@@ -106,3 +106,18 @@ def is_below_autograd() -> bool:
 def in_dual_level() -> bool:
     """Whether forward-mode differentiation with dual numbers goes on."""
     return forward_ad._current_level >= 0
+
+
+def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that run after and before the forward of `module`, by handle."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def backward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that run after and before the backward of `module`, by handle."""
+    return module._backward_hooks, module._backward_pre_hooks  # type: ignore[return-value]
+
+
+def attributes_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """The dicts in which `module` has its attributes, buffers and parameters, to write to."""
+    return module.__dict__, module._buffers, module._parameters

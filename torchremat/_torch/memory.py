@@ -35,3 +35,18 @@ def without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 swap_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 """Let two tensors exchange all but their Python classes and attributes."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor`, or what shares its memory, has been written to in place."""
+    return tensor._version
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common while they have one storage, also a fake one."""
+    return tensor.untyped_storage()._cdata
+
+
+def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse COO tensor, also of one that is not coalesced."""
+    return tensor._indices(), tensor._values()

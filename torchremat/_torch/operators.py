@@ -28,11 +28,16 @@ from .functorch import add_batch_dim, has_tangents, unwrap_batched_tensor
 from .pytrees import tree_flatten, tree_unflatten
 
 
-def schema_arguments(op: OpOverload) -> list[Any]:
-    """The arguments in the schema of `op`: `name`, `type`, `kwarg_only`, `default_value`, ...
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """The schema of `op`: `name`, `arguments`, `returns`, `is_mutable`, ...
 
-    `_schema` has no public name; torch's own documentation of custom operators reads it.
+    `_schema` has no public name; PyTorch's own documentation of custom operators reads it.
     """
+    return op._schema
+
+
+def schema_arguments(op: OpOverload) -> list[Any]:
+    """The arguments in the schema of `op`: `name`, `type`, `kwarg_only`, `default_value`, ..."""
     return list(op._schema.arguments)
 
 

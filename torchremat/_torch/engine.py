@@ -115,7 +115,7 @@ def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int,
 
 def backward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """The hooks that run after and before the backward of `module`, by handle."""
-    return module._backward_hooks, module._backward_pre_hooks  # type: ignore[return-value]
+    return module._backward_hooks, module._backward_pre_hooks
 
 
 def attributes_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

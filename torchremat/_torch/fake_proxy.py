@@ -16,7 +16,9 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
 from torch.fx.experimental.proxy_tensor import (
-    TorchFunctionMetadataMode,
+    TorchFunctionMetadataMode as TorchFunctionMetadataMode,
+)
+from torch.fx.experimental.proxy_tensor import (
     _MakefxTracer,
     disable_autocast_cache,
     disable_proxy_modes_tracing,

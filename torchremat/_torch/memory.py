@@ -44,7 +44,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that tensors have in common while they have one storage, also a fake one."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

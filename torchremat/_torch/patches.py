@@ -327,7 +327,7 @@ def call_around_modules(
             leave(module, args, output)
 
     for hook in (before, after):
-        hook._torchdynamo_inline = ignore_module  # type: ignore[attr-defined]
+        hook._torchdynamo_inline = ignore_module  # type: ignore[union-attr]
     handles = (
         register_module_forward_pre_hook(before),
         register_module_forward_hook(after, always_call=True),

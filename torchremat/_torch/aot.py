@@ -77,7 +77,7 @@ def node_in_compiler(tensor: torch.Tensor) -> torch.fx.Node | None:
 
 
 def written_inputs(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
-    """Which outputs of AOTAutograd's joint graph are new values of inputs, by their positions."""
+    """Find the outputs of AOTAutograd's joint graph that are new values of inputs, by position."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     inputs = {node.meta.get("desc"): node for node in module.graph.find_nodes(op="placeholder")}
@@ -92,7 +92,7 @@ def written_inputs(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
 def default_partition(
     module: torch.fx.GraphModule, inputs: Sequence[object], **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """PyTorch's partitioner that keeps what autograd keeps, but for what nodes are marked with."""
+    """Cut by PyTorch's partitioner that saves what autograd saves, but for nodes with a mark."""
     from torch._functorch.partitioners import default_partition
 
     return default_partition(module, inputs, **options)
@@ -101,7 +101,7 @@ def default_partition(
 def min_cut_partition(
     module: torch.fx.GraphModule, inputs: Sequence[object], *, merges: bool = True, **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """PyTorch's partitioner that keeps the least, if what can be fused is computed again.
+    """Cut by PyTorch's partitioner that saves the least, if what can be fused is recomputed.
 
     Unless `merges`, what is computed twice stays so.
     """

@@ -13,7 +13,7 @@ from torch.autograd.graph import _engine_run_backward
 def edges_that_run(edges: Sequence[tuple[Any, int]]) -> tuple[bool, ...]:
     """For each edge of the node whose backward runs, whether anybody waits for a gradient there.
 
-    `ctx.needs_input_grad` says what requires a gradient, not what `torch.autograd.grad` was asked.
+    `ctx.needs_input_grad` says what requires a gradient, not what `torch.autograd.grad` computes.
     """
     return tuple(node is not None and _will_run(node) for node, _ in edges)
 
@@ -44,7 +44,7 @@ keeps_graph_after_backward: Callable[[], bool] = (
 def _will_run(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:  # for a leaf that torch.autograd.grad was asked for
+    except RuntimeError as error:  # for a leaf among the inputs of torch.autograd.grad
         if "leaf node" not in str(error):
             raise
         return True
@@ -72,7 +72,7 @@ def saved_tensors_hooks_set_aside() -> Iterator[None]:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether `saved_tensors_hooks` of the surroundings are handed what autograd saves."""
+    """Whether `saved_tensors_hooks` of the surroundings see what autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

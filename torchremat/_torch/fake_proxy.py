@@ -47,18 +47,18 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 
 @contextmanager
 def isolated_from_surroundings() -> Iterator[None]:
-    """Run as if no `torch.func` level and no dispatch mode were active, with autocast kept."""
+    """Run as if no `torch.func` level and no dispatch mode were active; autocast stays."""
     with ExitStack() as stack:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(disable_autocast_cache())
-        stack.enter_context(_captures_suspended())
+        stack.enter_context(_suspend_captures())
         stack.enter_context(dual_level_as_functorch_level())
         yield
 
 
 @contextmanager
-def _captures_suspended() -> Iterator[None]:
+def _suspend_captures() -> Iterator[None]:
     """Without the function modes of traces in progress; a user's own modes stay."""
     modes = _get_current_function_mode_stack()
     if not any(isinstance(mode, TorchFunctionMetadataMode) for mode in modes):
@@ -66,13 +66,13 @@ def _captures_suspended() -> Iterator[None]:
         return
     for _ in modes:
         _pop_mode()
-    kept = [mode for mode in modes if not isinstance(mode, TorchFunctionMetadataMode)]
-    for mode in kept:
+    others = [mode for mode in modes if not isinstance(mode, TorchFunctionMetadataMode)]
+    for mode in others:
         _push_mode(mode)
     try:
         yield
     finally:
-        for _ in kept:
+        for _ in others:
             _pop_mode()
         for mode in modes:
             _push_mode(mode)
@@ -89,8 +89,8 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
 def _fake_mode_of_symbols(shapes: ShapeEnv) -> FakeTensorMode:
     """A mode in which operators find PyTorch's rules for symbolic sizes, written in Python.
 
-    Turned on for a whole trace, as `make_fx` does, the rules would also take other operators apart
-    than eager PyTorch does, before they are written down. (No subclass: the rules of higher-order
+    Turned on for a whole trace, as `make_fx` does, the rules would also decompose other operators
+    than eager PyTorch does, before they are recorded. (No subclass: the rules of higher-order
     operators are found by the very class of the mode.)
     """
     mode = FakeTensorMode(allow_fallback_kernels=True, shape_env=shapes)
@@ -106,7 +106,7 @@ def _fake_mode_of_symbols(shapes: ShapeEnv) -> FakeTensorMode:
 
 @contextmanager
 def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Operators on fake tensors are written down by `tracer`, also the bodies of `torch.cond`."""
+    """Let `tracer` record operators on fake tensors, also the bodies of `torch.cond`."""
     # "fake" also where sizes are symbols: "symbolic" decomposes operators by other rules
     session = _MakefxTracer(None, "fake", False, False, False, False, True)
     session.fake_tensor_mode = fake_mode
@@ -130,7 +130,7 @@ def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
 
 
 untraced = disable_proxy_modes_tracing
-"""A context in which operators on fake tensors are written into no graph."""
+"""A context in which no graph records operators on fake tensors."""
 
 
 def is_faking() -> bool:
@@ -172,7 +172,7 @@ without_function_modes = torch._C.DisableTorchFunction
 def autograd_as_at_the_top() -> Iterator[None]:
     """Let the kernel of an operator differentiate by `torch.func`, below autograd and user's modes.
 
-    What autograd records of its arguments, and their tangents, go no further than here.
+    The kernel sees neither what autograd records of its arguments, nor their tangents.
     """
     keys = (
         DispatchKey.AutogradCPU,  # and those of the other devices

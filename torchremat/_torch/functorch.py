@@ -111,7 +111,7 @@ def push_forward_at_current_level(
         tangent = forward_ad.unpack_dual(tensor).tangent
         primals.append(_unwrap_for_grad(tensor, level))
         tangents.append(None if tangent is None else _unwrap_for_grad(tangent, level))
-    with _lowered(interpreter):
+    with _lower(interpreter):
         outputs, out_tangents = rule(primals, tangents)
     wrapped = []
     for output, tangent in zip(outputs, out_tangents, strict=True):
@@ -144,7 +144,7 @@ def has_tangents(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class _AtLevel(_SingleLevelFunction):
-    """What a level of `torch.func.grad` records for an operator: see `record_at_current_level`."""
+    """The node that a level of `torch.func.grad` records, in `record_at_current_level`."""
 
     @staticmethod
     def forward(ctx: Any, interpreter: Any, records: bool, rule: Any, *inputs: Any) -> Any:
@@ -226,8 +226,8 @@ _lowered_layers = _Lowered()
 
 
 @contextmanager
-def _lowered(interpreter: Any) -> Iterator[None]:
-    """`interpreter.lower()` for a `torch.func.jvp`, whose tangents can be asked for meanwhile."""
+def _lower(interpreter: Any) -> Iterator[None]:
+    """`interpreter.lower()` for a `torch.func.jvp`, whose tangents `without_level` reads."""
     level = interpreter.level()
     with ExitStack() as stack:
         if not interpreter.prev_fwd_grad_mode():
@@ -327,8 +327,8 @@ LOOP_WARNING = "There is a performance drop because we have not yet implemented"
 def dispatch_restored() -> AbstractContextManager[None]:
     """After the block the dispatcher's state is as before it.
 
-    What fails inside of several levels of `torch.func` leaves PyTorch 2.13 in another, once the
-    error that it raised is forgotten: catch it inside the block.
+    An error inside of several levels of `torch.func` leaves PyTorch 2.13 in another state, once
+    Python frees the error: catch it inside the block.
     """
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()

@@ -19,9 +19,9 @@ def simplify_for_inductor(
     module: torch.fx.GraphModule,
     merge: Callable[[torch.fx.Graph], torch.fx.Graph] | None = None,
 ) -> None:
-    """What inductor and the minimum cut do to a joint graph in inductor's operators.
+    """Simplify a joint graph in inductor's operators, as inductor and the minimum cut do.
 
-    What is computed twice is computed once, by `merge` if it is given, and patterns are replaced.
+    Equal nodes are merged, by `merge` if it is given, and patterns are replaced.
     """
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
@@ -100,11 +100,11 @@ def compile_fx(
 ) -> Callable[..., Any]:
     """Compile with AOTAutograd and inductor.
 
-    `keeps_as_cut`: what the forward graph hands on is what the partition function says, also where
+    `keeps_as_cut`: the forward graph saves what the partition function says, also where
     convolutions read it, and not a copy in the layout that inductor gives them.
 
-    `may_fuse` is asked whether two kernels may become one: for each it is given the nodes of the
-    graph that every loop in it computes.
+    `may_fuse` decides whether two kernels may become one: for each it takes the nodes of the graph
+    that every loop in it computes.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -117,7 +117,7 @@ def compile_fx(
             _lay_out_convolutions(graph_module)
         with ExitStack() as stack:
             if may_fuse is not None:
-                choices = _fusing(type(V.choices), may_fuse)
+                choices = _limit_fusion(type(V.choices), may_fuse)
                 stack.enter_context(V.set_choices_handler(choices))
             return compile_fx_inner(graph_module, *args, **kwargs)
 
@@ -167,20 +167,20 @@ def _lay_out_convolutions(module: torch.fx.GraphModule) -> None:
             node.update_arg(1, copy)
 
 
-def _fusing(base: Any, may_fuse: _MayFuse) -> Any:
-    """What `base` decides for inductor, but for kernels that may not be fused."""
+def _limit_fusion(base: Any, may_fuse: _MayFuse) -> Any:
+    """Make the decisions of `base` for inductor, but for kernels that may not be fused."""
 
     class Choices(base):  # type: ignore[misc]
         @staticmethod
         def can_fuse(scheduler: Any, one: Any, other: Any, score: int) -> bool:
-            return may_fuse(_nodes_in(one), _nodes_in(other)) and base.can_fuse(
+            return may_fuse(_list_nodes(one), _list_nodes(other)) and base.can_fuse(
                 scheduler, one, other, score
             )
 
     return Choices()
 
 
-def _nodes_in(kernel: Any) -> list[AbstractSet[torch.fx.Node]]:
+def _list_nodes(kernel: Any) -> list[AbstractSet[torch.fx.Node]]:
     loops = (loop.node for loop in kernel.get_nodes())
     return [loop.get_origins() for loop in loops if loop is not None]
 

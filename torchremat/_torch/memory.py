@@ -24,7 +24,7 @@ def storage_uses(tensor: torch.Tensor) -> int:
 def without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """A tensor of class `cls`, which has a `__torch_dispatch__`: the metadata of `like` alone.
 
-    C++ code that asks for its memory raises `RuntimeError`: DLPack would hand on a null pointer.
+    C++ code that asks for its memory raises `RuntimeError`: DLPack would pass on a null pointer.
     """
     tensor = torch.Tensor._make_wrapper_subclass(
         cls, like.shape, like.stride(), dtype=like.dtype, device=like.device

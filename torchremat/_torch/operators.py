@@ -196,7 +196,7 @@ def register_function(
     """Give a custom operator the derivatives of `function`, under autograd and `torch.func` alike.
 
     `function.apply` takes, before the arguments of `op`, what runs `op` beneath autograd; lists
-    among the arguments are taken apart, and a list of results is a tuple. It needs
+    among the arguments are flattened, and a list of results is a tuple. It needs
     `setup_context`, and `jvp` for tangents. What `torch.library.register_autograd` registers raises
     under `torch.func.grad` and gives tangents of zero. Each level of `torch.func` calls it on
     tensors of its own, so that no rule for levels is needed. `jvp` is for linear operators, or
@@ -235,7 +235,7 @@ def register_function(
 
         if push is not None:
             is_dual = in_dual_level() and _has_tangents(args)
-            result = _pushed(record, push, args) if is_dual else record(*args)
+            result = _push_forward(record, push, args) if is_dual else record(*args)
         elif in_dual_level():
             with enable_single_level_autograd_function():
                 result = apply(run, *args)
@@ -255,7 +255,7 @@ def _has_tangents(args: Sequence[Any]) -> bool:
     return has_tangents([a for a in args if isinstance(a, torch.Tensor)])
 
 
-def _pushed(record: Callable[..., Any], push: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _push_forward(record: Callable[..., Any], push: Callable[..., Any], args: Sequence[Any]) -> Any:
     """The results of an operator as dual numbers; the backward finds its inputs as such too."""
     with forward_ad._set_fwd_grad_enabled(False):
         outputs = record(*args)

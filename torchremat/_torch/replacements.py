@@ -1,4 +1,4 @@
-"""What stands in PyTorch while a patch is entered: `patches.py` says where, why and for whom.
+"""Replacements that stand in PyTorch while a patch is entered; `patches.py` says where and why.
 
 A maker takes the plain attribute, and a function that returns what *this* thread has entered of the
 patch, innermost last. Where that is nothing, the replacement does what the plain attribute does.

@@ -12,11 +12,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 NAMES_IN_SIZES = dict(SYMPY_INTERP)
-"""What the expressions that `printed_size` and `guards_of` give may name, besides symbols."""
+"""The names in the expressions of `printed_size` and `guards_of`, besides symbols."""
 
 
 def new_shape_env() -> ShapeEnv:
-    """What knows symbols for sizes, and notes what a trace assumes of them.
+    """Make an environment of symbols for sizes, which notes what a trace assumes of them.
 
     Equal sizes get symbols of their own: that a batch is as large as a sequence is long is chance.
     """
@@ -40,7 +40,7 @@ def depends_on_symbols(size: Any) -> bool:
 
 
 def shape_env_of(size: torch.SymInt) -> ShapeEnv:
-    """What knows the symbols of `size`."""
+    """The environment of the symbols of `size`."""
     return size.node.shape_env  # type: ignore[no-any-return]
 
 
@@ -50,7 +50,7 @@ def num_guards(shapes: ShapeEnv) -> int:
 
 
 def guards_of(shapes: ShapeEnv, symbols: Sequence[torch.SymInt], names: Sequence[str]) -> str:
-    """What traces have assumed of `symbols`, as an expression in which they go by `names`."""
+    """Print what traces assumed of `symbols`, as an expression in which they go by `names`."""
     placeholders = [SymInt(SymNode(s.node._expr, shapes, int, s.node.hint)) for s in symbols]
     guards = shapes.produce_guards_expression(placeholders) or "True"
     for i, name in enumerate(names):
@@ -65,7 +65,7 @@ def settled_size(size: Any) -> Any:
 
 
 def hint_of(size: Any) -> int:
-    """What a size was when it was traced."""
+    """The number that a size was when it was traced."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 

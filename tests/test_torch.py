@@ -375,10 +375,11 @@ def functions():
     torch.autograd.grad(_torch.direct_apply(_Square)(x), x)
 
 
-@check("OpOverload", "OpOverloadPacket", "schema_arguments", "boxed_call")
+@check("OpOverload", "OpOverloadPacket", "schema_arguments", "schema_of", "boxed_call")
 def operators():
     assert isinstance(aten.add.Tensor, _torch.OpOverload)
     assert isinstance(aten.add, _torch.OpOverloadPacket)
+    assert _torch.schema_of(aten.add_.Tensor).is_mutable
     arguments = _torch.schema_arguments(aten.add.Tensor)
     assert [a.name for a in arguments] == ["self", "other", "alpha"]
     assert [a.kwarg_only for a in arguments] == [False, False, True]
@@ -560,7 +561,7 @@ def derivatives_of_an_operator_that_is_not_linear():
         assert forward_ad.unpack_dual(grad).tangent == 6
 
 
-@check("is_mapped_at", "mapped_at")
+@check("is_mapped_at")
 def mapped_dimensions():
     def outer(x):
         def inner(y):
@@ -569,7 +570,7 @@ def mapped_dimensions():
             assert _torch.is_mapped_at(x * y, inner_level - 1)
             assert not _torch.is_mapped_at(x, inner_level)
             assert not _torch.is_mapped_at(w, inner_level)
-            return x * y + _torch.mapped_at(torch.arange(3.0), 0, inner_level - 1)
+            return x * y + _torch.add_batch_dim(torch.arange(3.0), 0, inner_level - 1)
 
         return torch.vmap(inner)(torch.ones(2))
 
@@ -600,13 +601,11 @@ def functions_that_are_mapped():
         return function
 
     seen = []
-    module = torch._functorch.autograd_function
-    before = module.vmapify_autograd_function
+    _torch.let_functions_know_axes(known)
     try:
-        _torch.let_functions_know_axes(known)
         gradient = torch.func.grad(lambda x: torch.vmap(Twice.apply)(x).sum())(torch.ones(3))
     finally:
-        module.vmapify_autograd_function = before
+        _torch.patches._knowers.remove(known)
     assert torch.equal(gradient, torch.full((3,), 2.0))
     assert seen == [(Twice, 2)]
 
@@ -1024,6 +1023,36 @@ def who_uses_a_tensor():
     assert uses(again) == (False, 1, 1)
 
 
+@check("version_of", "storage_id", "parts_of_coo")
+def memory_of_tensors():
+    x = torch.ones(4)
+    before = _torch.version_of(x)
+    x[1:].add_(1)
+    assert _torch.version_of(x) == before + 1
+    assert _torch.storage_id(x) == _torch.storage_id(x[1:]) != _torch.storage_id(x.clone())
+    with _torch.new_fake_mode():
+        fake = torch.ones(4)
+        assert _torch.storage_id(fake) == _torch.storage_id(fake[1:])
+    sparse = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
+    indices, values = _torch.parts_of_coo(sparse)
+    assert (indices.tolist(), values.tolist()) == ([[1, 1]], [2.0, 3.0])
+
+
+@check("forward_hooks_of", "backward_hooks_of", "attributes_of")
+def dicts_of_a_module():
+    linear = torch.nn.Linear(1, 1)
+    linear.register_buffer("mean", torch.ones(1))
+    linear.register_forward_hook(len)
+    linear.register_forward_pre_hook(max)
+    linear.register_full_backward_hook(min)
+    linear.register_full_backward_pre_hook(sum)
+    assert [[*hooks.values()] for hooks in _torch.forward_hooks_of(linear)] == [[len], [max]]
+    assert [[*hooks.values()] for hooks in _torch.backward_hooks_of(linear)] == [[min], [sum]]
+    attributes, buffers, parameters = _torch.attributes_of(linear)
+    assert attributes["in_features"] == 1
+    assert [*buffers, *parameters] == ["mean", "weight", "bias"]
+
+
 @check("without_memory", "swap_memory")
 def memory_moves_between_tensors():
     class Empty(torch.Tensor):
@@ -1065,7 +1094,7 @@ def children_of():
 
 @check(
     "replace_batching_rule", "restore_batching_rule", "at_level_below", "unwrap_batched_tensor",
-    "add_batch_dim",
+    "add_batch_dim", "VmapLevel",
 )  # fmt: skip
 def replace_batching_rule():
     sin = torch.ops.aten.sin.default
@@ -1115,6 +1144,33 @@ def levels_wrap_lifted():
         assert torch.func.grad(lambda x: (x * x).sum())(x).tolist() == [4.0, 4.0]
         assert torch.func.vmap(torch.sum)(x).tolist() == [2.0, 2.0]
     assert torch.func.vmap(torch.sum)(x).tolist() == [1.0, 1.0]
+
+
+@check("call_around_modules", "is_own_hook")
+def hooks_of_a_trace():
+    seen = []
+    linear = torch.nn.Linear(1, 1)
+    before = [dict(hooks) for hooks in _torch.GLOBAL_MODULE_HOOKS]
+    with _torch.call_around_modules(
+        lambda module, args: seen.append(("enter", module)),
+        lambda module, args, output: seen.append(("leave", module)),
+    ):
+        linear(torch.ones(1))
+        hooks = [hook for hooks in _torch.GLOBAL_MODULE_HOOKS for hook in hooks.values()]
+    assert seen == [("enter", linear), ("leave", linear)]
+    assert sum(map(_torch.is_own_hook, hooks)) == 2
+    assert [dict(hooks) for hooks in _torch.GLOBAL_MODULE_HOOKS] == before
+    assert not _torch.is_own_hook(linear.forward)
+
+
+@check("check_comparisons_of")
+def check_comparisons_of():
+    shapes = _torch.new_shape_env()
+    one, other = (_torch.new_symbol(shapes, 6, "n") for shapes in (shapes, _torch.new_shape_env()))
+    seen = []
+    with _torch.check_comparisons_of(shapes, lambda *asked: seen.append(asked)):
+        assert bool(one > 3) == bool(other > 3)
+    assert [(name, size, rest) for name, _, size, *rest in seen] == [("__gt__", one, [3])]
 
 
 @check("module_trackers_set_aside")
@@ -1227,18 +1283,10 @@ def mesh_in_scope():
 
 
 def public_names():
-    """What `_torch` defines or imports for others: `import x as x`."""
-    found = set()
-    for node in ast.parse(Path(inspect.getfile(_torch)).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Assign):
-            found.update(target.id for target in node.targets)
-        elif isinstance(node, ast.AnnAssign):
-            found.add(node.target.id)
-        elif isinstance(node, ast.ImportFrom):
-            found.update(alias.name for alias in node.names if alias.asname == alias.name)
-    return sorted(name for name in found if not name.startswith("_"))
+    """What `_torch` offers to others: `from .file import x as x`."""
+    tree = ast.parse(Path(inspect.getfile(_torch)).read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return sorted(alias.asname for node in imports for alias in node.names)
 
 
 @pytest.mark.parametrize("name", public_names())

@@ -10,7 +10,6 @@ import torch
 
 from torchremat import _torch
 from torchremat.tracing.axes.named_axes import AxisFrame, axis_environment, restored
-from torchremat.tracing.modules.module_paths import ModulePaths
 
 
 class Rules:
@@ -31,7 +30,7 @@ def switches() -> tuple[Any, ...]:
         for place in _torch.GLOBAL_MODULE_HOOKS
         if place
         for handle, hook in place.items()
-        if not isinstance(getattr(hook, "__self__", None), ModulePaths)
+        if not _torch.is_own_hook(hook)
     ]
     return (*(ask() for ask in _torch.SWITCHES), Rules.changes, *hooks)
 

@@ -197,5 +197,5 @@ def mapped_over(names: Iterable[AxisName], tensors: Sequence[Tensor]) -> Sequenc
             continue
         i = min(range(len(tensors)), key=lambda i: tensors[i].numel())
         same = torch.zeros(axis_frame(name).size, dtype=torch.bool, device=tensors[i].device)
-        tensors[i] = torch.where(_torch.mapped_at(same, 0, level), tensors[i], tensors[i])
+        tensors[i] = torch.where(_torch.add_batch_dim(same, 0, level), tensors[i], tensors[i])
     return tensors

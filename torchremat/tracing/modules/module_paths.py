@@ -1,17 +1,13 @@
 """Which `nn.Module` is running: qualified names while a function is traced."""
 
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
+from torchremat import _torch
 from torchremat.core.source import current_source
 from torchremat.errors import TraceError
 from torchremat.tracing.modules.attribute_changes import Change, ModuleState
@@ -33,7 +29,6 @@ class ModulePaths:
         self._roots = roots
         self._names: dict[int, str] = {}
         self._stack: list[nn.Module] = []
-        self._thread = threading.get_ident()
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state = ModuleState()
         self.changes: list[Change] = []
@@ -59,7 +54,7 @@ class ModulePaths:
         self.seen.add(module)
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
-        if threading.get_ident() == self._thread and not self._is_generated(module):
+        if not self._is_generated(module):
             self._name(module)
             self._refuse_parallel(module)
             self.seen.add(module)
@@ -84,7 +79,7 @@ class ModulePaths:
         return isinstance(module, fx.GraphModule) and id(module) not in self._names
 
     def _exit(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if threading.get_ident() == self._thread and self._stack and self._stack[-1] is module:
+        if self._stack and self._stack[-1] is module:
             self._stack.pop()
 
     @contextmanager
@@ -97,16 +92,10 @@ class ModulePaths:
         known = list(dict.fromkeys(module for root in self.seen for module in root.modules()))
         for module in known:
             self._state.note(module)
-        hooks = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._exit, always_call=True),
-        )
         try:
-            with hooks_written_down(known):
+            with _torch.call_around_modules(self._enter, self._exit), hooks_written_down(known):
                 yield self
         finally:
-            for hook in hooks:
-                hook.remove()
             self._stack.clear()
             self.changes = list(self._state.changes())
             self._state.clear()

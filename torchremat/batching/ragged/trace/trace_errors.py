@@ -71,53 +71,31 @@ def refusing_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
 
     shapes.evaluate_sym_node = checked  # type: ignore[method-assign,assignment]
     try:
-        with _refusing_comparisons(shapes):
+        with _torch.check_comparisons_of(shapes, _refuse_comparison):
             yield
     finally:
         del shapes.evaluate_sym_node
 
 
-@contextmanager
-def _refusing_comparisons(shapes: _torch.ShapeEnv) -> Iterator[None]:
+def _refuse_comparison(name: str, result: Any, size: Any, *others: Any) -> None:
     """Raise where the user's code compares a size with what only an empty element would equal.
 
     The trace takes sizes for positive, and would answer `n > 0` without asking.
     """
-    plain = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
-
-    def checked(name: str, size: Any, *others: Any) -> Any:
-        result = plain[name](size, *others)
-        other = others[0] if others else 0
-        frame = sys._getframe(2)
-        if (
-            result is NotImplemented
-            or size.node.shape_env is not shapes
-            or not is_user_file(frame.f_code.co_filename)
-            or not _is_settled(result)
-            or not _torch.depends_on_symbols(size - other)
-        ):
-            return result
-        source = Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        raise RaggedError(
-            f"Python compares a size that differs from element to element, at {source}, with "
-            f"{other}: the answer may differ for an empty element, and the graph of all elements "
-            "has one. Use operators of tensors: torch.where, sums, which are 0 for none."
-        )
-
-    for name in _COMPARISONS:
-        setattr(torch.SymInt, name, _method(checked, name))
-    try:
-        yield
-    finally:
-        for name, method in plain.items():
-            setattr(torch.SymInt, name, method)
-
-
-_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__")
-
-
-def _method(checked: Any, name: str) -> Any:
-    return lambda size, *other: checked(name, size, *other)
+    other = others[0] if others else 0
+    frame = sys._getframe(2)
+    if (
+        not is_user_file(frame.f_code.co_filename)
+        or not _is_settled(result)
+        or not _torch.depends_on_symbols(size - other)
+    ):
+        return
+    source = Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    raise RaggedError(
+        f"Python compares a size that differs from element to element, at {source}, with "
+        f"{other}: the answer may differ for an empty element, and the graph of all elements "
+        "has one. Use operators of tensors: torch.where, sums, which are 0 for none."
+    )
 
 
 def _is_settled(result: Any) -> bool:

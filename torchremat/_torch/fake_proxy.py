@@ -1,0 +1,228 @@
+"""Traces: fake tensors, the modes that record operators on them, and isolation from both."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
+from torch.fx.experimental.proxy_tensor import (
+    TorchFunctionMetadataMode as TorchFunctionMetadataMode,
+)
+from torch.fx.experimental.proxy_tensor import (
+    _MakefxTracer,
+    disable_autocast_cache,
+    disable_proxy_modes_tracing,
+    get_proxy_slot,
+    set_proxy_slot,
+    thunkify,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
+
+from .functorch import functorch_is_active
+from .patches import dual_level_as_functorch_level, enter_trace
+
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+"""In inference mode a fake tensor has them run by PyTorch's rules in Python (`_rnn_helper` in
+`torch/_decomp`), which lose the dropout between layers."""
+
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextmanager
+def isolated_from_surroundings() -> Iterator[None]:
+    """Run as if no `torch.func` level and no dispatch mode were active; autocast stays."""
+    with ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(disable_autocast_cache())
+        stack.enter_context(_suspend_captures())
+        stack.enter_context(dual_level_as_functorch_level())
+        yield
+
+
+@contextmanager
+def _suspend_captures() -> Iterator[None]:
+    """Without the function modes of traces in progress; a user's own modes stay."""
+    modes = _get_current_function_mode_stack()
+    if not any(isinstance(mode, TorchFunctionMetadataMode) for mode in modes):
+        yield
+        return
+    for _ in modes:
+        _pop_mode()
+    others = [mode for mode in modes if not isinstance(mode, TorchFunctionMetadataMode)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
+
+def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
+    """A mode for fake tensors, as `make_fx` makes it: of fixed shapes unless `shapes` is given."""
+    if shapes is not None:
+        return _fake_mode_of_symbols(shapes)
+    fixed = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_fallback_kernels=True, shape_env=fixed, static_shapes=True)
+
+
+def _fake_mode_of_symbols(shapes: ShapeEnv) -> FakeTensorMode:
+    """A mode in which operators find PyTorch's rules for symbolic sizes, written in Python.
+
+    Turned on for a whole trace, as `make_fx` does, the rules would also decompose other operators
+    than eager PyTorch does, before they are recorded. (No subclass: the rules of higher-order
+    operators are found by the very class of the mode.)
+    """
+    mode = FakeTensorMode(allow_fallback_kernels=True, shape_env=shapes)
+    reference = weakref.ref(mode)
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        with enable_python_dispatcher():
+            return FakeTensorMode.dispatch(reference(), *args, **kwargs)  # type: ignore[arg-type]
+
+    mode.dispatch = dispatch  # type: ignore[method-assign]
+    return mode
+
+
+@contextmanager
+def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Let `tracer` record operators on fake tensors, also the bodies of `torch.cond`."""
+    # "fake" also where sizes are symbols: "symbolic" decomposes operators by other rules
+    session = _MakefxTracer(None, "fake", False, False, False, False, True)
+    session.fake_tensor_mode = fake_mode
+    session.fx_tracer = tracer
+    session._construct_modes_with_fx_tracer(tracer)
+    with ExitStack() as stack:
+        stack.enter_context(fake_mode)
+        stack.enter_context(session.proxy_mode)
+        stack.enter_context(enter_trace(session))
+        yield
+
+
+def ragged_dim_of(nested: Any) -> int:
+    """The dim of a jagged nested tensor whose size differs; the batch is dim 0."""
+    return nested._ragged_idx  # type: ignore[no-any-return]
+
+
+def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
+    """The proxy mode of the innermost trace in progress in this thread, if any."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-any-return]
+
+
+untraced = disable_proxy_modes_tracing
+"""A context in which no graph records operators on fake tensors."""
+
+
+def is_faking() -> bool:
+    """Whether operators run on fake tensors, in a trace or outside any."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def track(tensors: Any, proxies: Any, tracer: PythonKeyTracer) -> Any:
+    """Make `proxies` stand for `tensors` (a tree) in the trace of `tracer`."""
+    with disable_proxy_modes_tracing(), without_function_modes():
+        return track_tensor_tree(tensors, proxies, constant=None, tracer=tracer)
+
+
+def track_size(size: Any, tracer: Any, target: Callable[[], Any]) -> None:
+    """Make a call of `target` stand for `size` in the trace of `tracer`, unless something does."""
+    if size in tracer.symnode_tracker:
+        return
+    proxy = tracer.create_proxy("call_function", target, (), {})
+    proxy.node.meta["val"] = size
+    set_proxy_slot(size, tracer, thunkify(tracer, lambda: proxy))
+
+
+def proxy_of(tensor: torch.Tensor, tracer: PythonKeyTracer) -> torch.fx.Proxy | None:
+    """The proxy that stands for `tensor` in the trace of `tracer`, if it is tracked."""
+    slot = get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy
+
+
+def is_active(mode: TorchFunctionMetadataMode) -> bool:
+    """Whether `mode` is on this thread's stack of function modes."""
+    return mode in _get_current_function_mode_stack()
+
+
+without_function_modes = torch._C.DisableTorchFunction
+"""A context in which no `TorchFunctionMode` sees anything."""
+
+
+@contextmanager
+def autograd_as_at_the_top() -> Iterator[None]:
+    """Let the kernel of an operator differentiate by `torch.func`, below autograd and user's modes.
+
+    The kernel sees neither what autograd records of its arguments, nor their tangents.
+    """
+    keys = (
+        DispatchKey.AutogradCPU,  # and those of the other devices
+        DispatchKey.AutogradOther,
+        DispatchKey.AutogradNestedTensor,
+        DispatchKey.ADInplaceOrView,
+        DispatchKey.FuncTorchDynamicLayerFrontMode,
+        DispatchKey.FuncTorchDynamicLayerBackMode,
+        DispatchKey.FuncTorchGradWrapper,
+    )
+    with isolated_from_surroundings():
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key in keys:
+            excluded = excluded.remove(key)
+        views = torch._C.DispatchKeySet(DispatchKey.ADInplaceOrView)
+        included = torch._C._dispatch_tls_local_include_set() | views
+        with (
+            torch._C._ForceDispatchKeyGuard(included, excluded),
+            torch.no_grad(),
+            forward_ad._set_fwd_grad_enabled(False),
+        ):
+            yield
+
+
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+SWITCHES = (
+    torch.is_inference_mode_enabled,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+"""Functions that tell the state of PyTorch on which its Python code branches."""
+
+PLAIN_TORCH_FUNCTIONS = (
+    vars(torch.Tensor).get("__torch_function__"),
+    vars(torch._C.TensorBase).get("__torch_function__"),
+    torch._C._disabled_torch_function_impl,
+)
+"""The `__torch_function__` of tensors, and of subclasses without functions of their own."""
+
+
+def is_transformed_or_watched() -> bool:
+    """Whether `torch.func` or a dispatch mode is to see the operators that run."""
+    return functorch_is_active() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_fake(value: Any) -> bool:
+    """Whether `value` is a fake tensor."""
+    return isinstance(value, FakeTensor)

@@ -1,0 +1,52 @@
+"""Who uses the memory of a tensor."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a view of another, as autograd knows it."""
+    return tensor._is_view()
+
+
+def tensor_uses(tensor: torch.Tensor) -> int:
+    """How many refer to `tensor` in C++: 1 unless views or nodes of autograd's graph do, too."""
+    return tensor._use_count()  # type: ignore[attr-defined,no-any-return]
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors, arrays and the like have the storage of `tensor`: 1 if only it has."""
+    storage = tensor.untyped_storage()  # one use more
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of class `cls`, which has a `__torch_dispatch__`: the metadata of `like` alone.
+
+    C++ code that asks for its memory raises `RuntimeError`: DLPack would pass on a null pointer.
+    """
+    tensor = torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, like.stride(), dtype=like.dtype, device=like.device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
+
+
+swap_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+"""Let two tensors exchange all but their Python classes and attributes."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor`, or what shares its memory, has been written to in place."""
+    return tensor._version
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common while they have one storage, also a fake one."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse COO tensor, also of one that is not coalesced."""
+    return tensor._indices(), tensor._values()

@@ -1,0 +1,278 @@
+"""Rules that give operators, higher-order and custom ones, their derivatives and batching."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DispatchKey as DispatchKey
+from torch._C._functorch import (
+    TransformType,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+)
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    get_proxy_slot,
+    track_tensor_tree,
+)
+
+from .engine import direct_apply, in_dual_level
+from .functorch import add_batch_dim, has_tangents, unwrap_batched_tensor
+from .pytrees import tree_flatten, tree_unflatten
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """The schema of `op`: `name`, `arguments`, `returns`, `is_mutable`, ...
+
+    `_schema` has no public name; PyTorch's own documentation of custom operators reads it.
+    """
+    return op._schema
+
+
+def schema_arguments(op: OpOverload) -> list[Any]:
+    """The arguments in the schema of `op`: `name`, `type`, `kwarg_only`, `default_value`, ..."""
+    return list(op._schema.arguments)
+
+
+def is_reduction(target: Any) -> bool:
+    """Whether `target` is an operator of which PyTorch says that it reduces: a sum, a variance."""
+    tag = getattr(torch.Tag, "reduction", None)
+    return isinstance(target, OpOverload) and tag in target.tags
+
+
+def boxed_call(op: OpOverload) -> Callable[..., Any]:
+    """The operator as a builtin, without the Python prologue of `OpOverload.__call__`."""
+    return op._op
+
+
+def dispatch_call(op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+    """Hand a call of `op` to its rule for where it stands, without what its `__call__` does."""
+    return HigherOrderOperator.__call__(op, *args, **kwargs)
+
+
+def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> None:
+    """Give `op` its rules below autograd, all from `run`: dense, fake, traced, functionalised.
+
+    Derivatives and batching stand above, in an `autograd.Function` that calls the op.
+    """
+
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    def autograd(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return dispatch_call(op, *args, **kwargs)
+
+    def fake(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    def traced(mode: ProxyTorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+        tracer = mode.tracer
+        proxies = [_as_proxy(a, tracer) for a in args]
+        proxy = tracer.create_proxy("call_function", op, tuple(proxies), dict(kwargs))
+        result = dispatch_call(op, *args, **kwargs)
+        return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+    def functionalized(context: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = context.unwrap_tensors(args)
+        with context.redispatch_to_next():
+            return context.wrap_tensors(dispatch_call(op, *inner, **kwargs))
+
+    op.py_impl(DispatchKey.CompositeExplicitAutograd)(dense)
+    op.py_impl(DispatchKey.Autograd)(autograd)
+    op.py_impl(FakeTensorMode)(fake)
+    op.py_impl(ProxyTorchDispatchMode)(traced)
+    op.py_functionalize_impl(functionalized)
+
+
+def register_derivative_rules(
+    op: HigherOrderOperator,
+    apply: Callable[..., Any],
+    forward_rule: Callable[..., Any] | None = None,
+) -> None:
+    """Let autograd and the levels of `torch.func` see `op` as `apply`, an `autograd.Function`'s.
+
+    It is called with the arguments of `op` where they stand: in a graph that is interpreted under
+    a transformation, say. `forward_rule` serves `torch.func.jvp` instead, if given.
+    """
+
+    def autograd(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(getattr(a, "requires_grad", False) for a in args):
+            return apply(*args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return dispatch_call(op, *args, **kwargs)
+
+    def transformed(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **kwargs)
+
+    def pushed_forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return (forward_rule or apply)(*args, **kwargs)
+
+    op.py_kernels.pop(DispatchKey.Autograd, None)
+    op.py_impl(DispatchKey.Autograd)(autograd)
+    op.py_impl(TransformType.Grad)(transformed)
+    op.py_impl(TransformType.Vmap)(transformed)
+    op.py_impl(TransformType.Jvp)(pushed_forward)
+
+
+def register_axis_rules(
+    op: HigherOrderOperator,
+    function: type[torch.autograd.Function] | None,
+    batched: Callable[..., tuple[torch.Tensor, int | None]],
+) -> None:
+    """Give `op` its rules for autograd and for the levels of `torch.func`.
+
+    Each level calls them on tensors of its own, also on those that it does not map over or
+    differentiate, which the rules of an `autograd.Function` never see. `batched` takes the level,
+    its size, the arguments as pairs of a tensor and the dimension mapped over, or `None`, and
+    keywords; it gives such a pair. `function.apply` takes what runs `op` beneath, `op`, its
+    keywords as a dict, and tensors. As in `register_function`, it is for operators that are linear,
+    or linear in pieces; without it `op` is a constant.
+    """
+
+    def differentiate(run: Callable[..., Any], params: Any, tensors: Any) -> Any:
+        if function is None:
+            return run(*tensors)
+        with enable_single_level_autograd_function():
+            return direct_apply(function)(run, op, params, *tensors)
+
+    def autograd(*tensors: torch.Tensor, **params: Any) -> Any:
+        records, pushes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+        def run(*tensors: torch.Tensor) -> Any:
+            with (
+                torch._C._AutoDispatchBelowAutograd(),
+                torch.set_grad_enabled(records),
+                forward_ad._set_fwd_grad_enabled(pushes),
+            ):
+                return dispatch_call(op, *tensors, **params)
+
+        if in_dual_level() or (records and any(t.requires_grad for t in tensors)):
+            return differentiate(run, params, tensors)
+        return run(*tensors)
+
+    def differentiated(interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
+        level = interpreter.level()
+
+        def run(*tensors: torch.Tensor) -> Any:
+            inner = [_unwrap_for_grad(t, level) for t in tensors]
+            with (
+                torch.enable_grad(),
+                forward_ad._set_fwd_grad_enabled(True),
+                interpreter.lower(),
+            ):
+                output = dispatch_call(op, *inner, **params)
+            return _wrap_for_grad(output, level)
+
+        return differentiate(run, params, tensors)
+
+    def mapped(interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
+        level = interpreter.level()
+        pairs = [unwrap_batched_tensor(t, level) for t in tensors]
+        with interpreter.lower():
+            output, dim = batched(level, interpreter.batch_size(), *pairs, **params)
+        return output if dim is None else add_batch_dim(output, dim, level)
+
+    op.py_kernels.pop(DispatchKey.Autograd, None)
+    op.py_impl(DispatchKey.Autograd)(autograd)
+    op.py_impl(TransformType.Grad)(differentiated)
+    op.py_impl(TransformType.Jvp)(differentiated)
+    op.py_impl(TransformType.Vmap)(mapped)
+
+
+def register_function(
+    op: OpOverload,
+    function: type[torch.autograd.Function],
+    push: Callable[[list[Any], list[torch.Tensor | None]], Sequence[torch.Tensor]] | None = None,
+) -> None:
+    """Give a custom operator the derivatives of `function`, under autograd and `torch.func` alike.
+
+    `function.apply` takes, before the arguments of `op`, what runs `op` beneath autograd; lists
+    among the arguments are flattened, and a list of results is a tuple. It needs
+    `setup_context`, and `jvp` for tangents. What `torch.library.register_autograd` registers raises
+    under `torch.func.grad` and gives tangents of zero. Each level of `torch.func` calls it on
+    tensors of its own, so that no rule for levels is needed. `jvp` is for linear operators, or
+    linear in pieces: PyTorch runs it without forward mode, so that forward over forward misses what
+    comes of a coefficient in it that depends on an input. For others there is `push`, of the
+    arguments and their tangents, made of operators that have derivatives themselves.
+    """
+    apply = direct_apply(function)
+    gives_list = isinstance(op._schema.returns[0].type, torch._C.ListType)
+    takes_list = any(isinstance(a.type, torch._C.ListType) for a in op._schema.arguments)
+
+    def autograd(*args: Any) -> Any:
+        records, pushes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        spec = None
+        if takes_list:
+            args, spec = tree_flatten(args)  # type: ignore[assignment]
+
+        def call(*args: Any) -> Any:
+            result = op(*args) if spec is None else op(*tree_unflatten(args, spec))
+            return tuple(result) if gives_list else result
+
+        def run(*args: Any) -> Any:
+            # `apply` switches both off; outer levels of torch.func need them, and traces note them
+            with (
+                torch._C._AutoDispatchBelowAutograd(),
+                torch.set_grad_enabled(records),
+                forward_ad._set_fwd_grad_enabled(pushes),
+            ):
+                return call(*args)
+
+        def record(*args: Any) -> Any:
+            if records and any(getattr(a, "requires_grad", False) for a in args):
+                with enable_single_level_autograd_function():
+                    return apply(run, *args)
+            return run(*args)
+
+        if push is not None:
+            is_dual = in_dual_level() and _has_tangents(args)
+            result = _push_forward(record, push, args) if is_dual else record(*args)
+        elif in_dual_level():
+            with enable_single_level_autograd_function():
+                result = apply(run, *args)
+        else:
+            result = record(*args)
+        return list(result) if gives_list else result
+
+    namespace, name = op.name().partition(".")[0].split("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries.append(library)  # what it registers goes when it goes
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        library.impl(name, autograd, "Autograd", allow_override=True)
+
+
+def _has_tangents(args: Sequence[Any]) -> bool:
+    return has_tangents([a for a in args if isinstance(a, torch.Tensor)])
+
+
+def _push_forward(record: Callable[..., Any], push: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The results of an operator as dual numbers; the backward finds its inputs as such too."""
+    with forward_ad._set_fwd_grad_enabled(False):
+        outputs = record(*args)
+    pairs = [forward_ad.unpack_dual(a) if isinstance(a, torch.Tensor) else (a, None) for a in args]
+    tangents = push(*map(list, zip(*pairs, strict=True)))
+    return tuple(forward_ad.make_dual(x, t) for x, t in zip(outputs, tangents, strict=True))
+
+
+_libraries: list[torch.library.Library] = []
+
+
+def _as_proxy(value: Any, tracer: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        slot = get_proxy_slot(value, tracer, None)
+        return value if slot is None else slot.proxy
+    if isinstance(value, torch.nn.Module):
+        name = tracer.get_fresh_qualname("body_")
+        tracer.root.register_module(name, value)
+        return tracer.create_proxy("get_attr", name, (), {})
+    return value

@@ -1,0 +1,424 @@
+"""Every assignment to an attribute of PyTorch: the table `PATCHES`, and the blocks that enter it.
+
+A replacement stands in PyTorch while some thread is in a block that needs it, and is removed with
+the last. It reads what *this* thread has entered, and otherwise does what it replaces, so that
+other threads see nothing. Rows for which that is impossible say who sees what.
+"""
+
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import _MakefxTracer
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from .engine import in_dual_level
+from .replacements import (
+    GLOBAL_MODULE_HOOKS,
+    Maker,
+    TracingFlag,
+    Values,
+    begin_session,
+    call_between_steps,
+    call_in_apply,
+    check_result,
+    handle_apply,
+    ignore_module,
+    ignore_own_hooks,
+    lift_first,
+    map_known,
+    read_own_tracer,
+    set_own_tracer,
+    share_flag,
+    skip_if,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """An attribute of PyTorch that the library replaces, or a registry that it writes to."""
+
+    owner: str
+    """The module, or `module:class`."""
+
+    name: str
+    why: str
+    since: str
+    """The first PyTorch version that needs it; 2.11 is the oldest supported one."""
+
+    threads: str = "thread-local"
+    make: Maker | None = None
+    """Without it a function named in `why` makes the change."""
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__")
+_PROXY = "torch.fx.experimental.proxy_tensor"
+_FX = "torch.fx._symbolic_trace"
+
+_APPLY = Patch(
+    "torch.autograd.function:_SingleLevelFunction", "apply",
+    "`apply` goes round `__torch_function__`, so that a TorchFunctionMode would miss a captured "
+    "tensor. It is looked up here at each call, also by those who hold a bound `apply`.",
+    "2.11", make=handle_apply,
+)  # fmt: skip
+_WRAP_FOR_GRAD = Patch(
+    "torch._functorch.eager_transforms", "_wrap_for_grad",
+    "Levels of torch.func wrap out of sight of a TorchFunctionMode, so that a captured tensor "
+    "passed to `grad` would be met, with its wrapper, as another tensor.",
+    "2.11", make=lift_first,
+)  # fmt: skip
+_ADD_BATCH_DIM = Patch(
+    "torch._functorch.vmap", "_add_batch_dim",
+    "As `_wrap_for_grad`, for `vmap`.",
+    "2.11", make=lift_first,
+)  # fmt: skip
+_CHECKPOINT = Patch(
+    "torch.utils.checkpoint", "_checkpoint_without_reentrant_generator",
+    "In a trace `torch.utils.checkpoint` only calls its function: what is saved is decided of the "
+    "whole graph, and a recomputation would draw other random numbers.",
+    "2.11", make=call_between_steps,
+)  # fmt: skip
+_REENTRANT_CHECKPOINT = Patch(
+    "torch.utils.checkpoint:CheckpointFunction", "apply",
+    "As above, for `use_reentrant=True`.",
+    "2.11", make=call_in_apply,
+)  # fmt: skip
+_FX_FLAG = Patch(
+    _FX, "_is_fx_tracing_flag",
+    "In a trace what `torch.compile` made runs as the function it was made of: Dynamo has a flag "
+    "for that.",
+    "2.11", make=TracingFlag,
+)  # fmt: skip
+_FX_MODULE = Patch(
+    _FX, "__class__",
+    "Dynamo takes the flag back while it captures the bodies of `torch.cond` and its kin.",
+    "2.11", make=lambda plain, _: share_flag(plain, _values_of(_FX_FLAG)),
+)  # fmt: skip
+_NESTED_FX = Patch(
+    "torch._dynamo.config", "error_on_nested_fx_trace",
+    "With that flag Dynamo raises unless this setting, entered by `enter_trace`, is off.",
+    "2.11", "thread-local in PyTorch 2.13, where settings are context variables",
+)  # fmt: skip
+_GLOBAL_HOOKS = Patch(
+    "torch.nn.modules.module", "_has_any_global_hook",
+    "`torch.compile(module)` warns of global hooks; those of a trace are not the user's, and "
+    "modules of other threads do not run them.",
+    "2.11", "thread-local; other threads no longer count the hooks of a trace",
+    make=ignore_own_hooks,
+)  # fmt: skip
+_TRACER = Patch(
+    _PROXY, "__class__",
+    "Operators with bodies trace them with `_CURRENT_MAKE_FX_TRACER`, a global of the module.",
+    "2.11", make=read_own_tracer,
+)  # fmt: skip
+_SET_TRACER = Patch(
+    _PROXY, "_set_make_fx_tracer",
+    "A `make_fx` inside of a trace sets that global, and is the innermost.",
+    "2.11", make=lambda plain, _: set_own_tracer(plain, _values_of(_TRACER)),
+)  # fmt: skip
+_VMAPIFY = Patch(
+    "torch._functorch.autograd_function", "vmapify_autograd_function",
+    "A mapped `autograd.Function` runs on a level of its own, and its backward too, later on: both "
+    "need the names of axes, which `let_functions_know_axes` gives them.",
+    "2.11", "for good; what it is given returns the function where this thread has no named axis",
+    make=lambda plain, _: map_known(plain, lambda: _knowers),
+)  # fmt: skip
+_JVP_NESTING = Patch(
+    "torch._functorch.eager_transforms", "JVP_NESTING",
+    "There is only one dual level: `dual_level_as_functorch_level` lets `torch.func.jvp` run "
+    "inside of one that the user entered.",
+    "2.11", "process-wide, as PyTorch's dual level is: a `jvp` of another thread, which raises "
+    "beside a dual level, runs",
+)  # fmt: skip
+_TRACKERS = Patch(
+    "torch.nn.modules.module", "_global_forward_hooks, _global_forward_pre_hooks, ...",
+    "`CommDebugMode` has a `ModuleTracker`, which loses count of modules that run on traced "
+    "tensors: `module_trackers_set_aside` wraps its hooks.",
+    "2.11",
+)  # fmt: skip
+_MODULE_HOOKS = Patch(
+    "torch.nn.modules.module", "register_module_forward_hook, register_module_forward_pre_hook",
+    "A trace follows which modules run, by `call_around_modules`.",
+    "2.11", "thread-local; in other threads the hooks return at once, and Dynamo sees none",
+)  # fmt: skip
+_VIEW_OF_ZEROS = Patch(
+    "torch.ops.aten.view", "ZeroTensor",
+    "`let_modes_see_views_of_zeros` lets fake tensors see views of zeros; up to 2.13 PyTorch "
+    "registers the kernel of dense tensors.",
+    "2.11", "for good; zeros that are not fake fall through to the same kernel",
+)  # fmt: skip
+_BATCHING_RULES = Patch(
+    "torch.ops.*", "FuncTorchBatched",
+    "`replace_batching_rule` serves rules that a user registers, and ours where PyTorch has none.",
+    "2.11", "process-wide by request: rules hold in all threads until they are deleted",
+)  # fmt: skip
+_DETERMINISTIC = Patch(
+    "torch", "use_deterministic_algorithms",
+    "Flash attention on a GPU else adds to the cotangent of q by atomics; `be_deterministic`.",
+    "2.11", "process-wide: PyTorch has no flag for one call. Other threads see it while one "
+    "kernel is launched",
+)  # fmt: skip
+_SIZE_COMPARISONS = tuple(
+    Patch(
+        "torch:SymInt", name,
+        "A trace takes sizes for positive: `check_comparisons_of` sees what else Python asks.",
+        "2.11", make=check_result(name),
+    )
+    for name in _COMPARISONS
+)  # fmt: skip
+
+PATCHES = (
+    _APPLY, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, _REENTRANT_CHECKPOINT, _FX_FLAG,
+    _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS,
+    _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, *_SIZE_COMPARISONS,
+)  # fmt: skip
+
+# --- how they are entered ------------------------------------------------------------------------
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.values: defaultdict[Patch, list[Any]] = defaultdict(list)
+
+
+_entered = _Entered()
+_lock = threading.RLock()
+_num_blocks: defaultdict[Patch, int] = defaultdict(int)
+_undo: dict[Patch, Callable[[], None]] = {}
+
+
+def _values_of(patch: Patch) -> Values:
+    return lambda: _entered.values[patch]
+
+
+@contextmanager
+def _enter(values: Mapping[Patch, Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for patch, value in values.items():
+            _install(patch)
+            stack.callback(_remove, patch)
+            entered = _entered.values[patch]
+            entered.append(value)
+            stack.callback(entered.pop)
+        yield
+
+
+def _install(patch: Patch) -> None:
+    with _lock:
+        if _num_blocks[patch] == 0:
+            _undo[patch] = _wrap_trackers() if patch is _TRACKERS else _replace(patch)
+        _num_blocks[patch] += 1
+
+
+def _remove(patch: Patch) -> None:
+    with _lock:
+        _num_blocks[patch] -= 1
+        if _num_blocks[patch] == 0:
+            _undo.pop(patch)()
+
+
+def _replace(patch: Patch) -> Callable[[], None]:
+    owner, name, make = resolve_name(patch.owner), patch.name, patch.make
+    assert make is not None
+    plain = getattr(owner, name)
+    is_inherited = name not in vars(owner) and name != "__class__"  # which no `vars` has
+    before = vars(owner).get(name, plain)  # not `plain`, which is bound, of a class method
+    made = make(plain, _values_of(patch))
+    setattr(owner, name, made)
+
+    def undo() -> None:
+        if is_inherited:
+            delattr(owner, name)
+        elif not isinstance(made, TracingFlag):
+            setattr(owner, name, before)
+        elif vars(owner)[name] is made:  # else `fx.Tracer.trace` of a thread has it, and restores
+            setattr(owner, name, made.plain)
+
+    return undo
+
+
+def _wrap_trackers() -> Callable[[], None]:
+    aside = _values_of(_TRACKERS)
+    wrapped = []
+    for place in GLOBAL_MODULE_HOOKS:
+        for key, hook in list(place.items()):
+            if type(getattr(hook, "__self__", None)).__module__ in _MODULES_OF_TRACKERS:
+                wrapped.append((place, key, hook))
+                place[key] = skip_if(aside, hook)
+
+    def undo() -> None:
+        for place, key, hook in wrapped:
+            if key in place:  # the tracker may have removed it
+                place[key] = hook
+
+    return undo
+
+
+_MODULES_OF_TRACKERS = (
+    "torch.utils.module_tracker",
+    "torch.distributed._tools.mod_tracker",
+    "torch.distributed.tensor.debug._comm_mode",
+)
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+FunctionHandler = Callable[[type, tuple[Any, ...], Callable[..., Any]], Any]
+"""Is called in place of `cls.apply(*args)`, with the class, arguments and PyTorch's `apply`."""
+
+
+@contextmanager
+def enter_trace(session: _MakefxTracer) -> Iterator[None]:
+    """Let Python that runs in the block be traced by `session`: all patches of a trace."""
+    import torch._dynamo
+
+    patches = _CHECKPOINT, _REENTRANT_CHECKPOINT, _FX_FLAG, _FX_MODULE, _GLOBAL_HOOKS, _SET_TRACER
+    values = dict.fromkeys(patches, True) | {_TRACER: begin_session(session)}
+    with _enter(values), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+def function_calls_handled(handler: FunctionHandler) -> AbstractContextManager[None]:
+    """Let `handler` do every `autograd.Function.apply` of this thread while in the block."""
+    return _enter({_APPLY: handler})
+
+
+def levels_wrap_lifted(
+    lift: Callable[[torch.Tensor], torch.Tensor],
+) -> AbstractContextManager[None]:
+    """Let levels of `torch.func` that this thread enters in the block wrap `lift(x)`."""
+    return _enter({_WRAP_FOR_GRAD: lift, _ADD_BATCH_DIM: lift})
+
+
+def module_trackers_set_aside() -> AbstractContextManager[None]:
+    """Hide the modules that this thread runs in the block from PyTorch's own `ModuleTracker`s."""
+    return _enter({_TRACKERS: True})
+
+
+@contextmanager
+def call_around_modules(
+    enter: Callable[[torch.nn.Module, Any], None],
+    leave: Callable[[torch.nn.Module, Any, Any], None],
+) -> Iterator[None]:
+    """Call `enter(module, args)` and `leave(module, args, output)` around what this thread runs."""
+    thread = threading.get_ident()
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread:
+            enter(module, args)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            leave(module, args, output)
+
+    for hook in (before, after):
+        hook._torchdynamo_inline = ignore_module  # type: ignore[union-attr]
+    handles = (
+        register_module_forward_pre_hook(before),
+        register_module_forward_hook(after, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_comparisons_of(
+    shapes: ShapeEnv, check: Callable[..., None]
+) -> AbstractContextManager[None]:
+    """Call `check(name, result, size, *others)` where Python compares a size of `shapes`.
+
+    `name` is that of the method, `__lt__` say; the caller's caller is the code that compares.
+    """
+    return _enter(dict.fromkeys(_SIZE_COMPARISONS, (shapes, check)))
+
+
+@contextmanager
+def dual_level_as_functorch_level() -> Iterator[None]:
+    """Let `torch.func.jvp` run inside a `dual_level`, of which there can be only one."""
+    with _lock:
+        inside = in_dual_level() and eager_transforms.JVP_NESTING == 0
+        eager_transforms.JVP_NESTING += inside
+    try:
+        yield
+    finally:
+        with _lock:
+            eager_transforms.JVP_NESTING -= inside
+
+
+@contextmanager
+def be_deterministic() -> Iterator[None]:
+    """Let kernels that are launched in the block be deterministic, one thread at a time."""
+    with _lock:
+        is_set = torch.are_deterministic_algorithms_enabled()
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(is_set, warn_only=only_warns)
+
+
+# --- for good, or until they are restored --------------------------------------------------------
+
+_knowers: list[Callable[[type], type]] = []
+
+
+def let_functions_know_axes(known: Callable[[type], type]) -> None:
+    """Let `torch.vmap` map `known(function)` in place of each `autograd.Function` without a rule.
+
+    Its forward runs on a level of its own then, and so does its backward, later on. `known` is
+    called in all threads.
+    """
+    with _lock:
+        if known not in _knowers:
+            _knowers.append(known)
+        if _num_blocks[_VMAPIFY] == 0:
+            _install(_VMAPIFY)
+
+
+@cache
+def let_modes_see_views_of_zeros() -> torch.library.Library:
+    """Let `view` of an efficient zero tensor, of which forward mode makes many, reach fake tensors.
+
+    PyTorch's kernel takes the fake tensor's memory (other views fall through), so that `vmap` of
+    `jvp` of `vmap` of `jvp` cannot be traced.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        library.impl("view", torch.library.fallthrough_kernel, "ZeroTensor")
+    return library
+
+
+def replace_batching_rule(op: OpOverload, kernel: Callable[..., Any]) -> torch.library.Library:
+    """Have `kernel` called where `op` is mapped by `vmap`, until `restore_batching_rule`.
+
+    It is called with wrapped tensors, at the innermost level, which is a `vmap`.
+    """
+    library = torch.library.Library(op.namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(op, kernel, "FuncTorchBatched", allow_override=True)
+    return library
+
+
+def restore_batching_rule(library: torch.library.Library) -> None:
+    """Undo `replace_batching_rule`."""
+    library._destroy()

@@ -1,0 +1,221 @@
+"""Replacements that stand in PyTorch while a patch is entered; `patches.py` says where and why.
+
+A maker takes the plain attribute, and a function that returns what *this* thread has entered of the
+patch, innermost last. Where that is nothing, the replacement does what the plain attribute does.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._guards import CompileContext
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import _MakefxTracer
+
+Values = Callable[[], list[Any]]
+"""Returns what this thread has entered of a patch, innermost last."""
+
+Maker = Callable[[Any, Values], Any]
+"""Makes a replacement of the plain attribute."""
+
+GLOBAL_MODULE_HOOKS = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+)
+"""Hooks that run on every module, by handle."""
+
+
+def handle_apply(_: Any, handlers: Values) -> Any:
+    """Make an `autograd.Function.apply` that calls the innermost handler."""
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+        entered = handlers()
+        return entered[-1](cls, args, plain) if entered else plain(*args, **kwargs)
+
+    return classmethod(apply)
+
+
+def lift_first(plain: Callable[..., Any], lifts: Values) -> Any:
+    """Make a wrapper of tensors that wraps what the innermost lift returns."""
+
+    def wrap(tensor: torch.Tensor, *rest: Any) -> Any:
+        entered = lifts()
+        return plain(entered[-1](tensor) if entered else tensor, *rest)
+
+    wrap._torchdynamo_inline = plain  # type: ignore[attr-defined]  # Dynamo traces this instead
+    return wrap
+
+
+def call_between_steps(plain: Callable[..., Any], traces: Values) -> Any:
+    """Make a generator for `torch.utils.checkpoint`, which calls its function between the steps."""
+
+    def nothing() -> Iterator[None]:
+        yield
+
+    def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
+        return nothing() if traces() else plain(*args, **kwargs)
+
+    return generate
+
+
+def call_in_apply(_: Any, traces: Values) -> Any:
+    """Make a `CheckpointFunction.apply` that is a plain call."""
+
+    def apply(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if traces():
+            return function(*args)
+        plain = super(torch.utils.checkpoint.CheckpointFunction, cls).apply
+        return plain(function, preserve, *args)
+
+    return classmethod(apply)
+
+
+class TracingFlag:
+    """A flag that is true in threads that trace, and only where Dynamo reads it.
+
+    Others who read it, through `is_fx_tracing`, would refuse to run.
+    """
+
+    def __init__(self, plain: Any, traces: Values) -> None:
+        self.plain = plain
+        self.traces = traces
+
+    def __bool__(self) -> bool:
+        entered = self.traces()
+        if not entered:
+            return bool(self.plain)
+        read_by = sys._getframe(1).f_code
+        return entered[-1] and read_by is torch.fx._symbolic_trace.is_fx_symbolic_tracing.__code__
+
+
+def share_flag(plain: type, traces: Values) -> Any:
+    """Make a module class that keeps writes to the flag in the thread that writes.
+
+    `_set_compilation_env` of torch/_higher_order_ops/utils.py writes `False` while Dynamo captures
+    the bodies of `torch.cond` and its kin, and then writes what it had read.
+    """
+    name = "_is_fx_tracing_flag"
+
+    def read(module: ModuleType) -> Any:
+        entered, flag = traces(), vars(module)[name]
+        if entered:
+            return entered[-1]
+        return flag.plain if isinstance(flag, TracingFlag) else flag
+
+    def write(module: ModuleType, value: Any) -> None:
+        entered, flag = traces(), vars(module)[name]
+        if entered:
+            entered[-1] = value
+        elif isinstance(flag, TracingFlag):
+            flag.plain = value
+        else:
+            vars(module)[name] = value
+
+    return type(plain.__name__, (plain,), {name: property(read, write)})
+
+
+def ignore_own_hooks(plain: Callable[[], Any], traces: Values) -> Any:
+    """Make a function that tells whether modules have global hooks which are not the library's."""
+
+    def has_any_global_hook() -> bool:
+        hooks = [hook for place in GLOBAL_MODULE_HOOKS for hook in list(place.values())]
+        others = [hook for hook in hooks if not is_own_hook(hook)]
+        return not traces() and bool(others or (plain() and not hooks))
+
+    return has_any_global_hook
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Tell whether the library registered `hook`, a hook of all modules."""
+    return str(getattr(hook, "__module__", "")).startswith("torchremat.")
+
+
+def ignore_module(*_: Any) -> None:
+    """Do nothing: what Dynamo traces in place of a hook of the library."""
+
+
+def skip_if(aside: Values, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a hook that this thread does not run while it has set it aside."""
+    return lambda *args, **kwargs: None if aside() else hook(*args, **kwargs)
+
+
+Session = tuple[_MakefxTracer, CompileContext | None]
+"""A tracer, and what Dynamo compiled in its thread when it began."""
+
+
+def begin_session(tracer: _MakefxTracer) -> Session:
+    """Pair `tracer` with what Dynamo compiles in this thread now, if anything."""
+    return tracer, CompileContext.try_get()
+
+
+def read_own_tracer(plain: type, sessions: Values) -> Any:
+    """Make a module class whose tracer is that of this thread, but `None` while Dynamo compiles.
+
+    Dynamo, which captures the bodies of `scan` and its kin, would trace for the session, and use
+    the fake tensors of two modes together (seen in PyTorch 2.13 also with `make_fx`).
+    """
+    name = "_CURRENT_MAKE_FX_TRACER"
+
+    def read(module: ModuleType) -> Any:
+        entered = sessions()
+        if not entered:
+            return vars(module)[name]
+        tracer, compilation = entered[-1]
+        return tracer if CompileContext.try_get() is compilation else None
+
+    def write(module: ModuleType, value: Any) -> None:
+        vars(module)[name] = value
+
+    return type(plain.__name__, (plain,), {name: property(read, write)})
+
+
+def set_own_tracer(plain: Callable[..., Any], sessions: Values) -> Any:
+    """Make a block that sets the tracer of this thread, if it is in a trace of the library."""
+
+    @contextmanager
+    def set_tracer(tracer: _MakefxTracer) -> Iterator[None]:
+        entered = sessions()
+        if not entered:
+            with plain(tracer):
+                yield
+            return
+        entered.append(begin_session(tracer))
+        try:
+            yield
+        finally:
+            entered.pop()
+
+    return set_tracer
+
+
+def map_known(plain: Callable[..., type], knowers: Values) -> Any:
+    """Make a function that maps what each of `knowers` returns for an `autograd.Function`."""
+
+    def vmapify(function: type, *args: Any) -> type:
+        for know in knowers():
+            function = know(function)
+        return plain(function, *args)
+
+    return vmapify
+
+
+def check_result(name: str) -> Maker:
+    """Make a comparison of sizes that passes its result to those who check their `ShapeEnv`."""
+
+    def make(plain: Callable[..., Any], checks: Values) -> Any:
+        def compare(size: torch.SymInt, *others: Any) -> Any:
+            result = plain(size, *others)
+            for shapes, check in checks():
+                if result is not NotImplemented and size.node.shape_env is shapes:
+                    check(name, result, size, *others)
+            return result
+
+        return compare
+
+    return make

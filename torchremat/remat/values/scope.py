@@ -17,7 +17,8 @@ from torchremat.core.source import Source
 from torchremat.graph.nodes import base_of, call_of, is_forward, is_item, is_view
 from torchremat.graph.ops import packet_name
 from torchremat.remat.op.remat_op import remat_p
-from torchremat.remat.program.program import FunctionProgram, Program
+from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.program.program import Program
 from torchremat.tracing.modules.module_paths import ModulePaths
 
 aten = torch.ops.aten

@@ -25,6 +25,7 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.errors import TraceError
 from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, item_index
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import FunctionProgram, Program
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.tracing.input_labels import BoundCall, InputLabel

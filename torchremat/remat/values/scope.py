@@ -26,6 +26,7 @@ from torchremat.graph.nodes import (
     results_of,
 )
 from torchremat.graph.ops import packet_name
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import FunctionProgram, Program
 from torchremat.tracing.modules.module_paths import ModulePaths
 

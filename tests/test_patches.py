@@ -70,7 +70,7 @@ class Doubled(torch.autograd.Function):
 
 @case(
     "torch.autograd.function:_SingleLevelFunction.apply",
-    lambda: _torch.function_calls_handled(lambda cls, args, apply: args[0]),
+    lambda: _torch.handle_function_calls(lambda cls, args, apply: args[0]),
 )
 def call_of_a_function():
     return Triple.apply(torch.ones(1)).item()
@@ -80,7 +80,7 @@ LIFTED = torch.full((2, 3), 5.0)
 
 
 def lift():
-    return _torch.levels_wrap_lifted(lambda x: LIFTED)
+    return _torch.lift_before_wrapping(lambda x: LIFTED)
 
 
 @case("torch._functorch.eager_transforms._wrap_for_grad", lift)
@@ -166,7 +166,7 @@ LINEAR = torch.nn.Linear(1, 1)
 
 @case(
     "torch.nn.modules.module._global_forward_hooks, _global_forward_pre_hooks, ...",
-    _torch.module_trackers_set_aside,
+    _torch.set_module_trackers_aside,
     lambda: TRACKER,
 )
 def tracked_modules():

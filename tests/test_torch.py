@@ -250,29 +250,29 @@ def fake_tensors():
                 ask(x[:1] > 0)
 
 
-@check("isolated_from_surroundings", "TorchDispatchMode")
+@check("isolate", "TorchDispatchMode")
 def isolation():
     class Refuse(_torch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             raise AssertionError
 
     def inside(x):
-        with _torch.isolated_from_surroundings():
+        with _torch.isolate():
             assert not _torch.functorch_is_active()
             torch.ones(2).sin()
         return x.sum()
 
     torch.func.grad(inside)(torch.ones(2))
-    with Refuse(), _torch.isolated_from_surroundings():
+    with Refuse(), _torch.isolate():
         torch.ones(2).sin()
 
 
-@check("saved_tensors_hooks_set_aside")
+@check("set_saved_tensors_hooks_aside")
 def hooks_aside():
     packed = []
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        with _torch.saved_tensors_hooks_set_aside():
+        with _torch.set_saved_tensors_hooks_aside():
             x.sin()
         assert packed == []
         x.sin()
@@ -286,10 +286,10 @@ def _traced(fun, *shapes):
     tracer.root = torch.nn.Module()
     tracer.tensor_attrs = {}
     mode = _torch.new_fake_mode()
-    with _torch.proxy_modes(tracer, mode):
+    with _torch.enter_proxy_modes(tracer, mode):
         inputs = []
         for i, shape in enumerate(shapes):
-            with _torch.isolated_from_surroundings(), mode:
+            with _torch.isolate(), mode:
                 inputs.append(torch.empty(shape))
             proxy = tracer.create_proxy("placeholder", f"x{i}", (), {})
             _torch.track(inputs[-1], proxy, tracer)
@@ -299,7 +299,7 @@ def _traced(fun, *shapes):
     return fx.GraphModule(tracer.root, tracer.graph), tracer
 
 
-@check("proxy_modes", "track", "proxy_of", "PythonKeyTracer", "innermost_proxy_mode")
+@check("enter_proxy_modes", "track", "proxy_of", "PythonKeyTracer", "innermost_proxy_mode")
 @check("ProxyTorchDispatchMode")
 def tracing():
     def fun(x):
@@ -356,7 +356,7 @@ class _Square(torch.autograd.Function):
         return grad * 2
 
 
-@check("FunctionHandler", "function_calls_handled", "is_function_of_user", "direct_apply")
+@check("FunctionHandler", "handle_function_calls", "is_function_of_user", "direct_apply")
 def functions():
     def handler(cls, args, apply):
         calls.append(cls)
@@ -364,7 +364,7 @@ def functions():
 
     calls = []
     bound = _Square.apply
-    with _torch.function_calls_handled(handler):
+    with _torch.handle_function_calls(handler):
         assert _Square.apply(torch.ones(1)) == bound(torch.ones(1)) == 1
     assert calls == [_Square, _Square]
     bound(torch.ones(1))
@@ -727,7 +727,7 @@ def on_fake_tensors():
     tracer = _torch.PythonKeyTracer()
     tracer.graph = fx.Graph()
     tracer.root = torch.nn.Module()
-    with _torch.proxy_modes(tracer, _torch.new_fake_mode()):
+    with _torch.enter_proxy_modes(tracer, _torch.new_fake_mode()):
         assert _torch.innermost_proxy_mode() is not None
         with _torch.untraced():
             assert _torch.innermost_proxy_mode() is None
@@ -1136,11 +1136,11 @@ def dispatch_restored():
     del kept
 
 
-@check("levels_wrap_lifted")
-def levels_wrap_lifted():
+@check("lift_before_wrapping")
+def lift_before_wrapping():
     x = torch.ones(2)
     lifted = x + 1
-    with _torch.levels_wrap_lifted(lambda x: lifted):
+    with _torch.lift_before_wrapping(lambda x: lifted):
         assert torch.func.grad(lambda x: (x * x).sum())(x).tolist() == [4.0, 4.0]
         assert torch.func.vmap(torch.sum)(x).tolist() == [2.0, 2.0]
     assert torch.func.vmap(torch.sum)(x).tolist() == [1.0, 1.0]
@@ -1173,15 +1173,15 @@ def check_comparisons_of():
     assert [(name, size, rest) for name, _, size, *rest in seen] == [("__gt__", one, [3])]
 
 
-@check("module_trackers_set_aside")
-def module_trackers_set_aside():
+@check("set_module_trackers_aside")
+def set_module_trackers_aside():
     seen = []
     handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append(1))
     linear = torch.nn.Linear(1, 1)
     with handle, ModuleTracker() as tracker:
         before = [dict(hooks) for hooks in _torch.GLOBAL_MODULE_HOOKS]
         linear.register_forward_pre_hook(lambda *_: seen.append(sorted(tracker.parents)))
-        with _torch.module_trackers_set_aside():
+        with _torch.set_module_trackers_aside():
             linear(torch.ones(1))
         linear(torch.ones(1))
         assert seen == [1, ["Global"], 1, ["Global", "Linear"]]

@@ -39,7 +39,7 @@ from .engine import is_below_autograd as is_below_autograd
 from .engine import is_function_of_user as is_function_of_user
 from .engine import keeps_graph_after_backward as keeps_graph_after_backward
 from .engine import run_backward as run_backward
-from .engine import saved_tensors_hooks_set_aside as saved_tensors_hooks_set_aside
+from .engine import set_saved_tensors_hooks_aside as set_saved_tensors_hooks_aside
 from .fake_proxy import DATA_DEPENDENT_ERRORS as DATA_DEPENDENT_ERRORS
 from .fake_proxy import PLAIN_TORCH_FUNCTIONS as PLAIN_TORCH_FUNCTIONS
 from .fake_proxy import RECURRENT as RECURRENT
@@ -58,9 +58,9 @@ from .fake_proxy import is_fake as is_fake
 from .fake_proxy import is_faking as is_faking
 from .fake_proxy import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from .fake_proxy import is_transformed_or_watched as is_transformed_or_watched
-from .fake_proxy import isolated_from_surroundings as isolated_from_surroundings
+from .fake_proxy import isolate as isolate
 from .fake_proxy import new_fake_mode as new_fake_mode
-from .fake_proxy import proxy_modes as proxy_modes
+from .fake_proxy import enter_proxy_modes as enter_proxy_modes
 from .fake_proxy import proxy_of as proxy_of
 from .fake_proxy import ragged_dim_of as ragged_dim_of
 from .fake_proxy import track as track
@@ -138,11 +138,11 @@ from .patches import FunctionHandler as FunctionHandler
 from .patches import call_around_modules as call_around_modules
 from .patches import check_comparisons_of as check_comparisons_of
 from .patches import dual_level_as_functorch_level as dual_level_as_functorch_level
-from .patches import function_calls_handled as function_calls_handled
+from .patches import handle_function_calls as handle_function_calls
 from .patches import let_functions_know_axes as let_functions_know_axes
 from .patches import let_modes_see_views_of_zeros as let_modes_see_views_of_zeros
-from .patches import levels_wrap_lifted as levels_wrap_lifted
-from .patches import module_trackers_set_aside as module_trackers_set_aside
+from .patches import lift_before_wrapping as lift_before_wrapping
+from .patches import set_module_trackers_aside as set_module_trackers_aside
 from .patches import replace_batching_rule as replace_batching_rule
 from .patches import restore_batching_rule as restore_batching_rule
 from .pytrees import GetAttrKey as GetAttrKey

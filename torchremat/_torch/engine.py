@@ -51,7 +51,7 @@ def _will_run(node: Any) -> bool:
 
 
 @contextmanager
-def saved_tensors_hooks_set_aside() -> Iterator[None]:
+def set_saved_tensors_hooks_aside() -> Iterator[None]:
     """Without the `saved_tensors_hooks` of the surroundings, which expect real tensors.
 
     Hooks may be set in the block, also inside of `torch.func.grad`, which does not support them.

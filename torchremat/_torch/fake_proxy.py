@@ -46,7 +46,7 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 
 
 @contextmanager
-def isolated_from_surroundings() -> Iterator[None]:
+def isolate() -> Iterator[None]:
     """Run as if no `torch.func` level and no dispatch mode were active; autocast stays."""
     with ExitStack() as stack:
         stack.enter_context(temporarily_clear_interpreter_stack())
@@ -105,7 +105,7 @@ def _fake_mode_of_symbols(shapes: ShapeEnv) -> FakeTensorMode:
 
 
 @contextmanager
-def proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
+def enter_proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
     """Let `tracer` record operators on fake tensors, also the bodies of `torch.cond`."""
     # "fake" also where sizes are symbols: "symbolic" decomposes operators by other rules
     session = _MakefxTracer(None, "fake", False, False, False, False, True)
@@ -183,7 +183,7 @@ def autograd_as_at_the_top() -> Iterator[None]:
         DispatchKey.FuncTorchDynamicLayerBackMode,
         DispatchKey.FuncTorchGradWrapper,
     )
-    with isolated_from_surroundings():
+    with isolate():
         excluded = torch._C._dispatch_tls_local_exclude_set()
         for key in keys:
             excluded = excluded.remove(key)

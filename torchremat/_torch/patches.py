@@ -148,7 +148,7 @@ _JVP_NESTING = Patch(
 _TRACKERS = Patch(
     "torch.nn.modules.module", "_global_forward_hooks, _global_forward_pre_hooks, ...",
     "`CommDebugMode` has a `ModuleTracker`, which loses count of modules that run on traced "
-    "tensors: `module_trackers_set_aside` wraps its hooks.",
+    "tensors: `set_module_trackers_aside` wraps its hooks.",
     "2.11",
 )  # fmt: skip
 _MODULE_HOOKS = Patch(
@@ -293,19 +293,19 @@ def enter_trace(session: _MakefxTracer) -> Iterator[None]:
         yield
 
 
-def function_calls_handled(handler: FunctionHandler) -> AbstractContextManager[None]:
+def handle_function_calls(handler: FunctionHandler) -> AbstractContextManager[None]:
     """Let `handler` do every `autograd.Function.apply` of this thread while in the block."""
     return _enter({_APPLY: handler})
 
 
-def levels_wrap_lifted(
+def lift_before_wrapping(
     lift: Callable[[torch.Tensor], torch.Tensor],
 ) -> AbstractContextManager[None]:
     """Let levels of `torch.func` that this thread enters in the block wrap `lift(x)`."""
     return _enter({_WRAP_FOR_GRAD: lift, _ADD_BATCH_DIM: lift})
 
 
-def module_trackers_set_aside() -> AbstractContextManager[None]:
+def set_module_trackers_aside() -> AbstractContextManager[None]:
     """Hide the modules that this thread runs in the block from PyTorch's own `ModuleTracker`s."""
     return _enter({_TRACKERS: True})
 

@@ -69,7 +69,7 @@ def _what(node: fx.Node) -> Any:
     if isinstance(held, fx.GraphModule):
         return ("body", str(node.meta.get("source")))  # the graph itself may keep other values
     if isinstance(held, torch.Tensor):
-        with _torch.isolated_from_surroundings():  # a trace may be in progress
+        with _torch.isolate():  # a trace may be in progress
             return ("constant", str(held.dtype), tuple(held.shape), repr(held.tolist()))
     return str(node.target)
 

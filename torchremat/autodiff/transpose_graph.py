@@ -251,7 +251,7 @@ def _take_for_zeros(node: fx.Node) -> None:
     value = node.meta["val"]
     graph = node.graph
     first = next(n for n in graph.nodes if n.op != "placeholder")
-    with _torch.isolated_from_surroundings(), value.fake_mode:
+    with _torch.isolate(), value.fake_mode:
         fake = torch.zeros((), dtype=value.dtype, device=value.device)
     with graph.inserting_before(first):
         zero = graph.call_function(

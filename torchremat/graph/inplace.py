@@ -78,7 +78,7 @@ def _gives_the_same(node: fx.Node, functional: Any) -> bool:
         return False  # it fills by index, the other in the order of memory
     mode = written.fake_mode
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    with _torch.isolated_from_surroundings(), mode:
+    with _torch.isolate(), mode:
         value = functional(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
     return (
         isinstance(value, Tensor)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from torchremat._torch import (
     HigherOrderOperator,
     OpOverload,
-    isolated_from_surroundings,
+    isolate,
     tree_map,
 )
 from torchremat.core.avals import Aval
@@ -81,7 +81,7 @@ class Selective(Policy):
     def decide(self, value: Value) -> Verdict:
         if op_name(value.op) in _NEVER_ASKED:
             return NotSaved()
-        with isolated_from_surroundings():
+        with isolate():
             ctx = SelectiveCheckpointContext(is_recompute=False)
             outputs = tuple(map(_on_meta, value.outputs))
             ctx.op_output = outputs[0] if len(outputs) == 1 else outputs

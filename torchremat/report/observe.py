@@ -26,7 +26,7 @@ from torchremat.core.avals import Aval
 from torchremat.errors import TraceError
 from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, item_index
 from torchremat.remat.program.function_program import FunctionProgram
-from torchremat.remat.program.program import FunctionProgram, Program
+from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
 from torchremat.remat.values.scope import (
@@ -361,7 +361,7 @@ def _rnn_workspace_nbytes(*args: Any) -> int:
 
     It makes a workspace only where gradients are enabled.
     """
-    with _torch.isolated_from_surroundings(), torch.enable_grad():
+    with _torch.isolate(), torch.enable_grad():
         tensors = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, _Like) else a for a in args]
         workspace: Tensor = _RNN_LAYER(*tensors)[_RNN_WORKSPACE]
         return workspace.untyped_storage().nbytes()

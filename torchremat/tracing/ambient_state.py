@@ -62,7 +62,7 @@ def off_meta() -> Iterator[None]:
 
 def _default_device() -> torch.device:
     """The default device; PyTorch makes a tensor to find it, which is no part of a trace."""
-    with _torch.isolated_from_surroundings():
+    with _torch.isolate():
         return torch.get_default_device()
 
 

@@ -84,15 +84,15 @@ def _pickled(
 
 def _generator(label: str, generator: torch.Generator) -> RandomSource:
     def get() -> bytes:
-        with _torch.isolated_from_surroundings():  # it may be asked in the middle of a trace
+        with _torch.isolate():  # it may be asked in the middle of a trace
             return generator.get_state().numpy().tobytes()
 
     def set_(state: bytes) -> None:
-        with _torch.isolated_from_surroundings():
+        with _torch.isolate():
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def draw() -> None:
-        with _torch.isolated_from_surroundings():
+        with _torch.isolate():
             torch.rand((), generator=generator, device=generator.device)
 
     return RandomSource(label, get, set_, draw)

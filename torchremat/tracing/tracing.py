@@ -156,17 +156,17 @@ class Tracing:
         with ExitStack() as stack:
             stack.enter_context(trace_lock)
             stack.enter_context(out_of_reach())
-            stack.enter_context(_torch.isolated_from_surroundings())
-            stack.enter_context(_torch.saved_tensors_hooks_set_aside())
-            stack.enter_context(_torch.module_trackers_set_aside())
+            stack.enter_context(_torch.isolate())
+            stack.enter_context(_torch.set_saved_tensors_hooks_aside())
+            stack.enter_context(_torch.set_module_trackers_aside())
             stack.enter_context(without_autocast())
             if self.warns:
                 stack.callback(_warn_of_undone_writes, self.paths, self.captured_inputs)
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
-            stack.enter_context(_torch.function_calls_handled(self._call_function))
-            stack.enter_context(_torch.levels_wrap_lifted(self.lift))
-            stack.enter_context(_torch.proxy_modes(self.tracer, self.fake_mode))
+            stack.enter_context(_torch.handle_function_calls(self._call_function))
+            stack.enter_context(_torch.lift_before_wrapping(self.lift))
+            stack.enter_context(_torch.enter_proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values
             stack.enter_context(explain_errors(lambda: self._refusal))
@@ -214,7 +214,7 @@ class Tracing:
     def unrecorded(self) -> Iterator[None]:
         """Fake tensors are made in the block, and nothing is written down."""
         # a tensor that is first met in inference mode may be used outside it too
-        with _torch.isolated_from_surroundings(), torch.inference_mode(False), self.fake_mode:
+        with _torch.isolate(), torch.inference_mode(False), self.fake_mode:
             yield
 
     @contextmanager
@@ -264,8 +264,8 @@ class Tracing:
 
     def ask(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool | None:
         """What `module` computes of tensors of this trace, as a truth value; `None` if unknown."""
-        modes = _torch.proxy_modes(self.tracer, self.fake_mode)
-        with _torch.isolated_from_surroundings(), modes, torch.no_grad():
+        modes = _torch.enter_proxy_modes(self.tracer, self.fake_mode)
+        with _torch.isolate(), modes, torch.no_grad():
             (value,) = module(*map(self.lift, inputs))
         return self.answer(value)
 

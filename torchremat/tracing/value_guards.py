@@ -241,5 +241,5 @@ def _value(module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
 @contextmanager
 def _isolated() -> Iterator[None]:
     # entering costs more than a guard, so the guards of a trace share one block
-    with _torch.isolated_from_surroundings(), torch.no_grad():
+    with _torch.isolate(), torch.no_grad():
         yield

@@ -163,7 +163,7 @@ class _Builder:
         call = self.graph.call_function(target, args, kwargs)
         call.meta = dict(like.meta)
         value = like.meta["val"]
-        with _torch.isolated_from_surroundings(), value.fake_mode:
+        with _torch.isolate(), value.fake_mode:
             call.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
         return call
 

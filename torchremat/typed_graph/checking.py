@@ -85,7 +85,7 @@ class _Checker:
     def run(self) -> None:
         nodes = list(self.module.graph.nodes)
         self._check_order(nodes)
-        with _torch.isolated_from_surroundings(), _torch.new_fake_mode(), torch.no_grad():
+        with _torch.isolate(), _torch.new_fake_mode(), torch.no_grad():
             for node in nodes:
                 self._check_node(node)
 

@@ -69,7 +69,7 @@ def on_real_tensors(device: torch.device) -> Iterator[None]:
     devices = [device.index or 0] if has_streams else []
     kind = device.type if has_streams else "cuda"
     with (
-        _torch.isolated_from_surroundings(),
+        _torch.isolate(),
         without_autocast(),
         torch.no_grad(),
         torch.random.fork_rng(devices, device_type=kind),

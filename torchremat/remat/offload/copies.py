@@ -252,7 +252,7 @@ def _unseen() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    with _torch.isolated_from_surroundings(), torch.no_grad():
+    with _torch.isolate(), torch.no_grad():
         yield
 
 

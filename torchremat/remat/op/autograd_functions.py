@@ -355,7 +355,7 @@ class Edges:
         self._node: Any = None
         if inner:
             hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in)
-            with torch.enable_grad(), _torch.saved_tensors_hooks_set_aside(), hooks:
+            with torch.enable_grad(), _torch.set_saved_tensors_hooks_aside(), hooks:
                 self._node = _Leading.apply(*inner).grad_fn  # type: ignore[no-untyped-call]
 
     def tensors(self) -> list[Tensor]:

@@ -124,7 +124,9 @@ class FunctionProgram(Program):
         """The root joint graph for the outputs that it was traced for, else another trace."""
         region = self.region
         outputs_of_root = (
-            region.usual_outputs if self.policy.is_whole_graph else (True,) * len(outputs_with_cotangent)
+            region.usual_outputs
+            if self.policy.is_whole_graph
+            else (True,) * len(outputs_with_cotangent)
         )
         if outputs_with_cotangent == outputs_of_root:
             return self.root_joint

@@ -28,7 +28,6 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item
 from torchremat.graph.slicing import _eliminate_dead, _reference, slice_graph
 from torchremat.policies.replay_rules import draws_in_forward
-from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.decisions import Choices
 from torchremat.remat.program.region import Region
 

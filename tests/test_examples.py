@@ -277,7 +277,7 @@ def test_the_library_rebuilt_in_a_file_draws_random_numbers_once():
         torch.manual_seed(0)
         found.append(torch.autograd.grad(fun(x), x)[0])
     assert torch.equal(*found)
-    with pytest.raises(ValueError, match="the least peak that is found is"):
+    with pytest.raises(ValueError, match="the lowest peak found is"):
         rebuilt["checkpoint"](f, rebuilt["Budget"](1))(x)
     with pytest.raises(ValueError, match="add_.Tensor writes in place"):
         rebuilt["checkpoint"](lambda x: x.sin().add_(1).exp())(x)

@@ -1,7 +1,7 @@
-"""Arguments of transformed functions: static, donated, flattened, and given axes by prefixes.
+"""Arguments of transformed functions: static, donated, flattened, given axes.
 
 The counterpart of `jax.api_util`, for trees as `torch.utils._pytree` knows them, in which `None`
-is a leaf.
+is a leaf. It knows neither graphs nor policies. Begin with `static_arguments.py`.
 """
 
 from torchremat.api_util.axes import flatten_axes

@@ -1,6 +1,8 @@
-"""Functions and graphs mapped over an axis: `vmap`, its rules, and the types that it takes apart.
+"""Functions and graphs mapped over an axis: `vmap`, its rules, collectives, ragged batches.
 
-The counterpart of `jax.interpreters.batching`.
+The counterpart of `jax.interpreters.batching`. It uses `remat` for checkpoints inside a mapped
+function, and no plan. Begin with `vmap.py`; a rule for an operator stands in
+`batching_rules.py`.
 """
 
 from torchremat.batching.axis_positions import (

@@ -1,1 +1,5 @@
-"""Compilers: `jit`, donation, the backend for `torch.compile`, graphs handed to inductor."""
+"""Compilers: `jit`, donated inputs, the backend of `torch.compile`, graphs for inductor.
+
+It takes programs of `remat` and hands their graphs to a compiler. Begin with `lowering.py`,
+then choose `jit/` or `dynamo/`.
+"""

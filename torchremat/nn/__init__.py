@@ -1,4 +1,8 @@
-"""Modules under `checkpoint`: `wrap`, `unwrap`, what they kept, `report`, and `split_budget`."""
+"""Whole modules under `checkpoint`: `wrap`, `unwrap`, `report` and `split_budget`.
+
+A wrapped module keeps its class, its names and its `state_dict`. It uses plans and compilers,
+and knows no trainer. Begin with `wrap.py`.
+"""
 
 from torchremat.nn.split_budget import BudgetSplit, LayerShare, split_budget
 from torchremat.nn.wrap import report, unwrap, wrap

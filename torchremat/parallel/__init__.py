@@ -1,4 +1,8 @@
-"""Several devices, of one process and of many."""
+"""Several devices and processes: `pmap`, mesh axes, and one plan for all processes.
+
+`pmap` maps a function over devices; other files let processes agree on one plan. It uses
+`batching` and `planning`, and neither imports it. Begin with `pmap.py`.
+"""
 
 from torchremat.parallel.agreed_plan import agreed_plan as agreed_plan
 from torchremat.parallel.mesh_axes import mesh_axes as mesh_axes

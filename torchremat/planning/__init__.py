@@ -1,5 +1,9 @@
 """Plans: what is saved, recomputed or offloaded so that a step fits in so many bytes.
 
+A traced step becomes numbers, a solver finds a schedule, and a policy hands it to the
+checkpoint. It uses `remat` and the rooms below it. Begin with `api.py`, then `planner.py` and
+`solver.py`.
+
 >>> import torch
 >>> def f(x, w):
 ...     for _ in range(6):

@@ -1,1 +1,4 @@
-"""What the command prints, and how it ends."""
+"""The terminal: tables, JSON, files, exit codes and short errors.
+
+It knows nothing of models or plans. Begin with `output.py`.
+"""

@@ -1,1 +1,5 @@
-"""The planning problem as an integer program."""
+"""Integer programs: rows for bytes are added until the simulated peak fits the budget.
+
+It uses `problem`, and `search` to repair answers. Begin with `saving_program.py` for variables
+and rows, then `row_generation.py`.
+"""

@@ -1,1 +1,4 @@
-"""Named axes, and functions run under a level of vmap that has one."""
+"""Named axes: the ones in scope, and functions run under a level of `vmap` with one.
+
+Collectives such as `psum` look their axis up here. Begin with `named_axes.py`.
+"""

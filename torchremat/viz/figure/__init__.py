@@ -1,1 +1,4 @@
-"""Shapes, as SVG and PNG."""
+"""Figures: shapes, ticks, labels and colours become SVG, PNG or a file.
+
+It uses `errors` alone, and knows nothing of plans. Begin with `figure.py`.
+"""

@@ -13,8 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import torchremat as tr
 from torchremat.errors import AxisNameError, NotAvailableError, ProcessError
-from torchremat.parallel import agreed_plan as plans
 from torchremat.parallel import process_failures as faults
+from torchremat.parallel.agreed_plan import made_by_one
 from torchremat.planning import planner
 
 CHECKS = {}
@@ -302,7 +302,7 @@ def partial_permutation():
 def collectives_are_not_replayed():
     """A checkpoint keeps what a collective gave, unless the policy insists."""
     calls = []
-    plain = tr.batching.collective_ops.CollectiveOp.over_processes
+    plain = tr.batching.collectives.collective_ops.CollectiveOp.over_processes
 
     def counted(op, *args, **params):
         calls.append(op.name())
@@ -318,13 +318,13 @@ def collectives_are_not_replayed():
         y.sum().backward()
         return x.grad, list(calls)
 
-    tr.batching.collective_ops.CollectiveOp.over_processes = staticmethod(counted)
+    tr.batching.collectives.collective_ops.CollectiveOp.over_processes = staticmethod(counted)
     try:
         kept, of_kept = run(None)
         again, of_again = run(tr.checkpoint_policies.recompute_ops("higher_order.psum"))
         everything, of_everything = run("none")
     finally:
-        tr.batching.collective_ops.CollectiveOp.over_processes = staticmethod(plain)
+        tr.batching.collectives.collective_ops.CollectiveOp.over_processes = staticmethod(plain)
     same(kept, again)
     same(kept, everything)
     assert of_kept == of_everything == ["psum"] * 2, of_kept  # forward, and the gradient's own
@@ -625,11 +625,11 @@ def one_that_dies_while_it_plans(file):
     rank, size = world()
     if rank == size - 1:
         print(json.dumps(["one_that_dies_while_it_plans", "ok", 0]), file=file, flush=True)
-        plans.made_by_one(lambda: "a graph", lambda: os._exit(0))
+        made_by_one(lambda: "a graph", lambda: os._exit(0))
     time.sleep(1)
     last = f"process {size - 1}"
     message = f"process {rank} waits for a plan that {last} is making, .*, as {last} is gone"
-    raises(ProcessError, message, lambda: plans.made_by_one(lambda: "a graph", lambda: ""))
+    raises(ProcessError, message, lambda: made_by_one(lambda: "a graph", lambda: ""))
 
 
 @fault
@@ -640,11 +640,11 @@ def one_that_fails_to_plan():
         raise ValueError("no such operator")
 
     if rank == size - 1:
-        raises(ValueError, "no such operator", lambda: plans.made_by_one(lambda: "a graph", fail))
+        raises(ValueError, "no such operator", lambda: made_by_one(lambda: "a graph", fail))
         return
     time.sleep(1)
     message = f"process {size - 1} was making, which stopped with ValueError: no such operator"
-    raises(ProcessError, message, lambda: plans.made_by_one(lambda: "a graph", lambda: ""))
+    raises(ProcessError, message, lambda: made_by_one(lambda: "a graph", lambda: ""))
 
 
 @fault

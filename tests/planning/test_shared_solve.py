@@ -22,6 +22,7 @@ def others(monkeypatch):
         return made.get(describe()) or made.setdefault(describe(), make())
 
     monkeypatch.setattr(sharing._Others, "share", staticmethod(told))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     return made
 
 

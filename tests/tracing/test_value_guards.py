@@ -1,14 +1,16 @@
-"""Questions of a library for the values of masks are answered, each call with its own answers."""
+"""A branch on the value of a mask is answered, and each call is served by its own answers."""
 
+import copy
 import gc
 import weakref
 
 import pytest
 import torch
+from torch import nn
 
 import torchremat as tr
 from tests.helpers import assert_same
-from torchremat.errors import ConcretizationError
+from torchremat.errors import ConcretizationError, RetraceWarning
 
 _CODE = """
 def skips(x, mask):
@@ -40,11 +42,29 @@ def drops(x):
 def drops_some(x):
     return x if torch.rand([]) < 0.5 else x.sin()
 
+def compares(x, mask):
+    return x.sin() * 2 if torch.equal(mask, torch.ones_like(mask)) else x.sin() * mask
+
+def counts(x, mask):
+    return x.sin() * 2 if mask.sum() > 5 else x.sin() * mask
+
+def makes_a_mask(x, mask):
+    return x.sin() * 2 if mask.float().bool().all() else x.sin() * mask
+
 def asks_what_it_made(x, mask):
     return x.sin() if torch.ones(3).all() else x * mask
 
 def asks_a_weight(x, w):
     return x.sin() if (w > 0).all() else x
+
+def asks_for_a_sum(x, y):
+    return x.sin() if y.sum() > 0 else x
+
+def asks_for_signs(x, y):
+    return x.sin() if (y > 0).all() else x
+
+def asks_for_a_number(x, y):
+    return x.sin() if y[0, 0] else x
 
 def asks_long(x, mask):
     y = mask
@@ -63,13 +83,13 @@ def writes_to_the_argument(x, mask):
 """
 
 
-def library(name):
-    functions = {"torch": torch, "__name__": name}
+def functions_of_a_user():
+    functions = {"torch": torch, "__name__": "my_models.masks"}
     exec(compile(_CODE, "masks.py", "exec"), functions)
     return functions
 
 
-HERE = library("transformers.masks")
+HERE = functions_of_a_user()
 ONES, SOME = torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 0], [1, 1, 1]])
 
 
@@ -88,7 +108,17 @@ def gradients_of(function, x, *rest):
 
 
 @pytest.mark.parametrize(
-    "name", ["skips", "skips_by_item", "writes_first", "asks_twice", "asks_what_it_made"]
+    "name",
+    [
+        "skips",
+        "skips_by_item",
+        "compares",
+        "counts",
+        "makes_a_mask",
+        "writes_first",
+        "asks_twice",
+        "asks_what_it_made",
+    ],
 )
 def test_each_call_has_its_own_answers(name):
     plain = HERE[name]
@@ -166,7 +196,15 @@ def test_under_transformations_of_functions():
         assert_same(found, torch.func.hessian(plain)(x), close=True)
 
 
-REFUSED = ["drops_some", "asks_a_weight", "asks_long", "writes_through_a_view"]
+REFUSED = [
+    "drops_some",
+    "asks_for_a_sum",
+    "asks_for_signs",
+    "asks_for_a_number",
+    "asks_a_weight",
+    "asks_long",
+    "writes_through_a_view",
+]
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "writes_to_the_argument"])
@@ -178,10 +216,54 @@ def test_what_has_no_answer_is_an_error_as_before(name):
     assert_same(list(rest), before)
 
 
-def test_the_users_own_questions_are_errors():
-    skips = library("my_models.masks")["skips"]
-    with pytest.raises(ConcretizationError, match=r"torch\.where"):
-        tr.checkpoint(skips)(torch.randn(2, 3), SOME)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+def test_a_mask_may_be_of_any_dtype(dtype):
+    checkpointed = tr.checkpoint(HERE["skips_by_item"])
+    x = torch.randn(2, 3)
+    for mask in (SOME, ONES, SOME):
+        assert_same(checkpointed(x, mask.to(dtype)), HERE["skips_by_item"](x, mask.to(dtype)))
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("doubles", torch.tensor(False))
+
+    def forward(self, x, mask):
+        y = self.linear(x)
+        if self.doubles:
+            y = y * 2
+        return y if mask.all() else y.masked_fill(mask == 0, 0.0)
+
+
+def test_a_module_of_a_user():
+    plain = Masked()
+    wrapped = tr.nn.wrap(copy.deepcopy(plain))
+    for step, mask in enumerate((SOME, ONES, SOME, ONES)):
+        for model in (plain, wrapped):
+            model.doubles.fill_(step > 1)
+        x = torch.randn(2, 3)
+        grads = [
+            torch.autograd.grad(model(x, mask).square().sum(), tuple(model.parameters()))
+            for model in (plain, wrapped)
+        ]
+        assert_same(*grads)
+
+
+def test_very_many_answers_are_warned_of():
+    @tr.checkpoint
+    def counted(x, n):
+        for i in range(20):
+            if n == i:
+                break
+            x = x.sin()
+        return x
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.warns(RetraceWarning, match="truth values of masks"):
+        for n in range(10):
+            counted(x, torch.tensor(n))
 
 
 @pytest.mark.parametrize("given", ["meta", "mapped over"])

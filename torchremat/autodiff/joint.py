@@ -165,7 +165,7 @@ class _NoLeaf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tracing: Tracing, leaf: Tensor, spec: InputSpec) -> Tensor:
-        return tracing.twin_of_input(leaf, spec)
+        return tracing.alias_input(leaf, spec)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Tensor, None]:

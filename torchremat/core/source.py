@@ -66,18 +66,6 @@ def current_source() -> Source | None:
     return None
 
 
-def current_module() -> str:
-    """The module that the innermost line of the user's on the stack is in: `transformers.models`.
-
-    >>> current_module() == __name__
-    True
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
-
-
 def source_of_error(error: BaseException) -> Source | None:
     """The innermost line of the user's that `error` passed through."""
     found = None

@@ -18,7 +18,8 @@ from torchremat.derivatives.rules import FlatRule, MappedAxis, Recorded, is_inex
 from torchremat.errors import ClosureError
 from torchremat.tracing.ambient_state import Surroundings
 from torchremat.tracing.axes.named_axes import frame_being_mapped
-from torchremat.tracing.tracing import current_tracing, lifted, map_arguments
+from torchremat.tracing.capture import map_arguments
+from torchremat.tracing.tracing import current_tracing, lifted
 
 uncompiled = _torch.out_of_compiler(
     "a custom_vjp or custom_jvp function runs outside of the compiler, with its rules"

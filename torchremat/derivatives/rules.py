@@ -21,7 +21,7 @@ from torchremat import _torch
 from torchremat.errors import ForwardModeError
 from torchremat.tracing.axes.mapped_functions import run_mapped
 from torchremat.tracing.axes.named_axes import AxisName
-from torchremat.tracing.tracing import map_arguments
+from torchremat.tracing.capture import map_arguments
 
 Tensors = Sequence[Tensor]
 Cotangents = Sequence[Tensor | None]

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchremat import _torch
 from torchremat.errors import AxisNameError
-from torchremat.tracing.axes.named_axes import AxisFrame, in_scope, let_surroundings_have_axes
+from torchremat.tracing.axes.named_axes import AxisFrame, in_scope, register_mesh_axes
 
 
 def mesh_axes(mesh: DeviceMesh) -> AbstractContextManager[None]:
@@ -62,4 +62,4 @@ def _frames_around() -> tuple[AxisFrame, ...]:
     return _frames_of(mesh)
 
 
-let_surroundings_have_axes(_frames_around)
+register_mesh_axes(_frames_around)

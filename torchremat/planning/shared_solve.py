@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from torch import distributed
+
 from torchremat.planning.problem.problem import Part, Problem, Schedule
 from torchremat.planning.solver import Solution
 
@@ -28,7 +30,7 @@ def let_processes_share(share: Share) -> None:
 
 def solve_once(describe: Callable[[], str], solve: Callable[[], Solution]) -> Solution:
     """What `solve` gives, in one of the processes whose `describe` says the same."""
-    if _Others.share is None:
+    if _Others.share is None or not (distributed.is_available() and distributed.is_initialized()):
         return solve()
     own: list[Solution] = []
 

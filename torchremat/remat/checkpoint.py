@@ -53,7 +53,7 @@ def checkpoint(
     Raises:
         TypeError: for a `fun`, `policy`, `prevent_cse` or `static_argnums` of another type.
         ConcretizationError: (a `TypeError`, at the first call) if Python needs the value of a
-            traced tensor.
+            traced tensor that is no mask.
         EffectError: (a `RuntimeError`, at the first call) for what a graph cannot replay: random
             numbers of Python or NumPy, an attribute that a module's `forward` changes, ...
 

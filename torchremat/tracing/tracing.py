@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.core.source import current_source, source_of_error, warn_user
-from torchremat.errors import ConcretizationError, EffectError, EffectWarning, TraceError
+from torchremat.core.source import current_source, warn_user
+from torchremat.errors import EffectWarning, TraceError
 from torchremat.graph.symbolic_sizes import sizes_as_literals
-from torchremat.tracing.ambient_state import is_off_meta, without_autocast
+from torchremat.tracing.ambient_state import without_autocast
 from torchremat.tracing.axes.named_axes import out_of_reach
+from torchremat.tracing.capture import CaptureMode, map_arguments
 from torchremat.tracing.dtensors import CotangentPlacements, put_together
-from torchremat.tracing.input_spec import _CPU, _META, InputSpec
+from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
-from torchremat.tracing.value_guards import Questions, question
+from torchremat.tracing.trace_errors import explain_errors
+from torchremat.tracing.value_guards import Questions
 
 NOTES = ("phase", "module", "source", "grad_enabled", "looped")
 """What a trace notes on each node: `forward` or `backward`, the module's name, the user's line;
@@ -59,88 +61,6 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
 
     tracer.create_node = create_noted_node  # type: ignore[method-assign]
     return tracer
-
-
-class _Capture(_torch.TorchFunctionMetadataMode):
-    """Replaces the tensors of the outside world, which the function closes over, by inputs.
-
-    It is of the type that `torch.cond` and its kin set aside while Dynamo captures their bodies,
-    and put back to run them.
-    """
-
-    def __init__(self, tracing: "Tracing") -> None:
-        super().__init__(tracing.tracer)
-        self._lift = tracing.lift
-        self._answer = tracing.answer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        asked = question(func, args)
-        if asked is not None and (answer := self._answer(asked)) is not None:
-            return answer
-        if func == _SET_DATA:
-            if args[0] is args[1]:  # as `module.to` does with what stays as it is
-                return None
-            raise EffectError(
-                f"the function gives a tensor other memory at {current_source()} (x.data = ...): "
-                "a graph cannot. Write into the tensor: x.copy_(...)."
-            )
-        # PyTorch's own code, which makes meta tensors for fake ones, runs inside of an operator
-        moves = is_off_meta() and _torch.innermost_proxy_mode() is not None
-        if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
-            value = func(*args)  # x.shape needs no input, x.T does
-            return _device_off_meta(value) if moves else value
-        if moves:
-            args = tuple(map(_device_off_meta, args))
-            kwargs = {name: _device_off_meta(value) for name, value in (kwargs or {}).items()}
-        if func in _torch.RECURRENT and torch.is_inference_mode_enabled():
-            func = _outside_inference_mode(func)
-        outside: dict[int, Tensor] = {}
-
-        def lift(tensor: Tensor) -> Tensor:
-            inside = self._lift(tensor)
-            outside[id(inside)] = tensor
-            return inside
-
-        value = func(*map_arguments(lift, args), **map_arguments(lift, kwargs or {}))
-        # What returns its argument (`to` the dtype that it has) returns that of the caller, so that
-        # `module.to(dtype)` sees a parameter that stays, and not another to put in its place.
-        return outside.get(id(value), value)
-
-
-def _device_off_meta(value: Any) -> Any:
-    """The CPU for the meta device, which a function may ask or ask for; all else as it is."""
-    if isinstance(value, str | torch.device) and value in ("meta", _META):
-        return _CPU
-    return value
-
-
-def _outside_inference_mode(func: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return func(*args, **kwargs)
-
-    return run
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-_TENSOR_GETTERS = frozenset(
-    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
-)
-
-
-def map_arguments(mapping: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Map the tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return mapping(value)
-    if type(value) in (tuple, list):
-        return type(value)(map_arguments(mapping, item) for item in value)
-    if type(value) is dict:
-        return {key: map_arguments(mapping, item) for key, item in value.items()}
-    return value
 
 
 trace_lock = threading.RLock()
@@ -196,7 +116,7 @@ class Tracing:
     def __post_init__(self) -> None:
         self.tracer = _new_tracer(self)
         self.fake_mode = _torch.new_fake_mode(self.shapes)
-        self._capture_mode = _Capture(self)
+        self._capture_mode = CaptureMode(self.tracer, self.lift, self.answer)
         self._last_placeholder: fx.Node | None = None
         self.placeholders: dict[int, fx.Node] = {}
         self._bindings: list[Mapping[int, Tensor]] = [{}]
@@ -240,7 +160,8 @@ class Tracing:
             stack.enter_context(_torch.saved_tensors_hooks_set_aside())
             stack.enter_context(_torch.module_trackers_set_aside())
             stack.enter_context(without_autocast())
-            stack.callback(self._say_what_was_undone)
+            if self.warns:
+                stack.callback(_warn_of_undone_writes, self.paths, self.captured_inputs)
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
             stack.enter_context(_torch.function_calls_handled(self._call_function))
@@ -248,25 +169,10 @@ class Tracing:
             stack.enter_context(_torch.proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values
-            stack.enter_context(self._explained_errors())
+            stack.enter_context(explain_errors(lambda: self._refusal))
             _in_progress.tracings.append(self)
             stack.callback(_in_progress.tracings.pop)
             yield
-
-    def _say_what_was_undone(self) -> None:
-        written = {id(tensor) for tensor in self.captured_inputs}
-        replaced = [
-            ".".join(filter(None, (self.paths.name_of(change.module), change.name)))
-            for change in self.paths.changes
-            if change.is_tensor and id(change.after) not in written
-        ]
-        if replaced and self.warns:
-            warn_user(
-                f"a forward pass sets {', '.join(replaced)}: a checkpoint replays a graph, which "
-                "leaves the attributes of modules as they are. Return the value, or write it into "
-                "a buffer in place (copy_)",
-                EffectWarning,
-            )
 
     def input(self, spec: InputSpec, name: str) -> Tensor:
         """Add an input to the graph and return the fake tensor that stands for it."""
@@ -285,7 +191,7 @@ class Tracing:
         _torch.track(fake, proxy, self.tracer)
         return fake
 
-    def twin_of_input(self, fake: Tensor, spec: InputSpec) -> Tensor:
+    def alias_input(self, fake: Tensor, spec: InputSpec) -> Tensor:
         """One more fake tensor that stands for the input that `fake` stands for."""
         with self.unrecorded(), torch.no_grad():
             twin = spec.empty().detach()
@@ -327,7 +233,7 @@ class Tracing:
         bound = self._bindings[-1].get(id(tensor))
         if bound is not None:
             return bound
-        if not self._is_foreign(tensor):
+        if not _is_foreign(tensor, self.fake_mode):
             return tensor
         return self._capture(tensor)
 
@@ -352,6 +258,8 @@ class Tracing:
             return None
         inputs = list(self.placeholders.values())
         node = self.node_of(tensor)
+        if node in inputs:
+            node = self.node_of(tensor.clone())  # fx compiles no graph without an operator
         return self.questions.answer(node, self.tracer.root, inputs, self.captured)
 
     def ask(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool | None:
@@ -368,42 +276,25 @@ class Tracing:
 
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
         """Close the graph with `outputs`: tensors of this trace, or literals."""
-        nodes = [self._output(value) for value in outputs]
+        nodes = []
+        for value in outputs:
+            node = self.node_of(self.lift(value)) if isinstance(value, Tensor) else value
+            assert node is not None or value is None, f"an output is not tracked: {value!r}"
+            nodes.append(node)
         self.graph.output(tuple(nodes))
         if self.shapes is not None:
             sizes_as_literals(self.graph)
         return fx.GraphModule(self.tracer.root, self.graph)
 
-    def _output(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = self.lift(value)
-        node = self.node_of(value)
-        assert node is not None, f"an output of the trace is not tracked: {value!r}"
-        return node
-
     def _call_function(self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]) -> Any:
         with self.grad_mode_kept():
-            if not _torch.is_active(self._capture_mode) and self._is_of_other_trace(args):
+            is_active = _torch.is_active(self._capture_mode)
+            if not is_active and _has_fake_of_other_trace(args, self.fake_mode):
                 return apply(*args)  # Dynamo runs, on fake tensors of its own
             args = tuple(map_arguments(self.lift, args))
             if self.on_function is not None and _torch.is_function_of_user(cls):
                 return self.on_function(cls, args, apply)
             return apply(*args)
-
-    def _is_of_other_trace(self, args: tuple[Any, ...]) -> bool:
-        found: list[Tensor] = []
-        map_arguments(lambda tensor: found.append(tensor) or tensor, args)  # type: ignore[func-returns-value]
-        inner = map(_torch.innermost_tensor, found)
-        return any(isinstance(t, _torch.FakeTensor) and self._is_foreign(t) for t in inner)
-
-    def _is_foreign(self, tensor: Tensor) -> bool:
-        inner = _torch.innermost_tensor(tensor)
-        if _torch.is_traceable_wrapper_subclass(inner):  # of this trace if what it is made of is
-            names, _ = inner.__tensor_flatten__()
-            parts = (getattr(inner, name) for name in names)
-            return any(isinstance(part, Tensor) and self._is_foreign(part) for part in parts)
-        return not isinstance(inner, _torch.FakeTensor) or inner.fake_mode is not self.fake_mode
 
     def _capture(self, tensor: Tensor) -> Tensor:
         known = self._bindings[0].get(id(tensor))
@@ -426,65 +317,35 @@ class Tracing:
         self._bindings[0] = {**self._bindings[0], id(tensor): whole}
         return whole
 
-    @contextmanager
-    def _explained_errors(self) -> Iterator[None]:
-        """Say what to do instead where the user's code did what a trace cannot."""
-        try:
-            with explained_data_dependence():
-                yield
-        except AttributeError as error:
-            if not isinstance(error.obj, _torch.FakeTensor):
-                raise
-            raise TraceError(
-                f"a traced tensor has no attribute {error.name!r}, asked for at "
-                f"{source_of_error(error)}: while a function is traced, a plain tensor stands for "
-                "one of a subclass (a DTensor, say). Use operators of PyTorch alone, or do what "
-                "needs the subclass outside the checkpoint."
-            ) from error
-        except TypeError as error:
-            if self._refusal is None or error is self._refusal:
-                raise
-            raise self._refusal from error
-        except RuntimeError as error:
-            if not str(error).startswith(_WRITE_TO_LEAF):
-                raise
-            raise EffectError(
-                f"the function writes in place, at {source_of_error(error)}, to a tensor that has "
-                "a gradient and that it closes over or is given. Write to a copy (x.clone())."
-            ) from error
+
+def _warn_of_undone_writes(paths: ModulePaths, captured: Sequence[Tensor]) -> None:
+    written = {id(tensor) for tensor in captured}
+    replaced = [
+        ".".join(filter(None, (paths.name_of(change.module), change.name)))
+        for change in paths.changes
+        if change.is_tensor and id(change.after) not in written
+    ]
+    if replaced:
+        warn_user(
+            f"a forward pass sets {', '.join(replaced)}: a checkpoint replays a graph, which "
+            "leaves the attributes of modules as they are. Return the value, or write it into "
+            "a buffer in place (copy_)",
+            EffectWarning,
+        )
 
 
-_WRITE_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
+def _has_fake_of_other_trace(args: tuple[Any, ...], mode: _torch.FakeTensorMode) -> bool:
+    found: list[Tensor] = []
+    map_arguments(lambda tensor: found.append(tensor) or tensor, args)  # type: ignore[func-returns-value]
+    inner = map(_torch.innermost_tensor, found)
+    return any(isinstance(t, _torch.FakeTensor) and _is_foreign(t, mode) for t in inner)
 
 
-_NO_NUMPY = (
-    ".numpy() is not supported",
-    "tolist() is not supported",
-    "Cannot access data pointer",
-    "its data is not allocated yet",
-    "passed to FakeTensor.__format__",
-)
-
-
-@contextmanager
-def explained_data_dependence() -> Iterator[None]:
-    """Say what to do instead where the value of a traced tensor is asked for."""
-    try:
-        yield
-    except ConcretizationError:
-        raise
-    except _torch.DATA_DEPENDENT_ERRORS as error:
-        raise _concretization_error(error, str(getattr(error, "func", error))) from error
-    except (RuntimeError, TypeError) as error:
-        if not any(text in str(error) for text in _NO_NUMPY):
-            raise
-        raise _concretization_error(error, str(error)) from error
-
-
-def _concretization_error(error: BaseException, asked: str) -> ConcretizationError:
-    return ConcretizationError(
-        f"the value of a traced tensor is needed at {source_of_error(error)}, through {asked}, but "
-        "while a function is traced a tensor has a shape and a dtype, no value. If it is an "
-        "argument that takes few values, name it in `static_argnums` and pass a Python value; to "
-        "choose between two tensors use torch.where; between two functions, torch.cond."
-    )
+def _is_foreign(tensor: Tensor, mode: _torch.FakeTensorMode) -> bool:
+    """Whether `tensor` is none of the trace whose fake tensors are those of `mode`."""
+    inner = _torch.innermost_tensor(tensor)
+    if _torch.is_traceable_wrapper_subclass(inner):  # of this trace if what it is made of is
+        names, _ = inner.__tensor_flatten__()
+        parts = (getattr(inner, name) for name in names)
+        return any(isinstance(part, Tensor) and _is_foreign(part, mode) for part in parts)
+    return not isinstance(inner, _torch.FakeTensor) or inner.fake_mode is not mode

@@ -1,36 +1,46 @@
-"""What a library asks of the values of its arguments while it is traced.
+"""Truth values of masks that a function branches on while it is traced.
 
-In a trace tensors have no values, and `if mask.all():` is an error. Models of some libraries ask so
-whether a padding mask masks anything, to choose a faster kernel where it does not. They are
-answered as the call is that is being traced, and each later call is asked the same:
+In a trace tensors have no values, so `if x.sum() > 0:` is an error. A question about a mask is
+answered all the same: by its value in the call that is traced. The trace then serves the calls in
+which the answer is equal, and each later call computes it first:
 
     if padding_mask.all():      to = attention_mask.to(bool);  all = to.all()    -> False
-                                the trace serves the calls in which this is False
 
-Whether to skip a layer they ask with a random number, which has no answer unless there is but one:
+A mask is a tensor of booleans or integers; one of floating point counts where it is compared for
+equality or made boolean. Nothing that has a gradient is one: its values differ at each call.
 
-    if torch.rand([]) < 0.0:    -> False
+A random number has no answer, but for a comparison that has the same result for all of them:
+
+    if torch.rand([]) < 0.0:    -> False        (a layer that is dropped with probability 0)
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.core.source import current_module, current_source
+from torchremat.core.source import current_source
 from torchremat.errors import ConcretizationError
 from torchremat.graph.nodes import ancestors, base_of, nodes_read_by
 from torchremat.graph.slicing import slice_graph
 from torchremat.tracing.dtensors import is_spread
 
-_LIBRARIES = frozenset(("transformers", "transformers_modules"))
+aten = torch.ops.aten
+
 _IS_IN = Tensor.__contains__
-_ASKS = frozenset((Tensor.__bool__, Tensor.item, _IS_IN))
+_IS_EQUAL = frozenset((Tensor.equal, torch.equal))
+QUESTIONS = frozenset((Tensor.__bool__, Tensor.item, _IS_IN, *_IS_EQUAL))
+"""Functions of PyTorch that may ask for the truth value of a mask."""
+
+_EQUALITIES = frozenset((aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor))
+
+# Each call runs the operators of a guard again. Chosen by hand: a mask is cast, compared and
+# reduced by a handful of them, and what takes more is a computation.
 _MOST_OPERATORS = 32
-"""A question takes so many operators at most: it is asked again at each call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +60,14 @@ class Question:
             return True
         read = [inputs[i] for i in self.reads]
         return all(map(_has_value, read)) and _value(self.module, read) is self.answer
+
+
+def have_answers_of(questions: Sequence[Question], inputs: Sequence[Tensor]) -> bool:
+    """Whether all `questions` have the same answers for the `inputs` of another call."""
+    if not questions:
+        return True
+    with _isolated():
+        return all(question.has_answer_of(inputs) for question in questions)
 
 
 Asked = Callable[[fx.GraphModule, Sequence[Tensor]], bool | None]
@@ -120,7 +138,8 @@ class Questions:
             return None
         module = slice_graph(module, [inputs[i] for i in reads], [node])
         if all(map(_has_value, read)):
-            return Question(_value(module, read), module if reads else None, reads)
+            with _isolated():
+                return Question(_value(module, read), module if reads else None, reads)
         answer = None if self._outer is None else self._outer(module, read)
         if answer is None:
             raise _no_value(next(t for t in read if not _has_value(t)))
@@ -129,30 +148,29 @@ class Questions:
 
 def _no_value(tensor: Tensor) -> ConcretizationError:
     return ConcretizationError(
-        f"{current_source()} asks for the value of an argument of shape {tuple(tensor.shape)}, "
-        "whether it masks anything say, but it is given without one: on the meta device, as a fake "
-        "tensor, or mapped over. Give it as a plain tensor; the model itself may be on the meta "
-        "device. Or ask the library for attention that does not: attn_implementation='eager'"
+        f"the value of a mask of shape {tuple(tensor.shape)} is needed at {current_source()}, but "
+        "it is given without one: on the meta device, as a fake tensor, or mapped over. Give it "
+        "as a plain tensor (weights may be on the meta device), or do not ask for it: to choose "
+        "between two tensors use torch.where; between two functions, torch.cond."
     )
 
 
-def question(func: object, args: Sequence[object]) -> Tensor | None:
-    """The tensor whose truth value `func(*args)` asks for, in a library that is answered."""
-    if func not in _ASKS or current_module().partition(".")[0] not in _LIBRARIES:
-        return None
+def question(func: object, args: Sequence[Any]) -> Tensor | None:
+    """The tensor whose truth value `func(*args)`, one of `QUESTIONS`, asks for, if there is one."""
     tensor = args[0]
-    assert isinstance(tensor, Tensor)
     if func is _IS_IN:
         return (tensor == args[1]).any() if isinstance(args[1], int | float) else None
+    if func in _IS_EQUAL:
+        return (tensor == args[1]).all() if tensor.shape == args[1].shape else None
     return tensor if func is Tensor.__bool__ or tensor.dtype is torch.bool else None
 
 
 def _is_below_zero(node: fx.Node) -> bool:
     """Whether `node` asks if a number drawn from [0, 1) is less than 0 or less."""
-    if node.target is not torch.ops.aten.lt.Scalar:
+    if node.target is not aten.lt.Scalar:
         return False
     drawn, bound = node.args
-    draws = isinstance(drawn, fx.Node) and drawn.target is torch.ops.aten.rand.default
+    draws = isinstance(drawn, fx.Node) and drawn.target is aten.rand.default
     return draws and isinstance(bound, int | float) and bound <= 0
 
 
@@ -166,9 +184,22 @@ def _inputs_of(node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...] | No
         base = base_of(written)
         if base in needed and (operator not in needed or base.op == "placeholder"):
             return None
-    if any(n.op == "placeholder" and n not in inputs for n in needed):
+    placeholders = [n for n in needed if n.op == "placeholder"]
+    if not all(n in inputs and _is_mask(n, needed) for n in placeholders):
         return None
     return tuple(i for i, n in enumerate(inputs) if n in needed)
+
+
+def _is_mask(placeholder: fx.Node, needed: set[fx.Node]) -> bool:
+    """Whether the nodes `needed` read an input as a mask."""
+    dtype = placeholder.meta["val"].dtype
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    return not is_inexact or all(map(_makes_mask, needed & placeholder.users.keys()))
+
+
+def _makes_mask(node: fx.Node) -> bool:
+    is_cast = node.target is aten._to_copy.default and node.kwargs.get("dtype") is torch.bool
+    return is_cast or node.target in _EQUALITIES
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -203,6 +234,12 @@ def _has_value(tensor: Tensor) -> bool:
 
 
 def _value(module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
+    (value,) = module.forward(*inputs)
+    return bool(value)
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    # entering costs more than a guard, so the guards of a trace share one block
     with _torch.isolated_from_surroundings(), torch.no_grad():
-        (value,) = module(*inputs)
-        return bool(value)
+        yield

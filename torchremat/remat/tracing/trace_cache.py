@@ -21,7 +21,7 @@ from torchremat.tracing.ambient_state import Surroundings
 from torchremat.tracing.dtensors import CotangentPlacements
 from torchremat.tracing.dynamic_inputs import DynamicInputs, is_alike
 from torchremat.tracing.input_spec import InputSpec
-from torchremat.tracing.value_guards import Question
+from torchremat.tracing.value_guards import Question, have_answers_of
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Trace:
 
     def has_answers_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether what was asked of the values of the inputs has the same answers for `tensors`."""
-        return all(question.has_answer_of(tensors) for question in self.questions)
+        return have_answers_of(self.questions, tensors)
 
     def still_holds(self) -> bool:
         """Whether what the trace took for granted, besides the arguments, is as it was."""
@@ -224,6 +224,7 @@ def warn_of_retraces(name: str, known: Traces, call: Call, specs: Sequence[Input
         _for_numbers(similar, call, specs),
         _for_state(similar, call, specs),
         _for_sizes(similar, call, specs, known),
+        _for_values(similar, call, specs),
     ):
         if count >= _MANY_TRACES:
             known.warned = True
@@ -262,6 +263,14 @@ def _for_state(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) 
     return len(changed), (
         f"calls that differ in nothing but what it reads besides its arguments: {last} changes. "
         "Each new value costs a trace: pass it as a tensor, or keep it out of the function."
+    )
+
+
+def _for_values(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) -> tuple[int, str]:
+    same = [t for t in traces if t.key == call.key and t.specs == specs and t.still_holds()]
+    return sum(bool(t.questions) for t in same), (
+        "calls that differ in the truth values of masks that it branches on. Each combination "
+        "costs a trace: choose by torch.where or torch.cond."
     )
 
 

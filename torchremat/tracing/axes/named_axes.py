@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, distributed, fx
 
 from torchremat import _torch
 from torchremat.errors import AxisNameError
@@ -51,21 +51,23 @@ class _Frames(threading.local):
 _frames = _Frames()
 
 
-def let_surroundings_have_axes(ask: Callable[[], tuple[AxisFrame, ...]]) -> None:
-    """Let `ask` say which axes are in scope around everything: those of PyTorch's device mesh."""
-    _ask_surroundings.append(ask)
+class _Mesh:
+    find_axes: Callable[[], tuple[AxisFrame, ...]] | None = None
 
 
-_ask_surroundings: list[Callable[[], tuple[AxisFrame, ...]]] = []
+def register_mesh_axes(find_axes: Callable[[], tuple[AxisFrame, ...]]) -> None:
+    """Let `find_axes` return the axes of PyTorch's device mesh, which are around all others."""
+    _Mesh.find_axes = find_axes
 
 
 def axes_in_scope() -> tuple[AxisFrame, ...]:
     """The axes in scope, outermost first."""
     frames = _frames.innermost_last
-    for ask in _ask_surroundings:
-        if around := ask():
-            names = {frame.name for frame in frames}
-            frames = (*(frame for frame in around if frame.name not in names), *frames)
+    # each steady call of a checkpoint comes here, and one process alone has no mesh
+    if _Mesh.find_axes is not None and distributed.is_available() and distributed.is_initialized():
+        names = {frame.name for frame in frames}
+        around = (frame for frame in _Mesh.find_axes() if frame.name not in names)
+        frames = (*around, *frames)
     return frames
 
 
@@ -102,10 +104,10 @@ def axis_frame(name: AxisName) -> AxisFrame:
 
 def group_of(name: AxisName) -> str | None:
     """The group of processes that the axis of that name is, if it is one."""
-    if name is None or not (_frames.innermost_last or _ask_surroundings):
+    if name is None or not (frames := axes_in_scope()):
         return None
     depth = _torch.transform_depth()
-    for frame in reversed(axes_in_scope()):
+    for frame in reversed(frames):
         if frame.name == name and (frame.level is None or frame.level <= depth):
             return frame.group
     return None

@@ -1,0 +1,108 @@
+"""The function mode that turns tensors of the outside world into inputs of a trace.
+
+A traced function may read tensors that it closes over. `CaptureMode` meets them as arguments of
+PyTorch's functions, before any operator runs, and passes each through `lift`:
+
+    fun = lambda x: x @ weight          torch.matmul(x, weight)
+                                        torch.matmul(x, lift(weight))       lift adds an input
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.core.source import current_source
+from torchremat.errors import EffectError
+from torchremat.tracing.ambient_state import is_off_meta
+from torchremat.tracing.input_spec import _CPU, _META
+from torchremat.tracing.value_guards import QUESTIONS, question
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_TENSOR_GETTERS = frozenset(
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
+)
+"""Attributes whose value is a tensor, so that reading them is an operator of the graph."""
+
+
+def map_arguments(mapping: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Map the tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return mapping(value)
+    if type(value) in (tuple, list):
+        return type(value)(map_arguments(mapping, item) for item in value)
+    if type(value) is dict:
+        return {key: map_arguments(mapping, item) for key, item in value.items()}
+    return value
+
+
+class CaptureMode(_torch.TorchFunctionMetadataMode):
+    """Replaces tensors that the traced function closes over by inputs of the trace.
+
+    Its base is the mode that `torch.cond` and its kin set aside while Dynamo captures their bodies,
+    and restore to run them.
+    """
+
+    def __init__(
+        self,
+        tracer: _torch.PythonKeyTracer,
+        lift: Callable[[Tensor], Tensor],
+        answer: Callable[[Tensor], bool | None],
+    ) -> None:
+        super().__init__(tracer)
+        self._lift = lift
+        self._answer = answer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in QUESTIONS:
+            asked = question(func, map_arguments(self._lift, args))
+            if asked is not None and (answer := self._answer(asked)) is not None:
+                return answer
+        if func == _SET_DATA:
+            if args[0] is args[1]:  # as `module.to` does with what stays as it is
+                return None
+            raise EffectError(
+                f"the function gives a tensor other memory at {current_source()} (x.data = ...): "
+                "a graph cannot. Write into the tensor: x.copy_(...)."
+            )
+        # PyTorch's own code, which makes meta tensors for fake ones, runs inside of an operator
+        moves = is_off_meta() and _torch.innermost_proxy_mode() is not None
+        if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
+            value = func(*args)  # x.shape needs no input, x.T does
+            return _device_off_meta(value) if moves else value
+        if moves:
+            args = tuple(map(_device_off_meta, args))
+            kwargs = {name: _device_off_meta(value) for name, value in (kwargs or {}).items()}
+        if func in _torch.RECURRENT and torch.is_inference_mode_enabled():
+            func = _outside_inference_mode(func)
+        outside: dict[int, Tensor] = {}
+
+        def lift(tensor: Tensor) -> Tensor:
+            inside = self._lift(tensor)
+            outside[id(inside)] = tensor
+            return inside
+
+        value = func(*map_arguments(lift, args), **map_arguments(lift, kwargs or {}))
+        # What returns its argument (`to` the dtype that it has) returns that of the caller, so that
+        # `module.to(dtype)` sees a parameter that stays, and not another to put in its place.
+        return outside.get(id(value), value)
+
+
+def _device_off_meta(value: Any) -> Any:
+    """The CPU for the meta device, which a function may ask or ask for; all else as it is."""
+    if isinstance(value, str | torch.device) and value in ("meta", _META):
+        return _CPU
+    return value
+
+
+def _outside_inference_mode(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return func(*args, **kwargs)
+
+    return run

@@ -1,0 +1,67 @@
+"""Errors of PyTorch in a traced function, raised again in the words of this package.
+
+Each message names the line of the user's code and says what to write there instead.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torchremat import _torch
+from torchremat.core.source import source_of_error
+from torchremat.errors import ConcretizationError, EffectError, TraceError
+
+_WRITE_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
+
+_NO_NUMPY = (
+    ".numpy() is not supported",
+    "tolist() is not supported",
+    "Cannot access data pointer",
+    "its data is not allocated yet",
+    "passed to FakeTensor.__format__",
+)
+"""Texts of the errors that PyTorch raises where the values of a fake tensor are needed."""
+
+
+@contextmanager
+def explain_errors(get_refusal: Callable[[], TraceError | None]) -> Iterator[None]:
+    """Explain what the user's code did in the block that a trace cannot.
+
+    `get_refusal` returns the error of a tensor that could not become an input: operators of Python
+    (`x @ w`) replace it by a `TypeError`.
+    """
+    try:
+        yield
+    except ConcretizationError:
+        raise
+    except _torch.DATA_DEPENDENT_ERRORS as error:
+        raise _concretization_error(error, str(getattr(error, "func", error))) from error
+    except AttributeError as error:
+        if not isinstance(error.obj, _torch.FakeTensor):
+            raise
+        raise TraceError(
+            f"a traced tensor has no attribute {error.name!r}, asked for at "
+            f"{source_of_error(error)}: while a function is traced, a plain tensor stands for "
+            "one of a subclass (a DTensor, say). Use operators of PyTorch alone, or do what "
+            "needs the subclass outside the checkpoint."
+        ) from error
+    except (RuntimeError, TypeError) as error:
+        if any(text in str(error) for text in _NO_NUMPY):
+            raise _concretization_error(error, str(error)) from error
+        if str(error).startswith(_WRITE_TO_LEAF):
+            raise EffectError(
+                f"the function writes in place, at {source_of_error(error)}, to a tensor that has "
+                "a gradient and that it closes over or is given. Write to a copy (x.clone())."
+            ) from error
+        refusal = get_refusal()
+        if isinstance(error, TypeError) and refusal is not None and error is not refusal:
+            raise refusal from error
+        raise
+
+
+def _concretization_error(error: BaseException, asked: str) -> ConcretizationError:
+    return ConcretizationError(
+        f"the value of a traced tensor is needed at {source_of_error(error)}, through {asked}, but "
+        "while a function is traced a tensor has a shape and a dtype, no value. If it is an "
+        "argument that takes few values, name it in `static_argnums` and pass a Python value; to "
+        "choose between two tensors use torch.where; between two functions, torch.cond."
+    )

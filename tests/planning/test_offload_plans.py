@@ -22,7 +22,7 @@ from torchremat.planning.step.problem_builder import LEAST_OFFLOAD
 from torchremat.planning.step.traced_step import timeline_of
 from torchremat.remat.offload import copies as host_copies
 from torchremat.remat.offload import host_pool
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.viz.picture.build import picture_of
 
 

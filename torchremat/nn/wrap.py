@@ -11,7 +11,7 @@ from torchremat.policies.module_selection import Select
 from torchremat.remat.checkpoint import check_prevent_cse
 from torchremat.remat.module_forward import RematForward, wrapped_forward
 from torchremat.remat.module_policies import PolicyByPattern, assigned_policies
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.report.explain import Report, report_of_programs
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

@@ -25,7 +25,7 @@ from torchremat.planning.step.traced_step import (
     timeline_of,
 )
 from torchremat.policies.builtin import everything_saveable
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.input_labels import refuse_misspelt
 
@@ -256,7 +256,7 @@ class _Planning:
     ) -> None:
         self.region = region
         self.model = model
-        self.joint = region.joint_for(region.usual_given)
+        self.joint = region.joint_for(region.usual_outputs)
         self.planner = Planner(
             self.joint, cost_model=model, solver=solver, resident=resident, offload=offload
         )

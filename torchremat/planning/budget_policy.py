@@ -16,7 +16,7 @@ from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiate
 from torchremat.policies.builtin import Policy
 from torchremat.policies.policy import FailedOperator
 from torchremat.policies.spelling import register_spelling
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 
 
 class _Planned(WholeGraphPolicy):

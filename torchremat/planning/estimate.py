@@ -24,7 +24,7 @@ from torchremat.policies.builtin import PolicyLike, as_policy, plain_autograd
 from torchremat.policies.module_selection import Select
 from torchremat.remat.module_policies import under_policy
 from torchremat.remat.offload.copies import COPIES
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tracing.input_labels import refuse_misspelt
 
 

@@ -10,7 +10,7 @@ from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import LiveValue, Timeline
 from torchremat.planning.step.traced_step import graphs_of
 from torchremat.policies.policy import FailedOperator
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 
 _SHOWN = 5
 

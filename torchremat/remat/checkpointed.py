@@ -21,7 +21,7 @@ from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_kept_whole, is_opened
 from torchremat.remat.program.compilers import Compiler
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Call, Skeleton, flatten_call
 from torchremat.remat.tracing.effects import traced_without_effects
@@ -114,7 +114,10 @@ class Checkpointed:
     @property
     def last_program(self) -> FunctionProgram | None:
         """That of the last call that could be differentiated."""
-        return None if self._last is None else self._last[0].at(self._last[1])
+        if self._last is None:
+            return None
+        program, sizes = self._last
+        return program.specialize(sizes) if sizes else program
 
     @property
     def _current_key(self) -> PolicyKey:

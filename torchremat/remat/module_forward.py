@@ -20,7 +20,7 @@ from torchremat.policies.builtin import Policy
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.program.compilers import compiler_named
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tracing.variables import Variable, variables_of
 
 

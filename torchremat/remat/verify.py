@@ -5,19 +5,19 @@ compares. That takes the memory that the checkpoint saves, so it is for looking 
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from torchremat.errors import RecomputationError
 from torchremat.graph.codegen import compile_graph, symbols_of
 from torchremat.graph.nodes import is_forward, is_view
 from torchremat.graph.slicing import slice_graph
+from torchremat.policies.builtin import Policy
 from torchremat.remat.program.compiled_graph import Compiled, accept_any_layout
-from torchremat.remat.program.program import FunctionProgram
-from torchremat.remat.program.region import Mask
+from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.program.region import Mask, Region
 
 
 class VerifyingProgram(FunctionProgram):
@@ -27,45 +27,39 @@ class VerifyingProgram(FunctionProgram):
     it is made of.
     """
 
-    @cached_property
-    def checked(self) -> tuple[fx.Node, ...]:
-        """The values that the backward pass computes again, in program order."""
-        again = self.recomputed
-        return tuple(
-            node
-            for node in self.root_joint.module.graph.nodes
-            if node in again and not is_view(node) and isinstance(node.meta.get("val"), Tensor)
-        )
-
-    @property
-    def residuals(self) -> tuple[fx.Node, ...]:
-        """What is compared, then what the policy keeps."""
-        return (*self.checked, *self.kept)
-
-    @property
-    def drawn_again(self) -> tuple[int, ...]:
-        """Nothing: random numbers are kept as they are."""
-        return ()
-
     why_none_offloaded = "config.verify_recomputation keeps everything on its device"
 
-    @property
-    def offloaded(self) -> tuple[int, ...]:
-        """Nothing: it is for looking for a fault, not for saving memory."""
-        return ()
+    def __init__(self, region: Region, policy: Policy, **options: Any) -> None:
+        super().__init__(region, policy, **options)
+        self.checked = tuple(
+            node
+            for node in self.root_joint.module.graph.nodes
+            if node in self.recomputed
+            and not is_view(node)
+            and isinstance(node.meta.get("val"), Tensor)
+        )
+        """The values that the backward pass recomputes, in program order."""
+        self.residuals = (*self.checked, *self.residuals)
+        self.drawn_again = self.offloaded = ()
 
-    def _compile_backward(self, given: Mask, needed: Mask, with_states: bool) -> Compiled:
-        if self.joint_for(given) is not self.root_joint:
-            return super()._compile_backward(given, needed, with_states)
+    def _compile_backward(
+        self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool
+    ) -> Compiled:
+        if self.joint_for(outputs_with_cotangent) is not self.root_joint:
+            return super()._compile_backward(
+                outputs_with_cotangent, inputs_needing_grad, with_states
+            )
         joint = self.root_joint
         cotangents = [ct for ct in joint.cotangents if ct is not None]
-        inputs = [*(joint.inputs[i] for i in self.saved_inputs), *self.kept, *cotangents]
-        grads = [g if n else None for g, n in zip(joint.gradients, needed, strict=True)]
+        saved = [joint.inputs[i] for i in self.saved_inputs]
+        inputs = [*saved, *self.residuals[len(self.checked) :], *cotangents]
+        pairs = zip(joint.gradients, inputs_needing_grad, strict=True)
+        grads = [gradient if needed else None for gradient, needed in pairs]
         module = slice_graph(joint.module, inputs, [*grads, *self.checked], late=is_forward)
         accept_any_layout(module.graph)
         run = compile_graph(module, "verified backward")
         symbols = symbols_of(run)
-        start, count = len(symbols) + len(self.saved_inputs), len(self.checked)
+        start, count = len(symbols) + len(saved), len(self.checked)
 
         def run_and_compare(values: list[Any]) -> tuple[Any, ...]:
             expected = values[start : start + count]

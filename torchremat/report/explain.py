@@ -25,7 +25,7 @@ from torchremat.policies.builtin import PolicyLike
 from torchremat.policies.module_selection import Select
 from torchremat.remat.module_policies import under_policy
 from torchremat.remat.program.decisions import Choice, Decision
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.random_replay import draws_again, state_aval
 from torchremat.remat.tracing.input_labels import (
     BoundCall,
@@ -37,9 +37,7 @@ from torchremat.remat.values.scope import (
     Scope,
     ScopedValue,
     below,
-    body_of,
     is_computed,
-    item_index,
     program_of,
 )
 from torchremat.remat.values.value_labels import ValueLabels

@@ -25,13 +25,13 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.errors import TraceError
 from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, item_index
-from torchremat.remat.program.program import FunctionProgram, Program
+from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
 from torchremat.remat.values.scope import (
     Scope,
     ScopedValue,
-    item_index,
     op_base_name,
     program_of,
 )

@@ -30,7 +30,7 @@ from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.op.make_graph import trace_graph
 from torchremat.remat.op.remat_op import run_graph, run_program
 from torchremat.remat.program.compilers import compiler_named
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tracing.calls import flatten_call
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.remat.tracing.trace_cache import PolicyKey, Trace

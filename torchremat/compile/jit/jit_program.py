@@ -22,7 +22,7 @@ from torchremat.policies.builtin import Policy
 from torchremat.remat.program.compiled_graph import Compiled
 from torchremat.remat.program.compilers import compiler_named
 from torchremat.remat.program.decisions import Choices
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 
 
@@ -38,6 +38,7 @@ class JitProgram(FunctionProgram):
         chosen: tuple[Joint, Choices] | None = None,
         backend: str = "eager",
         donated: Sequence[tuple[int, str]] = (),
+        written: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(
             region,
@@ -46,24 +47,36 @@ class JitProgram(FunctionProgram):
             chosen=chosen,
             compiler=compiler_named(backend),
         )
+        self.offloaded = ()
         self.backend = backend
         self.donated = tuple(donated)
         """Positions of donated inputs, with what the user calls them."""
+        self.written = written or {}
+        """By the position of an output, that of the input in whose storage it is written."""
         self.has_warned = False
         """Whether it has been said which of them are of no use."""
 
     @cached_property
     def donating(self) -> "JitProgram":
         """The same program, which may write outputs to the storage of the inputs it is given."""
-        program = JitProgram(
-            self.region,
+        chosen = self.root_joint, self.choices
+        return self._replace(self.region, chosen, written=self.donation.written)
+
+    def _replace(
+        self,
+        region: Region,
+        chosen: tuple[Joint, Choices],
+        *,
+        written: Mapping[int, int] | None = None,
+    ) -> "JitProgram":
+        return JitProgram(
+            region,
             self.policy,
             module_prefix=self.module_prefix,
-            chosen=(self.root_joint, self.choices),
+            chosen=chosen,
             backend=self.backend,
+            written=written,
         )
-        program.__dict__["donation"] = self.donation
-        return program
 
     @cached_property
     def donation(self) -> Donation:
@@ -85,14 +98,8 @@ class JitProgram(FunctionProgram):
 
         They were views of the input if the graph ran in sight of autograd.
         """
-        written = self.__dict__.get("donation", Donation()).written
         with _torch.below_autograd():
-            return tuple(_alias(t) if i in written else t for i, t in enumerate(outputs))
-
-    @property
-    def offloaded(self) -> tuple[int, ...]:
-        """Nothing: what is compiled stays on its device."""
-        return ()
+            return tuple(_alias(t) if i in self.written else t for i, t in enumerate(outputs))
 
     def _warnings(self) -> Iterator[bool]:
         yield self.choices.warn_of_unmatched()
@@ -106,10 +113,9 @@ class JitProgram(FunctionProgram):
         self, drawn_again: Sequence[int], offloaded: Sequence[int] = ()
     ) -> Compiled:
         compiled = super()._compile_forward(drawn_again, offloaded)
-        written = {} if self.donated else self.__dict__.get("donation", Donation()).written
-        if not written:
+        if not self.written:
             return compiled
-        return Compiled(compiled.module, _writing(compiled.module, self.backend, written))
+        return Compiled(compiled.module, _writing(compiled.module, self.backend, self.written))
 
 
 def _writing(module: fx.GraphModule, backend: str, written: Mapping[int, int]) -> Runner:

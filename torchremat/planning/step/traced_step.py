@@ -18,7 +18,7 @@ from torchremat.planning.memory.timeline import Timeline
 from torchremat.policies.builtin import Policy, everything_saveable
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.program.compiled_graph import Compiled
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import flatten_call
 from torchremat.remat.tracing.input_labels import BoundCall
@@ -98,7 +98,7 @@ def _label_inputs(region: Region, bound: BoundCall) -> None:
     body = region.body
     captured = body.captured() if isinstance(body, FunctionBody) and body.captured else ()
     labels = [*bound.labels, *bound.labels_of_captured(captured, region.paths)]
-    for joint in (region.joint, region.joint_for(region.usual_given)):
+    for joint in (region.joint, region.joint_for(region.usual_outputs)):
         if len(labels) == len(joint.inputs):  # else a tensor is passed twice
             for node, label in zip(joint.inputs, labels, strict=True):
                 node.meta["label"] = label
@@ -120,7 +120,7 @@ def _mark_differentiated(leaf: Any) -> Any:
 
 def graphs_of(program: FunctionProgram) -> tuple[Compiled, Compiled]:
     """What `program` runs forward, and backward as a training step does."""
-    given = program.region.usual_given
+    given = program.region.usual_outputs
     needed = tuple(spec.requires_grad for spec in program.region.specs)
     return program.forward_with_states, program.backward(given, needed, with_states=True)
 

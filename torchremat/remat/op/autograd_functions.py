@@ -18,10 +18,16 @@ from torchremat import _torch
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.remat.offload.copies import expect, fetched_now, note_kept, wait_for_copies
 from torchremat.remat.op.remat_op import run_graph, run_program
+from torchremat.remat.program.derived_programs import (
+    batch_program,
+    floating_outputs,
+    jvp_program,
+    vjp_program,
+)
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import draw_now
 from torchremat.remat.program.region import MappedAxis, Mask
-from torchremat.remat.program.split_backward import TwoParts
+from torchremat.remat.program.split_backward import SplitBackward, split_backward
 from torchremat.tracing.axes.named_axes import frame_being_mapped, mapped_over
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import lifted
@@ -94,10 +100,10 @@ class Checkpoint(torch.autograd.Function):
             if offloads and ctx.with_states:
                 kept = [residuals[i] for i in program.offloaded]
                 ctx.kept_before = note_kept(kept, program.fetched_first)
-            if program.absent:
+            if program.missing_inputs:
                 ctx.are_tensors = tuple(isinstance(t, Tensor) for t in inputs)
-            if program.edges:
-                ctx.edges = Edges([inputs[i] for i in program.edges])
+            if program.grad_edges:
+                ctx.edges = Edges([inputs[i] for i in program.grad_edges])
         return outputs
 
     @staticmethod
@@ -161,9 +167,10 @@ class FunctionalCheckpoint(torch.autograd.Function):
         # of a level that is over: the function of `torch.func.vjp` runs outside of its own
         saved = _torch.unwrap_dead_wrappers(ctx.saved_tensors)
         inputs, residuals = saved[:count], saved[count:]
-        vjp = program.vjp(given, frozenset())
-        body = inputs[: vjp.num_body]
-        known = inputs[vjp.num_body :][: len(program.known)]
+        vjp = vjp_program(program, given, frozenset())
+        num_body = len(program.region.specs)
+        body = inputs[:num_body]
+        known = inputs[num_body:][: len(program.known)]
         chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
         found = apply_program(vjp, ctx.owner, [*body, *chosen, *known, *residuals])
         return (None, None, None, *_scattered(found, vjp.wrt, count))
@@ -182,9 +189,8 @@ class FunctionalCheckpoint(torch.autograd.Function):
         name = None if frame is None else frame.name
         axis = MappedAxis(tuple(in_dims[3:]), info.batch_size, info.randomness, name)
         specs = tuple(InputSpec.of(t, any_level=True) for t in inputs)
-        batched = program.batched(specs, axis, emits=emits)
-        outputs = apply_program(batched, owner, inputs)
-        return outputs, batched.out_dims
+        batched, out_dims = batch_program(program, specs, axis, returns_residuals=emits)
+        return apply_program(batched, owner, inputs), out_dims
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
@@ -209,7 +215,10 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
             return (None, None, None, *found)
     saved += chosen
     del chosen
-    backward = program.backward_at(ctx.sizes, given, needed, with_states=ctx.with_states)
+    backward = program.backward(given, needed, with_states=ctx.with_states)
+    if ctx.sizes and not program.region.holds(ctx.sizes):  # by what the trace of a variant assumed
+        specialized = ctx.program.specialize(ctx.sizes)
+        backward = specialized.backward(given, needed, with_states=ctx.with_states)
     if ctx.with_states and program.offloaded:
         expect(ctx.kept_before)
     return (None, None, None, *run_graph(backward, saved, ctx.call, ctx.sizes))
@@ -217,7 +226,7 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
 
 def _of_inputs(ctx: Any, of_edges: tuple[bool, ...]) -> tuple[bool, ...]:
     """What holds of each edge to a tensor, for each input."""
-    if not ctx.program.absent:
+    if not ctx.program.missing_inputs:
         return of_edges
     edges = iter(of_edges)
     return tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
@@ -238,7 +247,7 @@ def _pull_back_in_parts(
     all_edges = _of_inputs(ctx, tuple(node is not None for node, _ in ctx.next_functions))
     if needed == all_edges or ctx.sizes or not _torch.keeps_graph_after_backward():
         return None
-    parts = ctx.program.backward_in_parts(given, all_edges, needed, with_states=ctx.with_states)
+    parts = split_backward(ctx.program, given, all_edges, needed, with_states=ctx.with_states)
     found, ctx.second_part = run_first(
         parts, [*saved, *cotangents], ctx.call, given, needed, cotangents
     )
@@ -248,15 +257,16 @@ def _pull_back_in_parts(
 def _pull_back_differentiably(
     ctx: Any, given: tuple[bool, ...], saved: list[Tensor], cotangents: list[Tensor]
 ) -> tuple[Any, ...]:
-    program: Program = ctx.program.at(ctx.sizes)
+    program: Program = ctx.program.specialize(ctx.sizes) if ctx.sizes else ctx.program
     count = program.num_inputs
     absent = frozenset(range(count)) - frozenset(program.saved_inputs)
-    vjp = program.vjp(given, _moved(absent, program, len(cotangents)))
+    vjp = vjp_program(program, given, _moved(absent, program, len(cotangents)))
+    num_body = len(program.region.specs)
     inputs: list[Any] = [None] * count
     for i, tensor in zip(program.saved_inputs, saved, strict=False):
         inputs[i] = tensor
-    if program.edges:
-        for i, tensor in zip(program.edges, ctx.edges.tensors(), strict=True):
+    if program.grad_edges:
+        for i, tensor in zip(program.grad_edges, ctx.edges.tensors(), strict=True):
             inputs[i] = tensor
     residuals = saved[len(program.saved_inputs) :]
     if ctx.with_states:
@@ -264,7 +274,7 @@ def _pull_back_differentiably(
             residuals[i] = draw_now(program.residuals[i], residuals[i])
         for i in program.offloaded:
             residuals[i] = fetched_now(residuals[i], program.residuals[i].meta["val"].device)
-    body, known = inputs[: vjp.num_body], inputs[vjp.num_body :]
+    body, known = inputs[:num_body], inputs[num_body:]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
     return (None, None, None, *_scattered(found, vjp.wrt, count))
 
@@ -310,11 +320,10 @@ def _run_jvp(
     given = [tangents[i] for i in wrt]
     operands: list[Any] = [*body, *given]
     specs = tuple(InputSpec.of(t, any_level=True) for t in operands)
-    jvp = program.jvp(wrt, specs, keep_primals=keep_primals)
+    jvp = jvp_program(program, wrt, specs, keep_primals=keep_primals)
     results = list(apply_program(jvp, owner, operands))
     outputs = [results.pop(0) for _ in range(program.num_outputs)] if keep_primals else []
-    positions = [i for i in range(program.num_outputs) if i in program.floating_tensors]
-    return (*outputs, *_scattered(results, positions, program.num_outputs))
+    return (*outputs, *_scattered(results, floating_outputs(program), program.num_outputs))
 
 
 def _forward_rule(program: Program, owner: object) -> Any:
@@ -380,11 +389,11 @@ def _stand_in(spec: InputSpec) -> Tensor:
 class SecondPart:
     """What is left to run of a backward pass whose first part has run for `cotangents`."""
 
-    parts: TwoParts
+    parts: SplitBackward
     given: Mask
     first: Mask
     cotangents: Sequence[Tensor]
-    handed: list[Any]
+    carried: list[Any]
 
     def __post_init__(self) -> None:
         self._versions = [ct._version for ct in self.cotangents]
@@ -400,11 +409,11 @@ class SecondPart:
 
     def run(self, saved: list[Any], call: int) -> tuple[Any, ...]:
         """The gradients of the second part."""
-        return run_graph(self.parts.second, [*self.handed, *saved], call)
+        return run_graph(self.parts.second, [*self.carried, *saved], call)
 
 
 def run_first(
-    parts: TwoParts,
+    parts: SplitBackward,
     saved: list[Any],
     call: int,
     given: Mask,
@@ -413,5 +422,5 @@ def run_first(
 ) -> tuple[tuple[Any, ...], SecondPart]:
     """The gradients of the first part, and what is left to run."""
     results = run_graph(parts.first, list(saved), call)
-    cut = len(results) - parts.num_handed
+    cut = len(results) - parts.num_carried
     return results[:cut], SecondPart(parts, given, first, cotangents, list(results[cut:]))

@@ -17,7 +17,7 @@ from torchremat.policies.builtin import Policy, nothing_saveable
 from torchremat.policies.checkpoint_name import checkpoint_name, name_p
 from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.remat_op import remat_p
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.input_spec import InputSpec

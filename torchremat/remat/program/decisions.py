@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,7 @@ from torchremat.policies.replay_rules import (
 )
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
+from torchremat.remat.program.random_replay import state_nbytes
 
 Decision = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
 
@@ -59,6 +61,7 @@ class Choices:
         self, joint: Joint, policy: Policy, module_prefix: str = "", *, fuses: bool = False
     ) -> None:
         self.policy = policy
+        self.module_prefix = module_prefix
         self._by_compiler = joint.by_compiler
         self.values: dict[fx.Node, Value] = {}
         self.choices: dict[fx.Node, Choice] = {}
@@ -119,11 +122,18 @@ class Choices:
             return Choice("saved", forced)
         return Choice("recomputed", f"{self.policy} computes it again")
 
+    @cached_property
+    def from_states(self) -> set[fx.Node]:
+        """Forced random values that a generator's state, which is smaller, can stand for."""
+        return {node for node in self.forced if state_nbytes(node) is not None}
+
     def renamed(self, nodes: Mapping[fx.Node, fx.Node]) -> "Choices":
         """The same choices for a copy of the graph, in which each node became one of `nodes`."""
         other = copy.copy(self)
         other.values = {nodes[node]: value for node, value in self.values.items()}
         other.forced = {nodes[node] for node in self.forced}
+        # settled when the forward pass ran, whatever takes less at the sizes of the copy
+        other.from_states = {nodes[node] for node in self.from_states}
         other.choices = {nodes[node]: choice for node, choice in self.choices.items()}
         return other
 

@@ -19,7 +19,7 @@ the one inside is opened first, for the policies of both.
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from torch import fx
 
@@ -28,9 +28,17 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item
 from torchremat.graph.slicing import _eliminate_dead, _reference, slice_graph
 from torchremat.policies.replay_rules import draws_in_forward
+from torchremat.remat.program.decisions import Choices
+from torchremat.remat.program.region import Region
 
-if TYPE_CHECKING:
-    from torchremat.remat.program.program import FunctionProgram
+
+class NestedProgram(Protocol):
+    """The parts of a program that the checkpoint around it reads, to open it."""
+
+    region: Region
+    root_joint: Joint
+    known: tuple[fx.Node, ...]
+    choices: Choices
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Opening:
     own: tuple[fx.Node, ...]
 
 
-FindOpening = Callable[["FunctionProgram", str], Opening | None]
+FindOpening = Callable[[NestedProgram, str], Opening | None]
 """How to open a checkpoint inside, which a module of that name ran, if it is to be opened."""
 
 
@@ -165,7 +173,7 @@ def _open_backward(
 ) -> None:
     """Let `backward` read what the two forward calls keep, `items`, in place of what it read."""
     body = body_of(backward)
-    program: FunctionProgram = body.meta["program"]
+    program: NestedProgram = body.meta["program"]
     joint, _, wanted = body.meta["slice"]
     values = [*opening.own, *opening.kept]
     if joint is program.root_joint:

@@ -32,6 +32,7 @@ class Region:
         options: TraceOptions,
         forward_of: "Region | None" = None,
         dynamic: DynamicInputs | None = None,
+        joint: Joint | None = None,
     ) -> None:
         self.body = body
         self.forward_of = forward_of
@@ -40,6 +41,7 @@ class Region:
         self.paths = paths
         self.options = options
         self.dynamic = dynamic
+        self._joint = joint
         self._variants: dict[tuple[Mask, bool], Joint] = {}
 
     @classmethod
@@ -56,41 +58,50 @@ class Region:
         joint, tracing = trace_joint(body, specs, names, paths, options, warns=True)
         captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
         labels = [f"captured_{i}" for i in range(len(captured))]
-        region = cls(body, (*specs, *captured), (*names, *labels), paths, options, dynamic=dynamic)
-        region.__dict__["joint"] = joint
-        return region
+        return cls(
+            body,
+            (*specs, *captured),
+            (*names, *labels),
+            paths,
+            options,
+            dynamic=dynamic,
+            joint=joint,
+        )
 
-    @cached_property
+    @property
     def joint(self) -> Joint:
         """The joint graph in which every differentiable output has a cotangent."""
-        return self._trace(self.options)
+        if self._joint is None:
+            self._joint = self._trace(self.options)
+        return self._joint
 
     @cached_property
-    def usual_given(self) -> Mask:
-        """Which outputs a training step gives a cotangent: see `usual_outputs`."""
+    def usual_outputs(self) -> Mask:
+        """The outputs that a training step gives a cotangent: the scalars, else all."""
         outputs = [self.joint.outputs[i] for i in self.differentiable]
         scalars = tuple(output.meta["val"].dim() == 0 for output in outputs)
         if any(scalars) and len(self.joint_for(scalars).inputs) == len(self.joint.inputs):
             return scalars
         return (True,) * len(outputs)  # or a trace finds new tensors each time, not inputs of ours
 
-    def joint_for(self, given: Mask, *, create_graph: bool = False) -> Joint:
-        """The joint graph in which only the `given` outputs have one.
+    def joint_for(self, outputs_with_cotangent: Mask, *, create_graph: bool = False) -> Joint:
+        """The joint graph in which only these outputs have a cotangent.
 
         With `create_graph` it has the formulas of a derivative that is differentiated again.
         """
-        if all(given) and not create_graph:
+        if all(outputs_with_cotangent) and not create_graph:
             return self.joint
-        key = (given, create_graph)
+        key = (outputs_with_cotangent, create_graph)
         if key not in self._variants:
-            wanted = tuple(i for i, g in zip(self.differentiable, given, strict=True) if g)
+            pairs = zip(self.differentiable, outputs_with_cotangent, strict=True)
+            wanted = tuple(i for i, given in pairs if given)
             options = replace(self.options, wanted_outputs=wanted, create_graph=create_graph)
             self._variants[key] = self._trace(options)
         return self._variants[key]
 
     def _trace(self, options: TraceOptions) -> Joint:
         joint, _ = trace_joint(self.body, self.specs, self.names, self.paths, options)
-        first = self.__dict__.get("joint")
+        first = self._joint
         if first is None and self.forward_of is not None:
             first = self.forward_of.joint
         if first is not None:  # raises if the function now computes something else
@@ -101,13 +112,11 @@ class Region:
         """Whether all that traces have assumed of the symbols so far is true of `sizes`."""
         return self.dynamic is None or self.dynamic.holds(sizes)
 
-    def at(self, sizes: Sizes) -> tuple["Region", Mapping[fx.Node, fx.Node]]:
-        """The region with numbers for symbols, and what each node of the joint graph became."""
+    def specialize(self, sizes: Sizes) -> tuple["Region", Mapping[fx.Node, fx.Node]]:
+        """The region with numbers for symbols, and for each node of the joint graph its copy."""
         joint, nodes = joint_at(self.joint, sizes)
         specs = tuple(spec_at(spec, sizes) for spec in self.specs)
-        region = Region(self.body, specs, self.names, self.paths, self.options)
-        region.__dict__["joint"] = joint
-        return region, nodes
+        return Region(self.body, specs, self.names, self.paths, self.options, joint=joint), nodes
 
     @cached_property
     def wrt(self) -> tuple[int, ...]:

@@ -40,10 +40,10 @@ class WrittenOutput:
         return value
 
 
-def written_outputs(
+def find_written_outputs(
     outputs: Sequence[fx.Node], mutations: Sequence[tuple[int, fx.Node]]
 ) -> tuple[WrittenOutput, ...]:
-    """Those among `outputs`; `mutations` pairs inputs with the nodes of their new values."""
+    """Find those of `outputs`; `mutations` pairs inputs with the nodes of their new values."""
     inputs = {value: i for i, value in mutations}
     found = []
     for position, output in enumerate(outputs):

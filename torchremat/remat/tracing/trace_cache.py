@@ -13,7 +13,7 @@ from torch import Tensor
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
 from torchremat.policies.builtin import Policy
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Call, Result
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from torchremat.core.avals import Aval
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tracing.input_labels import InputLabel
 from torchremat.remat.values.scope import Scope, ScopedValue
 from torchremat.remat.values.value_labels import ValueLabel, ValueLabels

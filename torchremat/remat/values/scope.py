@@ -26,7 +26,8 @@ from torchremat.graph.nodes import (
     results_of,
 )
 from torchremat.graph.ops import packet_name
-from torchremat.remat.program.program import FunctionProgram, Program
+from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.program.program import Program
 from torchremat.tracing.modules.module_paths import ModulePaths
 
 aten = torch.ops.aten

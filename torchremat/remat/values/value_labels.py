@@ -9,7 +9,7 @@ from torch import fx
 from torchremat.core.source import Source
 from torchremat.graph.nodes import is_checkpoint, is_forward, is_item, is_view
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.values.scope import Key, Scope, ScopedValue
 
 # what the functional form of an operator that writes is called, apart from the underscore

@@ -16,7 +16,7 @@ from torchremat.planning.plan import Plan
 from torchremat.planning.step.traced_step import graphs_of, region_of
 from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.program.decisions import Choice
-from torchremat.remat.program.program import FunctionProgram
+from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tracing.input_labels import InputLabel, labels_of_state
 from torchremat.remat.values.scope import Scope, ScopedValue
 from torchremat.report.explain import ExplainedCall, RanPrograms, choice_inside

@@ -1,0 +1,262 @@
+"""A traced function under a policy: the program that every checkpoint starts from."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from torch import fx
+
+from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.matching import match_forward
+from torchremat.autodiff.partial_eval import Residuals
+from torchremat.autodiff.specialize import joint_at
+from torchremat.graph.nodes import base_of, is_forward, is_identity
+from torchremat.graph.ops import is_factorisation
+from torchremat.graph.schedule import scheduled_graph
+from torchremat.graph.slicing import prune_bodies, slice_graph
+from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.policies.builtin import Policy, nothing_saveable
+from torchremat.policies.replay_rules import draws_in_forward
+from torchremat.remat.offload.graph_nodes import memory_of, put_out_copies
+from torchremat.remat.program.compiled_graph import Compiled, copy_inputs_among_last
+from torchremat.remat.program.compilers import Compiler
+from torchremat.remat.program.decisions import Choices
+from torchremat.remat.program.nested import NestedProgram, Opening, expose_inner, join_exposed
+from torchremat.remat.program.program import Program
+from torchremat.remat.program.random_replay import put_out_states
+from torchremat.remat.program.region import Mask, Region
+from torchremat.remat.program.written_outputs import find_written_outputs
+
+_MOST_SIZES = 8
+
+
+class FunctionProgram(Program):
+    """A traced function under a policy.
+
+    `chosen`: the joint graph and the decisions on its values, where they were made before.
+    """
+
+    root_joint: Joint
+
+    def __init__(
+        self,
+        region: Region,
+        policy: Policy,
+        *,
+        module_prefix: str = "",
+        chosen: tuple[Joint, Choices] | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        super().__init__(region, policy, compiler=compiler)
+        self.module_prefix = module_prefix
+        self.is_logged = False
+        """Whether its residuals have been logged at WARNING."""
+        self.is_warned_of = False
+        """Whether the policy says what cannot be: each checkpoint that runs it warns once."""
+        self._specialized: dict[tuple[int, ...], FunctionProgram] = {}
+        if chosen is None:
+            joint = _joint_under(policy, region, module_prefix)
+            fuses = compiler is not None and compiler.fuses
+            chosen = joint, Choices(joint, policy, module_prefix, fuses=fuses)
+        self.root_joint, self.choices = chosen
+        self.schedule = self.choices.schedule
+
+        inputs, mutations = self.root_joint.inputs, region.joint.mutations
+        self.writes = tuple(i for i, _ in mutations)
+        self.written_outputs = find_written_outputs(self.output_nodes, mutations)
+        self.views = _find_views(self.output_nodes, set(region.joint.inputs))
+        found = _find_residuals(region.joint, self.root_joint, self.choices)
+        self.recomputed = found.recomputed
+        """The values of the forward pass that the backward pass recomputes."""
+        read = set(found.inputs)
+        copied = [i for i in self.writes if inputs[i] in read]
+        self.saved_inputs = tuple(
+            i for i, node in enumerate(inputs) if node in read and i not in copied
+        )
+        self._num_copies = len(copied)
+        self.residuals = (*found.values, *(inputs[i] for i in copied))
+        if compiler is None:  # a compiler neither replays generators nor offloads
+            from_states, choices = self.choices.from_states, self.choices.choices
+            nodes = list(enumerate(self.residuals))
+            self.drawn_again = tuple(i for i, node in nodes if node in from_states)
+            self.offloaded = tuple(
+                i for i, node in nodes if node in choices and choices[node].decision == "offloaded"
+            )
+
+    def specialize(self, sizes: Sizes) -> "FunctionProgram":
+        """The program with numbers for its symbols. It saves the same values, in the same order."""
+        key = tuple(sizes.values())
+        if key not in self._specialized:
+            region, nodes = self.region.specialize(sizes)
+            joint = region.joint
+            if self.root_joint is not self.region.joint:
+                joint, nodes = joint_at(self.root_joint, sizes)
+            if len(self._specialized) >= _MOST_SIZES:
+                self._specialized.clear()
+            program = self._replace(region, (joint, self.choices.renamed(nodes)))
+            program.prevent_cse = self.prevent_cse
+            self._specialized[key] = program
+        return self._specialized[key]
+
+    def _replace(self, region: Region, chosen: tuple[Joint, Choices]) -> "FunctionProgram":
+        """A program of the same kind for another form of the region, with the same decisions."""
+        return type(self)(
+            region,
+            self.policy,
+            module_prefix=self.module_prefix,
+            chosen=chosen,
+            compiler=self.compiler,
+        )
+
+    why_none_offloaded = "graphs that are compiled do not"
+    """Why nothing is offloaded, where a policy says so of values."""
+
+    def warn_of_policy(self) -> None:
+        """Warn of what the policy says and cannot be."""
+        self.is_warned_of = any([*self._warnings()])
+
+    def _warnings(self) -> Iterator[bool]:
+        """Give each kind of warning, and whether there was one."""
+        yield self.choices.warn_of_unmatched()
+        yield self.choices.warn_of_places(is_compiled=self.compiler is not None)
+
+    def joint_for(self, outputs_with_cotangent: Mask) -> Joint:
+        """The root joint graph for the outputs that it was traced for, else another trace."""
+        if self.policy.is_whole_graph:
+            is_root = outputs_with_cotangent == self.region.usual_outputs
+        else:
+            is_root = all(outputs_with_cotangent)
+        if is_root:
+            return self.root_joint
+        return super().joint_for(outputs_with_cotangent)
+
+    @cached_property
+    def forward(self) -> Compiled:
+        """The graph from inputs to outputs, new values of written inputs, and residuals."""
+        return self._compile_forward(())
+
+    @cached_property
+    def forward_with_states(self) -> Compiled:
+        """`forward` with states of generators, and copies on the host, in place of residuals."""
+        return self._compile_forward(self.drawn_again, self.offloaded)
+
+    def _compile_forward(
+        self, drawn_again: Sequence[int], offloaded: Sequence[int] = ()
+    ) -> Compiled:
+        joint = self.root_joint
+        outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
+        writes = [value for _, value in joint.mutations]
+        results = [*outputs, *writes, *_as_outputs(self.residuals, outputs)]
+        if self.schedule is None:
+            module = slice_graph(joint.module, joint.inputs, results, must_run=draws_in_forward)
+        else:
+            order = self.schedule.forward
+            module = scheduled_graph(
+                joint.module, joint.inputs, results, order, must_run=draws_in_forward
+            )
+        join_exposed(module)
+        prune_bodies(module, must_run=draws_in_forward)
+        copy_inputs_among_last(module.graph, self._num_copies)
+        start = len(outputs) + len(writes)
+        put_out_states(module.graph, [start + i for i in drawn_again])
+        if offloaded:
+            memories = [memory_of(self.residuals[i]) for i in offloaded]
+            positions = [start + i for i in offloaded]
+            is_planned = self.schedule is not None
+            put_out_copies(module.graph, positions, memories, is_planned=is_planned)
+        written = {output.position for output in self.written_outputs}
+        module.meta["roles"] = (
+            *("write" if i in written else "output" for i, _ in enumerate(outputs)),
+            *["write"] * len(writes),
+            *["residual"] * len(self.residuals),
+        )
+        return Compiled.of(module, "forward", self, self.compiler)
+
+
+def _joint_under(policy: Policy, region: Region, module_prefix: str) -> Joint:
+    """The joint graph that the policy decides on, with checkpoints inside opened for it."""
+    if policy.is_whole_graph:
+        return region.joint_for(region.usual_outputs)
+    if not policy.applies_to_nested:
+        return region.joint
+    return expose_inner(
+        region.joint,
+        lambda inner, module: _opening(inner, [(policy, _join_names(module_prefix, module))]),
+    )
+
+
+def _opening(inner: NestedProgram, policies: Sequence[tuple[Policy, str]]) -> Opening | None:
+    """How to open `inner` for `policies`, each with the name of the module around."""
+    own = inner.choices
+    everyone = list(policies)
+    if own.policy.applies_to_nested:
+        everyone.append((own.policy, own.module_prefix))
+    joint = expose_inner(
+        inner.region.joint,
+        lambda within, module: _opening(
+            within, [(policy, _join_names(prefix, module)) for policy, prefix in everyone]
+        ),
+    )
+    wanted = [v for v in (*joint.gradients, *joint.outputs) if isinstance(v, fx.Node)]
+    kept = {
+        value
+        for policy, prefix in policies
+        for value in Choices(joint, policy, prefix).residuals_for(joint, wanted).values
+    }
+    if not kept:
+        return None
+    in_order = tuple(node for node in joint.module.graph.nodes if node in kept)
+    return Opening(
+        joint, in_order, Choices(joint, own.policy, own.module_prefix).residuals(joint).values
+    )
+
+
+def _join_names(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _as_outputs(residuals: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """The residuals; one that an output is an alias of (of a name, say) as that output.
+
+    So a write to the output before the backward pass is noticed: the two are one tensor.
+    """
+    aliases: dict[fx.Node, fx.Node] = {}
+    for output in outputs:
+        node = output
+        while is_identity(node) and isinstance(source := node.args[0], fx.Node):
+            aliases.setdefault(source, output)
+            node = source
+    return [aliases.get(node, node) for node in residuals]
+
+
+def _find_residuals(joint: Joint, root_joint: Joint, choices: Choices) -> Residuals:
+    """The values that derivatives of every order read; `joint` is the one of the region."""
+    found = choices.residuals(root_joint)
+    if root_joint is not joint or not all(map(is_forward, found.values)):
+        # a second derivative cannot use residuals from inside, nor what only the first computes:
+        # it starts from the inputs
+        wanted = [g for g in joint.gradients if g is not None]
+    else:
+        # nor does the first derivative of a factorisation read all that its second does
+        wanted = [n for n in joint.needed_forward_nodes() if is_factorisation(n.target)]
+    if not wanted:
+        return found
+    everything = Choices(joint, nothing_saveable).residuals_for(joint, wanted)
+    by_name = {node.name: node for node in root_joint.inputs}
+    inputs = dict.fromkeys((*found.inputs, *(by_name[n.name] for n in everything.inputs)))
+    values = dict.fromkeys(found.values)
+    if choices.schedule is not None and joint is not root_joint:
+        # what must not run again is saved also for outputs that the plan gives no cotangent
+        pairs = match_forward(joint, root_joint, everything.values, strict=False)
+        values |= dict.fromkeys(pairs[v] for v in everything.values if v in pairs)
+    return replace(found, values=tuple(values), inputs=tuple(inputs))
+
+
+def _find_views(outputs: Sequence[fx.Node], inputs: set[fx.Node]) -> tuple[int, ...]:
+    """The outputs in whose memory an input, or another output, lies."""
+    bases = [base_of(node) for node in outputs]
+    return tuple(
+        i
+        for i, base in enumerate(bases)
+        if outputs[i] not in inputs and (base in inputs or bases.count(base) > 1)
+    )

@@ -12,7 +12,7 @@ from torch import fx
 
 from torchremat.autodiff.bodies import BatchedBody, GraphBody, JvpBody, VjpBody
 from torchremat.autodiff.joint import TraceOptions
-from torchremat.graph.nodes import inner_graphs_of
+from torchremat.graph.nodes import inner_graphs_of, is_inexact
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.compiled_graph import Compiled, compile_backward
@@ -20,7 +20,6 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import (
     Program,
     cache_by_program,
-    is_inexact,
     mark_kept_apart,
 )
 from torchremat.remat.program.region import MappedAxis, Mask, Region

@@ -122,13 +122,11 @@ class FunctionProgram(Program):
 
     def joint_for(self, outputs_with_cotangent: Mask) -> Joint:
         """The root joint graph for the outputs that it was traced for, else another trace."""
-        region = self.region
-        outputs_of_root = (
-            region.usual_outputs
-            if self.policy.is_whole_graph
-            else (True,) * len(outputs_with_cotangent)
-        )
-        if outputs_with_cotangent == outputs_of_root:
+        if self.policy.is_whole_graph:
+            is_root = outputs_with_cotangent == self.region.usual_outputs
+        else:
+            is_root = all(outputs_with_cotangent)
+        if is_root:
             return self.root_joint
         return super().joint_for(outputs_with_cotangent)
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
-from torchremat.graph.nodes import is_forward
+from torchremat.graph.nodes import is_forward, is_inexact
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.policies.builtin import Policy
 from torchremat.remat.offload.graph_nodes import memory_of
@@ -227,9 +227,3 @@ def mark_kept_apart(module: fx.GraphModule, flags: Iterable[bool]) -> None:
     remaining = iter(flags)
     for node in module.graph.find_nodes(op="placeholder"):
         node.meta["kept_apart"] = next(remaining, True)
-
-
-def is_inexact(node: fx.Node) -> bool:
-    """Whether the value of `node` is of floating-point or complex numbers."""
-    dtype = node.meta["val"].dtype  # a method of the value would be seen by a trace in progress
-    return bool(dtype.is_floating_point or dtype.is_complex)

@@ -24,6 +24,7 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import joint_at
 from torchremat.graph.nodes import base_of, inner_graphs_of, is_forward, is_identity, is_inexact
+from torchremat.graph.notes import graph_notes_of, note, note_roles
 from torchremat.graph.ops import is_factorisation
 from torchremat.graph.schedule import GraphSchedule, scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
@@ -232,7 +233,7 @@ class Program(ABC):
             given=Given(roles, draws, copies), schedule=schedule, compiler=self.compiler,
         )  # fmt: skip
         if copies:
-            self.fetched_first[:] = compiled.module.meta["fetched_first"]
+            self.fetched_first[:] = graph_notes_of(compiled.module).fetched_first
         asked = [*self.prevent_cse, *[True] * len(self.known)]
         _keep_apart(compiled.module, [asked[i] for i in self.saved_inputs])
         return compiled
@@ -562,11 +563,9 @@ class FunctionProgram(Program):
             is_planned = self.schedule is not None
             put_out_copies(module.graph, positions, memories, is_planned=is_planned)
         elsewhere = {output.position for output in self.written_outputs}
-        module.meta["roles"] = (
-            *("write" if i in elsewhere else "output" for i, _ in enumerate(outputs)),
-            *["write"] * len(writes),
-            *["residual"] * len(self.residuals),
-        )
+        roles = ["write" if i in elsewhere else "output" for i, _ in enumerate(outputs)]
+        roles += ["write"] * len(writes) + ["residual"] * len(self.residuals)
+        note_roles(module, roles)
         return Compiled.of(module, "forward", self, self.compiler)
 
     def _batch(self, specs: tuple[InputSpec, ...], axis: MappedAxis, *, emits: bool) -> Program:
@@ -772,7 +771,7 @@ def _keep_apart(module: fx.GraphModule, flags: Iterable[bool]) -> None:
     """
     remaining = iter(flags)
     for node in module.graph.find_nodes(op="placeholder"):
-        node.meta["kept_apart"] = next(remaining, True)
+        note(node, is_kept_apart=next(remaining, True))
 
 
 def _tensors(values: Sequence[Any]) -> list[fx.Node]:

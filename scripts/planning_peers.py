@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchremat.graph.nodes import base_of, call_of, is_item, results_of
+from torchremat.graph.notes import note_roles, notes_of
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.problem.problem import Part, Schedule, plain_schedule
 from torchremat.planning.step.problem_builder import NumericStep
@@ -148,11 +149,9 @@ class _Partition:
         num_residuals = len(results_of(forward)) - self.num_outputs
         outputs = ["output"] * len(joint.outputs) + ["write"] * len(joint.mutations)
         cotangents = {ct.name for ct in joint.cotangents if ct is not None}
-        forward.meta["roles"] = (*outputs, *["residual"] * num_residuals)
+        note_roles(forward, [*outputs, *["residual"] * num_residuals])
         names = [n.meta[_JOINT_NAME] for n in backward.graph.find_nodes(op="placeholder")]
-        backward.meta["roles"] = tuple(
-            "cotangent" if name in cotangents else "residual" for name in names
-        )
+        note_roles(backward, ["cotangent" if name in cotangents else "residual" for name in names])
         return simulate(forward, backward).peak
 
     def graphs(self, **settings: object) -> tuple[fx.GraphModule, fx.GraphModule, float | None]:
@@ -306,7 +305,7 @@ def _again(step, block_of, block, kept, wanted) -> list[int]:
 
 def _block_of(node: fx.Node | None, blocks: tuple[str, ...]) -> str | None:
     """The checkpointed submodule that runs `node`."""
-    path = node.meta.get("module", "").split(".") if node is not None else []
+    path = (notes_of(node).module or "").split(".") if node is not None else []
     for i in range(1, len(path) + 1):
         name = ".".join(path[:i])
         depth = i - 1

@@ -11,13 +11,14 @@ derivatives. So each transformation transforms the *function* with PyTorch's own
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import draws_by_shape
 from torchremat.graph.symbolic_sizes import Interpreter
 from torchremat.tracing.ambient_state import Surroundings
@@ -275,7 +276,7 @@ class NotedInterpreter(Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one operator, with its notes, in the phase that the trace is in."""
-        self.tracing.notes = n.meta | {"phase": self.tracing.phase}
+        self.tracing.notes = replace(notes_of(n), phase=self.tracing.phase)
         try:
             return super().run_node(n)
         finally:

@@ -19,6 +19,7 @@ from torchremat import _torch
 from torchremat.autodiff.bodies import Body, gradients
 from torchremat.errors import EffectError
 from torchremat.graph.nodes import ancestors, is_forward
+from torchremat.graph.notes import notes_of
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.function_op import FunctionCalls, drop_inside
 from torchremat.tracing.functionalize import functionalize
@@ -225,7 +226,7 @@ def _refuse_differentiable_writes(
         if inputs[i].requires_grad:
             raise EffectError(
                 f"the function writes in place, through {value.target} at "
-                f"{value.meta.get('source')}, to an input that has a gradient: its caller would go "
+                f"{notes_of(value).source}, to an input that has a gradient: its caller would go "
                 "on with a value whose derivative is lost. Write to a copy (x.clone()), or return "
                 "the new value."
             )

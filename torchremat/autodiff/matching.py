@@ -10,7 +10,8 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import RetraceError
 from torchremat.graph.aliasing import changes_nothing
-from torchremat.graph.nodes import attribute, is_identity, is_item
+from torchremat.graph.nodes import attribute, call_of, is_identity, is_item, item_index
+from torchremat.graph.notes import notes_of
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ def match_forward(
             if not strict:
                 continue
             raise RetraceError(
-                f"{node.name} ({node.target}), from {node.meta.get('source')}, was computed when "
+                f"{node.name} ({node.target}), from {notes_of(node).source}, was computed when "
                 "the function was first traced and is not any more. A derivative of higher order "
                 "traces the function again, at the time of the backward pass: what it reads "
                 "besides its arguments (attributes, globals, train/eval) must be as in the forward "
@@ -50,9 +51,8 @@ def _is_of_opened(node: fx.Node) -> bool:
     """Whether `node` is what an opened checkpoint keeps, which only this graph has."""
     if not is_item(node):
         return False
-    call, index = node.args
-    assert isinstance(call, fx.Node)
-    return "num_outputs" in call.meta and index >= call.meta["num_outputs"]
+    num_outputs = notes_of(call_of(node)).num_outputs
+    return num_outputs is not None and item_index(node) >= num_outputs
 
 
 # where sizes are symbols, PyTorch writes one for the other
@@ -67,7 +67,7 @@ def _what(node: fx.Node) -> Any:
     assert module is not None
     held = attribute(module, str(node.target))
     if isinstance(held, fx.GraphModule):
-        return ("body", str(node.meta.get("source")))  # the graph itself may keep other values
+        return ("body", str(notes_of(node).source))  # the graph itself may keep other values
     if isinstance(held, torch.Tensor):
         with _torch.isolate():  # a trace may be in progress
             return ("constant", str(held.dtype), tuple(held.shape), repr(held.tolist()))

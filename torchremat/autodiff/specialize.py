@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.graph.nodes import attribute
+from torchremat.graph.notes import note_graph
 from torchremat.graph.symbolic_sizes import Size, Sizes, value_of
 
 
@@ -53,7 +54,8 @@ class _AtSizes:
                 held = attribute(module, str(node.target))
                 if isinstance(held, fx.GraphModule):
                     body = self.module(held)[0]
-                    body.meta = {k: v for k, v in held.meta.items() if k != "runner"}
+                    body.meta = dict(held.meta)
+                    note_graph(body, runner=None)
                     held = body
                 attributes[str(node.target)] = held
         return fx.GraphModule(attributes, graph), nodes

@@ -27,6 +27,7 @@ from torchremat.autodiff.jvp_graph import (
 from torchremat.core.trees import HOLE, Structure, tuple_of
 from torchremat.errors import GraphError
 from torchremat.graph.nodes import is_inexact, results_of
+from torchremat.graph.notes import notes_of
 from torchremat.tracing.tracing import Tracing
 from torchremat.typed_graph.building import build_graph
 from torchremat.typed_graph.dce import check_mask, eliminate_dead
@@ -127,7 +128,7 @@ class _Transposition:
         self._check_differentiability(body)
         graph = traced.module.graph
         varying = depending_on(linear, graph)
-        backward = [n for n in graph.nodes if n.meta.get("phase") == "backward"]
+        backward = [n for n in graph.nodes if notes_of(n).phase == "backward"]
         wanted = {value for value in traced.outputs if isinstance(value, fx.Node)}
         for node in backward:
             for used in read_by(node):
@@ -154,9 +155,9 @@ class _Transposition:
 
     def _fail(self, node: fx.Node, reason: str) -> NoReturn:
         """Raise at `node`, an operator of the graph or of its derivative."""
-        source = node.meta.get("source")
+        source = notes_of(node).source
         varying = depending_on(self.linear, self.g.graph_module.graph)
-        here = [n for n in varying if n.op == "call_function" and n.meta.get("source") == source]
+        here = [n for n in varying if n.op == "call_function" and notes_of(n).source == source]
         mark = node if node in varying else (here[0] if here else None)
         text = format_graph(self.g.graph_module, num_consts=len(self.g.consts), mark=mark)
         names = ", ".join(n.name for n in self.linear)
@@ -221,7 +222,7 @@ class _TransposeBody(Body):
         last = next(iter(reversed(self._tracing.graph.nodes)))
         self._marks.append((last.name, node))
         if node is not None:
-            self._tracing.notes = node.meta | {"phase": "backward"}
+            self._tracing.notes = replace(notes_of(node), phase="backward")
 
     def groups(self, graph: fx.Graph) -> Iterator[_Group]:
         """The operators of the backward pass by what they differentiate, if they can be told."""

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.core.source import warn_user
 from torchremat.errors import CompilerWarning, DeviceError
+from torchremat.graph.notes import notes_of
 
 _BY_TRITON = ("cuda", "xpu")
 
@@ -37,7 +38,7 @@ def check_devices(module: fx.GraphModule) -> None:
             has = f"only {count} of that kind" if count else "none of that kind"
             raise DeviceError(
                 f"inductor is to compile a graph with tensors on {device} (the first is "
-                f"{node.name}, from {node.meta.get('source')}), but this machine has {has}. Move "
+                f"{node.name}, from {notes_of(node).source}), but this machine has {has}. Move "
                 "the model and the arguments to a device that is here, or compile where the graph "
                 "is to run"
             )

@@ -15,6 +15,7 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.graph.nodes import attribute, is_checkpoint, is_item
+from torchremat.graph.notes import notes_of
 
 
 def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
@@ -74,7 +75,7 @@ class _Inliner:
         raise AssertionError("a graph has an output")
 
     def _apart(self, value: Any, inner: fx.Node) -> Any:
-        if not inner.meta.get("kept_apart") or not isinstance(value, fx.Node):
+        if not notes_of(inner).is_kept_apart or not isinstance(value, fx.Node):
             return value
         copy = self.graph.call_function(apart, (value,))
         copy.meta = dict(value.meta)

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from torchremat import _torch
+from torchremat.graph.notes import notes_of
 
 aten = torch.ops.aten
 
@@ -66,9 +67,7 @@ _IDENTITIES = {aten.detach.default, aten.alias.default}
 
 def is_forward(node: fx.Node) -> bool:
     """Whether the function itself, and not its derivative, runs the operator `node`."""
-    return (
-        node.op in ("call_function", "get_attr") and node.meta.get("phase", "forward") == "forward"
-    )
+    return node.op in ("call_function", "get_attr") and notes_of(node).phase != "backward"
 
 
 def is_identity(node: fx.Node) -> bool:
@@ -109,9 +108,8 @@ def is_staged_residual(node: fx.Node) -> bool:
     """Whether `node` is a residual that a nested checkpoint saves by its own policy on replay."""
     if not is_item(node):
         return False
-    call = node.args[0]
-    assert isinstance(call, fx.Node)
-    return "twin_of" in call.meta and node.args[1] >= call.meta["num_outputs"]
+    notes = notes_of(call_of(node))
+    return notes.staged_half_of is not None and item_index(node) >= (notes.num_outputs or 0)
 
 
 # --- from one node to others ---------------------------------------------------------------------

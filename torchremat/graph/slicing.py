@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from torchremat.graph.nodes import ancestors, body_of, is_checkpoint, nodes_read_by, results_of
+from torchremat.graph.notes import Notes, graph_notes_of, note_graph, notes_of, set_notes
 
 
 def slice_graph(
@@ -123,7 +124,7 @@ def prune_bodies(
         inputs = body.graph.find_nodes(op="placeholder")
         pruned = slice_graph(body, inputs, wanted, must_run=must_run)
         prune_bodies(pruned, must_run=must_run)
-        pruned.meta.update(program=body.meta.get("program"))
+        note_graph(pruned, program=graph_notes_of(body).program)
         with graph.inserting_before(node):
             node.args = (_reference(graph, pruned, node), *node.args[1:])
     _eliminate_dead(graph, must_run)
@@ -148,5 +149,6 @@ def _reference(graph: fx.Graph, body: fx.GraphModule, like: fx.Node) -> fx.Node:
         number += 1
     module.add_module(name, body)
     node = graph.get_attr(name)
-    node.meta = {key: like.meta.get(key) for key in ("phase", "module", "source")}
+    notes = notes_of(like)
+    set_notes(node, Notes(notes.phase, notes.module, notes.source))
     return node

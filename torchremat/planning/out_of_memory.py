@@ -6,6 +6,7 @@ from torch import fx
 
 from torchremat.core.formatting import human_bytes
 from torchremat.graph.nodes import call_of
+from torchremat.graph.notes import notes_of
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import LiveValue, Timeline
 from torchremat.planning.step.traced_step import graphs_of
@@ -69,13 +70,13 @@ def _alive(timeline: Timeline, where: int, nodes: Mapping[str, fx.Node]) -> list
 
 def _from(value: LiveValue, nodes: Mapping[str, fx.Node]) -> str:
     node = nodes.get(value.name)
-    source = None if node is None else node.meta.get("source")
+    source = None if node is None else notes_of(node).source
     return f" from {source}" if source is not None else ""
 
 
 def _describe_failure(node: fx.Node) -> str:
     call = call_of(node)
-    source = call.meta.get("source")
+    source = notes_of(call).source
     return f"{call.target}" + (f" from {source}" if source is not None else "")
 
 

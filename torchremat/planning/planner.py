@@ -11,6 +11,7 @@ from torchremat.core.formatting import human_bytes
 from torchremat.core.progress import shown_progress
 from torchremat.errors import BudgetError, PlanError, PolicyValueError, nearest_names
 from torchremat.graph.nodes import base_of, call_of, is_forward, nodes_read_by
+from torchremat.graph.notes import notes_of
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
@@ -217,11 +218,11 @@ def _solve(
 
 def _describe_call(call: fx.Node) -> str:
     if is_forward(call):
-        return f"{call.target} from {call.meta.get('source')}"
+        return f"{call.target} from {notes_of(call).source}"
     for node in nodes_read_by(call):
         made_by = call_of(base_of(node))
-        if is_forward(made_by) and made_by.meta.get("source"):
-            return f"{call.target}, for what {made_by.meta['source']} computes"
+        if is_forward(made_by) and notes_of(made_by).source:
+            return f"{call.target}, for what {notes_of(made_by).source} computes"
     return str(call.target)
 
 

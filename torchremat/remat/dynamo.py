@@ -17,6 +17,7 @@ from torchremat.core.avals import Aval
 from torchremat.core.source import warn_user
 from torchremat.errors import OffloadWarning, PolicyError, PolicyFailedError, TorchrematError
 from torchremat.graph.nodes import base_of, call_of
+from torchremat.graph.notes import note, notes_of
 from torchremat.graph.ops import split_arguments
 from torchremat.policies.builtin import Policy, PolicyLike, Value, as_policy
 from torchremat.policies.checkpoint_name import TakesNames
@@ -87,8 +88,8 @@ class _Decide(TakesNames):
         call = call_of(base)
         if call.op != "call_function" or "recompute" not in call.meta:
             return
-        names = (*call.meta.get("names", ()), name)
-        call.meta["names"] = names
+        names = (*notes_of(call).names, name)
+        note(call, names=names)
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: _aval(n.meta.get("val")))
         mark = self._mark(call.target, args, kwargs, call.meta, names, _aval(base.meta.get("val")))
         call.meta["recompute"] = base.meta["recompute"] = mark

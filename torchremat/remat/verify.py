@@ -13,6 +13,7 @@ from torch import Tensor
 from torchremat.errors import RecomputationError
 from torchremat.graph.codegen import compile_graph, symbols_of
 from torchremat.graph.nodes import is_forward, is_view
+from torchremat.graph.notes import notes_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.builtin import Policy
 from torchremat.remat.program.compiled_graph import Compiled, accept_any_layout
@@ -75,10 +76,10 @@ class VerifyingProgram(FunctionProgram):
         for node, before, again in zip(self.checked, expected, found, strict=True):
             if not _same_bits(before, again):
                 differing = int((before != again).sum())
-                module = node.meta.get("module") or "(none)"
+                module = notes_of(node).module or "(none)"
                 raise RecomputationError(
                     f"{node.name} ({node.target}), in module {module!r} from "
-                    f"{node.meta.get('source')}, was not the same when it was computed again: "
+                    f"{notes_of(node).source}, was not the same when it was computed again: "
                     f"{differing} of {before.numel()} elements of {tuple(before.shape)} differ. "
                     "Its operator does not give the same value twice, or something wrote to what "
                     "it reads. Let a policy save it (save_ops, save_modules, checkpoint_name)."

@@ -21,6 +21,7 @@ from torchremat.graph.nodes import (
     is_item,
     item_index,
 )
+from torchremat.graph.notes import notes_of
 from torchremat.policies.builtin import PolicyLike
 from torchremat.policies.module_selection import Select
 from torchremat.remat.module_policies import under_policy
@@ -286,7 +287,7 @@ class _Rows:
             return
         label = self.labels.label_of(value)
         reason = choice.reason
-        if value.node.meta.get("looped"):
+        if notes_of(value.node).is_looped:
             reason += "; vmap has no rule for it, and runs it once for each example"
         row = Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype, nbytes,
                   choice.decision, reason)  # fmt: skip

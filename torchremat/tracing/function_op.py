@@ -18,12 +18,10 @@ from torch import Tensor, fx, nn
 
 from torchremat import _torch
 from torchremat.errors import EffectError
+from torchremat.graph.notes import note, notes_of
 
 if TYPE_CHECKING:
     from torchremat.tracing.tracing import Tracing
-
-INSIDE = "inside_function"
-"""The note on operators that an `autograd.Function` ran."""
 
 
 class _Hole:
@@ -89,7 +87,7 @@ class FunctionCalls:
         result = apply(*args)
         inside = list(_nodes_after(tracing.graph, last))
         for node in inside:
-            node.meta[INSIDE] = True
+            note(node, is_inside_function=True)
         outputs = result if isinstance(result, tuple) else (result,)
         tensors: list[Tensor] = []
         body = FunctionCall(function, _mapped(lambda value: _holed(value, tensors), args))
@@ -120,14 +118,14 @@ def drop_inside(graph: fx.Graph) -> None:
     Raises `EffectError` where that is a random operator, which would then draw twice.
     """
     for node in reversed(list(graph.nodes)):
-        if not node.meta.get(INSIDE) or node.op == "placeholder":
+        if not notes_of(node).is_inside_function or node.op == "placeholder":
             continue
         if not node.users:
             graph.erase_node(node)
         elif _draws(node):
             raise EffectError(
                 f"{node.target} draws random numbers inside an autograd.Function, and a backward "
-                f"pass in the same graph reads them (from {node.meta.get('source')}). Draw them "
+                f"pass in the same graph reads them (from {notes_of(node).source}). Draw them "
                 "outside, and pass them in."
             )
 

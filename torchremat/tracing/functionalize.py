@@ -17,6 +17,7 @@ from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.inplace import is_mutable, replace_lone_writes
 from torchremat.graph.nodes import results_of
+from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Interpreter
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.input_spec import InputSpec
@@ -111,7 +112,7 @@ def _draw_in_order_of_memory(graph: fx.Graph) -> None:
             continue
         if node.target is aten.normal_.default:
             raise EffectError(
-                f"normal_() at {node.meta.get('source')} fills a tensor that is not contiguous, "
+                f"normal_() at {notes_of(node).source} fills a tensor that is not contiguous, "
                 "which PyTorch does with other numbers than a graph would draw. Fill a contiguous "
                 "one: torch.randn(shape)."
             )
@@ -154,7 +155,7 @@ class _NotedInterpreter(Interpreter):
         return tuple(self.run(*inputs))
 
     def run_node(self, n: fx.Node) -> Any:
-        self.tracing.notes = n.meta
+        self.tracing.notes = notes_of(n)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

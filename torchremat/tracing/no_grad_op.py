@@ -21,6 +21,7 @@ from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.inplace import is_mutable
 from torchremat.graph.nodes import base_of, is_inexact, is_item
+from torchremat.graph.notes import notes_of
 
 aten = torch.ops.aten
 
@@ -99,19 +100,17 @@ def refuse_no_grad_writes(graph: fx.Graph, arguments: Sequence[fx.Node]) -> None
         if node.op != "call_function" or _ran_with_grad(node) or not is_mutable(node):
             continue
         base = base_of(_first_argument(node))
-        if base.meta.get("unleaf"):
-            base = _first_argument(base)
         may_have_gradient = _requires_grad(base) if base.op == "placeholder" else base in dependent
         if may_have_gradient and _ran_with_grad(base) and is_inexact(base):
             raise EffectError(
-                f"{node.target} writes in place, under no_grad, at {node.meta.get('source')}, to a "
+                f"{node.target} writes in place, under no_grad, at {notes_of(node).source}, to a "
                 "value that may have a gradient: a graph cannot change a value and keep its "
                 "gradient. Compute a new value, or write to a buffer without gradient."
             )
 
 
 def _ran_with_grad(node: fx.Node) -> bool:
-    return node.meta.get("grad_enabled", True) is not False
+    return notes_of(node).grad_enabled is not False
 
 
 def _dependent_on(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.core.source import current_source, warn_user
 from torchremat.errors import EffectWarning, TraceError
+from torchremat.graph.notes import Notes, note, set_notes
 from torchremat.graph.symbolic_sizes import sizes_as_literals
 from torchremat.tracing.ambient_state import without_autocast
 from torchremat.tracing.axes.named_axes import out_of_reach
@@ -28,11 +29,6 @@ from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.trace_errors import explain_errors
 from torchremat.tracing.value_guards import Questions
-
-NOTES = ("phase", "module", "source", "grad_enabled", "looped")
-"""What a trace notes on each node: `forward` or `backward`, the module's name, the user's line;
-whether grad mode was on where the user's code, not an `autograd.Function` that it calls, ran it;
-whether it is one call of an operator that `vmap` ran in a loop."""
 
 
 def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
@@ -48,15 +44,11 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
 
     def create_noted_node(*args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(*args, **kwargs)
-        notes = tracing.notes
-        if notes is None:
-            notes = {
-                "phase": tracing.phase,
-                "module": tracing.paths.current,
-                "source": current_source(),
-                "grad_enabled": tracing.grad_enabled,
-            }
-        node.meta.update({key: notes.get(key) for key in NOTES})
+        if tracing.notes is not None:
+            set_notes(node, tracing.notes.from_trace())
+        else:
+            module, source = tracing.paths.current, current_source()
+            set_notes(node, Notes(tracing.phase, module, source, tracing.grad_enabled))
         return node
 
     tracer.create_node = create_noted_node  # type: ignore[method-assign]
@@ -106,7 +98,7 @@ class Tracing:
     warns: bool = False
     shapes: _torch.ShapeEnv | None = None
     phase: str = "forward"
-    notes: Mapping[str, Any] | None = None
+    notes: Notes | None = None
     opens_calls: bool = False
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
     """What to do with a call of a user's `autograd.Function`: class, arguments, `apply`."""
@@ -142,7 +134,7 @@ class Tracing:
         """Note on operators written so far, of that name (`aten::histc`), that a loop ran them."""
         for node in self.graph.nodes:
             if isinstance(node.target, _torch.OpOverload) and node.target.name() == operator:
-                node.meta["looped"] = True
+                note(node, is_looped=True)
 
     @property
     def graph(self) -> fx.Graph:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.core.trees import Structure
 from torchremat.graph.nodes import attribute, is_checkpoint, is_item, item_index, results_of
+from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.graph.slicing import slice_graph
 from torchremat.typed_graph.typed_graph import TypedGraph
 
@@ -186,13 +187,13 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
     assert isinstance(reference, fx.Node)
     body = attribute(module, str(reference.target))
     used = sorted({item_index(user) for user in node.users})
-    origin = body.meta.get("body")
+    origin = graph_notes_of(body).origin
     if origin is not None and all(i < len(results_of(origin)) for i in used):
         body = origin
         node.meta["val"] = tuple(node.meta["val"][: len(results_of(origin))])
         reference = _replace_body(module, node, reference, body)
     results = results_of(body)
-    if not used or (len(used) == len(results) and body.meta.get("tidy")):
+    if not used or (len(used) == len(results) and graph_notes_of(body).is_tidy):
         return
     body = _with_outputs(body, [results[i] for i in used])
     for user in list(node.users):
@@ -213,8 +214,7 @@ def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
 def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModule:
     inputs = body.graph.find_nodes(op="placeholder")
     pruned = slice_graph(body, inputs, outputs)
-    policy = body.meta.get("policy") or getattr(body.meta.get("program"), "policy", None)
-    pruned.meta = {"policy": policy, "tidy": True}
+    note_graph(pruned, policy=graph_notes_of(body).checkpoint_policy, is_tidy=True)
     for node in list(pruned.graph.nodes):
         if node.target in _HANDED_ON and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(node.args[0])

@@ -11,6 +11,7 @@ from torchremat.core.avals import Aval
 from torchremat.errors import GraphError
 from torchremat.graph.inplace import is_mutable
 from torchremat.graph.nodes import attribute
+from torchremat.graph.notes import notes_of
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.typed_graph.equations import Number
 from torchremat.typed_graph.printing import format_graph
@@ -91,7 +92,7 @@ class _Checker:
 
     def fail(self, node: fx.Node | None, rule: str) -> NoReturn:
         """Raise with the rule that is broken and the graph where it is."""
-        source = node.meta.get("source") if node is not None else None
+        source = notes_of(node).source if node is not None else None
         place = f" (from {source})" if source is not None else ""
         raise GraphError(f"{rule}{place}:\n{self._excerpt(node)}")
 

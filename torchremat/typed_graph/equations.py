@@ -14,6 +14,7 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.core.source import Source
 from torchremat.graph.nodes import attribute, is_item
+from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import op_name
 
 Number = bool | int | float | complex
@@ -73,12 +74,12 @@ class Eqn:
     @property
     def source(self) -> Source | None:
         """The user's line."""
-        return self.node.meta.get("source")
+        return notes_of(self.node).source
 
     @property
     def module(self) -> str:
         """The qualified name of the `nn.Module` that ran it, `''` outside any."""
-        return self.node.meta.get("module") or ""
+        return notes_of(self.node).module or ""
 
     @property
     def name(self) -> str:

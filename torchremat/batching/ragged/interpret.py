@@ -22,6 +22,7 @@ from torchremat.batching.ragged.rules.op_call import RULES, Batch, RaggedCall, i
 from torchremat.batching.ragged.rules.pointwise import map_entries, pointwise
 from torchremat.errors import RaggedError
 from torchremat.graph.nodes import inner_graphs_of
+from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.remat.op.remat_op import remat_p
@@ -124,9 +125,7 @@ def _run_node(node: fx.Node, env: dict[fx.Node, Any], batch: Batch, run_body: Bo
     target: Any = node.target
     if target is no_grad_p or node.target is name_p:
         return map_entries(batch, lambda x: target(x, **kwargs), [args[0]])
-    call = RaggedCall(
-        node.target, args, kwargs, node.meta.get("val"), batch, node.meta.get("source")
-    )
+    call = RaggedCall(node.target, args, kwargs, node.meta.get("val"), batch, notes_of(node).source)
     if isinstance(call.result, SYMBOLIC):
         raise RaggedError(f"{node.target} at {call.source} gives a number that no graph holds")
     return run_call(call)

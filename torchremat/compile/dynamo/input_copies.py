@@ -13,6 +13,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.graph.aliasing import lies_alike
 from torchremat.graph.nodes import base_of, call_of, is_view
+from torchremat.graph.notes import note
 
 aten = torch.ops.aten
 
@@ -84,7 +85,8 @@ def _copy_of(node: fx.Node, copy_op: _torch.OpOverloadPacket) -> fx.Node:
     last = node.graph.find_nodes(op="placeholder")[-1]
     with node.graph.inserting_after(last):
         copy = node.graph.call_function(copy_op.default, (node,))
-    copy.meta = {"val": node.meta["val"], "phase": "forward", "partitioner_tag": "is_forward"}
+    copy.meta = {"val": node.meta["val"], "partitioner_tag": "is_forward"}
+    note(copy, phase="forward")
     users = [u for u in node.users if u is not copy and u.op != "output" and not writes_input(u)]
     for key in _WHERE_IT_IS_READ.intersection(users[0].meta):
         copy.meta[key] = users[0].meta[key]

@@ -24,6 +24,7 @@ from torchremat.compile.dynamo.input_copies import (
 )
 from torchremat.compile.dynamo.scheduled_joint import schedule_joint
 from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
+from torchremat.graph.notes import note, notes_of
 from torchremat.policies.builtin import Policy
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.replay_rules import reason_not_replayable
@@ -207,7 +208,7 @@ def _drawless_hidden(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
 def _run_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
     """Let the forward pass compute what a plan keeps of what else the backward would: a cosine."""
     wanted = [node for node in kept if not is_forward(node)]
-    found = ancestors(wanted, stop=lambda node: node.meta.get("phase") != "backward")
+    found = ancestors(wanted, stop=lambda node: notes_of(node).phase != "backward")
     moved = [node for node in graph.nodes if node in found]
     last = next(
         node
@@ -215,7 +216,8 @@ def _run_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
         if node.op == "placeholder" or (is_forward(node) and not writes_input(node))
     )
     for node in moved:
-        node.meta |= {"phase": "forward", "partitioner_tag": "is_forward"}
+        note(node, phase="forward")
+        node.meta["partitioner_tag"] = "is_forward"
         last.append(node)
         last = node
 
@@ -245,8 +247,7 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
     _note_phases(module.graph, cotangents)
     for node in module.graph.nodes:
         if node.op != "placeholder":
-            node.meta["module"] = module_name(node.meta)
-            node.meta["source"] = source_of(node.meta)
+            note(node, module=module_name(node.meta), source=source_of(node.meta))
     results = results_of(module)
     written = _torch.written_inputs(module)
     mutations = [(node, results[i]) for i, node in written.items()]
@@ -270,7 +271,7 @@ def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:
         if is_late or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
         if node.op != "placeholder":
-            node.meta["phase"] = "backward" if node in late else "forward"
+            note(node, phase="backward" if node in late else "forward")
 
 
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")

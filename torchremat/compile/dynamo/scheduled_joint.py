@@ -20,6 +20,7 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.compile.dynamo.input_copies import drop_copies_for, writes_input
 from torchremat.graph.nodes import is_forward, is_item
+from torchremat.graph.notes import note
 from torchremat.graph.schedule import GraphSchedule, Replayed
 
 _RUN = "torchremat_run"
@@ -48,7 +49,8 @@ def schedule_joint(
     written = [builder.value(node.args[1]) for node in writes]
     for node in builder.graph.nodes:
         if node.op == "call_function":
-            node.meta |= {"phase": "forward", "partitioner_tag": "is_forward"}
+            note(node, phase="forward")
+            node.meta["partitioner_tag"] = "is_forward"
     runs: dict[fx.Node, int] = {}
     steps = _steps_of(schedule.backward, joint)
     for call, step in zip(schedule.backward, steps, strict=True):

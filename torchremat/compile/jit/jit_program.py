@@ -18,6 +18,7 @@ from torchremat.compile.jit.donation_plan import (
 from torchremat.compile.lowering import lower
 from torchremat.graph.codegen import Runner, source_of
 from torchremat.graph.nodes import inner_graphs_of, results_of
+from torchremat.graph.notes import graph_notes_of
 from torchremat.policies.builtin import Policy
 from torchremat.remat.program.compiled_graph import Compiled
 from torchremat.remat.program.compilers import compiler_named
@@ -105,7 +106,7 @@ class JitProgram(FunctionProgram):
         yield self.choices.warn_of_unmatched()
         yield self.choices.warn_of_places(is_compiled=True)
         for node in self.region.joint.module.graph.nodes:
-            inner = next((body.meta.get("program") for body in inner_graphs_of(node)), None)
+            inner = next((graph_notes_of(body).program for body in inner_graphs_of(node)), None)
             if isinstance(inner, FunctionProgram) and inner.known == ():
                 yield inner.choices.warn_of_places(is_compiled=True)
 

@@ -16,6 +16,7 @@ from torchremat.graph.nodes import (
     is_view,
     results_of,
 )
+from torchremat.graph.notes import notes_of
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.memory.timeline import Lifetime, LiveValue, Point, Timeline
 from torchremat.remat.offload.copies import (
@@ -269,7 +270,7 @@ def peak_inside(node: fx.Node, device_type: str | None = None) -> int:
 
 
 def _is_forward(node: fx.Node, computed: frozenset[str]) -> bool:
-    phase = node.meta.get("phase")
+    phase = notes_of(node).phase
     return phase == "forward" if phase is not None else node.name in computed
 
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from torchremat.errors import ArgumentTypeError, GraphError
 from torchremat.graph.nodes import results_of
+from torchremat.graph.notes import roles_of
 from torchremat.planning.memory.interpreter import MemoryInterpreter, storages_in
 from torchremat.planning.memory.timeline import Timeline
 
@@ -122,7 +123,7 @@ class _Links:
     def between(cls, forward: fx.GraphModule, backward: fx.GraphModule | None) -> "_Links":
         results = results_of(forward)
         placeholders = () if backward is None else backward.graph.find_nodes(op="placeholder")
-        given = None if backward is None else backward.meta.get("roles")
+        given = None if backward is None else roles_of(backward)
         roles = roles_of_results(forward)
         if roles is not None and given is not None:
             return cls(roles, tuple(placeholders), _sources_by_order(roles, given))
@@ -173,5 +174,5 @@ def roles_of_results(graph: fx.GraphModule) -> tuple[str, ...] | None:
 
     A backward graph, simulated by itself, says what its placeholders are.
     """
-    roles: tuple[str, ...] | None = graph.meta.get("roles")
+    roles = roles_of(graph)
     return None if roles is None or "cotangent" in roles or "input" in roles else roles

@@ -12,6 +12,7 @@ from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import TraceError
 from torchremat.graph.nodes import is_item, is_view
+from torchremat.graph.notes import note
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
@@ -101,7 +102,7 @@ def _label_inputs(region: Region, bound: BoundCall) -> None:
     for joint in (region.joint, region.joint_for(region.usual_outputs)):
         if len(labels) == len(joint.inputs):  # else a tensor is passed twice
             for node, label in zip(joint.inputs, labels, strict=True):
-                node.meta["label"] = label
+                note(node, label=label)
 
 
 def _trace_region(

@@ -24,6 +24,7 @@ from torchremat.graph.nodes import (
     is_view,
     results_of,
 )
+from torchremat.graph.notes import note
 from torchremat.policies.verdicts import Offloadable
 from torchremat.remat.offload.copies import (
     bring_next,
@@ -199,18 +200,22 @@ def fetch_copies(
             early.append(placeholders.index(group[0]))
         with graph.inserting_before(where):
             fetch = graph.call_function(start_fetch, (group[0], group[0].meta["val"].device))
-        fetch.meta = {**group[0].meta, "phase": "backward"}
+        fetch.meta = dict(group[0].meta)
+        note(fetch, phase="backward")
         for i, placeholder in enumerate(group):
             users = list(placeholder.users)
             with graph.inserting_before(min((u for u in users if u in order), key=order.get)):  # type: ignore[arg-type]
                 value = graph.call_function(fetched, (fetch, placeholder) if i else (fetch,))
-            value.meta = {**placeholder.meta, "phase": "backward"}
+            value.meta = dict(placeholder.meta)
+            note(value, phase="backward")
             for user in users:
                 if user is not fetch:
                     user.replace_input_with(placeholder, value)
     if not is_planned:  # it comes after the copies that begin there for this graph
         with graph.inserting_before(nodes[steps[-lead]] if len(steps) >= lead else _start(nodes)):
-            graph.call_function(bring_next).meta = {"phase": "backward", "val": None}
+            start = graph.call_function(bring_next)
+            start.meta["val"] = None
+            note(start, phase="backward")
     return tuple(early)
 
 

@@ -13,6 +13,7 @@ from torchremat.autodiff.joint import TraceOptions, trace_joint
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentTypeError, TraceError
 from torchremat.graph.nodes import results_of
+from torchremat.graph.notes import note_graph
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.builtin import Policy
 from torchremat.remat.op import op_rules  # noqa: F401  (gives remat_p and name_p their meaning)
@@ -172,7 +173,7 @@ def call_in_graph(
     inputs = module.graph.find_nodes(op="placeholder")
     tensors = [value for value in g.outputs if isinstance(value, fx.Node)]
     body = slice_graph(module, inputs, [*tensors, *g.written])
-    body.meta |= {"policy": policy, "tidy": True}
+    note_graph(body, policy=policy, is_tidy=True)
     operands = [*g.consts, *flatten_call(args, kwargs, statics, lenient=lenient).tensors]
     results = list(remat_p(body, *operands))
     with torch.no_grad():

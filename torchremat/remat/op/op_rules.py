@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.autodiff.bodies import NotedBody
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.policies.builtin import Policy, nothing_saveable
 from torchremat.policies.checkpoint_name import checkpoint_name, name_p
 from torchremat.remat.op.autograd_functions import apply_program
@@ -31,8 +32,7 @@ _programs: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, FunctionProgram]]
 
 def policy_of(body: fx.GraphModule) -> Policy:
     """The policy that a checkpoint in a graph has: `body` is that of a `remat_p`."""
-    program = body.meta.get("program")
-    policy: Policy | None = body.meta.get("policy") or getattr(program, "policy", None)
+    policy: Policy | None = graph_notes_of(body).checkpoint_policy
     return nothing_saveable if policy is None else policy
 
 
@@ -50,7 +50,7 @@ def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionPro
             TraceOptions(with_gradients=True),
         )
         program = FunctionProgram(region, policy_of(body))
-        program.forward.module.meta["body"] = body
+        note_graph(program.forward.module, origin=body)
         if symbolic:
             return program
         programs[specs] = program

@@ -20,6 +20,7 @@ from torch import fx
 
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.graph.nodes import attribute, is_checkpoint, results_of
+from torchremat.graph.notes import graph_notes_of, note, note_graph, notes_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.remat.op.op_rules import policy_of
 from torchremat.typed_graph.dce import draws_random
@@ -68,7 +69,7 @@ class Opener:
         body = copied_module(attribute(module, str(reference.target)))
         inputs = list(body.graph.find_nodes(op="placeholder"))
         env = dict(zip(inputs, operands, strict=True))
-        path = _joined(prefix, node.meta.get("module"))
+        path = _joined(prefix, notes_of(node).module)
         if not any(operand in unknown for operand in operands):
             return self._inline(module, node, body, env, path)
         unknown_inside = self.open(body, {i for i in inputs if env[i] in unknown}, path)
@@ -129,7 +130,7 @@ def copied_module(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copy = fx.GraphModule(module, graph)
-    copy.meta = {"policy": policy_of(module), "tidy": module.meta.get("tidy", False)}
+    note_graph(copy, policy=policy_of(module), is_tidy=graph_notes_of(module).is_tidy)
     return copy
 
 
@@ -148,7 +149,7 @@ def _copy_before(
                 if used.op == "get_attr" and used not in env:
                     env[used] = _reference(module, attribute(body, str(used.target)), used)
             copy = module.graph.node_copy(node, env.__getitem__)
-            copy.meta["module"] = _joined(path, node.meta.get("module"))
+            note(copy, module=_joined(path, notes_of(node).module))
             env[node] = copy
 
 

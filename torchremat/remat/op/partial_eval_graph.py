@@ -11,6 +11,7 @@ from torchremat.autodiff.partial_eval import Residuals
 from torchremat.core.avals import Aval
 from torchremat.core.trees import positional, tuple_of
 from torchremat.graph.nodes import call_of, is_forward, results_of
+from torchremat.graph.notes import note, notes_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.builtin import Policy, PolicyLike, as_policy
 from torchremat.remat.op.open_bodies import Opener
@@ -26,8 +27,6 @@ from torchremat.typed_graph.dce import (
 )
 from torchremat.typed_graph.equations import aval_of
 from torchremat.typed_graph.typed_graph import TypedGraph
-
-_PHASE_BEFORE = "phase_before"
 
 
 def partial_eval_graph(
@@ -129,8 +128,9 @@ class _Splitter:
         """What `wanted` needs of the known values of a graph, by the policy."""
         nodes = list(module.graph.nodes)
         for node in nodes:
-            node.meta.setdefault(_PHASE_BEFORE, node.meta.get("phase"))
-            node.meta["phase"] = "backward" if node in unknown else "forward"
+            notes = notes_of(node)
+            before = notes.phase_before or notes.phase or "forward"
+            note(node, phase="backward" if node in unknown else "forward", phase_before=before)
         inputs = [n for n in nodes if n.op == "placeholder"]
         joint = Joint(
             module,
@@ -181,6 +181,6 @@ class _Splitter:
 def _with_phases(g: TypedGraph) -> TypedGraph:
     """Give the nodes back the phases that they had in the whole graph."""
     for node in g.graph_module.graph.nodes:
-        if _PHASE_BEFORE in node.meta:
-            node.meta["phase"] = node.meta.pop(_PHASE_BEFORE)
+        if before := notes_of(node).phase_before:
+            note(node, phase=before, phase_before=None)
     return g

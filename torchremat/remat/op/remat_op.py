@@ -17,6 +17,7 @@ from torchremat.errors import EffectError
 from torchremat.graph.aliasing import overlapping_pair
 from torchremat.graph.codegen import Runner, compile_graph, source_of, symbols_of
 from torchremat.graph.nodes import BodyOperator
+from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.graph.symbolic_sizes import Interpreter, Sizes
 from torchremat.policies.policy import FailedOperator
 from torchremat.remat.program.compiled_graph import Compiled
@@ -48,10 +49,13 @@ class RematOp(BodyOperator):
 
     def runner_of(self, body: fx.GraphModule) -> Runner:
         """The compiled function that runs `body`, by the compiler of its program."""
-        if "runner" not in body.meta:
-            compiler = getattr(body.meta.get("program"), "compiler", None)
-            body.meta["runner"] = compiler(body) if compiler else compile_graph(body, "body")
-        return body.meta["runner"]  # type: ignore[no-any-return]
+        notes = graph_notes_of(body)
+        runner: Runner | None = notes.runner
+        if runner is None:
+            compiler = getattr(notes.program, "compiler", None)
+            runner = compiler(body) if compiler else compile_graph(body, "body")
+            note_graph(body, runner=runner)
+        return runner
 
 
 remat_p = RematOp()
@@ -150,10 +154,11 @@ _OF_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
 
 def note_if_out_of_memory(error: RuntimeError, compiled: Compiled) -> None:
     """Add a note to `error`, which `compiled` raised, if it is that memory ran out."""
-    program: Program | None = compiled.module.meta.get("program")
+    notes = graph_notes_of(compiled.module)
+    program: Program | None = notes.program
     if program is None or not _is_out_of_memory(error):
         return
-    phase = "backward" if "slice" in compiled.module.meta else "forward"
+    phase = "backward" if notes.cut is not None else "forward"
     try:
         note = program.policy.out_of_memory(
             program, FailedOperator(phase, _node_of(error, compiled))

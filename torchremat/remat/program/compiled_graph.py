@@ -12,6 +12,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import inner_graphs_of, is_forward, is_item
+from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.schedule import GraphSchedule, scheduled_graph
 from torchremat.graph.slicing import prune_bodies, simplify, slice_graph
 from torchremat.policies.replay_rules import reason_not_replayable
@@ -38,7 +39,7 @@ class Compiled:
         compiler: Compiler | None = None,
     ) -> "Compiled":
         """Compile `module`, which is the graph of `program`, with `compiler` if there is one."""
-        module.meta["program"] = program
+        note_graph(module, program=program)
         simplify(module.graph)
         return cls(module, compiler(module) if compiler else compile_graph(module, name))
 
@@ -90,9 +91,10 @@ def compile_backward(
         states = [placeholders[i] for i in given.draws]
         draw_from_states(module.graph, list(given.draws.values()), states)
     if given.copies:
-        module.meta["fetched_first"] = _fetch(module.graph, placeholders, given, schedule)
-    module.meta["slice"] = (joint, list(inputs), list(outputs))
-    module.meta["roles"] = tuple(given.roles)
+        early = _fetch(module.graph, placeholders, given, schedule)
+        note_graph(module, fetched_first=early)
+    note_graph(module, cut=(joint, list(inputs), list(outputs)))
+    note_roles(module, given.roles)
     return Compiled.of(module, "backward", program, compiler)
 
 
@@ -121,7 +123,7 @@ def _refuse_replay(graph: fx.Graph) -> None:
         if reason is not None:
             raise EffectError(
                 f"a second derivative needs the value of {node.target} from "
-                f"{node.meta.get('source')} again, which was not kept: {reason}. Draw random "
+                f"{notes_of(node).source} again, which was not kept: {reason}. Draw random "
                 "numbers outside the innermost checkpoint or vmap, and pass them in."
             )
 

@@ -23,6 +23,7 @@ from torchremat.graph.nodes import (
     is_staged_residual,
     is_view,
 )
+from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
 from torchremat.policies.builtin import Policy, Value
@@ -261,7 +262,7 @@ def _value(node: fx.Node, names: tuple[str, ...], module_prefix: str) -> Value:
     call = call_of(node)
     inner = body_value_of(node)
     if inner is not None:
-        prefix = ".".join(part for part in (module_prefix, call.meta.get("module")) if part)
+        prefix = ".".join(part for part in (module_prefix, notes_of(call).module) if part)
         return _value(inner, (*names, *_names_of(inner)), prefix)
     args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: _aval(n.meta.get("val")))
     avals, params = split_arguments(call.target, args, kwargs)
@@ -272,8 +273,8 @@ def _value(node: fx.Node, names: tuple[str, ...], module_prefix: str) -> Value:
         avals=avals,
         params=params,
         names=names,
-        module=".".join(part for part in (module_prefix, call.meta.get("module")) if part),
-        source=call.meta.get("source"),
+        module=".".join(part for part in (module_prefix, notes_of(call).module) if part),
+        source=notes_of(call).source,
         outputs=tuple(a for a in map(_aval, outputs) if isinstance(a, Aval)),
         index=node.args[1] if is_item(node) else 0,  # type: ignore[arg-type]
     )

@@ -11,6 +11,7 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import joint_at
 from torchremat.graph.nodes import base_of, is_forward, is_identity
+from torchremat.graph.notes import note_roles
 from torchremat.graph.ops import is_factorisation
 from torchremat.graph.schedule import scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
@@ -165,11 +166,9 @@ class FunctionProgram(Program):
             is_planned = self.schedule is not None
             put_out_copies(module.graph, positions, memories, is_planned=is_planned)
         written = {output.position for output in self.written_outputs}
-        module.meta["roles"] = (
-            *("write" if i in written else "output" for i, _ in enumerate(outputs)),
-            *["write"] * len(writes),
-            *["residual"] * len(self.residuals),
-        )
+        roles = ["write" if i in written else "output" for i, _ in enumerate(outputs)]
+        roles += ["write"] * len(writes) + ["residual"] * len(self.residuals)
+        note_roles(module, roles)
         return Compiled.of(module, "forward", self, self.compiler)
 
 

@@ -25,7 +25,8 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
-from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item
+from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item, item_index
+from torchremat.graph.notes import graph_notes_of, note, notes_of
 from torchremat.graph.slicing import _eliminate_dead, _reference, slice_graph
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.decisions import Choices
@@ -61,7 +62,7 @@ FindOpening = Callable[[NestedProgram, str], Opening | None]
 def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
     """`joint` with the checkpoints inside it opened, where something of them is kept."""
     openings = {
-        number: find_opening(_program(forward), forward.meta["module"] or "")
+        number: find_opening(_program(forward), notes_of(forward).module or "")
         for number, (forward, _) in _calls(joint).items()
     }
     if not any(openings.values()):
@@ -82,15 +83,19 @@ def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
 def join_exposed(forward: fx.GraphModule) -> None:
     """In a forward graph, let the call that keeps values also give the outputs."""
     graph = forward.graph
-    known = {n.meta["twin"]: n for n in graph.nodes if "twin" in n.meta and not is_item(n)}
+    known = {notes_of(n).known_half_of: n for n in graph.nodes if not is_item(n)}
+    known.pop(None, None)
     for node in list(graph.nodes):
-        twin = known.get(node.meta.get("twin_of"))
-        if twin is None or is_item(node):
+        notes = notes_of(node)
+        known_half = known.get(notes.staged_half_of)
+        if known_half is None or is_item(node):
             continue
         for item in list(node.users):
-            if item.args[1] < node.meta["num_outputs"]:
-                item.args = (twin, item.args[1])
-    _eliminate_dead(graph, lambda node: draws_in_forward(node) and "twin_of" not in node.meta)
+            if item_index(item) < (notes.num_outputs or 0):
+                item.args = (known_half, item_index(item))
+    _eliminate_dead(
+        graph, lambda node: draws_in_forward(node) and notes_of(node).staged_half_of is None
+    )
 
 
 def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
@@ -108,7 +113,7 @@ def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
 
 
 def _program(node: fx.Node) -> Any:
-    return body_of(node).meta["program"]
+    return graph_notes_of(body_of(node)).program
 
 
 def _copied(joint: Joint) -> Joint:
@@ -148,11 +153,12 @@ def _open_forward(forward: fx.Node, opening: Opening) -> tuple[list[fx.Node], li
         call = graph.call_function(
             cast(Any, forward.target), (_reference(graph, known, forward), *operands)
         )
-        call.meta = dict(forward.meta, twin=forward.name, num_outputs=len(outputs))
+        call.meta = dict(forward.meta)
+        note(call, known_half_of=forward.name, num_outputs=len(outputs))
         call.meta["val"] = (*values, *(node.meta["val"] for node in opening.kept))
         kept = _items(call, len(outputs), opening.kept)
         forward.args = (_reference(graph, staged, forward), *operands, *kept)
-    forward.meta.update(twin_of=forward.name, num_outputs=len(outputs))
+    note(forward, staged_half_of=forward.name, num_outputs=len(outputs))
     forward.meta["val"] = (*values, *(node.meta["val"] for node in opening.own))
     with graph.inserting_after(forward):
         return kept, _items(forward, len(outputs), opening.own)
@@ -163,7 +169,8 @@ def _items(call: fx.Node, start: int, values: Sequence[fx.Node]) -> list[fx.Node
     items = []
     for i, value in enumerate(values):
         item = call.graph.call_function(operator.getitem, (call, start + i))
-        item.meta = dict(value.meta, phase="forward")
+        item.meta = dict(value.meta)
+        note(item, phase="forward")
         items.append(item)
     return items
 
@@ -173,8 +180,10 @@ def _open_backward(
 ) -> None:
     """Let `backward` read what the two forward calls keep, `items`, in place of what it read."""
     body = body_of(backward)
-    program: NestedProgram = body.meta["program"]
-    joint, _, wanted = body.meta["slice"]
+    notes = graph_notes_of(body)
+    program: NestedProgram = notes.program
+    assert notes.cut is not None
+    joint, _, wanted = notes.cut
     values = [*opening.own, *opening.kept]
     if joint is program.root_joint:
         gradients = dict(zip(joint.gradients, opening.joint.gradients, strict=True))

@@ -22,6 +22,7 @@ from torch import fx
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.graph.nodes import is_forward, is_inexact
+from torchremat.graph.notes import graph_notes_of, note
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.policies.builtin import Policy
 from torchremat.remat.offload.graph_nodes import memory_of
@@ -180,7 +181,7 @@ class Program(ABC):
             compiler=self.compiler,
         )
         if copies:
-            self.fetched_first[:] = compiled.module.meta["fetched_first"]
+            self.fetched_first[:] = graph_notes_of(compiled.module).fetched_first
         flags = (*self.prevent_cse, *[True] * num_known)
         mark_kept_apart(compiled.module, [flags[i] for i in self.saved_inputs])
         return compiled
@@ -226,4 +227,4 @@ def mark_kept_apart(module: fx.GraphModule, flags: Iterable[bool]) -> None:
     """
     remaining = iter(flags)
     for node in module.graph.find_nodes(op="placeholder"):
-        node.meta["kept_apart"] = next(remaining, True)
+        note(node, is_kept_apart=next(remaining, True))

@@ -25,6 +25,7 @@ from torchremat.graph.nodes import (
     item_index,
     results_of,
 )
+from torchremat.graph.notes import graph_notes_of, notes_of
 from torchremat.graph.ops import packet_name
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import Program
@@ -75,7 +76,7 @@ class Scope:
             nodes=nodes,
             inputs=[node for node in nodes if node.op == "placeholder"],
             outputs=results_of(body),
-            program=_program(body),
+            program=graph_notes_of(body).program,
         )
 
     def whole_inside(self, call: fx.Node) -> "Scope":
@@ -105,7 +106,7 @@ class Scope:
 
     def module_of(self, node: fx.Node) -> str:
         """The qualified name of the module that ran the operator of `node`, from the outermost."""
-        own = node.meta.get("module") or ""
+        own = notes_of(node).module or ""
         if self.outer is None:
             return below(self.prefix, own)
         return self.outer.translate_module(own, self.paths) or join_names(self.prefix, own)
@@ -178,7 +179,7 @@ class ScopedValue:
     @property
     def source(self) -> Source | None:
         """The user's line; none for what the backward pass adds, whoever asked for that."""
-        return self.call.meta.get("source") if is_forward(self.call) else None
+        return notes_of(self.call).source if is_forward(self.call) else None
 
     @property
     def jitted_name(self) -> str:
@@ -215,7 +216,7 @@ _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 def program_of(call: fx.Node) -> FunctionProgram | None:
     """The program that the checkpoint `call` runs, if it is that of a function."""
-    program = _program(body_of(call))
+    program = graph_notes_of(body_of(call)).program
     return program if isinstance(program, FunctionProgram) else None
 
 
@@ -233,13 +234,10 @@ def is_tensor(node: fx.Node) -> bool:
     return hasattr(node.meta.get("val"), "untyped_storage")
 
 
-def _program(body: fx.GraphModule) -> Program | None:
-    return body.meta.get("program")
-
-
 def _name_of_call(call: fx.Node) -> str:
     """The name of a call; the parts that an opened call falls into go by that of the whole."""
-    return str(call.meta.get("twin") or call.meta.get("twin_of") or call.name)
+    notes = notes_of(call)
+    return notes.known_half_of or notes.staged_half_of or call.name
 
 
 def op_base_name(op: Any) -> str:

@@ -9,6 +9,7 @@ from torchremat.autodiff.bodies import FunctionBody
 from torchremat.core.formatting import human_bytes, human_seconds
 from torchremat.errors import ArgumentTypeError, GraphError
 from torchremat.graph.nodes import base_of
+from torchremat.graph.notes import graph_notes_of, notes_of
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
@@ -80,8 +81,8 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     timeline = plan.timeline()
     forward, backward = plan.forward_graph, plan.backward_graph
     model = cost_model or getattr(plan, "cost_model", None)
-    labels = _labels_of(forward.meta.get("program"))
-    inputs = _inputs_of(forward.meta.get("program"))
+    labels = _labels_of(graph_notes_of(forward).program)
+    inputs = _inputs_of(graph_notes_of(forward).program)
     reasons = _reasons_of(forward)
     reasons |= {name: _ON_HOST for name, kind in plan.decisions.items() if kind == "offloaded"}
     told = ProgramNotes(plan.decisions, reasons, labels, timeline, model, inputs)
@@ -127,7 +128,7 @@ def _share(plan: Plan) -> str:
 
 def _reasons_of(forward: fx.GraphModule) -> dict[str, str]:
     """Why a program keeps or computes again, by the names of nodes."""
-    program = forward.meta.get("program")
+    program = graph_notes_of(forward).program
     choices = getattr(program, "choices", None)
     if choices is None:
         return {}
@@ -148,7 +149,7 @@ def _labels_of(program: FunctionProgram | None) -> dict[str, InputLabel]:
         return {}
     region = program.region
     nodes = program.root_joint.inputs
-    noted = {n.name: n.meta["label"] for n in nodes if "label" in n.meta}
+    noted = {n.name: label for n in nodes if (label := notes_of(n).label) is not None}
     if noted or not isinstance(region.body, FunctionBody) or region.body.captured is None:
         return noted
     known = labels_of_state(region.paths)
@@ -233,7 +234,7 @@ def _decisions_of(program: FunctionProgram) -> dict[str, str]:
     }
     _, backward = graphs_of(program)
     for node in backward.module.graph.nodes:
-        if node.op == "call_function" and node.meta.get("phase") == "forward":
+        if node.op == "call_function" and notes_of(node).phase == "forward":
             found.setdefault(node.name, "recomputed")
     return found
 

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from torchremat.core.avals import Aval
 from torchremat.graph.nodes import base_of, call_of, is_item, is_view, results_of
+from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import packet_name
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.simulate import roles_of_results
@@ -80,7 +81,7 @@ class Values:
 
     def _operators(self, nodes: Sequence[fx.Node]) -> Operators:
         known = {
-            n.name: n.meta.get("module") or "" for n in nodes if n.meta.get("phase") != "backward"
+            n.name: notes_of(n).module or "" for n in nodes if notes_of(n).phase != "backward"
         } | {name: value.module for name, value in self.told.inside.items()}
         found = {name: known[source] for name, source in self.sources.items() if known.get(source)}
         by_name = {node.name: node for node in nodes}
@@ -102,7 +103,7 @@ class Values:
         kind = self._kind(node, phase, is_const)
         computed = node.op == "call_function"
         inside = self.told.inside.get(node.name)
-        source = inside.source if inside else node.meta.get("source")
+        source = inside.source if inside else notes_of(node).source
         self.values.append(
             DrawnValue(
                 name=node.name,

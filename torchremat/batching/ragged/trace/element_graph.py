@@ -22,6 +22,7 @@ from torchremat.batching.ragged.rules.attention import KeptAttention
 from torchremat.batching.ragged.trace.decompositions import BreakingUp
 from torchremat.batching.ragged.trace.trace_errors import explain_mismatches, refusing_branches
 from torchremat.errors import RaggedError
+from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import literal_size, printed
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.tracing.variables import modules_in, variables_of, variables_of_modules
@@ -107,7 +108,7 @@ class _Lowering(BreakingUp):
             sizes = value.shape if isinstance(value, Tensor) else ()
             if any(map(_is_made_of_hints, [*_literals(node.args), *sizes])):
                 raise RaggedError(
-                    f"an operator of PyTorch, called at {node.meta.get('source')}, has no form for "
+                    f"an operator of PyTorch, called at {notes_of(node).source}, has no form for "
                     f"sizes that differ from element to element ({node.target} is given one as a "
                     "number). Write it with other operators, or map over a dense batch."
                 )

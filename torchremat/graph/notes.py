@@ -1,0 +1,132 @@
+"""The notes of this package on nodes and graphs: one typed record, under one key of their `meta`.
+
+The other keys of `meta` are PyTorch's (`val`, `stack_trace`, `nn_module_stack`, ...). Records are
+frozen: copies of nodes share them, as a copy of `meta` is shallow, and a change replaces them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from torchremat.core.source import Source
+
+_KEY = "torchremat"
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The notes on a node: the first five come from its trace, the others from later passes.
+
+    Attributes:
+        phase: `forward`, `backward`, or `None` for a node that no trace made.
+        module: the qualified name of the `nn.Module` that ran it.
+        source: the user's line.
+        grad_enabled: grad mode where the user's code ran it, or called the `autograd.Function` that
+            did.
+        is_looped: it is one call of an operator that `vmap` ran in a loop.
+        label: what the user calls an input.
+        is_inside_function: a user's `autograd.Function` ran it.
+        is_kept_apart: what is computed of this input must not be merged with equal values.
+        known_half_of, staged_half_of: the name of the call of a checkpoint that was opened into two
+            calls, on the one that runs in the forward pass and on the one that may be replayed.
+        num_outputs: how many outputs of such a call are those of the function: residuals follow.
+        names: the names that `checkpoint_name` gave to the value.
+        phase_before: its phase in the whole graph, while partial evaluation changes `phase`.
+    """
+
+    phase: str | None = None
+    module: str | None = None
+    source: Source | None = None
+    grad_enabled: bool | None = None
+    is_looped: bool = False
+    label: Any = None
+    is_inside_function: bool = False
+    is_kept_apart: bool = False
+    known_half_of: str | None = None
+    staged_half_of: str | None = None
+    num_outputs: int | None = None
+    names: tuple[str, ...] = ()
+    phase_before: str | None = None
+
+    def from_trace(self) -> "Notes":
+        """The notes that an operator passes on to those that it becomes in another trace."""
+        return Notes(self.phase, self.module, self.source, self.grad_enabled, self.is_looped)
+
+
+_NO_NOTES = Notes()
+
+
+def notes_of(node: fx.Node) -> Notes:
+    """The notes on `node`, all of them empty if nobody has written any."""
+    notes: Notes = node.meta.get(_KEY, _NO_NOTES)
+    return notes
+
+
+def set_notes(node: fx.Node, notes: Notes) -> None:
+    """Put `notes` in place of all notes on `node`."""
+    node.meta[_KEY] = notes
+
+
+def note(node: fx.Node, **changes: Any) -> None:
+    """Change some of the notes on `node`, by the names of the attributes of `Notes`."""
+    node.meta[_KEY] = replace(notes_of(node), **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNotes:
+    """The notes on a graph.
+
+    Attributes:
+        program: the program that runs it.
+        policy: of the body of a checkpoint that has no program yet, its policy.
+        is_tidy: of the body of a checkpoint, that it computes no output twice or in vain.
+        origin: of a body that was differentiated, the body that it was traced from.
+        cut: of a backward graph, what it was cut from: the joint graph, its inputs and outputs.
+        runner: the compiled function that runs the body.
+        fetched_first: of a backward graph, the positions of the offloaded inputs whose copies to
+            the device start before its first operator.
+    """
+
+    program: Any = None
+    policy: Any = None
+    is_tidy: bool = False
+    origin: fx.GraphModule | None = None
+    cut: tuple[Any, Sequence[Any], Sequence[Any]] | None = None
+    runner: Any = None
+    fetched_first: Sequence[int] = ()
+
+    @property
+    def checkpoint_policy(self) -> Any:
+        """The policy of the checkpoint whose body this is, if it is known."""
+        return self.policy or getattr(self.program, "policy", None)
+
+
+_NO_GRAPH_NOTES = GraphNotes()
+
+
+def graph_notes_of(module: fx.GraphModule) -> GraphNotes:
+    """The notes on the graph of `module`, all of them empty if nobody has written any."""
+    notes: GraphNotes = module.meta.get(_KEY, _NO_GRAPH_NOTES)
+    return notes
+
+
+def note_graph(module: fx.GraphModule, **changes: Any) -> None:
+    """Change some of the notes on a graph, by the names of the attributes of `GraphNotes`."""
+    module.meta[_KEY] = replace(graph_notes_of(module), **changes)
+
+
+# A key of its own, since users may write it too: `simulate` documents it.
+_ROLES = "roles"
+
+
+def roles_of(module: fx.GraphModule) -> tuple[str, ...] | None:
+    """What the results of a forward graph, or the inputs of a backward graph, are, if noted."""
+    roles: tuple[str, ...] | None = module.meta.get(_ROLES)
+    return roles
+
+
+def note_roles(module: fx.GraphModule, roles: Sequence[str]) -> None:
+    """Note `roles`: `output`, `write`, `residual`, or `input`, `residual`, `cotangent`."""
+    module.meta[_ROLES] = tuple(roles)

@@ -20,6 +20,11 @@ from torchremat.policies.module_selection import has_forward
 
 __all__ = ["RematCallback"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 

@@ -35,6 +35,11 @@ except ImportError as error:
 
 __all__ = ["RematCallback", "disable", "enable"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _KEYS = ("policy", "select", "prevent_cse", "compile")
 _OF_PYTORCH = (
     "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",

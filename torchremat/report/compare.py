@@ -15,6 +15,13 @@ from torchremat.report.measured_step import MeasuredStep, restore_after
 from torchremat.report.observe import is_real, observe_saved
 from torchremat.report.report import Report
 
+__all__ = ["Compared", "Comparison"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _ROUNDS = 3
 
 

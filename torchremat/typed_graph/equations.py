@@ -16,6 +16,13 @@ from torchremat.core.source import Source
 from torchremat.graph.nodes import attribute, is_item
 from torchremat.graph.ops import op_name
 
+__all__ = ["Eqn", "Literal", "Var"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 Number = bool | int | float | complex
 
 

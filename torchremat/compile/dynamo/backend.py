@@ -39,6 +39,13 @@ from torchremat.policies.builtin import Policy, PolicyLike, as_policy, everythin
 from torchremat.policies.checkpoint_name import record_names
 from torchremat.report.report import Report
 
+__all__ = ["torchremat"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 CODEGENS = ("inductor", "eager")
 OWN_OPTIONS = ("policy", "codegen", "report", "mode")
 

@@ -36,6 +36,12 @@ from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.remat.tracing.trace_cache import PolicyKey, Trace
 from torchremat.typed_graph.typed_graph import TypedGraph
 
+__all__ = ["Jitted", "Lowered"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 @dataclass(frozen=True)
 class Lowered:

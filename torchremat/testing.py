@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchremat import _torch
 from torchremat.errors import ArgumentValueError
-from torchremat.policies.builtin import PolicyLike
+from torchremat.policies.policy import PolicyLike
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.tracing.variables import modules_in, variables_of
 from torchremat.report.explain import explain

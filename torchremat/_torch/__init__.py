@@ -51,6 +51,7 @@ from .fake_proxy import PythonKeyTracer as PythonKeyTracer
 from .fake_proxy import TorchDispatchMode as TorchDispatchMode
 from .fake_proxy import TorchFunctionMetadataMode as TorchFunctionMetadataMode
 from .fake_proxy import autograd_as_at_the_top as autograd_as_at_the_top
+from .fake_proxy import enter_proxy_modes as enter_proxy_modes
 from .fake_proxy import innermost_proxy_mode as innermost_proxy_mode
 from .fake_proxy import is_active as is_active
 from .fake_proxy import is_any_autocast_enabled as is_any_autocast_enabled
@@ -60,7 +61,6 @@ from .fake_proxy import is_traceable_wrapper_subclass as is_traceable_wrapper_su
 from .fake_proxy import is_transformed_or_watched as is_transformed_or_watched
 from .fake_proxy import isolate as isolate
 from .fake_proxy import new_fake_mode as new_fake_mode
-from .fake_proxy import enter_proxy_modes as enter_proxy_modes
 from .fake_proxy import proxy_of as proxy_of
 from .fake_proxy import ragged_dim_of as ragged_dim_of
 from .fake_proxy import track as track
@@ -142,9 +142,9 @@ from .patches import handle_function_calls as handle_function_calls
 from .patches import let_functions_know_axes as let_functions_know_axes
 from .patches import let_modes_see_views_of_zeros as let_modes_see_views_of_zeros
 from .patches import lift_before_wrapping as lift_before_wrapping
-from .patches import set_module_trackers_aside as set_module_trackers_aside
 from .patches import replace_batching_rule as replace_batching_rule
 from .patches import restore_batching_rule as restore_batching_rule
+from .patches import set_module_trackers_aside as set_module_trackers_aside
 from .pytrees import GetAttrKey as GetAttrKey
 from .pytrees import TreeSpec as TreeSpec
 from .pytrees import children_of as children_of

@@ -59,8 +59,8 @@ from torchremat.parallel.devices import (
 from torchremat.parallel.pmap import pmap
 from torchremat.planning.api import plan
 from torchremat.planning.estimate import estimate
-from torchremat.policies.builtin import policy
 from torchremat.policies.checkpoint_name import checkpoint_name, name_p
+from torchremat.policies.policy import policy
 from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Saveable
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.checkpoint import checkpoint as remat
@@ -152,3 +152,7 @@ __all__ = [
     "vjp",
     "vmap",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

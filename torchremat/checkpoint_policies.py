@@ -51,3 +51,7 @@ __all__ = [
     "save_only_these_names",
     "save_ops",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

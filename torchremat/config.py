@@ -8,6 +8,21 @@ False
 import os
 from typing import Literal
 
+__all__ = [
+    "host_pool_nbytes",
+    "least_offload_nbytes",
+    "log_checkpoint_residuals",
+    "num_cpu_devices",
+    "offload_copies_at_once",
+    "offload_prefetch",
+    "verify_recomputation",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 log_checkpoint_residuals: bool = os.environ.get(
     "TORCHREMAT_LOG_CHECKPOINT_RESIDUALS", "0"
 ).lower() in {"1", "true", "yes", "on"}

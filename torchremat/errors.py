@@ -7,6 +7,63 @@ expects, and of `TorchrematError`, so that all can be caught together.
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+__all__ = [
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "AxisError",
+    "AxisNameError",
+    "AxisTypeError",
+    "BudgetError",
+    "BudgetSpellingError",
+    "BudgetTypeError",
+    "ClosureError",
+    "CollectiveError",
+    "CollectiveTypeError",
+    "CompilerWarning",
+    "ConcretizationError",
+    "DerivativeShapeError",
+    "DerivativeTypeError",
+    "DeviceError",
+    "DonationError",
+    "DonationWarning",
+    "EffectError",
+    "EffectWarning",
+    "ForwardModeError",
+    "GraphError",
+    "LoopWarning",
+    "MissingRuleError",
+    "NoMatchError",
+    "NoStepError",
+    "NotAvailableError",
+    "OffloadWarning",
+    "OptionError",
+    "PermutationError",
+    "PlanError",
+    "PolicyError",
+    "PolicyFailedError",
+    "PolicyValueError",
+    "ProcessError",
+    "RaggedError",
+    "RaggedTypeError",
+    "RecomputationError",
+    "RegistrationError",
+    "RegistrationTypeError",
+    "RetraceError",
+    "RetraceWarning",
+    "RuleError",
+    "RuleTypeError",
+    "RuleValueError",
+    "SegmentError",
+    "SegmentTypeError",
+    "TorchrematError",
+    "TraceError",
+    "UnmatchedWarning",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 class TorchrematError(Exception):
     """The base of every error that torchremat raises on purpose."""

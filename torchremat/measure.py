@@ -23,3 +23,7 @@ __all__ = [
     "host_stats",
     "reset_host_counts",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,11 +11,18 @@ from torch import Tensor, nn
 
 from torchremat import _torch
 from torchremat.errors import ArgumentValueError
-from torchremat.policies.builtin import PolicyLike
+from torchremat.policies.policy import PolicyLike
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.tracing.variables import modules_in, variables_of
 from torchremat.report.explain import explain
 from torchremat.report.live_bytes import HeldBytes
+
+__all__ = ["RematCheck", "check_grads", "check_remat"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10}
 

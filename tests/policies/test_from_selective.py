@@ -14,7 +14,7 @@ from torchremat.checkpoint_policies import from_selective
 from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError
 from torchremat.graph.ops import split_arguments
-from torchremat.policies.builtin import Value
+from torchremat.policies.policy import Value
 from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Saveable
 
 aten = torch.ops.aten

@@ -4,7 +4,7 @@ import torch
 import torchremat as tr
 from torchremat import checkpoint_policies as cp
 from torchremat.errors import PolicyError, PolicyValueError
-from torchremat.policies.builtin import as_policy, policy
+from torchremat.policies.policy import as_policy, policy
 from torchremat.policies.spelling import list_spellings
 
 

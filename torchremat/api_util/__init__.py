@@ -43,3 +43,7 @@ __all__ = [
     "rebase_donate_argnums",
     "same_value",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

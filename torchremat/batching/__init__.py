@@ -75,3 +75,7 @@ __all__ = [
     "vtile",
     "with_sharding_constraint",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

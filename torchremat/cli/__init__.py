@@ -12,6 +12,4 @@ may use every other, and none imports it. Begin with `app.py`, then `commands/`.
 (0, True)
 """
 
-from torchremat.cli.app import main
-
-__all__ = ["main"]
+from torchremat.cli.app import main as main

@@ -7,6 +7,13 @@ import torch
 
 from torchremat._torch import hint_of
 
+__all__ = ["Aval"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _SHORT_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64",
     torch.float32: "f32",

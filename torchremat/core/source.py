@@ -14,6 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+__all__ = ["Source"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 

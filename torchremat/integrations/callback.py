@@ -13,8 +13,8 @@ from torchremat.errors import OptionError, UnmatchedWarning
 from torchremat.nn.wrap import report
 from torchremat.planning.budget import BudgetLike
 from torchremat.planning.budget_policy import memory_budget
-from torchremat.policies.builtin import Policy, PolicyLike, as_policy
 from torchremat.policies.module_selection import Select
+from torchremat.policies.policy import Policy, PolicyLike, as_policy
 from torchremat.remat.module_policies import PolicyByPattern
 from torchremat.report.live_bytes import LiveBytes
 from torchremat.report.report import Report

@@ -15,10 +15,15 @@ from torch import nn
 from torchremat.errors import OptionError
 from torchremat.integrations.callback import SessionCallback
 from torchremat.integrations.training_only import TrainingPolicy, remove
-from torchremat.policies.builtin import Policy
 from torchremat.policies.module_selection import has_forward
+from torchremat.policies.policy import Policy
 
 __all__ = ["RematCallback"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from torchremat.compile.lowering import check_backend
 from torchremat.errors import ConcretizationError
-from torchremat.policies.builtin import Policy, PolicyLike
 from torchremat.policies.module_selection import Select
+from torchremat.policies.policy import Policy, PolicyLike
 from torchremat.remat.checkpoint import check_prevent_cse
 from torchremat.remat.module_forward import RematForward
 from torchremat.remat.module_policies import PolicyByPattern, assigned_policies

@@ -21,7 +21,7 @@ from torchremat.core.source import warn_user
 from torchremat.errors import NoMatchError, OptionError, nearest_names
 from torchremat.integrations.callback import SessionCallback
 from torchremat.integrations.training_only import TrainingPolicy, remove
-from torchremat.policies.builtin import PolicyLike, as_policy
+from torchremat.policies.policy import PolicyLike, as_policy
 from torchremat.remat.module_policies import PolicyByPattern
 
 try:
@@ -34,6 +34,11 @@ except ImportError as error:
     ) from error
 
 __all__ = ["RematCallback", "disable", "enable"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _KEYS = ("policy", "select", "prevent_cse", "compile")
 _OF_PYTORCH = (

@@ -34,8 +34,9 @@ from torchremat.planning.planner import Planner
 from torchremat.planning.saved_curve import SavedPoint, trace_saved_curve
 from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
-from torchremat.policies.builtin import Policy, everything_saveable, nothing_saveable
+from torchremat.policies.builtin import everything_saveable, nothing_saveable
 from torchremat.policies.module_selection import Select, select_modules
+from torchremat.policies.policy import Policy
 from torchremat.remat.module_policies import copy_with_same_state
 from torchremat.remat.tracing.input_labels import refuse_misspelt
 from torchremat.tracing.modules.parallel_kind import parallel_kind

@@ -6,13 +6,14 @@ from torch import nn
 
 from torchremat.compile.lowering import check_backend
 from torchremat.errors import ArgumentTypeError, NoMatchError, NoStepError
-from torchremat.policies.builtin import PolicyLike
 from torchremat.policies.module_selection import Select
+from torchremat.policies.policy import PolicyLike
 from torchremat.remat.checkpoint import check_prevent_cse
 from torchremat.remat.module_forward import RematForward, wrapped_forward
 from torchremat.remat.module_policies import PolicyByPattern, assigned_policies
 from torchremat.remat.program.function_program import FunctionProgram
-from torchremat.report.explain import Report, report_of_programs
+from torchremat.report.explain import report_of_programs
+from torchremat.report.report import Report
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 

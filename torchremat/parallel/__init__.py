@@ -4,6 +4,12 @@
 `batching` and `planning`, and neither imports it. Begin with `pmap.py`.
 """
 
-from torchremat.parallel.agreed_plan import agreed_plan as agreed_plan
-from torchremat.parallel.mesh_axes import mesh_axes as mesh_axes
-from torchremat.parallel.pmap import pmap as pmap
+from torchremat.parallel.agreed_plan import agreed_plan
+from torchremat.parallel.mesh_axes import mesh_axes
+from torchremat.parallel.pmap import pmap
+
+__all__ = ["agreed_plan", "mesh_axes", "pmap"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

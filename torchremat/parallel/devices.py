@@ -20,6 +20,13 @@ from torch import distributed
 from torchremat import config
 from torchremat.errors import DeviceError, nearest_names
 
+__all__ = ["Device"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _SAME_AS_CUDA = ("gpu", "rocm")  # names that JAX has; PyTorch calls both kinds "cuda"
 
 

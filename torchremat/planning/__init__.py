@@ -37,3 +37,7 @@ __all__ = [
     "plan",
     "simulate",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,8 +13,7 @@ from torchremat.planning.out_of_memory import describe_plan
 from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner, check_solver, host_rate_of
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
-from torchremat.policies.builtin import Policy
-from torchremat.policies.policy import FailedOperator
+from torchremat.policies.policy import FailedOperator, Policy
 from torchremat.policies.spelling import register_spelling
 from torchremat.remat.program.function_program import FunctionProgram
 

@@ -22,6 +22,13 @@ from torchremat.planning.costs.op_signature import OpSignature
 from torchremat.planning.costs.op_timer import NodeTimer
 from torchremat.planning.costs.op_work import Work, has_formula, work_of
 
+__all__ = ["measure"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 Device = Union[str, torch.device, Rates, "CostModel", None]
 """What `CostModel.of` takes."""
 

@@ -20,8 +20,9 @@ from torchremat.planning.memory.resident_bytes import (
 )
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.step.traced_step import graphs_of, region_of, timeline_of
-from torchremat.policies.builtin import PolicyLike, as_policy, plain_autograd
+from torchremat.policies.builtin import plain_autograd
 from torchremat.policies.module_selection import Select
+from torchremat.policies.policy import PolicyLike, as_policy
 from torchremat.remat.module_policies import under_policy
 from torchremat.remat.offload.copies import COPIES
 from torchremat.remat.program.function_program import FunctionProgram

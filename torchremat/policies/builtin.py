@@ -21,22 +21,17 @@ from torchremat.graph.ops import (
     why_unknown,
 )
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.policy import MATCHES_NOTHING, Policy, PolicyLike, Value, as_policy, policy
+from torchremat.policies.policy import MATCHES_NOTHING, Policy, PolicyLike, Value, as_policy
 from torchremat.policies.spelling import register_spelling, spell
 from torchremat.policies.verdicts import NotSaved, Recompute, Saveable, Verdict
 
 __all__ = [
-    "Policy",
-    "PolicyLike",
-    "Value",
-    "as_policy",
     "checkpoint_dots",
     "checkpoint_dots_with_no_batch_dims",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
     "nothing_saveable",
-    "policy",
     "recompute_modules",
     "recompute_ops",
     "save_any_names_but_these",

@@ -37,7 +37,11 @@ from torchremat.policies.verdicts import (
     union,
 )
 
-__all__ = ["MATCHES_NOTHING", "Policy", "PolicyLike", "Value", "as_policy", "policy", "source_of"]
+__all__ = ["Policy", "Value"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 @dataclass(frozen=True)

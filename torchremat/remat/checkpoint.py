@@ -9,7 +9,7 @@ import torch
 from torchremat import _torch
 from torchremat.api_util import StaticArguments
 from torchremat.errors import ArgumentTypeError, NotAvailableError
-from torchremat.policies.builtin import PolicyLike, as_policy
+from torchremat.policies.policy import PolicyLike, as_policy
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.dynamo import checkpoint_in_compiler
 from torchremat.remat.program.compilers import compiler_of

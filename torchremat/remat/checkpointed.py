@@ -16,7 +16,7 @@ from torchremat.autodiff.joint import TraceOptions
 from torchremat.errors import ArgumentValueError
 from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_kept_whole, is_opened

@@ -19,9 +19,8 @@ from torchremat.errors import OffloadWarning, PolicyError, PolicyFailedError, To
 from torchremat.graph.nodes import base_of, call_of
 from torchremat.graph.notes import note, notes_of
 from torchremat.graph.ops import split_arguments
-from torchremat.policies.builtin import Policy, PolicyLike, Value, as_policy
 from torchremat.policies.checkpoint_name import TakesNames
-from torchremat.policies.policy import decide_for_compiler
+from torchremat.policies.policy import Policy, PolicyLike, Value, as_policy, decide_for_compiler
 from torchremat.policies.replay_rules import selects
 from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Verdict
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of

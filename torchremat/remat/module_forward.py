@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchremat.api_util import StaticArguments
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.program.compilers import compiler_named

@@ -9,8 +9,8 @@ from torch import nn
 
 from torchremat.core.source import name_of
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
-from torchremat.policies.builtin import Policy, PolicyLike, as_policy
 from torchremat.policies.module_selection import Select, select_modules
+from torchremat.policies.policy import Policy, PolicyLike, as_policy
 from torchremat.remat.checkpoint import checkpoint
 from torchremat.remat.module_forward import RematForward
 from torchremat.tracing.modules.parallel_kind import parallel_kind

@@ -15,7 +15,7 @@ from torchremat.graph.codegen import compile_graph, symbols_of
 from torchremat.graph.nodes import is_forward, is_view
 from torchremat.graph.notes import notes_of
 from torchremat.graph.slicing import slice_graph
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.remat.program.compiled_graph import Compiled, accept_any_layout
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Mask, Region

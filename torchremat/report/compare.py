@@ -6,14 +6,21 @@ from typing import Any
 
 from torchremat.core.formatting import human_bytes, table
 from torchremat.errors import ArgumentTypeError
-from torchremat.policies.builtin import PolicyLike, as_policy
 from torchremat.policies.module_selection import Select
+from torchremat.policies.policy import PolicyLike, as_policy
 from torchremat.remat.module_policies import under_policy
 from torchremat.remat.tracing.input_labels import BoundCall, refuse_misspelt
 from torchremat.report.explain import report_of
 from torchremat.report.measured_step import MeasuredStep, restore_after
 from torchremat.report.observe import is_real, observe_saved
 from torchremat.report.report import Report
+
+__all__ = ["Compared", "Comparison"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _ROUNDS = 3
 

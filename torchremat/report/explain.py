@@ -22,8 +22,8 @@ from torchremat.graph.nodes import (
     item_index,
 )
 from torchremat.graph.notes import notes_of
-from torchremat.policies.builtin import PolicyLike
 from torchremat.policies.module_selection import Select
+from torchremat.policies.policy import PolicyLike
 from torchremat.remat.module_policies import under_policy
 from torchremat.remat.program.decisions import Choice, Decision
 from torchremat.remat.program.function_program import FunctionProgram
@@ -48,10 +48,8 @@ from torchremat.report.observe import (
     SavedStorage,
     observe_saved,
 )
-from torchremat.report.report import Diff, Report
+from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
-
-__all__ = ["Diff", "Report", "Row", "explain", "report_of_programs"]
 
 
 def explain(

@@ -11,6 +11,12 @@ from torchremat.errors import ArgumentTypeError
 from torchremat.remat.program.decisions import Decision
 from torchremat.report.report_rows import DECISIONS, SAVED, Row, fold_rows, format_rows
 
+__all__ = ["Change", "Diff", "Report"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 @dataclass(frozen=True)
 class Report:

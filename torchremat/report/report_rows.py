@@ -12,6 +12,13 @@ from torchremat.core.formatting import WIDTH, _shortened, human_bytes, table
 from torchremat.core.source import Source
 from torchremat.remat.program.decisions import Decision
 
+__all__ = ["Row"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 SAVED: tuple[Decision, ...] = ("saved", "constant")
 """Decisions that cost memory of the device: inputs and parameters are there anyway."""
 

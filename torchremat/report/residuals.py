@@ -12,6 +12,12 @@ from torchremat.remat.values.residual_log import describe_input, describe_value
 from torchremat.remat.values.value_labels import ValueLabels
 from torchremat.report.observe import Observation, SavedStorage, observe_saved
 
+__all__ = ["Residual"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 @dataclass(frozen=True)
 class Residual:

@@ -17,6 +17,13 @@ from torchremat.graph.nodes import attribute, is_item
 from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import op_name
 
+__all__ = ["Eqn", "Literal", "Var"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 Number = bool | int | float | complex
 
 

@@ -29,3 +29,7 @@ __all__ = [
     "to_model_explorer",
     "to_perfetto",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,8 +13,8 @@ from torchremat.cli.arguments.targets import Target
 from torchremat.cli.arguments.user_modules import find, split
 from torchremat.errors import TorchrematError, nearest_names
 from torchremat.planning.budget import Budget
-from torchremat.policies.builtin import Policy, policy
 from torchremat.policies.module_selection import select_modules
+from torchremat.policies.policy import Policy, policy
 from torchremat.remat.module_policies import under_policy
 
 

@@ -18,7 +18,7 @@ from torchremat.cli.terminal.output import check_writable, show, working, write_
 from torchremat.core.avals import Aval
 from torchremat.core.formatting import human_bytes, human_seconds, table
 from torchremat.core.progress import shown_progress
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.report.measured_step import MeasuredStep, restore_after
 from torchremat.report.observe import Observation, is_real, observe_saved

@@ -18,7 +18,7 @@ from torchremat.cli.terminal.output import (
 )
 from torchremat.core.progress import shown_progress
 from torchremat.planning.estimate import estimate
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.report.compare import Compared, Comparison
 from torchremat.report.explain import explain
 

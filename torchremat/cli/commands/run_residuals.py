@@ -15,7 +15,7 @@ from torchremat.cli.terminal.output import (
     write_page,
 )
 from torchremat.core.formatting import human_bytes, table
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.report.explain import explain
 from torchremat.report.report import Report
 from torchremat.report.residuals import saved_residuals

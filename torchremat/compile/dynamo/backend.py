@@ -35,9 +35,17 @@ from torchremat.compile.dynamo.reports import report_of
 from torchremat.compile.dynamo.scheduled_joint import may_fuse
 from torchremat.errors import OptionError, TorchrematError, nearest_names
 from torchremat.graph.codegen import compile_graph
-from torchremat.policies.builtin import Policy, PolicyLike, as_policy, everything_saveable
+from torchremat.policies.builtin import everything_saveable
 from torchremat.policies.checkpoint_name import record_names
+from torchremat.policies.policy import Policy, PolicyLike, as_policy
 from torchremat.report.report import Report
+
+__all__ = ["torchremat"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 CODEGENS = ("inductor", "eager")
 OWN_OPTIONS = ("policy", "codegen", "report", "mode")

@@ -25,8 +25,8 @@ from torchremat.compile.dynamo.input_copies import (
 from torchremat.compile.dynamo.scheduled_joint import schedule_joint
 from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
 from torchremat.graph.notes import note, notes_of
-from torchremat.policies.builtin import Policy
 from torchremat.policies.checkpoint_name import name_p
+from torchremat.policies.policy import Policy
 from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.program.decisions import Choices
 from torchremat.tracing.functionalize import drop_running_statistics

@@ -25,7 +25,8 @@ from torchremat.core.source import current_source, name_of, warn_user
 from torchremat.errors import ArgumentTypeError, DonationError, DonationWarning
 from torchremat.graph.codegen import source_of
 from torchremat.graph.symbolic_sizes import Sizes
-from torchremat.policies.builtin import Policy, PolicyLike, as_policy, plain_autograd
+from torchremat.policies.builtin import plain_autograd
+from torchremat.policies.policy import Policy, PolicyLike, as_policy
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.op.make_graph import trace_graph
 from torchremat.remat.op.remat_op import run_graph, run_program
@@ -35,6 +36,12 @@ from torchremat.remat.tracing.calls import flatten_call
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.remat.tracing.trace_cache import PolicyKey, Trace
 from torchremat.typed_graph.typed_graph import TypedGraph
+
+__all__ = ["Jitted", "Lowered"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torchremat.compile.lowering import lower
 from torchremat.graph.codegen import Runner, source_of
 from torchremat.graph.nodes import inner_graphs_of, results_of
 from torchremat.graph.notes import graph_notes_of
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.remat.program.compiled_graph import Compiled
 from torchremat.remat.program.compilers import compiler_named
 from torchremat.remat.program.decisions import Choices

@@ -15,6 +15,12 @@ from torch import Tensor
 from torchremat.errors import SegmentError, SegmentTypeError
 from torchremat.kernels.attention import attention_ops as ragged_ops
 
+__all__ = ["ragged_attention"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 def ragged_attention(
     q: Tensor,

@@ -12,6 +12,13 @@ import torch
 
 from torchremat.errors import ArgumentValueError, nearest_names
 
+__all__ = ["Rates", "rates_of"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _logger = logging.getLogger("torchremat")
 
 COMPUTE_FRACTION = 0.7

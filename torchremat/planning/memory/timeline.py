@@ -7,6 +7,13 @@ from itertools import accumulate
 
 from torchremat.core.formatting import human_bytes
 
+__all__ = ["Lifetime", "LiveValue", "Point"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 CATEGORIES = ("output", "gradient", "saved", "recomputed", "temporary", "cotangent")
 """What a value is. `saved`: kept from the forward pass for the backward pass, and not an output."""
 

@@ -16,7 +16,8 @@ from torchremat.graph.notes import note
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
-from torchremat.policies.builtin import Policy, everything_saveable
+from torchremat.policies.builtin import everything_saveable
+from torchremat.policies.policy import Policy
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.program.compiled_graph import Compiled
 from torchremat.remat.program.function_program import FunctionProgram

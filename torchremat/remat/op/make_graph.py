@@ -15,7 +15,7 @@ from torchremat.errors import ArgumentTypeError, TraceError
 from torchremat.graph.nodes import results_of
 from torchremat.graph.notes import note_graph
 from torchremat.graph.slicing import slice_graph
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.remat.op import op_rules  # noqa: F401  (gives remat_p and name_p their meaning)
 from torchremat.remat.op.remat_op import remat_p
 from torchremat.remat.tracing.calls import Result, flatten_call

@@ -14,8 +14,9 @@ from torchremat import _torch
 from torchremat.autodiff.bodies import NotedBody
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.graph.notes import graph_notes_of, note_graph
-from torchremat.policies.builtin import Policy, nothing_saveable
+from torchremat.policies.builtin import nothing_saveable
 from torchremat.policies.checkpoint_name import checkpoint_name, name_p
+from torchremat.policies.policy import Policy
 from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.remat_op import remat_p
 from torchremat.remat.program.function_program import FunctionProgram

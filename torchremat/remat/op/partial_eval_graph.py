@@ -13,7 +13,7 @@ from torchremat.core.trees import positional, tuple_of
 from torchremat.graph.nodes import call_of, is_forward, results_of
 from torchremat.graph.notes import note, notes_of
 from torchremat.graph.slicing import slice_graph
-from torchremat.policies.builtin import Policy, PolicyLike, as_policy
+from torchremat.policies.policy import Policy, PolicyLike, as_policy
 from torchremat.remat.op.open_bodies import Opener
 from torchremat.remat.program.decisions import Choice, Choices
 from torchremat.typed_graph.building import Input, build_graph

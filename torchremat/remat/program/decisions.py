@@ -26,9 +26,8 @@ from torchremat.graph.nodes import (
 from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
-from torchremat.policies.builtin import Policy, Value
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.policy import MATCHES_NOTHING, decide_for_compiler
+from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
 from torchremat.policies.replay_rules import (
     body_value_of,
     reason_not_replayable,

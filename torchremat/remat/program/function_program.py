@@ -16,7 +16,8 @@ from torchremat.graph.ops import is_factorisation
 from torchremat.graph.schedule import scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
 from torchremat.graph.symbolic_sizes import Sizes
-from torchremat.policies.builtin import Policy, nothing_saveable
+from torchremat.policies.builtin import nothing_saveable
+from torchremat.policies.policy import Policy
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.graph_nodes import memory_of, put_out_copies
 from torchremat.remat.program.compiled_graph import Compiled, copy_inputs_among_last

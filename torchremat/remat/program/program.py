@@ -24,7 +24,7 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.graph.nodes import is_forward, is_inexact
 from torchremat.graph.notes import graph_notes_of, note
 from torchremat.graph.schedule import GraphSchedule
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.remat.offload.graph_nodes import memory_of
 from torchremat.remat.program.compiled_graph import Compiled, Given, compile_backward
 from torchremat.remat.program.compilers import Compiler

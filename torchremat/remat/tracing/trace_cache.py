@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
-from torchremat.policies.builtin import Policy
+from torchremat.policies.policy import Policy
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Call, Result

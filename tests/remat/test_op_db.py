@@ -69,12 +69,12 @@ LIMITS: Table = [
         "prod",
     ),
     (
-        "PyTorch takes another way when it is traced, which it cannot differentiate twice",
+        "PyTorch takes another path when it is traced, which it cannot differentiate twice",
         "second",
         "nn.functional.linear_cross_entropy.chunked_none",
     ),
     (
-        "PyTorch's vmap has no rule for it, or for its derivative; vmap(grad) takes it apart first",
+        "PyTorch's vmap has no rule for it, or for its derivative; vmap(grad) decomposes it first",
         "vmap(grad)",
         "as_strided as_strided.partial_views as_strided_copy column_stack",
     ),
@@ -88,7 +88,7 @@ LIMITS: Table = [
 FAULTS: Table = [
     (
         "in evaluation mode its statistics are empty, and PyTorch's rule for the derivative of a "
-        "batch does not take them when they have been kept",
+        "batch does not take them when they have been saved",
         "vmap(grad)",
         "_native_batch_norm_legit",
     ),
@@ -135,13 +135,15 @@ def as_document() -> str:
     ]
     parts = [
         "# Operators under `checkpoint`\n\n"
-        "Written by `scripts/sweep_ops.py` from the tables of `tests/remat/test_op_db.py`, which\n"
-        "the slow tests check to be exact. Swept is every operator that PyTorch differentiates on\n"
-        "the CPU, on PyTorch's own samples in double precision, under `nothing_saveable`,\n"
-        "`dots_saveable` and `everything_saveable`: the value and the first derivative (below:\n"
-        "first), the second derivative (second), `vmap(grad)` where plain PyTorch has it, and the\n"
-        "random stream afterwards. What is not listed here is equal to plain PyTorch to the bit.\n"
-        "An operator is listed if one of its samples fails; others may work.\n"
+        "`scripts/sweep_ops.py` writes this page from the tables of\n"
+        "`tests/remat/test_op_db.py`. The slow tests check that the tables are exact.\n\n"
+        "The sweep runs every operator that PyTorch differentiates on the CPU, on PyTorch's own\n"
+        "samples in double precision. It runs each under `nothing_saveable`, `dots_saveable`\n"
+        "and `everything_saveable`. It compares the value and the first derivative (below:\n"
+        "first), the second derivative (second), `vmap(grad)` where plain PyTorch has it, and\n"
+        "the random stream afterwards. Results that are not listed here are equal to plain\n"
+        "PyTorch to the bit. An operator is listed if one of its samples fails; others may\n"
+        "work.\n"
     ]
     for title, heading, table in tables:
         if table:

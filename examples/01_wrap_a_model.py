@@ -1,4 +1,4 @@
-"""A Transformer whose layers run under checkpoints: what is held, and that nothing else changes.
+"""A Transformer whose layers run under checkpoints: fewer saved bytes, and nothing else changes.
 
 python examples/01_wrap_a_model.py
 """

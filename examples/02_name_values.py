@@ -1,4 +1,4 @@
-"""Names for values, and policies that keep what is named, in a function and in a model.
+"""Names for values, and policies that save named values, in a function and in a model.
 
 python examples/02_name_values.py
 """

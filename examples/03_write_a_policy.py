@@ -13,7 +13,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def long_products(op, *avals, **params):
-    """Matrix products that sum over at least 64 numbers: the others are soon computed again."""
+    """Matrix products that sum over at least 64 numbers: the others are cheap to recompute."""
     return op in PRODUCTS and avals[-1].shape[0] >= 64
 
 

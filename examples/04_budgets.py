@@ -1,7 +1,7 @@
 """Fit a training step into a budget of peak memory, with the least recomputation.
 
-What fits is found on the meta device, where a model of any size takes no memory; then a small one
-is trained within the budget, and what it really took is measured.
+Budgets that fit are found on the meta device, where a model of any size takes no memory. Then a
+small model is trained within the budget, and its real peak is measured.
 
     python examples/04_budgets.py
     python examples/04_budgets.py --layers 12 --width 512 --budget 45%

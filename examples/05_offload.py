@@ -1,8 +1,8 @@
-"""Keep what the backward pass needs in the host's memory in place of the device's.
+"""Save the values that the backward pass needs in the host's memory instead of the device's.
 
-The same small model is trained three times: with what autograd saves, with the results of its
-matrix products saved and the rest computed again, and with them offloaded. On a CPU the host's
-memory is emulated, so that the same bytes are counted.
+The same small model is trained three times. First autograd saves its values, then only results of
+matrix products are saved, and last these are offloaded. On a CPU the host's memory is emulated, so
+that the same bytes are counted.
 
     python examples/05_offload.py
     python examples/05_offload.py --layers 12 --width 512 --device cuda

@@ -1,9 +1,9 @@
-"""A model under `torch.compile`, with a policy that says what the backward pass keeps.
+"""A model under `torch.compile`, with a policy that decides which values are saved.
 
     python examples/06_compile.py --policy dots
     python examples/06_compile.py --policy budget:60% --codegen inductor
 
-Prints what each policy keeps, in eager mode and compiled: the same values.
+The script prints the values that each policy saves, in eager mode and compiled: they are the same.
 """
 
 import argparse

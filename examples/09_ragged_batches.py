@@ -2,9 +2,9 @@
 
     python examples/09_ragged_batches.py
 
-`vmap` over a `Pile` maps the loss of one sequence over many, of lengths 1 to 40, laid end to end:
-no number is computed for padding. Its gradient is that of each sequence, as differentially private
-training needs it. The blocks are checkpoints, so that one holds little from forward to backward.
+`vmap` over a `Pile` maps the loss of one sequence over many, of lengths 1 to 40, laid end to end.
+No number is computed for padding. Its gradient is that of each sequence, as differentially private
+training needs it. The blocks are checkpoints, so that each saves few bytes for the backward pass.
 """
 
 import copy

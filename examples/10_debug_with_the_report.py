@@ -1,4 +1,4 @@
-"""Memory did not drop: the report says what is kept, where and why, and what a change changes.
+"""Memory did not drop: the report lists the saved values, with line and reason, and compares runs.
 
 python examples/10_debug_with_the_report.py
 """

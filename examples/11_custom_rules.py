@@ -2,10 +2,10 @@
 
     python examples/11_custom_rules.py
 
-`custom_vjp`: weights are rounded to four bits in the forward pass, and the gradient passes straight
-through the rounding, of which the true derivative is zero. `custom_jvp`: log(1 + exp(x)) whose
-derivative does not overflow. Both rules hold under every transformation: `grad`, `vmap`, second
-derivatives, in a checkpoint whose policy sees the operators inside of them, and in graphs.
+`custom_vjp`: weights are rounded to four bits in the forward pass. The gradient passes straight
+through the rounding, whose true derivative is zero. `custom_jvp`: log(1 + exp(x)) whose derivative
+does not overflow. Both rules apply under every transformation: `grad`, `vmap`, second derivatives,
+in graphs, and in a checkpoint whose policy sees the operators inside of them.
 """
 
 import argparse

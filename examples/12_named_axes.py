@@ -1,12 +1,12 @@
-"""Examples that know of one another: named axes, in a contrastive loss and in a batch norm.
+"""Examples that communicate: named axes, in a contrastive loss and in a batch norm.
 
     python examples/12_named_axes.py
     python examples/12_named_axes.py --batch 64 --policy none
 
-The model is written for one example. What it needs of the others it asks for by the name of their
-axis: `pmean` for the statistics of the batch, `all_gather` for what to tell an example apart from.
-Prints what the checkpoint of an example keeps, and how far loss and gradients are from those of the
-same model written for a batch.
+The model is written for one example. It reaches the other examples by the name of their axis.
+`pmean` computes the statistics of the batch, and `all_gather` collects the examples to tell it
+apart from. The script prints the values that the checkpoint of an example saves. It also prints how
+far loss and gradients are from those of the same model written for a batch.
 """
 
 import argparse

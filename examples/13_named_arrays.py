@@ -2,8 +2,8 @@
 
     python examples/13_named_arrays.py
 
-`register_vmappable` tells `vmap` how a type of your own is taken apart into elements, and put
-together again. What stands for an axis is a type of your own too: a name here.
+`register_vmappable` registers functions that split a type of your own into elements, and join them.
+The axis is given by a type of your own too: a name here.
 """
 
 from collections.abc import Callable

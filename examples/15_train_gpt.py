@@ -1,9 +1,10 @@
-"""Train a byte-level GPT under several policies for what the backward pass keeps, and compare them.
+"""Train a byte-level GPT under several policies for saved values, and compare them.
 
 The model is transformers' GPT-2 from a random start, the text is the source of Python's standard
-library. Every variant starts from the same weights and sees the same batches; one step of each is
-taken in turn, so that they share whatever else the machine is doing. The table at the end tells
-what each of them held, needed and took, and whether it computed the very bits of the first one.
+library. Every variant starts from the same weights and sees the same batches. The variants take
+turns, a step each, so that they share the load of the machine. The table at the end has the saved
+bytes, the peak and the time of each. It also says whether each computed the very bits of the first
+one.
 
     python examples/15_train_gpt.py
     python examples/15_train_gpt.py --dropout 0.1 --variants full --policy "dots|modules:*.attn"
@@ -169,7 +170,7 @@ def make_model(options: argparse.Namespace) -> nn.Module:
 
 
 def make_runs(options: argparse.Namespace) -> list[Run]:
-    """A run for each variant that was asked for; the first is plain."""
+    """A run for each requested variant; the first is plain."""
     variants = [VARIANTS[key] for key in options.variants]
     variants += [(spelling, partial(wrap_blocks, spelling)) for spelling in options.policy]
     runs = []

@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 examples/16_pmap.py
     python examples/16_pmap.py                         # one process: the same program
 
-A step is written for one device. What it needs of the others it asks for by the name of their axis:
-`pmean` of the gradients, and of the statistics of the batch inside the model. The checkpoint round
-each layer keeps what `pmean` gave, since computing it again would have the processes communicate
-again. Process 0 prints the losses, and how far the trained weights are from those of one process
-that has the whole batch.
+A step is written for one device. It reaches the other devices by the name of their axis: `pmean`
+averages the gradients, and the statistics of the batch inside the model. The checkpoint round each
+layer saves the results of `pmean`, since to recompute them is to communicate twice. Process 0
+prints the losses, and how far the trained weights are from those of one process that has the whole
+batch.
 """
 
 import argparse

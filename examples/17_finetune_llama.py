@@ -1,7 +1,8 @@
 """Fine-tune a small Llama with LoRA adapters in the Trainer of transformers, within a budget.
 
-The same training runs twice, from the same weights: as it is, and with a `RematCallback` that keeps
-the peak memory of each step within the budget. Losses and adapters are equal to the bit.
+The same training runs twice, from the same weights. One run is plain. In the other a
+`RematCallback` limits the peak memory of each step to the budget. Losses and adapters are equal to
+the bit.
 
     pip install "torchremat[examples]"
     python examples/17_finetune_llama.py
@@ -120,7 +121,7 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.policy is not None:
         arguments.budget = None
-    # nothing is computed again: only to measure the step
+    # nothing is recomputed: only to measure the step
     plain = RematCallback("none", select="model.layers.*")
     losses, adapters = train(arguments)
     train(arguments, plain)

@@ -1,10 +1,10 @@
-"""FSDP2 with one budget of memory for the whole step: each layer is sharded, and keeps its share.
+"""FSDP2 with one budget of memory for the whole step: each layer is sharded, and has a share.
 
     torchrun --nproc-per-node 2 examples/18_fsdp_budget.py
     python examples/18_fsdp_budget.py --budget 45%        # starts two processes itself
 
 The budget is split on the meta device, before anything is sharded or has memory. Each process then
-wraps the layers, shards them, and trains, once with the shares and once without: the losses are the
+wraps the layers, shards them, and trains, once with the shares and once without. The losses are the
 same to the bit, and fewer bytes are alive at the peak. Process 0 prints both.
 """
 
@@ -61,7 +61,7 @@ def sharded(split: tr.nn.BudgetSplit | None) -> nn.Module:
 
 
 def train(model: nn.Module, steps: int) -> tuple[list[float], int, int]:
-    """The losses, and of the last step what is held between its passes, and the peak."""
+    """The losses; for the last step, the bytes saved between its passes, and the peak."""
     optimizer = torch.optim.AdamW(model.parameters())
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     losses = []

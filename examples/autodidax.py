@@ -2,22 +2,22 @@
 
     python examples/autodidax.py
 
-Training keeps values of the forward pass until the backward pass has read them. Rematerialisation
-(activation checkpointing, gradient checkpointing, recomputation) keeps fewer, and computes the rest
-again. It comes down to seven ideas, each a section here:
+Plain training saves values of the forward pass until the backward pass has read them.
+Rematerialisation (activation checkpointing, gradient checkpointing, recomputation) saves fewer
+values and recomputes the others. It comes down to seven ideas, each a section here:
 
     1  trace      a function and its derivative are one graph of operators
-    2  names      a value can be called something
-    3  policies   which values may be kept is a function of the graph
-    4  split      the graph falls into a half that runs now and a half that runs later
-    5  operator   the two halves are the forward and the backward of one differentiable operator
-    6  bytes      how much is alive when can be told without running anything
-    7  plan       so what to keep within so many bytes can be computed: it is a minimum cut
+    2  names      a value can have a name
+    3  policies   a function of the graph decides which values may be saved
+    4  split      the graph is split into a half that runs now and one that runs later
+    5  operator   the halves are the forward and backward of one differentiable operator
+    6  bytes      the bytes alive at each time follow from the graph, without a run
+    7  plan       the best values to save within a budget are a minimum cut
 
-The library has the same parts, in the files that each section names, and does with them what is
-left out here: trees of arguments, tensors that a function closes over, writes in place, modules,
-`vmap` and forward mode, checkpoints inside checkpoints, offloading, compilers, sizes that vary. At
-the end this file and the library are given the same function, and must agree to the byte.
+The library has the same parts, in the files that each section names. It also has parts that are
+left out here: trees of arguments, closed-over tensors, writes in place, modules, `vmap` and forward
+mode. Further parts are checkpoints inside checkpoints, offloading, compilers, and sizes that vary.
+At the end this file and the library run the same function, and must agree to the byte.
 """
 
 import operator
@@ -44,23 +44,22 @@ aten = torch.ops.aten
 
 # --- 1. Trace ------------------------------------------------------------------------------------
 #
-# PyTorch differentiates by running operators, and those it runs backward are operators too. So if
-# we write down every operator that runs while a function runs and is differentiated, on fake
-# tensors that have shapes but no numbers, we hold a graph of both: the *joint graph*. Of
-# f(x, w) = sin(x @ w) it is
+# PyTorch differentiates by running operators, and those it runs backward are operators too. So we
+# run a function and its derivative on fake tensors, which have shapes but no numbers, and record
+# every operator. The record is a graph of both: the *joint graph*. Of f(x, w) = sin(x @ w) it is
 #
 #     inputs      x, w                            known now
 #     forward     y = mm(x, w);  z = sin(y)       known now
 #     inputs      ct                              the cotangent of z: known later
 #     backward    c = cos(y);  g = mul(ct, c);  dw = mm(t(x), g);  dx = mm(g, t(w))
 #
-# We need no rule for any derivative: autograd has them all, and runs them for us while we watch.
+# We need no rule for any derivative: autograd has them all, and runs them for us while we record.
 # (In the library: torchremat/autodiff/joint.py.)
 
 
 @torch.library.custom_op("autodidax::mark", mutates_args=())
 def mark(x: Tensor, label: str) -> Tensor:
-    """The identity, seen in a trace. What it copies is a fake tensor: it never runs for real."""
+    """The identity, seen in a trace. It only copies fake tensors: it never runs for real."""
     return x.clone()
 
 
@@ -84,7 +83,7 @@ class Joint:
 
     @property
     def wanted(self) -> list[fx.Node]:
-        """The gradients that there are."""
+        """The gradients that are not `None`."""
         return [gradient for gradient in self.gradients if gradient is not None]
 
 
@@ -109,7 +108,7 @@ def trace(fun: Callable[..., Any], tensors: Sequence[Tensor]) -> Joint:
 
 
 def read(module: fx.GraphModule, num_inputs: int) -> Joint:
-    """Which node of a traced graph is what. Marks say so, and then are taken out."""
+    """Build a `Joint` from a traced graph. Marks tell the parts apart, and are then removed."""
     forward: list[fx.Node] = []
     names: dict[fx.Node, str] = {}
     is_forward = True
@@ -125,7 +124,7 @@ def read(module: fx.GraphModule, num_inputs: int) -> Joint:
         elif is_forward and node.op in ("call_function", "get_attr"):
             forward.append(node)
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-            raise ValueError(f"{node.target} writes in place: what it wrote over cannot come again")
+            raise ValueError(f"{node.target} writes in place: the old value cannot be recomputed")
     placeholders = module.graph.find_nodes(op="placeholder")
     results = module.graph.output_node().args[0]
     return Joint(
@@ -143,14 +142,14 @@ aten_mark = torch.ops.autodidax.mark.default
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
-    """Functions here give a tensor or a tuple of them."""
+    """The result as a tuple: functions here return a tensor or a tuple of them."""
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-# Two facts about nodes matter to all that follows. An operator with several outputs is a *call*
-# whose outputs are its *items*. And a *view* (transpose, reshape) computes nothing: it lies in the
-# memory of its *base*, so it costs no bytes to keep and no time to make again. The schema of an
-# operator says which it is. (torchremat/graph/aliasing.py)
+# Two facts about nodes matter below. An operator with several outputs is a *call* whose outputs are
+# its *items*. And a *view* (transpose, reshape) computes nothing: it lies in the memory of its
+# *base*. So it costs no bytes to save and no time to recompute. The schema of an operator says
+# whether it is a view. (torchremat/graph/nodes.py)
 
 
 def is_item(node: fx.Node) -> bool:
@@ -181,7 +180,7 @@ def call_of(value: fx.Node) -> fx.Node:
 
 
 def is_value(node: fx.Node) -> bool:
-    """Whether `node` is one tensor that an operator computes: something that can be kept."""
+    """Whether `node` is one tensor that an operator computes, so that it can be saved."""
     return (
         node.op == "call_function"
         and not is_view(node)
@@ -196,10 +195,10 @@ def nbytes_of(value: fx.Node) -> int:
 
 # --- 2. Names ------------------------------------------------------------------------------------
 #
-# Somebody who writes a policy wants to say "keep the attention", and a graph has only mm_3. The
-# function itself can say it, through the same mark. As marks are taken out of the graph, a name
-# costs nothing when the graph runs; it is of the value, not of the variable, which is why `read`
-# puts it on the base. (torchremat/policies/checkpoint_name.py)
+# The author of a policy wants to say "save the attention", and a graph has only mm_3. The function
+# itself can say it, through the same mark. `read` removes marks from the graph, so a name costs
+# nothing when the graph runs. It belongs to the value, not to the variable: `read` puts it on the
+# base. (torchremat/policies/checkpoint_name.py)
 
 
 def name(x: Tensor, label: str) -> Tensor:
@@ -209,65 +208,65 @@ def name(x: Tensor, label: str) -> Tensor:
 
 # --- 3. Policies ---------------------------------------------------------------------------------
 #
-# A policy says what *may* be kept; what the backward pass does not need is not kept anyway. Some
-# policies ask one value at a time, others want the whole graph before they answer. One protocol
-# does for both: a policy is given the graph and answers with a function of its values.
-# (torchremat/policies/policy.py, policies.py)
+# A policy says which values *may* be saved; a value that the backward pass does not need is not
+# saved anyway. Some policies look at one value at a time, others need the whole graph before they
+# answer. One protocol does for both: a policy takes the graph and returns a function of its values.
+# (torchremat/policies/policy.py, builtin.py)
 
-MayKeep = Callable[[fx.Node], bool]
-Policy = Callable[[Joint], MayKeep]
+MaySave = Callable[[fx.Node], bool]
+Policy = Callable[[Joint], MaySave]
 
 
-def everything(joint: Joint) -> MayKeep:
-    """All that the backward pass needs: what plain PyTorch does."""
+def everything(joint: Joint) -> MaySave:
+    """Save each value that the backward pass needs, as plain PyTorch does."""
     return lambda value: True
 
 
-def nothing(joint: Joint) -> MayKeep:
-    """Only inputs are kept: what `torch.utils.checkpoint` does."""
+def nothing(joint: Joint) -> MaySave:
+    """Save only inputs, as `torch.utils.checkpoint` does."""
     return lambda value: False
 
 
-def dots(joint: Joint) -> MayKeep:
-    """Products of matrices: they take long and give little."""
+def dots(joint: Joint) -> MaySave:
+    """Save products of matrices: they take long to compute and few bytes."""
     products = {aten.mm.default, aten.bmm.default, aten.addmm.default}
     return lambda value: value.target in products
 
 
 def names(*labels: str) -> Policy:
-    """Values with one of these names."""
+    """Save values with one of these names."""
     return lambda joint: lambda value: joint.names.get(value) in labels
 
 
-# An operator that draws random numbers would draw others the second time. Whatever a policy says,
-# its value is kept. (The library keeps the state of the generator instead where that is smaller,
-# and knows more such operators: torchremat/policies/replay_rules.py.)
+# An operator that draws random numbers would draw others the second time. Its value is saved,
+# whatever the policy says. (The library saves the state of the generator instead where that is
+# smaller, and knows more such operators: torchremat/policies/replay_rules.py.)
 
 
-def must_keep(value: fx.Node) -> bool:
+def must_save(value: fx.Node) -> bool:
     """Whether the operator of `value` must not run twice."""
     return torch.Tag.nondeterministic_seeded in getattr(call_of(value).target, "tags", ())
 
 
 # --- 4. Split ------------------------------------------------------------------------------------
 #
-# Partial evaluation: some inputs of the graph are known now, the cotangents only later. What runs
-# now is decided; the question is what is handed over. Walk back from the gradients:
+# Partial evaluation: some inputs of the graph are known now, the cotangents only later. The first
+# half runs now. The question is which values it passes to the second. Walk back from the gradients:
 #
 #     a backward value       is computed later: go on with what it reads
-#     a known input          is there anyway
-#     a view                 goes on to what it is a view of
-#     a known value          is kept if it may be, and the walk ends there;
-#                            else it is computed again: go on with what it reads
+#     a known input          exists anyway
+#     a view                 leads to its base
+#     a known value          is saved if it may be, and the walk ends there;
+#                            else it is recomputed: go on with what it reads
 #
-# With sin(x @ w) as above, the walk reaches y through c = cos(y). If products may be kept, y is the
-# one *residual*; if not, mm runs again and x and w are read, which somebody else keeps.
+# With sin(x @ w) as above, the walk reaches y through c = cos(y). If products may be saved, y is
+# the one *residual*. If not, mm is recomputed from x and w, which the caller has anyway.
 # (torchremat/autodiff/partial_eval.py)
 
 
-def find_residuals(joint: Joint, may_keep: MayKeep) -> tuple[list[fx.Node], ...]:
-    """What is kept, which inputs are read later, and what is computed again, in graph order."""
-    kept, inputs, again, seen = (set[fx.Node]() for _ in range(4))
+def find_residuals(joint: Joint, may_save: MaySave) -> tuple[list[fx.Node], ...]:
+    """The saved values, the inputs read later, and the recomputed values, in graph order."""
+    saved, inputs, recomputed, seen = (set[fx.Node]() for _ in range(4))
     stack = joint.wanted
     while stack:
         node = stack.pop()
@@ -277,18 +276,18 @@ def find_residuals(joint: Joint, may_keep: MayKeep) -> tuple[list[fx.Node], ...]
         is_known = node in joint.forward and is_value(node)
         if node in joint.inputs:
             inputs.add(node)
-        elif is_known and (must_keep(node) or may_keep(node)):
-            kept.add(node)
+        elif is_known and (must_save(node) or may_save(node)):
+            saved.add(node)
         else:
-            again |= {node} if is_known else set()
+            recomputed |= {node} if is_known else set()
             stack.extend(node.all_input_nodes)
     nodes = joint.module.graph.nodes
-    return tuple([node for node in nodes if node in found] for found in (kept, inputs, again))
+    return tuple([node for node in nodes if node in found] for found in (saved, inputs, recomputed))
 
 
-# Now each half is a graph of its own, cut out of the joint graph. Operators keep their order, with
-# one exception that is worth much memory: what is computed again comes just before the first
-# operator that reads it, not all at the start. (torchremat/graph/slicing.py)
+# Now each half is a graph of its own, cut out of the joint graph. Operators stay in order, with one
+# exception that saves much memory. A recomputed value comes just before the first operator that
+# reads it, not at the start. (torchremat/graph/slicing.py)
 
 
 def cut_out(
@@ -323,36 +322,36 @@ def cut_out(
 
 @dataclass(frozen=True)
 class Halves:
-    """What runs now, from inputs to outputs and `kept`. What runs later: from
-    `inputs`, `kept` and cotangents to gradients; `again` is what it computes again.
+    """The first half runs now, from inputs to outputs and `saved`. The second half runs later, from
+    `inputs`, `saved` and cotangents to gradients, and recomputes `recomputed`.
     """
 
     joint: Joint
-    kept: list[fx.Node]
+    saved: list[fx.Node]
     inputs: list[fx.Node]
-    again: list[fx.Node]
+    recomputed: list[fx.Node]
     forward: fx.GraphModule
     backward: fx.GraphModule
 
 
-def split(joint: Joint, may_keep: MayKeep) -> Halves:
+def split(joint: Joint, may_save: MaySave) -> Halves:
     """The two halves of a joint graph."""
-    kept, inputs, again = find_residuals(joint, may_keep)
-    forward = cut_out(joint, joint.inputs, [*joint.outputs, *kept], lambda node: False)
-    given = [*inputs, *kept, *joint.cotangents]
+    saved, inputs, recomputed = find_residuals(joint, may_save)
+    forward = cut_out(joint, joint.inputs, [*joint.outputs, *saved], lambda node: False)
+    given = [*inputs, *saved, *joint.cotangents]
     backward = cut_out(joint, given, joint.gradients, joint.forward.__contains__)
-    return Halves(joint, kept, inputs, again, forward, backward)
+    return Halves(joint, saved, inputs, recomputed, forward, backward)
 
 
 # --- 5. Operator ---------------------------------------------------------------------------------
 #
-# A graph runs as a loop over its nodes. What it holds must be dropped in time: each value after the
-# last operator that reads it, also if it came in as an input. So inputs are handed over in a list,
-# which is emptied. (The library writes a Python function for it: torchremat/graph/codegen.py.)
+# A graph runs as a loop over its nodes. Each value must be dropped in time: after the last operator
+# that reads it, also if it came in as an input. So inputs are passed in a list, which is emptied.
+# (The library writes a Python function for it: torchremat/graph/codegen.py.)
 
 
 def last_reads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The node that is the last to read each; itself, if none does."""
+    """The last node to read each node; the node itself, if none does."""
     last = {node: node for node in graph.nodes}
     for node in graph.nodes:
         for read_now in node.all_input_nodes:
@@ -375,7 +374,7 @@ def run(module: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
         elif node not in env:
             result = node.target(*args, **kwargs)
             items = [user for user in node.users if is_item(user)]
-            # a call must not hold all of its outputs until the last of them is taken
+            # outputs of a call are freed one by one, so the call's own result must not refer to all
             env.update({item: result[item.args[1]] for item in items} or {node: result})
             del result
         del args, kwargs
@@ -389,10 +388,9 @@ def run(module: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
 # residuals, backward runs the other. Residuals go through `save_for_backward`, so PyTorch notices
 # if one is changed in place before it is read.
 #
-# (The derivative of the operator is a function of inputs, cotangents and residuals. In the library
-# that function is traced and split in its turn, so derivatives of every order are the same operator
-# again, and there are rules for `vmap`, forward mode and tracing:
-# torchremat/remat/op/autograd_functions.py.)
+# (The derivative of the operator is a function of inputs, cotangents and residuals. The library
+# traces and splits that function too, so derivatives of every order are the same operator. It also
+# has rules for `vmap`, forward mode and tracing: torchremat/remat/op/autograd_functions.py.)
 
 
 class Remat(torch.autograd.Function):
@@ -400,7 +398,7 @@ class Remat(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, halves: Halves, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the first half, and keep the residuals."""
+        """Run the first half, and save the residuals."""
         results = run(halves.forward, list(inputs))
         num_outputs = len(halves.joint.outputs)
         read_later = [
@@ -413,14 +411,14 @@ class Remat(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the second half, which frees each residual when it has been read."""
+        """Run the second half, which frees each residual after its last read."""
         given = [*ctx.saved_tensors, *(ct.contiguous() for ct in cotangents)]
         ctx.maybe_clear_saved_tensors()
         return None, *run(ctx.halves.backward, given)
 
 
 def checkpoint(fun: Callable[..., Any], policy: Policy = nothing) -> Callable[..., Any]:
-    """`fun`, a function of tensors alone, keeping for its backward pass what `policy` says."""
+    """`fun`, a function of tensors alone, which saves for its backward pass as `policy` decides."""
     traced: dict[Any, Halves] = {}
 
     def checkpointed(*tensors: Tensor) -> Any:
@@ -436,10 +434,10 @@ def checkpoint(fun: Callable[..., Any], policy: Policy = nothing) -> Callable[..
 
 # --- 6. Bytes ------------------------------------------------------------------------------------
 #
-# Which tensors `run` holds when is known from the graphs alone, and so is the size of each. A
-# *storage* is alive from the operator that makes it to the last that reads it or a view of it; what
-# the step gives, and the cotangents, which autograd holds, to the end. Inputs and parameters are
-# there anyway and do not count. The greatest sum is the peak.
+# The graphs alone say which tensors `run` refers to at each time, and how large they are. A
+# *storage* is alive from the operator that makes it to the last that reads it or a view of it.
+# Results of the step, and the cotangents, to which autograd refers, are alive to the end. Inputs
+# and parameters exist anyway and do not count. The greatest sum is the peak.
 # (torchremat/planning/memory/interpreter.py)
 
 
@@ -460,7 +458,7 @@ class Simulation:
         self.storages: list[Storage] = []
         joint = halves.joint
         now = self.walk(halves.forward, {})
-        later = {node.name: now[node.name] for node in halves.kept}
+        later = {node.name: now[node.name] for node in halves.saved}
         later |= {ct.name: self.make(ct.meta["val"]) for ct in joint.cotangents}
         cotangents = [later[ct.name] for ct in joint.cotangents]
         self.walk(halves.backward, later)
@@ -514,21 +512,22 @@ class Simulation:
 
 # --- 7. Plan -------------------------------------------------------------------------------------
 #
-# Now the best policy can be computed. Put a price on a byte: to keep value v costs price * nbytes,
-# to run operator o again costs its seconds. Say y_v = 1 if v is needed in the backward pass and
-# r_o = 1 if o runs again. Then
+# Now the best policy can be computed. Put a price on a byte: saving value v costs price * nbytes,
+# recomputing operator o costs its seconds. Let y_v be 1 if the backward pass needs v, and r_o be 1
+# if it recomputes o. Then
 #
 #     y_v = 1              if a backward operator reads v
-#     y_u >= r_o           if o reads u: to run again it needs its inputs
-#     cost of keeping v    if y_v = 1 and r_o = 0 for the o that makes v
+#     y_u >= r_o           if o reads u: recomputing needs its inputs
+#     cost of saving v     if y_v = 1 and r_o = 0 for the o that makes v
 #     seconds of o         if r_o = 1
 #
-# is least for a *minimum cut* between a source (all that is 1) and a sink (all that is 0), in a
-# network with an endless edge for each condition, and one of the capacity of each cost.
-# Cuts at several prices give the best of each size; the simulator says which of them fits. Yet few
-# bytes kept are no low peak: in the table below, a policy that keeps two values a layer peaks
-# lower than the cut that keeps one. (In the library cuts are only the start, in
-# torchremat/planning/search/min_cut.py: an integer program then has a row for the bytes at each
+# is least for a *minimum cut* between a source (all variables that are 1) and a sink (all that are
+# 0). The network has an endless edge for each condition, and one of the capacity of each cost. Cuts
+# at several prices give the best of each size, and the simulator says which of them fits.
+#
+# Yet few saved bytes are no low peak. In the table below, a policy that saves two values a layer
+# peaks lower than the cut that saves one. (In the library cuts are only the start, in
+# torchremat/planning/search/min_cut.py. An integer program then has a row for the bytes at each
 # moment.)
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 1e12, 1e11
@@ -536,7 +535,7 @@ ENDLESS = 1 << 30
 
 
 def seconds_of(call: fx.Node) -> float:
-    """What a call takes on a machine that is limited by arithmetic or by memory: a roofline."""
+    """The seconds of a call on a machine limited by arithmetic or by memory: a roofline."""
     read = [n.meta["val"] for n in call.all_input_nodes]
     made = call.meta["val"]
     tensors = [t for v in (*read, made) for t in as_tuple(v) if isinstance(t, Tensor)]
@@ -549,7 +548,7 @@ def seconds_of(call: fx.Node) -> float:
 
 
 def cut(joint: Joint, price: float) -> frozenset[fx.Node]:
-    """What to keep, if all values together cost `price` times what all operators take."""
+    """The values to save, if all values together cost `price` times what all operators take."""
     order = list(joint.module.graph.nodes)
     values = [node for node in order if node in joint.forward and is_value(node)]
     calls = list(dict.fromkeys(map(call_of, values)))
@@ -564,14 +563,14 @@ def cut(joint: Joint, price: float) -> frozenset[fx.Node]:
     edges += [(r[c], y[base_of(u)], ENDLESS) for c in calls for u in c.all_input_nodes
               if base_of(u) in y]  # fmt: skip
     edges += [(y[v], r[call_of(v)], round(per_byte * nbytes_of(v))) for v in values]
-    edges += [(r[c], 1, ENDLESS if must_keep(c) else round(per_second * seconds_of(c)))
+    edges += [(r[c], 1, ENDLESS if must_save(c) else round(per_second * seconds_of(c)))
               for c in calls]  # fmt: skip
     at_one = reached(2 + len(values) + len(calls), edges)
     return frozenset(v for v in values if y[v] in at_one and r[call_of(v)] not in at_one)
 
 
 def reached(size: int, edges: Iterable[tuple[int, int, int]]) -> set[int]:
-    """The nodes on the source's side of a minimum cut: reached when the flow is greatest."""
+    """The nodes on the source's side of a minimum cut: those reached when the flow is greatest."""
     starts, ends, capacities = map(np.array, zip(*edges, strict=True))
     network = sparse.csr_matrix((capacities.astype(np.int32), (starts, ends)), shape=(size, size))
     left = network - csgraph.maximum_flow(network, 0, 1).flow
@@ -586,29 +585,29 @@ class Budget:
 
     nbytes: int
 
-    def __call__(self, joint: Joint) -> MayKeep:
+    def __call__(self, joint: Joint) -> MaySave:
         """Choose for a graph."""
         sets = {cut(joint, price) for price in np.logspace(-4, 4, 24)}
-        found = [(split(joint, kept.__contains__), kept) for kept in sets]
+        found = [(split(joint, saved.__contains__), saved) for saved in sets]
         peaks = [Simulation(halves).peak for halves, _ in found]
         if min(peaks) > self.nbytes:
             raise ValueError(f"the least peak that is found is {min(peaks)} B, not {self.nbytes} B")
         fitting = [pair for pair, peak in zip(found, peaks, strict=True) if peak <= self.nbytes]
-        _, kept = min(fitting, key=lambda pair: added_seconds(pair[0]))
-        return kept.__contains__
+        _, saved = min(fitting, key=lambda pair: added_seconds(pair[0]))
+        return saved.__contains__
 
 
 def added_seconds(halves: Halves) -> float:
-    """What it takes to compute again what is computed again."""
-    return sum(map(seconds_of, dict.fromkeys(map(call_of, halves.again))))
+    """The seconds of recomputation."""
+    return sum(map(seconds_of, dict.fromkeys(map(call_of, halves.recomputed))))
 
 
 # --- What comes of it ----------------------------------------------------------------------------
 #
-# First the example of the sections above, as the halves that each policy makes of it; then layers
-# of a transformer. Every row of the table is run, and its loss and gradients are compared bit for
-# bit with plain PyTorch's, its peak with the simulation, and all it says with what the library says
-# of the same function under the same policy.
+# First comes the example of the sections above, as the halves that each policy makes of it; then
+# layers of a transformer. Every row of the table is run. Its loss and gradients are compared with
+# plain PyTorch's, bit for bit, and its peak with the simulation. All its figures are compared with
+# those of the library for the same function under the same policy.
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
@@ -667,26 +666,26 @@ def step(fun: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Figures:
-    """A row of the table: bytes kept, bytes at the peak, and what is computed again."""
+    """A row of the table: saved bytes, bytes at the peak, and recomputed values."""
 
-    kept: int
+    saved: int
     peak: int
-    again: tuple[tuple[str, tuple[int, ...]], ...]
+    recomputed: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
     def of(cls, halves: Halves) -> "Figures":
-        """What this file says."""
-        again = sorted((op_name(v), tuple(v.meta["val"].shape)) for v in halves.again)
-        return cls(sum(map(nbytes_of, halves.kept)), Simulation(halves).peak, tuple(again))
+        """The figures of this file."""
+        recomputed = sorted((op_name(v), tuple(v.meta["val"].shape)) for v in halves.recomputed)
+        return cls(sum(map(nbytes_of, halves.saved)), Simulation(halves).peak, tuple(recomputed))
 
     @classmethod
     def of_library(cls, inputs: Sequence[Tensor], policy: str) -> "Figures":
-        """What the library says."""
+        """The figures of the library."""
         fun = partial(layers, tr.checkpoint_name)
         report = tr.explain(fun, *inputs, policy=policy)
-        again = sorted((row.op, row.shape) for row in report if row.decision == "recomputed")
+        recomputed = sorted((row.op, row.shape) for row in report if row.decision == "recomputed")
         peak = tr.estimate(fun, *inputs, policy=policy).peak_bytes
-        return cls(report.total, peak, tuple(again))
+        return cls(report.total, peak, tuple(recomputed))
 
 
 ROW = "{:16}{:>12}{:>12}{:>16}   {:11}{}"
@@ -707,7 +706,7 @@ def main() -> None:
         (f"budget {budget}", Budget(budget), None),
     ]
     print()
-    print(ROW.format("policy", "bytes kept", "peak", "computed again", "bit-equal", "the library"))
+    print(ROW.format("policy", "bytes saved", "peak", "recomputed", "bit-equal", "the library"))
     for title, policy, spelling in rows:
         figures = Figures.of(split(joint, policy(joint)))
         checkpointed = checkpoint(fun, policy)
@@ -720,10 +719,10 @@ def main() -> None:
         else:
             assert figures == Figures.of_library(inputs, spelling), title
         said = "-" if spelling is None else "says the same"
-        print(ROW.format(title, figures.kept, figures.peak, len(figures.again), "yes", said))
+        print(ROW.format(title, figures.saved, figures.peak, len(figures.recomputed), "yes", said))
     plan = tr.plan(partial(layers, tr.checkpoint_name), *inputs, budget=budget)
-    again = list(plan.decisions.values()).count("recomputed")
-    print(ROW.format("  tr.plan", plan.saved_bytes, plan.peak_bytes, again, "", ""))
+    recomputed = list(plan.decisions.values()).count("recomputed")
+    print(ROW.format("  tr.plan", plan.saved_bytes, plan.peak_bytes, recomputed, "", ""))
 
 
 if __name__ == "__main__":

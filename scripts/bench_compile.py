@@ -2,16 +2,16 @@
 """The backend "torchremat" side by side with `torch.compile`'s own, in one run.
 
 With the policy "none" against the default: seconds of a step (forward and backward), of a cold
-compilation, bytes held between the passes, peak bytes. Then, at the peak that each
-`activation_memory_budget`, and `torch.utils.checkpoint` on each block, really has: the seconds of a
-step, over those of our fastest plan whose measured peak is no higher.
+compilation, bytes saved between the passes, peak bytes. Then the measured peaks of each
+`activation_memory_budget`, and of `torch.utils.checkpoint` on each block. At each of them: the
+seconds of a step, over those of our fastest plan whose measured peak is no higher.
 
     python scripts/bench_compile.py --quick                     on the CPU, small models, 3 minutes
     python scripts/bench_compile.py --json compile.json --docs  7 minutes; a GPU if there is one
     python scripts/bench_compile.py --from compile.json --docs  docs/measured/compile.md of these
 
-Variants of a model are timed in turn, round after round. What is not done in `--seconds` is left
-out, and counted.
+Variants of a model are timed in turn, round after round. Variants that are not done in `--seconds`
+are left out, and counted.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""What offloading costs and saves: time of a step, peak of the device, bytes of the host.
+"""Costs and savings of offloading: time of a step, peak of the device, bytes of the host.
 
-A stack of blocks (LayerNorm, Linear, GELU, Linear, tanh, residual) is trained as it is, with the
-results of its matrix products kept, and with one value of each block kept and the rest computed
-again: on the device and offloaded, as one checkpoint and as one a block. The variants take turns,
-each after steps that are not timed; the best time is told. On a GPU the link is measured, and each
-line says how long the copies alone take: where the step takes at least twice as long without them,
-one with them is to take at most 1.10 of it. On a CPU nothing overlaps, and the times say what the
-copies cost; the bytes are the same numbers.
+A stack of blocks (LayerNorm, Linear, GELU, Linear, tanh, residual) is trained in three variants.
+One is plain, one saves the results of its matrix products, and one saves one value of each block.
+The values are saved on the device or offloaded, in one checkpoint or in one a block. The variants
+take turns, each after steps that are not timed; the best time is printed.
+
+On a GPU the link is measured, and each line says how long the copies alone take. Where the step
+without copies takes at least twice as long as they do, a step with them must take at most 1.10 of
+it. On a CPU nothing overlaps, and the times say what the copies cost; the bytes are the same
+numbers.
 
     python scripts/bench_offload.py
     python scripts/bench_offload.py --width 4096 --blocks 12 --rows 8192 --json
@@ -81,7 +83,7 @@ class Stack(nn.Module):
 
 @dataclass
 class Run:
-    """A variant: the seconds of its steps, its peak, and what the host held of it."""
+    """A variant: the seconds of its steps, its peak, and the bytes that it saved on the host."""
 
     name: str
     model: nn.Module
@@ -204,7 +206,7 @@ def main() -> int:
 
 
 def rows_of(runs: list[Run], device: torch.device) -> list[dict[str, Any]]:
-    """The figures of each variant, beside those of the one that keeps the same on the device."""
+    """The figures of each variant, beside those of the one that saves the same on the device."""
     by_name = {run.name: run for run in runs}
     rows = []
     for run in runs:

@@ -1,11 +1,13 @@
-"""What checkpointing costs in eager mode where the operators themselves cost next to nothing.
+"""The cost of checkpointing in eager mode where the operators themselves cost next to nothing.
 
-Two measurements on one thread: a training step of a stack of tiny blocks (LayerNorm, Linear, GELU,
-Linear, residual), each block checkpointed, over the plain step; and a step of a tiny function over
-that of torch.utils.checkpoint. The variants take turns, in another order each time and after a
-step that is not timed, so that noise and cold caches hit all of them alike; the best time of each
-is compared, and the median told beside it. "plain again" is plain a second time: as far as it is
-from 1.00, so little can the other ratios be trusted.
+There are two measurements on one thread. One is a training step of a stack of tiny blocks
+(LayerNorm, Linear, GELU, Linear, residual), each block checkpointed, over the plain step. The other
+is a step of a tiny function over that of torch.utils.checkpoint.
+
+The variants take turns, in another order each time and after a step that is not timed. So noise and
+cold caches hit all of them alike. The best time of each is compared, and the median is printed
+beside it. The row "plain again" is plain a second time: its distance from 1.00 is the error of the
+other ratios.
 
     python scripts/bench_overhead.py
     python scripts/bench_overhead.py --blocks 48 --width 64 --json

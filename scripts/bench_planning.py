@@ -1,18 +1,19 @@
 #!/usr/bin/env python
 """The planner side by side with its peers, on the same graphs, under one simulator and cost model.
 
-At each peak of memory that a peer reaches: the time that our plan adds for it, over the peer's and
-over the proved lower bound; the least peak; fractions of the peak without rematerialisation; and
-Checkmate's program as an oracle on small graphs.
+Tables and figures show, at each peak of memory that a peer reaches, the time that our plan adds. It
+is given over the peer's time and over the proved lower bound. Further tables show the least peak,
+fractions of the peak without rematerialisation, and Checkmate's program as an oracle on small
+graphs.
 
     python scripts/bench_planning.py --quick                       some models, 3 minutes
     python scripts/bench_planning.py --jobs 2 --json out.json      all of them, half an hour
     python scripts/bench_planning.py --from out.json --docs        docs/measured/planning.*
     python scripts/bench_planning.py --models gpt-4 unet-2 --seconds 10 --device h100 --fused
 
-The models are on the meta device: nothing is computed. Times are those of a roofline, by default of
-a device of 150 TFLOP/s and 1.5 TB/s that launches for nothing, so that small models stand for large
-ones.
+The models are on the meta device: nothing is computed. Times are those of a roofline. The default
+is a device of 150 TFLOP/s and 1.5 TB/s that launches for nothing, so that small models stand for
+large ones.
 """
 
 import argparse
@@ -102,7 +103,7 @@ class Bench:
         return self._plans[budget]
 
     def ours(self, budget: int) -> Record:
-        """Our plan as a record; one that fails is told, and counts as a budget that is not met."""
+        """Our plan as a record; a failure is printed, and counts as a budget that is not met."""
         try:
             solution, took = self.plan(budget)
         except Exception as error:
@@ -128,7 +129,7 @@ class Bench:
         return record
 
     def figures(self, schedule: Schedule) -> Record:
-        """What a schedule costs."""
+        """The costs of a schedule."""
         costs = costs_of(self.problem, schedule)
         counts = Counter([*schedule.forward, *schedule.backward])
         return {
@@ -190,9 +191,9 @@ def shared_budgets(peaks: Iterable[int]) -> dict[int, int]:
 def order_floor(problem: Problem) -> int:
     """The peak that no choice in the given orders gets below, of what each operator needs itself.
 
-    That is what it reads and writes, and what is alive then whatever is decided: outputs and
-    gradients, cotangents, and values that need cotangents; in the forward pass, what the rest of
-    it reads.
+    These are its inputs and outputs, and the values alive then whatever is decided: outputs and
+    gradients, cotangents, and values that need cotangents. In the forward pass they include the
+    inputs of the rest of it.
     """
     forward = costs_of(problem, Schedule((), problem.forward, _chain(problem)))
     wanted: set[int] = set()
@@ -210,7 +211,7 @@ def order_floor(problem: Problem) -> int:
 
 
 def _chain(problem: Problem) -> tuple[int, ...]:
-    """A backward pass that computes everything again; only its forward pass is of interest."""
+    """A backward pass that recomputes everything; only its forward pass is of interest."""
     late = [o for o, op in enumerate(problem.operators) if o not in set(problem.forward)]
     return (*problem.forward, *late)
 

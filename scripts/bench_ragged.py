@@ -1,10 +1,10 @@
-"""What raggedness costs: ours, padding to the longest, and `torch.nested`, forward and backward.
+"""The cost of raggedness: ours, padding to the longest, and `torch.nested`, forward and backward.
 
-Softmax over each sequence, their sums, attention, and a transformer layer (layer norm, attention,
-MLP) over 256 sequences of 1 to 512 rows. All that a way takes is given in its own form: nothing
-is packed, padded or unpacked while the clock runs. Outputs and gradients are compared, of the rows
-that are there. The ways take turns; medians are told, and ours over each. Then a call of
-`torchremat.vmap` that repeats, over one of `torch.func.vmap`.
+The tasks are softmax over each sequence, their sums, attention, and a transformer layer (layer
+norm, attention, MLP). They run over 256 sequences of 1 to 512 rows. Each variant gets its inputs in
+its own form: nothing is packed, padded or unpacked while the clock runs. Outputs and gradients of
+the real rows are compared. The variants take turns; medians are printed, and ours over each. Then a
+call of `torchremat.vmap` that repeats is timed over one of `torch.func.vmap`.
 
     python scripts/bench_ragged.py            takes ten minutes or more on a core
     python scripts/bench_ragged.py --quick    a minute: 64 sequences of 1 to 128 rows

@@ -2,10 +2,10 @@
 
     python scripts/bench_viz.py [--depths 4 12 40] [--keep FOLDER]
 
-Models are GPTs of so many layers on the meta device, planned at the full budget: what counts here
-is the drawing. A page is opened in headless Chromium, where there is one (tests/viz/chromium.py
-drives it): the time until all is drawn, folded; the time to open all modules, lay them out and
-draw; and that of a frame then.
+Models are GPTs of so many layers on the meta device, planned at the full budget: only the drawing
+counts here. A page is opened in headless Chromium, where there is one (tests/viz/chromium.py drives
+it). Three times are measured: until the folded page is drawn, until all modules are opened, laid
+out and drawn, and that of a frame then.
 """
 
 import argparse

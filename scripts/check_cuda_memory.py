@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Compare simulated peaks with the bytes that the CUDA allocator was asked for.
+"""Compare simulated peaks with the bytes requested from the CUDA allocator.
 
     .venv/bin/python scripts/check_cuda_memory.py        a line for each model and policy
 
-`requested` is `torch.cuda.memory_stats()["requested_bytes.all.peak"]` of a step, above what was
-there before. Kernels ask for workspaces besides what they return (cuBLAS, cuDNN, sorts, reductions
-in blocks): what each operator asks for and gives back while it runs is measured in a step of its
-own, and added to what is simulated for that operator. The two must be equal then, to the byte. The
+`requested` is `torch.cuda.memory_stats()["requested_bytes.all.peak"]` of a step, above the bytes
+that were there before. Kernels also allocate workspaces (cuBLAS, cuDNN, sorts, reductions in
+blocks). A step of its own measures what each operator allocates and frees while it runs. These
+bytes are added to the simulated ones of that operator. The two must be equal then, to the byte. The
 exit status is 1 if they are not. Without a CUDA device nothing is checked, and it is 0.
 """
 
@@ -100,7 +100,7 @@ def check(name: str, policy: str) -> Row:
 
 
 def requested(which: str) -> int:
-    """The bytes that the allocator was asked for: `"current"` or `"peak"`."""
+    """The bytes requested from the allocator: `"current"` or `"peak"`."""
     torch.cuda.synchronize()
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
@@ -124,7 +124,7 @@ class Workspaces(TorchDispatchMode):
         return out
 
     def without_the_rest(self, num_forward: int) -> Iterator[tuple[str, int]]:
-        """What the graphs ran: not the writes to buffers, nor `ones_like`, the cotangent."""
+        """The operators of the graphs, without writes to buffers and `ones_like`, the cotangent."""
         ran = [entry for entry in self.found if entry[0] != "aten.copy_.default"]
         for i, entry in enumerate(ran):
             if i != num_forward:

@@ -4,9 +4,9 @@
     python scripts/check_gpu_kernels.py        takes under 2 minutes, most of it compiling kernels
 
 Each reduction, dtype and distribution of lengths is compared with a loop on the CPU in double
-precision, run twice to see that it is equal to the bit, and differentiated. Then kernel and twin
-are timed, with the bytes that each moves in a second, and `torch.compile` is tried. The exit status
-is 1 if anything differs. Without a GPU the twin is checked on the CPU, and nothing is timed.
+precision and differentiated. A second run must be equal to the bit. Then kernel and twin are timed,
+with the bytes that each moves in a second, and `torch.compile` is tried. The exit status is 1 if
+anything differs. Without a GPU the twin is checked on the CPU, and nothing is timed.
 """
 
 import itertools
@@ -86,7 +86,7 @@ def name_of(device: torch.device) -> str:
 
 
 def check_values(device: torch.device) -> list[str]:
-    """What differs from a loop over slices."""
+    """Differences from a loop over slices."""
     wrong = []
     for dtype, (kind, lengths), trailing in itertools.product(DTYPES, LENGTHS.items(), TRAILING):
         offsets = offsets_of(torch.tensor(lengths, dtype=torch.int64))
@@ -120,7 +120,7 @@ def by_loop(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
 
 
 def check_gradients(device: torch.device) -> list[str]:
-    """Which derivatives are not those of finite differences, to second order."""
+    """Derivatives that are not those of finite differences, to second order."""
     wrong = []
     offsets = torch.tensor([0, 2, 5], device=device)
     x = torch.randn(5, 3, dtype=torch.float64, device=device, requires_grad=True)
@@ -132,13 +132,13 @@ def check_gradients(device: torch.device) -> list[str]:
         try:
             torch.autograd.gradcheck(f, x, check_forward_ad=True, check_batched_grad=True)
             torch.autograd.gradgradcheck(f, x)
-        except Exception as error:  # to be told with the others
+        except Exception as error:  # reported with the others
             wrong.append(f"derivative of {name}: {error}")
     return wrong
 
 
 def check_compiled(device: torch.device) -> list[str]:
-    """What `torch.compile` gets wrong, or cannot do."""
+    """Reductions that `torch.compile` gets wrong, or cannot compile."""
     wrong = []
     offsets = offsets_of(torch.tensor(LENGTHS["huge"], device=device))
     x = torch.randn(int(offsets[-1]), 8, device=device, requires_grad=True)

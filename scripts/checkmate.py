@@ -5,19 +5,17 @@ order. In stage t, before its own operator runs,
 
     R[t, o]   operator o, which needs no cotangent, is computed (again)      0 or 1
     S[t, v]   value v is in memory when the stage begins; S[0, v]: it is saved
-    D[t, v, j] v is held in stage t after its reader j                        ("FREE" in the paper)
+    D[t, v, j] v is alive in stage t after its reader j                       ("FREE" in the paper)
     E[o]      o, which only the backward pass needs, runs in the forward pass
 
     least     sum of seconds_o R[t, o] + seconds_o E[o]
-    so that   S[t+1, v] <= S[t, v] + R[t, maker of v]         what is there was there, or is made
+    so that   S[t+1, v] <= S[t, v] + R[t, maker of v]         alive if it was, or is made
               R[t, o]   <= S[t, u] + R[t, maker of u]         o reads u
               1         <= S[t, v] + R[t, maker of v]         the operator of stage t reads v
               D[t, v, j] >= R[t, reader i], S[t+1, v]         i > j: a later reader, the next stage
               bytes alive while each operator of each stage runs <= budget
 
-The forward pass runs nothing twice. What is alive is what `costs_of` of
-`torchremat.planning.problem.problem` counts. Only R and E are binary: the least S and D are then
-integers by themselves.
+The forward pass runs nothing twice. Values are alive as `costs_of` of the planner counts them. Only R and E are binary: the least S and D are then integers without a constraint.
 
 Operators run in their order within a stage, each at most once; that is Checkmate's class too.
 """
@@ -37,7 +35,7 @@ from torchremat.planning.problem.replay import forward_order
 
 @dataclass(frozen=True)
 class Optimum:
-    """What the program says.
+    """The result of the program.
 
     Attributes:
         schedule: the best schedule found; `None` if there is none, or none was found in time.
@@ -138,7 +136,7 @@ class _Program:
 
     @cached_property
     def again(self) -> tuple[int, ...]:
-        """What may run in the backward pass though it needs no cotangent, in order."""
+        """Operators that may run in the backward pass though they need no cotangent, in order."""
         problem = self.problem
         wanted = set(problem.needed)
         found = []
@@ -151,7 +149,7 @@ class _Program:
 
     @cached_property
     def values(self) -> tuple[int, ...]:
-        """What these make, and is not held anyway."""
+        """The values that these operators make, without outputs, which stay in memory anyway."""
         operators = self.problem.operators
         made = {v for o in self.again for v in operators[o].writes}
         return tuple(sorted(made - self.problem.outputs))
@@ -271,7 +269,7 @@ class _Program:
         rows.at_most(last, self.budget / self.unit - end)
 
     def _useful(self, t: int) -> None:
-        """Nothing is made or kept for nothing: it cuts off no optimum, and helps the search."""
+        """Bar values without a reader: this cuts off no optimum, and helps the search."""
         problem, rows = self.problem, self.rows
         runs, there = self.stages[t]
         after = self.stages[t + 1][1]
@@ -298,7 +296,7 @@ class _Program:
         size = problem.nbytes[v] / self.unit
         maker, readers = problem.producers[v], self.readers[v]
         read_last = v in own.reads
-        for o in self.again:  # before it is made again
+        for o in self.again:  # before it is recomputed
             if o < maker:
                 terms[o].append((there[v], size))
         if len(problem.operators[maker].writes) == 1:
@@ -308,7 +306,7 @@ class _Program:
             rows.no_more(there[v], [either])
             rows.no_more(runs[maker], [either])
             terms[maker].append((either, size))
-        hold = None  # after the readers before: must it be held?
+        hold = None  # after the readers before: must it stay in memory?
         for j, first in enumerate([maker, *readers]):
             here = [o for o in self.again if first < o]
             if j < len(readers):

@@ -1,4 +1,4 @@
-"""What a compiled training step takes: seconds, bytes held between its passes, peak bytes."""
+"""The costs of a compiled training step: seconds, bytes saved between its passes, peak bytes."""
 
 import contextlib
 import json
@@ -34,8 +34,8 @@ class Variant:
         is_ours: whether our backend compiled it.
         module: whose parameters get gradients.
         loss: the compiled function.
-        compile_seconds: what the first step took, compilation included.
-        saved_bytes: of storages held between the passes, without parameters and arguments.
+        compile_seconds: of the first step, compilation included.
+        saved_bytes: of storages saved between the passes, without parameters and arguments.
         peak_bytes: the most that a step allocates at a time, gradients included.
         seconds: of each timed step.
     """
@@ -143,7 +143,7 @@ _numbers = count()
 
 
 def _own_code(module: nn.Module) -> Loss:
-    """`module` as a function of its own code object, for which Dynamo keeps nothing else."""
+    """`module` as a function with its own code object, for which Dynamo caches nothing else."""
 
     def loss(*args: Tensor) -> Tensor:
         return module(*args)
@@ -185,7 +185,7 @@ def cold_caches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_graphs_uncached(folder: str) -> Iterator[None]:
-    """Within, kernels are kept in `folder` but graphs are not: each variant is cut anew."""
+    """Within, kernels are cached in `folder` but graphs are not: each variant is cut anew."""
     graphs = (
         (torch._functorch.config, "enable_autograd_cache"),
         (torch._inductor.config, "fx_graph_cache"),

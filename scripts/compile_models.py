@@ -12,10 +12,10 @@ Built = tuple[nn.Module, tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Model:
-    """What is compiled.
+    """A model to compile.
 
     Attributes:
-        build: makes the module, which gives its loss, and its arguments.
+        build: makes the module, which returns its loss, and its arguments.
         small: the sizes for a CPU.
         large: the sizes for a GPU.
         blocks: the lists of submodules that `torch.utils.checkpoint` is put on.

@@ -105,7 +105,7 @@ def _mb(*nbytes: float) -> str:
 
 
 def summary(results: Record) -> str:
-    """What the tables come to, in a sentence or two."""
+    """The result of the tables, in a sentence or two."""
     found = ratios(results["models"])
     plain = [
         model["plain"]["none"]["seconds"] / model["plain"]["default"]["seconds"]

@@ -75,7 +75,7 @@ def draw(into: Path) -> list[Path]:
 
 
 def main() -> None:
-    """See the module."""
+    """Draw the pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

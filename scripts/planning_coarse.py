@@ -9,8 +9,9 @@ from torchremat.planning.problem.problem import Operator, Part, Problem
 def coarsened(problem: Problem, most: int) -> Problem:
     """`problem` with neighbours made one operator, until there are at most `most`.
 
-    Of neighbours in the order of a part, those are made one that hide the most bytes: what only
-    the second reads of the first is inside. The result is a problem for oracle and solver alike.
+    Two neighbours in the order of a part become one where that hides the most bytes: values of the
+    first that only the second reads are then inside. The result is a problem for oracle and solver
+    alike.
     """
     while len(problem.operators) > most:
         order = [*problem.forward, *sorted(_late(problem))]
@@ -32,7 +33,7 @@ def _may_merge(problem: Problem, a: int, b: int) -> bool:
 
 
 def _loss(problem: Problem, a: int, b: int) -> tuple[int, float]:
-    """What merging costs: the bytes that are in use at once, then the seconds."""
+    """The cost of a merge: the bytes in use at once, then the seconds."""
     one, two = problem.operators[a], problem.operators[b]
     touched = {*one.reads, *one.writes, *two.reads, *two.writes}
     return sum(problem.nbytes[v] for v in touched), one.seconds + two.seconds

@@ -63,7 +63,7 @@ def _draw_model(axis: Any, model: Record) -> None:
     plans = {p["ours"]["budget"]: p["ours"] for p in model["peers"] if "ours" in p}
     plans |= {plan["budget"]: plan for plan in model["budgets"]}
     by_budget = sorted(plans.items())
-    # a plan serves every larger budget, a bound holds for every smaller one: steps, not slopes
+    # a plan serves every larger budget, a bound every smaller one: steps, not slopes
     met = [(b, plan) for b, plan in by_budget if plan["added_seconds"] is not None]
     axis.plot(
         [*(b / plain for b, _ in met), 1.0],

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned.
+    """A model to plan.
 
     Attributes:
-        build: makes the module, which gives its loss, and its arguments.
+        build: makes the module, which returns its loss, and its arguments.
         blocks: names of submodules, as patterns, that `torch.utils.checkpoint` is put on.
         quick: whether it is among those of `--quick`.
         oracle: whether Checkmate's program is solved for it.

@@ -45,12 +45,12 @@ ATTENTION = {
 
 @dataclass(frozen=True)
 class Peer:
-    """What a peer would do.
+    """The schedule of a peer.
 
     Attributes:
         name: of the peer, with its setting.
         schedule: what it saves, and its order of operators.
-        seconds: the time that it took to plan; `None` where others' work was used again.
+        seconds: the time that it took to plan; `None` where others' work was reused.
         graphs_peak: the peak by `simulate`, which reads the peer's own graphs, if it has such.
     """
 
@@ -116,7 +116,7 @@ def partitioner_input(step: NumericStep) -> tuple[fx.GraphModule, int]:
 
 
 class _Partition:
-    """Runs of the partitioner on one graph; minimum cuts and flops that they share are kept."""
+    """Runs of the partitioner on one graph; minimum cuts and flops that they share are cached."""
 
     def __init__(self, step: NumericStep, module: fx.GraphModule, num_outputs: int) -> None:
         self.step = step
@@ -128,7 +128,7 @@ class _Partition:
         self._flops: dict[fx.Node, float] = {}
 
     def run(self, name: str, **settings: object) -> Peer:
-        """What the partitioner does under `settings`."""
+        """The partitioner's schedule under `settings`."""
         forward, backward, seconds = self.graphs(**settings)
         step = self.step
         saved = {
@@ -200,7 +200,7 @@ _SOLVE_MIN_CUT = partitioners.solve_min_cut
 
 
 def _flops_of(node: fx.Node) -> float:
-    """What torch's estimator "flops" says; our values may be of several fake modes."""
+    """The figure of torch's estimator "flops"; our values may be of several fake modes."""
 
     def materialised(value: object) -> object:
         tensor = value.meta["val"] if isinstance(value, fx.Node) else None
@@ -269,8 +269,8 @@ def eager_peers(step: NumericStep, blocks: tuple[str, ...]) -> Iterator[Peer]:
         yield Peer(name, schedule, time.perf_counter() - started)
 
 
-def eager_schedule(step: NumericStep, blocks: tuple[str, ...], keeps: Keeps) -> Schedule:
-    """What a checkpoint of each of `blocks` does, in eager mode, with what `keeps` says kept."""
+def eager_schedule(step: Step, blocks: tuple[str, ...], keeps: Keeps) -> Schedule:
+    """The eager schedule with a checkpoint of each of `blocks`; `keeps` names saved values."""
     problem = step.problem
     block_of = {o: _block_of(step.calls[o], blocks) for o in problem.forward}
     plain = plain_schedule(problem)
@@ -296,7 +296,7 @@ def eager_schedule(step: NumericStep, blocks: tuple[str, ...], keeps: Keeps) -> 
 
 
 def _again(step, block_of, block, kept, wanted) -> list[int]:
-    """The operators of a block, up to the last whose value is wanted, but for what is kept."""
+    """The operators of a block, up to the last whose value is wanted, without those saved."""
     problem = step.problem
     mine = [o for o in problem.forward if block_of[o] == block]
     ends = [i for i, o in enumerate(mine) if (set(problem.operators[o].writes) & wanted) - kept]

@@ -41,7 +41,7 @@ def ratios(models: Iterable[Record], kind: str | None = None) -> list[float]:
 
 
 def over_bounds(models: Iterable[Record]) -> list[float]:
-    """Our added time over the proved bound, at each budget that was asked for."""
+    """Our added time over the proved bound, at each requested budget."""
     found = []
     for model in models:
         asked = {p["ours"]["budget"]: p["ours"] for p in model["peers"] if "ours" in p}

@@ -87,9 +87,9 @@ def ways(
 ) -> dict[str, Way]:
     """The three ways of a task.
 
-    `rows` gives packed rows, weights, and a cotangent, of rows or of sequences. The others take
-    the batch and give the function of rows and weights; that of `nested` of packed rows too, which
-    it makes nested tensors of without a copy.
+    `rows` returns packed rows, weights, and a cotangent, of rows or of sequences. The others take
+    the batch and return the function of rows and weights. The function of `nested` takes packed
+    rows too, and makes nested tensors of them without a copy.
     """
 
     def of_packed(make: Callable[..., Callable[..., Tensor]]) -> Way:

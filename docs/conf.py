@@ -28,7 +28,7 @@ nitpick_ignore_regex = [
     # nothing is fetched while building, so what others document has no address
     ("py:.*", r"(?:_?torch|nn|fx|typing|collections|contextlib|os|numbers|click|optim)(?:\..*)?"),
     ("py:.*", r"(?:inspect\.Parameter|DeviceMesh|Placement|Tensor|Any|Callable)"),
-    # type variables, and classes that users only hand on
+    # type variables, and classes that users only pass on
     ("py:.*", r"torchremat(?:\.\w+)+\.(?:T|AnyModule|EltTy|GraphSchedule|Joint|Structure)"),
     ("py:.*", r"torchremat(?:\.\w+)+\.(?:FailedOperator|NodeTimer|Order|Transposed|Var)"),
     ("py:.*", r"tuple\[.*"),  # Sphinx splits it at the comma

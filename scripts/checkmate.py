@@ -15,7 +15,8 @@ order. In stage t, before its own operator runs,
               D[t, v, j] >= R[t, reader i], S[t+1, v]         i > j: a later reader, the next stage
               bytes alive while each operator of each stage runs <= budget
 
-The forward pass runs nothing twice. Values are alive as `costs_of` of the planner counts them. Only R and E are binary: the least S and D are then integers without a constraint.
+The forward pass runs nothing twice. Values are alive as `costs_of` of the planner counts them. Only
+R and E are binary: the least S and D are then integers without a constraint.
 
 Operators run in their order within a stage, each at most once; that is Checkmate's class too.
 """

@@ -3,7 +3,7 @@
     torch.compile     the partitioner of PyTorch, given our joint graph: what it saves, and the
                       operators of its backward graph in their order
     eager             torch.utils.checkpoint and selective checkpointing of blocks: all of a block
-                      is computed again, up to the last value that is wanted, before the first of
+                      is recomputed, up to the last value that is wanted, before the first of
                       its backward operators
 
 Names of nodes say which operator is which.

@@ -269,7 +269,7 @@ def eager_peers(step: NumericStep, blocks: tuple[str, ...]) -> Iterator[Peer]:
         yield Peer(name, schedule, time.perf_counter() - started)
 
 
-def eager_schedule(step: Step, blocks: tuple[str, ...], keeps: Keeps) -> Schedule:
+def eager_schedule(step: NumericStep, blocks: tuple[str, ...], keeps: Keeps) -> Schedule:
     """The eager schedule with a checkpoint of each of `blocks`; `keeps` names saved values."""
     problem = step.problem
     block_of = {o: _block_of(step.calls[o], blocks) for o in problem.forward}

@@ -1,6 +1,7 @@
 """A folder, a file, a function and a class fit into a reader's head."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -26,9 +27,9 @@ def count_lines(function: ast.FunctionDef) -> int:
 
 
 def has_paragraph(tree: ast.Module) -> bool:
-    """Whether the docstring opens with two sentences at least."""
-    paragraph = (ast.get_docstring(tree) or "").split("\n\n")[0]
-    return f"{paragraph} ".count(". ") + paragraph.count(".\n") >= 2
+    """Whether the docstring has two sentences at least before its first example."""
+    text = (ast.get_docstring(tree) or "").split(">>>")[0]
+    return len(re.findall(r"[.!?](?=\s|$)", text)) >= 2
 
 
 def find_in_file(source: Source) -> Iterator[Violation]:
@@ -86,7 +87,7 @@ def test_full_folders_are_found():
 
 @pytest.mark.parametrize(
     ("text", "num_found"),
-    [("One.", 1), ("One.\n\nTwo.", 1), ("One. Two.", 0), ("One.\nTwo.\n\nMore.", 0)],
+    [("One.", 1), ("One.\n\nTwo.", 0), ("One.\n\n>>> 1\n1\n\nTwo. Three.", 1), ("One. Two.", 0), ("One.\nTwo.\n\nMore.", 0)],
 )
 def test_rooms_without_introduction_are_found(text, num_found):
     face = plant(f'"""{text}"""', "torchremat/a/__init__.py")

@@ -1,7 +1,10 @@
 """Rules that give operators, higher-order and custom ones, their derivatives and batching."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,36 +133,48 @@ def register_axis_rules(
 ) -> None:
     """Give `op` its rules for autograd and for the levels of `torch.func`.
 
-    Each level calls them on tensors of its own, also on those that it does not map over or
-    differentiate, which the rules of an `autograd.Function` never see. `batched` takes the level,
+    Each level calls them on tensors of its own. Those that it does not map over or differentiate
+    are among them, which the rules of an `autograd.Function` never see. `batched` takes the level,
     its size, the arguments as pairs of a tensor and the dimension mapped over, or `None`, and
-    keywords; it gives such a pair. `function.apply` takes what runs `op` beneath, `op`, its
-    keywords as a dict, and tensors. As in `register_function`, it is for operators that are linear,
-    or linear in pieces; without it `op` is a constant.
+    keywords. It returns such a pair. `function.apply` takes a function that runs `op` beneath,
+    `op`, its keywords as a dict, and tensors. As in `register_function`, it is for operators that
+    are linear, or linear in pieces. Without it `op` is a constant.
     """
+    rules = _AxisRules(op, function, batched)
+    op.py_kernels.pop(DispatchKey.Autograd, None)
+    op.py_impl(DispatchKey.Autograd)(rules.run_autograd)
+    op.py_impl(TransformType.Grad)(rules.run_level)
+    op.py_impl(TransformType.Jvp)(rules.run_level)
+    op.py_impl(TransformType.Vmap)(rules.map_level)
 
-    def differentiate(run: Callable[..., Any], params: Any, tensors: Any) -> Any:
-        if function is None:
+
+@dataclass(frozen=True)
+class _AxisRules:
+    """The rules of one operator; the arguments are those of `register_axis_rules`."""
+
+    op: HigherOrderOperator
+    function: type[torch.autograd.Function] | None
+    batched: Callable[..., tuple[torch.Tensor, int | None]]
+
+    def _differentiate(self, run: Callable[..., Any], params: Any, tensors: Any) -> Any:
+        if self.function is None:
             return run(*tensors)
         with enable_single_level_autograd_function():
-            return direct_apply(function)(run, op, params, *tensors)
+            return direct_apply(self.function)(run, self.op, params, *tensors)
 
-    def autograd(*tensors: torch.Tensor, **params: Any) -> Any:
-        records, pushes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+    def run_autograd(self, *tensors: torch.Tensor, **params: Any) -> Any:
+        below = _below_autograd()
 
         def run(*tensors: torch.Tensor) -> Any:
-            with (
-                torch._C._AutoDispatchBelowAutograd(),
-                torch.set_grad_enabled(records),
-                forward_ad._set_fwd_grad_enabled(pushes),
-            ):
-                return dispatch_call(op, *tensors, **params)
+            with below():
+                return dispatch_call(self.op, *tensors, **params)
 
+        records = torch.is_grad_enabled()
         if in_dual_level() or (records and any(t.requires_grad for t in tensors)):
-            return differentiate(run, params, tensors)
+            return self._differentiate(run, params, tensors)
         return run(*tensors)
 
-    def differentiated(interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
+    def run_level(self, interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
         level = interpreter.level()
 
         def run(*tensors: torch.Tensor) -> Any:
@@ -169,23 +184,37 @@ def register_axis_rules(
                 forward_ad._set_fwd_grad_enabled(True),
                 interpreter.lower(),
             ):
-                output = dispatch_call(op, *inner, **params)
+                output = dispatch_call(self.op, *inner, **params)
             return _wrap_for_grad(output, level)
 
-        return differentiate(run, params, tensors)
+        return self._differentiate(run, params, tensors)
 
-    def mapped(interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
+    def map_level(self, interpreter: Any, *tensors: torch.Tensor, **params: Any) -> Any:
         level = interpreter.level()
         pairs = [unwrap_batched_tensor(t, level) for t in tensors]
         with interpreter.lower():
-            output, dim = batched(level, interpreter.batch_size(), *pairs, **params)
+            output, dim = self.batched(level, interpreter.batch_size(), *pairs, **params)
         return output if dim is None else add_batch_dim(output, dim, level)
 
-    op.py_kernels.pop(DispatchKey.Autograd, None)
-    op.py_impl(DispatchKey.Autograd)(autograd)
-    op.py_impl(TransformType.Grad)(differentiated)
-    op.py_impl(TransformType.Jvp)(differentiated)
-    op.py_impl(TransformType.Vmap)(mapped)
+
+def _below_autograd() -> Callable[[], AbstractContextManager[None]]:
+    """A context beneath autograd, with both modes of differentiation on or off as they are now.
+
+    `autograd.Function.apply` switches both off. Outer levels of `torch.func` need them, and traces
+    note them.
+    """
+    records, pushes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.set_grad_enabled(records),
+            forward_ad._set_fwd_grad_enabled(pushes),
+        ):
+            yield
+
+    return enter
 
 
 def register_function(
@@ -195,60 +224,67 @@ def register_function(
 ) -> None:
     """Give a custom operator the derivatives of `function`, under autograd and `torch.func` alike.
 
-    `function.apply` takes, before the arguments of `op`, what runs `op` beneath autograd; lists
-    among the arguments are flattened, and a list of results is a tuple. It needs
-    `setup_context`, and `jvp` for tangents. What `torch.library.register_autograd` registers raises
-    under `torch.func.grad` and gives tangents of zero. Each level of `torch.func` calls it on
+    `function.apply` takes, before the arguments of `op`, a function that runs `op` beneath
+    autograd. Lists among the arguments are flattened, and a list of results is a tuple. It needs
+    `setup_context`, and `jvp` for tangents. The rules of `torch.library.register_autograd` raise
+    under `torch.func.grad` and give tangents of zero. Each level of `torch.func` calls it on
     tensors of its own, so that no rule for levels is needed. `jvp` is for linear operators, or
-    linear in pieces: PyTorch runs it without forward mode, so that forward over forward misses what
-    comes of a coefficient in it that depends on an input. For others there is `push`, of the
-    arguments and their tangents, made of operators that have derivatives themselves.
+    linear in pieces: PyTorch runs it without forward mode. So forward over forward misses the part
+    of a coefficient in it that depends on an input. For others there is `push`, of the arguments
+    and their tangents, made of operators that have derivatives themselves.
     """
-    apply = direct_apply(function)
-    gives_list = isinstance(op._schema.returns[0].type, torch._C.ListType)
-    takes_list = any(isinstance(a.type, torch._C.ListType) for a in op._schema.arguments)
-
-    def autograd(*args: Any) -> Any:
-        records, pushes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-        spec = None
-        if takes_list:
-            args, spec = tree_flatten(args)  # type: ignore[assignment]
-
-        def call(*args: Any) -> Any:
-            result = op(*args) if spec is None else op(*tree_unflatten(args, spec))
-            return tuple(result) if gives_list else result
-
-        def run(*args: Any) -> Any:
-            # `apply` switches both off; outer levels of torch.func need them, and traces note them
-            with (
-                torch._C._AutoDispatchBelowAutograd(),
-                torch.set_grad_enabled(records),
-                forward_ad._set_fwd_grad_enabled(pushes),
-            ):
-                return call(*args)
-
-        def record(*args: Any) -> Any:
-            if records and any(getattr(a, "requires_grad", False) for a in args):
-                with enable_single_level_autograd_function():
-                    return apply(run, *args)
-            return run(*args)
-
-        if push is not None:
-            is_dual = in_dual_level() and _has_tangents(args)
-            result = _push_forward(record, push, args) if is_dual else record(*args)
-        elif in_dual_level():
-            with enable_single_level_autograd_function():
-                result = apply(run, *args)
-        else:
-            result = record(*args)
-        return list(result) if gives_list else result
-
+    rules = _FunctionRules(op, direct_apply(function), push)
     namespace, name = op.name().partition(".")[0].split("::")
     library = torch.library.Library(namespace, "FRAGMENT")
-    _libraries.append(library)  # what it registers goes when it goes
+    _libraries.append(library)  # its registrations last as long as it does
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        library.impl(name, autograd, "Autograd", allow_override=True)
+        library.impl(name, rules.run_autograd, "Autograd", allow_override=True)
+
+
+@dataclass(frozen=True)
+class _FunctionRules:
+    """The derivatives of one custom operator; the arguments are those of `register_function`."""
+
+    op: OpOverload
+    apply: Callable[..., Any]
+    push: Callable[[list[Any], list[torch.Tensor | None]], Sequence[torch.Tensor]] | None
+
+    @cached_property
+    def _returns_list(self) -> bool:
+        return isinstance(self.op._schema.returns[0].type, torch._C.ListType)
+
+    @cached_property
+    def _takes_list(self) -> bool:
+        return any(isinstance(a.type, torch._C.ListType) for a in self.op._schema.arguments)
+
+    def run_autograd(self, *args: Any) -> Any:
+        spec = None
+        if self._takes_list:
+            args, spec = tree_flatten(args)  # type: ignore[assignment]
+        below = _below_autograd()
+
+        def run(*args: Any) -> Any:
+            with below():
+                result = self.op(*(args if spec is None else tree_unflatten(args, spec)))
+                return tuple(result) if self._returns_list else result
+
+        result = self._differentiate(run, args)
+        return list(result) if self._returns_list else result
+
+    def _differentiate(self, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+        if self.push is not None and in_dual_level() and _has_tangents(args):
+            return _push_forward(lambda *args: self._record(run, args), self.push, args)
+        if self.push is None and in_dual_level():
+            with enable_single_level_autograd_function():
+                return self.apply(run, *args)
+        return self._record(run, args)
+
+    def _record(self, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+        if torch.is_grad_enabled() and any(getattr(a, "requires_grad", False) for a in args):
+            with enable_single_level_autograd_function():
+                return self.apply(run, *args)
+        return run(*args)
 
 
 def _has_tangents(args: Sequence[Any]) -> bool:

@@ -44,7 +44,7 @@ class Mapping:
         """The outputs of such a call, whose mapped axis is of `size`."""
         out_axes = _torch.tree_flatten(self.out_axes)[0]
         if has_piles(call) or needs_piles(out_axes):
-            return run_on_piles(self, call, size)
+            return self._run_on_piles(call, size)
         try:
             return self._run_level(call, size)
         except RuntimeError as error:
@@ -57,7 +57,17 @@ class Mapping:
                     "two tensors use torch.where; between two functions, torch.cond; for a size "
                     "that depends on values, pad and mask; or give it None in in_axes."
                 ) from error
-        return run_on_piles(self, call, size)  # it makes tensors of sizes that it is given
+        return self._run_on_piles(call, size)  # it makes tensors of sizes that it is given
+
+    def _run_on_piles(self, call: MappedLeaves, size: int) -> Any:
+        return run_on_piles(
+            call,
+            size,
+            randomness=self.randomness,
+            axis_name=self.axis_name,
+            out_axes=self.out_axes,
+            sum_match=self.sum_match,
+        )
 
     def _run_level(self, call: MappedLeaves, size: int) -> Any:
         level = _Level(self, call, size)

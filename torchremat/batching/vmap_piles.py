@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torchremat.batching.ragged.run import Dense, Ragged, as_pile, run_ragged
 from torchremat.batching.vmappable import is_vmappable
 from torchremat.errors import RaggedTypeError
 
-if TYPE_CHECKING:
-    from torchremat.batching.vmap_level import Mapping
-
 
 def needs_piles(axes: Sequence[Any]) -> bool:
     """Whether an axis among them is `pile_axis`."""
@@ -31,11 +28,19 @@ def has_piles(call: MappedLeaves) -> bool:
     return needs_piles(call.axes) or any(isinstance(leaf, Pile) for leaf in call.leaves)
 
 
-def run_on_piles(mapping: "Mapping", call: MappedLeaves, size: int) -> Any:
-    """The outputs of such a call, whose mapped axis is of `size`."""
+def run_on_piles(
+    call: MappedLeaves,
+    size: int,
+    *,
+    randomness: str,
+    axis_name: Any,
+    out_axes: Any,
+    sum_match: bool,
+) -> Any:
+    """The outputs of a call with piles, whose mapped axis is of `size`."""
     positions = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor | Pile)]
     statics = [None if i in positions else leaf for i, leaf in enumerate(call.leaves)]
-    structures = _structures_of(call.fun)
+    structures = _find_structures(call.fun)
     if any(map(is_vmappable, statics)):
         raise RaggedTypeError("vmap does not map piles together with containers of other types")
 
@@ -51,22 +56,34 @@ def run_on_piles(mapping: "Mapping", call: MappedLeaves, size: int) -> Any:
         [call.leaves[i] for i in positions],
         [call.axes[i] for i in positions],
         size,
-        randomness=mapping.randomness,
-        axis_name=mapping.axis_name,
+        randomness=randomness,
+        axis_name=axis_name,
         owner=call.fun,
         key=(call.spec, tuple(map(WrapHashably, statics))),
     )
     *tensors, number = found
     assert isinstance(number, Dense)
-    return structures[number.tensor].unflatten(tensors, mapping, size)
+    structure = structures[number.tensor]
+    axes = flatten_axes("vmap out_axes", structure.spec, out_axes)
+    leaves = [
+        as_pile(output, size)
+        if isinstance(axis, ConcatAxis)
+        else _match_axis(output, axis, size, axis_name, sum_match)
+        for output, axis in zip(structure.fill_leaves(tensors), axes, strict=True)
+    ]
+    return _torch.tree_unflatten(leaves, structure.spec)
+
+
+# stands in a structure for a tensor, or for a size that differs from example to example
+_TENSOR = "a tensor"
 
 
 @dataclass(frozen=True)
 class _Structure:
     """The structure of a function's result, and its leaves that are no tensors.
 
-    A graph that is found again does not run the function, so its last output is the number of the
-    structure among those of the function.
+    A graph from the cache does not run the function. Its last output is therefore the number of
+    the structure among those that the function has returned so far.
     """
 
     spec: _torch.TreeSpec
@@ -82,31 +99,21 @@ class _Structure:
             known.append(structure)
         return [*(x for x in leaves if _varies(x)), known.index(structure)]
 
-    def unflatten(self, tensors: Sequence[Dense | Ragged], mapping: "Mapping", size: int) -> Any:
-        """The result of all examples."""
+    def fill_leaves(self, tensors: Sequence[Dense | Ragged]) -> list[Dense | Ragged]:
+        """The leaves of the result for all examples."""
         left = iter(tensors)
-        axes = flatten_axes("vmap out_axes", self.spec, mapping.out_axes)
-        leaves = [
-            _placed(
-                next(left) if leaf.value is _TENSOR else Dense(leaf.value, None),
-                axis,
-                mapping,
-                size,
-            )
-            for leaf, axis in zip(self.leaves, axes, strict=True)
+        return [
+            next(left) if leaf.value is _TENSOR else Dense(leaf.value, None) for leaf in self.leaves
         ]
-        return _torch.tree_unflatten(leaves, self.spec)
 
 
-_TENSOR = "a tensor, or a size that differs"
 _structures: "weakref.WeakKeyDictionary[Any, list[_Structure]]" = weakref.WeakKeyDictionary()
 
 
-def _structures_of(fun: Callable[..., Any]) -> list[_Structure]:
-    """Those that results of `fun` had, kept as long as it."""
+def _find_structures(fun: Callable[..., Any]) -> list[_Structure]:
     try:
         return _structures.setdefault(fun, [])
-    except TypeError:  # cannot be referred to weakly, and then its graphs are not kept either
+    except TypeError:  # takes no weak reference; `run_ragged` saves no graphs of it either
         return []
 
 
@@ -114,9 +121,9 @@ def _varies(leaf: Any) -> bool:
     return isinstance(leaf, Tensor | torch.SymInt | torch.SymFloat)
 
 
-def _placed(output: Dense | Ragged, axis: Any, mapping: "Mapping", size: int) -> Any:
-    if isinstance(axis, ConcatAxis):
-        return as_pile(output, size)
+def _match_axis(
+    output: Dense | Ragged, axis: Any, size: int, axis_name: Any, sum_match: bool
+) -> Any:
     if isinstance(output, Ragged):
         raise RaggedTypeError(
             "ragged output without using pile_axis out_axes spec: the examples of an output have "
@@ -127,4 +134,4 @@ def _placed(output: Dense | Ragged, axis: Any, mapping: "Mapping", size: int) ->
         return value
     if not isinstance(value, Tensor):
         value = torch.tensor(value)
-    return matchaxis(mapping.axis_name, size, output.dim, axis, value, mapping.sum_match)
+    return matchaxis(axis_name, size, output.dim, axis, value, sum_match)

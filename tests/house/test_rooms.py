@@ -87,7 +87,13 @@ def test_full_folders_are_found():
 
 @pytest.mark.parametrize(
     ("text", "num_found"),
-    [("One.", 1), ("One.\n\nTwo.", 0), ("One.\n\n>>> 1\n1\n\nTwo. Three.", 1), ("One. Two.", 0), ("One.\nTwo.\n\nMore.", 0)],
+    [
+        ("One.", 1),
+        ("One.\n\nTwo.", 0),
+        ("One.\n\n>>> 1\n1\n\nTwo. Three.", 1),
+        ("One. Two.", 0),
+        ("One.\nTwo.\n\nMore.", 0),
+    ],
 )
 def test_rooms_without_introduction_are_found(text, num_found):
     face = plant(f'"""{text}"""', "torchremat/a/__init__.py")

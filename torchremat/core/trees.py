@@ -1,4 +1,4 @@
-"""The structure of what a graph takes and gives: trees with holes where its values go."""
+"""Trees with holes: what a call or a graph takes and returns, with the tensors left out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,12 @@ from torchremat.errors import ArgumentValueError
 
 
 class _Hole:
-    """Where a value of the graph goes in a tree."""
-
     def __repr__(self) -> str:
         return "*"
 
 
 HOLE = _Hole()
+"""Stands in a tree where a value goes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,13 @@ class Structure:
         cls, tree: Any, is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
     ) -> "Structure":
         """The structure of `tree`, with holes where `is_value`."""
-        return cls(_torch.tree_map(lambda leaf: HOLE if is_value(leaf) else _frozen(leaf), tree))
+        return cls(_torch.tree_map(lambda leaf: HOLE if is_value(leaf) else leaf, tree))
+
+    def frozen(self) -> "Structure":
+        """The structure with copies of the static arguments, which nobody else can change."""
+        return Structure(
+            _torch.tree_map(lambda x: x.frozen() if isinstance(x, WrapHashably) else x, self.tree)
+        )
 
     @property
     def num_values(self) -> int:
@@ -60,20 +65,20 @@ class Structure:
         return [path for path, leaf in leaves if leaf is HOLE]
 
     def flatten(self, tree: Any) -> list[Any]:
-        """What `tree` has in the holes. Raises `ValueError` if the rest of it is different."""
+        """The values of `tree` in the holes. Raises `ValueError` if the rest of it is different."""
         leaves, spec = _torch.tree_flatten(tree)
         expected, expected_spec = _torch.tree_flatten(self.tree)
         if spec != expected_spec:
             raise ArgumentValueError(
-                f"the structure must be {self.tree}, but it is {_outline(tree)}"
+                f"the structure must be {self.tree}, but it is {Structure.of(tree).tree}"
             )
         values = []
         for leaf, wanted in zip(leaves, expected, strict=True):
             if wanted is HOLE:
                 values.append(leaf)
-            elif WrapHashably(_opened(leaf)) != WrapHashably(_opened(wanted)):
+            elif WrapHashably(_unwrap(leaf)) != WrapHashably(_unwrap(wanted)):
                 raise ArgumentValueError(
-                    f"{_opened(wanted)!r} is part of the structure, but here is {_opened(leaf)!r}"
+                    f"{_unwrap(wanted)!r} is part of the structure, but here is {_unwrap(leaf)!r}"
                 )
         return values
 
@@ -81,7 +86,7 @@ class Structure:
         """The tree with `values` in the holes."""
         left = iter(values)
         return _torch.tree_map(
-            lambda leaf: next(left) if leaf is HOLE else _opened(leaf), self.tree
+            lambda leaf: next(left) if leaf is HOLE else _unwrap(leaf), self.tree
         )
 
 
@@ -95,13 +100,5 @@ def tuple_of(count: int) -> Structure:
     return Structure((HOLE,) * count)
 
 
-def _frozen(leaf: Any) -> Any:
-    return leaf.frozen() if isinstance(leaf, WrapHashably) else leaf
-
-
-def _opened(leaf: Any) -> Any:
+def _unwrap(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, WrapHashably) else leaf
-
-
-def _outline(tree: Any) -> Any:
-    return _torch.tree_map(lambda leaf: HOLE if isinstance(leaf, Tensor) else leaf, tree)

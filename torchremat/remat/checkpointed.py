@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentValueError
 from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
@@ -23,7 +24,7 @@ from torchremat.remat.op.make_graph import call_in_graph, is_kept_whole, is_open
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
-from torchremat.remat.tracing.calls import Call, Skeleton, flatten_call
+from torchremat.remat.tracing.calls import Call, flatten_call, wrap_statics
 from torchremat.remat.tracing.effects import traced_without_effects
 from torchremat.remat.tracing.function_trace import FunctionTrace, trace_function, traced_name
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
@@ -314,7 +315,7 @@ class Checkpointed:
         *,
         only_usual: bool = False,
     ) -> Trace:
-        skeleton = Skeleton.of_call(args, kwargs, self.statics)
+        structure = Structure.of(wrap_statics(args, kwargs, self.statics))
         variables = self._variables()
         roots = _roots(self.fun, variables)
         inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
@@ -332,7 +333,7 @@ class Checkpointed:
                 traced_name(self.fun),
                 lambda: trace_function(
                     self.fun,
-                    skeleton,
+                    structure,
                     specs,
                     dynamic,
                     roots,

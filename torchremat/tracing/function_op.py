@@ -17,19 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchremat import _torch
+from torchremat.core.trees import HOLE
 from torchremat.errors import EffectError
 from torchremat.graph.notes import note, notes_of
 
 if TYPE_CHECKING:
     from torchremat.tracing.tracing import Tracing
-
-
-class _Hole:
-    def __repr__(self) -> str:
-        return "*"
-
-
-_HOLE = _Hole()
 
 
 class FunctionCall(nn.Module):
@@ -44,7 +37,7 @@ class FunctionCall(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The results for other tensors, always as a tuple."""
         left = iter(tensors)
-        args = _mapped(lambda value: next(left) if value is _HOLE else value, self.args)
+        args = _mapped(lambda value: next(left) if value is HOLE else value, self.args)
         result = self.function.apply(*args)
         return result if isinstance(result, tuple) else (result,)
 
@@ -148,7 +141,7 @@ def _holed(value: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(value, Tensor):
         return value
     tensors.append(value)
-    return _HOLE
+    return HOLE
 
 
 def _mapped(mapping: Callable[[Any], Any], value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.api_util import StaticArguments
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions, trace_joint
 from torchremat.core.trees import Structure
@@ -18,7 +18,7 @@ from torchremat.graph.slicing import slice_graph
 from torchremat.policies.policy import Policy
 from torchremat.remat.op import op_rules  # noqa: F401  (gives remat_p and name_p their meaning)
 from torchremat.remat.op.remat_op import remat_p
-from torchremat.remat.tracing.calls import Result, flatten_call
+from torchremat.remat.tracing.calls import Result, flatten_call, wrap_statics
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
@@ -103,8 +103,8 @@ def trace_graph(
 ) -> TypedGraph:
     """Trace `fun` for such a call. `lenient` lets any object be a Python value, as modules do."""
     flatten_call(args, kwargs, statics, lenient=lenient)  # raises for what is no argument
-    opaque = _opaque_statics(args, kwargs, statics)
-    in_structure = Structure.of(opaque)
+    opaque = wrap_statics(args, kwargs, statics)
+    in_structure = Structure.of(opaque).frozen()
     tensors = in_structure.flatten(opaque)
     call = BoundCall(fun, *opaque)
     results: list[Structure] = []
@@ -182,18 +182,4 @@ def call_in_graph(
     left = iter(results)
     return g.out_structure.unflatten(
         [next(left) if isinstance(value, fx.Node) else value for value in g.outputs]
-    )
-
-
-def _opaque_statics(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], statics: StaticArguments
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, static ones as leaves that nobody looks into."""
-    positions = statics.positions(len(args), kwargs) if statics else frozenset()
-    return (
-        tuple(WrapHashably(a) if i in positions else a for i, a in enumerate(args)),
-        {
-            name: WrapHashably(kwargs[name]) if name in statics.all_names else kwargs[name]
-            for name in sorted(kwargs)
-        },
     )

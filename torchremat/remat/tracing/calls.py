@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.core.trees import Structure
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
 from torchremat.tracing.dtensors import Sharding, is_spread, local_part
@@ -19,16 +20,6 @@ _CONSTANTS = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, enum.Enum, slice
 )  # fmt: skip
 _TENSOR = "tensor"
-
-
-class _Slot:
-    """Where a tensor stood among arguments or results."""
-
-    def __repr__(self) -> str:
-        return "*"
-
-
-_SLOT = _Slot()
 
 
 @dataclass(frozen=True)
@@ -116,55 +107,37 @@ def _holds(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-# --- skeletons: the shape of a call or a result, with holes for tensors --------------------------
+# --- the structure of a call or a result ---------------------------------------------------------
 
 
 Parts = tuple[list[Any], _torch.TreeSpec]
 """The leaves of a tree, and its structure."""
 
 
-@dataclass(frozen=True)
-class Skeleton:
-    """Nested values with holes where tensors were."""
-
-    value: Any
-
-    @classmethod
-    def of_call(
-        cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], statics: StaticArguments
-    ) -> "Skeleton":
-        """The skeleton of arguments, holes in the order of `flatten_call`."""
-        positions = statics.positions(len(args), kwargs) if statics else ()
-        holed = [a if i in positions else _holed(a) for i, a in enumerate(args)]
-        named = {
-            name: kwargs[name] if name in statics.all_names else _holed(kwargs[name])
-            for name in sorted(kwargs)
-        }
-        return cls((positions, holed, named, statics.all_names))
-
-    def filled(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, with `tensors` in the holes."""
-        positions, args, kwargs, static_names = self.value
-        left = iter(tensors)
-        return (
-            [a if i in positions else _filled(a, left) for i, a in enumerate(args)],
-            {n: v if n in static_names else _filled(v, left) for n, v in kwargs.items()},
-        )
-
-    def parts_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Parts]:
-        """What each argument that is no static one is made of."""
-        positions, _, _, static_names = self.value
-        labels = {f"argument {i}": a for i, a in enumerate(args) if i not in positions}
-        labels |= {f"argument {n!r}": v for n, v in kwargs.items() if n not in static_names}
-        return {label: _torch.tree_flatten(value) for label, value in labels.items()}
+def wrap_statics(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], statics: StaticArguments
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments in the order of `flatten_call`, with static ones as leaves of the tree."""
+    positions = statics.positions(len(args), kwargs) if statics else ()
+    names = statics.all_names
+    return (
+        tuple(WrapHashably(a) if i in positions else a for i, a in enumerate(args)),
+        {n: WrapHashably(kwargs[n]) if n in names else kwargs[n] for n in sorted(kwargs)},
+    )
 
 
-def _holed(value: Any) -> Any:
-    return _torch.tree_map(lambda leaf: _SLOT if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _filled(value: Any, left: Any) -> Any:
-    return _torch.tree_map(lambda leaf: next(left) if leaf is _SLOT else leaf, value)
+def parts_of_call(
+    structure: Structure, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Parts]:
+    """The parts of each argument of a call of `structure` that is no static one."""
+    likes, named_likes = structure.tree
+    labels = {f"argument {i}": (a, likes[i]) for i, a in enumerate(args)}
+    labels |= {f"argument {n!r}": (v, named_likes[n]) for n, v in kwargs.items()}
+    return {
+        label: _torch.tree_flatten(value)
+        for label, (value, like) in labels.items()
+        if not isinstance(like, WrapHashably)
+    }
 
 
 class Result:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.core.source import source_of_error, warn_user
+from torchremat.core.trees import Structure
 from torchremat.errors import DeviceError, EffectWarning
 from torchremat.remat.program.region import Region
-from torchremat.remat.tracing.calls import Parts, Result, Skeleton
+from torchremat.remat.tracing.calls import Parts, Result, parts_of_call
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
@@ -37,7 +38,7 @@ class FunctionTrace:
 
 def trace_function(
     fun: Callable[..., Any],
-    skeleton: Skeleton,
+    structure: Structure,
     specs: Sequence[InputSpec],
     dynamic: DynamicInputs | None,
     roots: Sequence[tuple[str, nn.Module]],
@@ -45,7 +46,7 @@ def trace_function(
     around: Callable[..., Any] | None = None,
     values: Sequence[Tensor] = (),
 ) -> FunctionTrace:
-    """Trace `fun`, called as `skeleton` says with tensors of `specs`, or of `dynamic` sizes.
+    """Trace `fun`, called as `structure` says with tensors of `specs`, or of `dynamic` sizes.
 
     It does not keep `fun` alive. Questions that are answered are answered of `values`, the tensors
     of the call. `roots` are the modules that it starts from, by name. What runs
@@ -59,11 +60,11 @@ def trace_function(
 
     def flat(tensors: list[Tensor]) -> list[Any]:
         function = get_function()
-        filled, named = skeleton.filled(tensors)
-        before = None if results else skeleton.parts_of(filled, named)
-        value = around(function, *filled, **named) if around else function(*filled, **named)
+        args, kwargs = structure.unflatten(tensors)
+        before = None if results else parts_of_call(structure, args, kwargs)
+        value = around(function, *args, **kwargs) if around else function(*args, **kwargs)
         if before is not None:
-            _warn_of_changed_arguments(function, before, skeleton.parts_of(filled, named))
+            _warn_of_changed_arguments(function, before, parts_of_call(structure, args, kwargs))
         result = Result(value, lambda: traced_name(function))
         if not results:  # a trace of a derivative runs this again
             results.append(result)

@@ -20,6 +20,7 @@ from torchremat.batching.ragged.layouts.layouts import (
     pad,
 )
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
+from torchremat.core.trees import HOLE
 from torchremat.errors import RaggedError
 from torchremat.graph.symbolic_sizes import Size
 from torchremat.tracing.axes.mapped_functions import run_mapped
@@ -193,15 +194,13 @@ def mapped(
     """
     tensors: list[Tensor] = []
     dims: list[int | None] = []
-    holes: list[Any] = []
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, Value):
             value = convert(leaf)
             tensors.append(value.data)
             dims.append(None if isinstance(value, Shared) else 0)
-            holes.append(len(tensors) - 1)
-            return _Hole(len(tensors) - 1)
+            return HOLE
         if isinstance(leaf, Size):
             size = call.batch.sizes.of(leaf)
             return size.longest if isinstance(size, RaggedSize) else size
@@ -211,8 +210,10 @@ def mapped(
     kinds: list[Any] = []
 
     def run(*inner: Tensor) -> tuple[Tensor, ...]:
+        left = iter(inner)
+
         def fill(leaf: Any) -> Any:
-            return inner[leaf.place] if isinstance(leaf, _Hole) else leaf
+            return next(left) if leaf is HOLE else leaf
 
         outputs = call.op(*_map_arguments(fill, args), **_map_arguments(fill, kwargs))
         kinds.append(type(outputs))
@@ -244,11 +245,6 @@ def _as_value(output: Tensor, dim: int | None) -> Value:
     if dim is None:
         return Shared(output)
     return Padded(output.movedim(dim, 0), (None,) * (output.dim() - 1))
-
-
-@dataclass(frozen=True)
-class _Hole:
-    place: int
 
 
 def plain(call: RaggedCall) -> Any:

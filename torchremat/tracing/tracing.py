@@ -25,9 +25,9 @@ from torchremat.tracing.ambient_state import without_autocast
 from torchremat.tracing.axes.named_axes import out_of_reach
 from torchremat.tracing.capture import CaptureMode, map_arguments
 from torchremat.tracing.dtensors import CotangentPlacements, put_together
+from torchremat.tracing.error_messages import explain_errors
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
-from torchremat.tracing.trace_errors import explain_errors
 from torchremat.tracing.value_guards import Questions
 
 

@@ -1,7 +1,7 @@
 """The errors and warnings that torchremat raises.
 
-Each is a subclass of the standard exception that fits, so that `except TypeError` works as a user
-expects, and of `TorchrematError`, so that all can be caught together.
+Each error is a subclass of the standard exception that fits, so that `except TypeError` works as a
+user expects. `TorchrematError` is the base of all of them.
 """
 
 from collections.abc import Iterable
@@ -74,7 +74,7 @@ class ArgumentTypeError(TorchrematError, TypeError):
 
     Raised by any of them, where it is called.
 
-    Cure: give what the message says; it has what was given, too.
+    Cure: give what the message says; it also names what was given.
     """
 
 
@@ -82,14 +82,14 @@ class ArgumentValueError(TorchrematError, ValueError):
     """An argument of a function of this library is of the right type, and cannot have that value.
 
     Raised by any of them, where it is called: numbers out of range, text that cannot be read, trees
-    that do not fit together.
+    that do not fit.
 
-    Cure: give what the message says; it has what was given, too.
+    Cure: give what the message says; it also names what was given.
     """
 
 
 class NoStepError(TorchrematError, RuntimeError):
-    """What a step did is asked for, and there has been none.
+    """A report of a step is requested before there has been one.
 
     Raised by `nn.report` before the wrapped modules have run with gradients enabled.
 
@@ -98,13 +98,13 @@ class NoStepError(TorchrematError, RuntimeError):
 
 
 class ConcretizationError(TorchrematError, TypeError):
-    """Python asked for the value of a traced tensor (`if x > 0`, `x.item()`, `float(x)`).
+    """Python needs the value of a traced tensor (`if x > 0`, `x.item()`, `float(x)`).
 
     Raised when a function is traced: at the first call of a checkpoint, in `make_graph`, `jit`,
     `plan`; and by `vmap`, for a tensor that is mapped.
 
-    Cure: let the value be a Python value that is named in `static_argnums`; or say it with
-    tensors, `torch.where` or `torch.cond`; or ask for it outside the function.
+    Cure: pass the value as a Python value that `static_argnums` names. Or choose with
+    tensors, by `torch.where` or `torch.cond`. Or read the value outside the function.
     """
 
 
@@ -123,8 +123,9 @@ class EffectError(TorchrematError, RuntimeError):
 class TraceError(TorchrematError, TypeError):
     """An argument or result of a function to trace is not a tree of tensors and scalars.
 
-    Raised when a function is called or traced with an object that is no tensor, number, string
-    or `None`, nor a tree of them; with sparse or nested tensors; with nothing to differentiate.
+    Raised when a function is called or traced with sparse or nested tensors, or with nothing to
+    differentiate. Also raised for an object that is no tensor, number, string or `None`, nor a
+    tree of them.
 
     Cure: name what is no tensor in `static_argnums` or `static_argnames`, register its type as
     a tree, or pass the tensors that it holds.
@@ -134,7 +135,7 @@ class TraceError(TorchrematError, TypeError):
 class PolicyError(TorchrematError, TypeError):
     """A policy is no policy, or answered something that is no verdict.
 
-    Raised where a policy is made or given, and, for its answers, when it is asked.
+    Raised where a policy is made or given; for its answers, when a function is traced.
 
     Cure: answer `True`, `False`, `Saveable`, `Recompute` or `Offloadable(src, dst)`; give a
     policy of `checkpoint_policies`, its spelling, or a callable.
@@ -144,10 +145,10 @@ class PolicyError(TorchrematError, TypeError):
 class PolicyFailedError(TorchrematError, RuntimeError):
     """A policy of the user's raised an error while a compiler captured a program.
 
-    Raised at the first call of what is under `torch.compile`, which would hand on the policy's own
-    error as one of the compiler's; without a compiler that error comes as it is.
+    Raised at the first call of a function under `torch.compile`, which would report the policy's
+    own error as one of the compiler's. Without a compiler that error reaches the user as it is.
 
-    Cure: mend the policy. It is asked about operators, avals (shape, dtype, device) and numbers:
+    Cure: mend the policy. Its arguments are operators, avals (shape, dtype, device) and numbers:
     there are no tensors yet whose values it could read.
     """
 
@@ -164,9 +165,9 @@ class NoMatchError(TorchrematError, ValueError):
 
 
 class GraphError(TorchrematError, ValueError):
-    """A graph breaks a rule that every typed graph obeys, or does not fit what is asked of it.
+    """A graph breaks a rule that every typed graph obeys, or does not fit its use.
 
-    Raised by what takes or makes graphs: a node without an aval, a graph that is not linear,
+    Raised by functions of graphs: a node without an aval, a graph that is not linear,
     graphs that do not fit together. The message prints the graph around the fault.
 
     Cure: make the graph with `make_graph`, and give what the rule in the message says.
@@ -185,7 +186,7 @@ class RetraceError(TorchrematError, RuntimeError):
 
 
 class RecomputationError(TorchrematError, RuntimeError):
-    """A value that was computed again is not what it was: see `config.verify_recomputation`.
+    """A recomputed value differs from the value of the forward pass.
 
     Raised in a backward pass with `config.verify_recomputation = "bitwise"`, with the first
     value that differs, its module and line.
@@ -196,18 +197,18 @@ class RecomputationError(TorchrematError, RuntimeError):
 
 
 class DonationError(TorchrematError, RuntimeError):
-    """A tensor that must not be donated was, or the values of one that was donated are used.
+    """A tensor that must not be donated was donated, or a donated tensor is used.
 
-    Raised by what `jit` made: for a donated parameter that is needed, views of it, a tensor
+    Raised by a function of `jit`: for a donated parameter that is needed, views of it, a tensor
     that is donated twice; and by each use of a donated tensor's values.
 
-    Cure: go on with the outputs instead of what was donated; pass a clone, or leave the
-    argument out of `donate_argnums`, if it is needed later.
+    Cure: use the outputs instead of the donated tensor. If the tensor is needed later, pass a
+    clone, or leave the argument out of `donate_argnums`.
     """
 
 
 class DerivativeTypeError(TorchrematError, TypeError):
-    """A derivative was asked for of, or given, what has none: integers, other trees or dtypes.
+    """A value has no derivative: it is an integer, or of another tree or dtype than expected.
 
     Raised by `grad`, `vjp`, `jvp`, `jacfwd` and their kin.
 
@@ -219,7 +220,7 @@ class DerivativeTypeError(TorchrematError, TypeError):
 class DerivativeShapeError(TorchrematError, ValueError):
     """A tangent or cotangent has another shape than the value that it belongs to.
 
-    Raised by `jvp`, and by what `vjp` and `linearize` give.
+    Raised by `jvp`, and by the functions that `vjp` and `linearize` return.
 
     Cure: give it the shape of the value; the message has both.
     """
@@ -235,7 +236,7 @@ class MissingRuleError(TorchrematError, AttributeError):
 
 
 class RuleTypeError(TorchrematError, TypeError):
-    """A rule for derivatives gives, or is given, what is not of the right structure.
+    """A rule for derivatives returns, or gets, a tree of the wrong structure.
 
     Raised when the rules of a `custom_jvp` or `custom_vjp` run.
 
@@ -276,7 +277,7 @@ class ClosureError(TorchrematError, RuntimeError):
 class DonationWarning(UserWarning):
     """A donated tensor's storage is of no use: no output has its size and dtype.
 
-    Given by what `jit` made, the first time. The tensor stays as it was.
+    Given by a function of `jit`, the first time. The tensor stays as it was.
 
     Cure: take the argument out of `donate_argnums`, or let an output have its size and dtype.
     """
@@ -285,7 +286,7 @@ class DonationWarning(UserWarning):
 class UnmatchedWarning(UserWarning):
     """A name, operator or pattern of a policy matches nothing in what was traced.
 
-    Given when a function is traced under the policy; it has the nearest names that exist.
+    Given when a function is traced under the policy; the message has the nearest names that exist.
 
     Cure: correct the name, or take it out of the policy; `explain` lists names, operators and
     modules.
@@ -295,7 +296,7 @@ class UnmatchedWarning(UserWarning):
 class RetraceWarning(UserWarning):
     """A function is traced again and again, for something that changes from call to call.
 
-    Given after several traces; the message says what makes for them.
+    Given after several traces; the message says what causes them.
 
     Cure: pass a number that keeps changing as a tensor, or leave unchanged what the function
     closes over.
@@ -305,18 +306,18 @@ class RetraceWarning(UserWarning):
 class EffectWarning(UserWarning):
     """The traced function did something that a graph does not replay, and that may not matter.
 
-    Given at the first call: a traced tensor that is left in a list, a dict or a module is taken
-    out of it again.
+    Given at the first call: a traced tensor that is left in a list, a dict or a module is removed
+    from it.
 
     Cure: return the tensor instead.
     """
 
 
 class OffloadWarning(UserWarning):
-    """A policy offloads a value that cannot be, or there is no room for it: it stays there.
+    """A policy offloads a value that cannot be offloaded or finds no room: it stays there.
 
-    Given when a checkpoint is traced whose policy names a place that is none for a value, or whose
-    graphs are compiled, and when the pool of host memory is full, once for each size of it.
+    Given when a checkpoint is traced whose policy names a place that does not exist for a value, or
+    whose graphs are compiled. Also given when the pool of host memory is full, once for each size.
 
     Cure: name `"device"` and `"pinned_host"`, leave the compiler out, raise
     `config.host_pool_nbytes`, or offload less.
@@ -324,10 +325,10 @@ class OffloadWarning(UserWarning):
 
 
 class PolicyValueError(TorchrematError, ValueError):
-    """A policy was asked for with a value that it cannot have, or is spelled wrongly.
+    """A policy was made with a value that it cannot have, or is spelled wrongly.
 
     Raised where a policy is made or read from text: an empty name, overlapping lists of names,
-    a spelling that means nothing, a solver that is none.
+    a spelling that means nothing, an unknown solver.
 
     Cure: see the nearest spelling in the message, and the table of spellings of policies.
     """
@@ -336,8 +337,8 @@ class PolicyValueError(TorchrematError, ValueError):
 class BudgetError(TorchrematError, RuntimeError):
     """No plan keeps within the budget; `least_bytes` is the least that can be met.
 
-    Raised by `plan`, and by the first call under `memory_budget`. The message says which
-    operator needs the most, and what besides.
+    Raised by `plan`, and by the first call under `memory_budget`. The message names the operator
+    that needs the most, and the other values that it needs.
 
     Cure: give a budget of at least `least_bytes`, make the batch smaller, or let values be
     offloaded.
@@ -374,8 +375,8 @@ class BudgetSpellingError(TorchrematError, ValueError):
 class PlanError(TorchrematError, ValueError):
     """A plan cannot be read, or is of another graph or another version.
 
-    Raised by `Plan.load`; by a policy that replays a plan for a function, shapes, dtypes or a
-    mode that it was not made for; and by pictures of what has no timeline.
+    Raised by `Plan.load`, and by pictures of a report without a timeline. Also raised by a policy
+    that replays a plan for another function, or for other shapes, dtypes or modes.
 
     Cure: make the plan again, with `plan`, for this call; the message says where the graphs
     differ.
@@ -383,7 +384,7 @@ class PlanError(TorchrematError, ValueError):
 
 
 class OptionError(TorchrematError, ValueError):
-    """An option that is none, or has a value that it cannot have.
+    """An option does not exist, or has a value that it cannot have.
 
     Raised by `jit`, `nn.wrap(compile=...)` and the backend `"torchremat"` of `torch.compile`.
 
@@ -392,7 +393,7 @@ class OptionError(TorchrematError, ValueError):
 
 
 class SegmentError(TorchrematError, ValueError):
-    """Offsets or lengths of segments that do not fit the data.
+    """Offsets or lengths of segments do not fit the data.
 
     Raised by `segment_sum`, `ragged_attention` and their kin.
 
@@ -401,7 +402,7 @@ class SegmentError(TorchrematError, ValueError):
 
 
 class SegmentTypeError(TorchrematError, TypeError):
-    """An operator on segments was given something that is no tensor, or of a dtype without it.
+    """An operator on segments was given no tensor, or one of a dtype that it does not take.
 
     Raised by `segment_sum`, `ragged_attention` and their kin.
 
@@ -410,7 +411,7 @@ class SegmentTypeError(TorchrematError, TypeError):
 
 
 class AxisError(TorchrematError, ValueError):
-    """An axis of `vmap` that a value does not have, or sizes of axes that do not agree.
+    """A value lacks an axis that `vmap` needs, or sizes of axes do not agree.
 
     Raised by `vmap` and its kin; the message says which argument, which axis and which sizes.
 
@@ -420,7 +421,7 @@ class AxisError(TorchrematError, ValueError):
 
 
 class AxisTypeError(TorchrematError, TypeError):
-    """What was given for an axis of `vmap` is none, or the value has no axes.
+    """An argument for an axis of `vmap` is no axis, or the value has no axes.
 
     Raised by `vmap` and its kin.
 
@@ -449,7 +450,7 @@ class RegistrationTypeError(RegistrationError, TypeError):
 
 
 class RuleError(TorchrematError, ValueError):
-    """A batching rule that a user wrote gave what is no result, or cannot be used here.
+    """A user's batching rule returned no valid result, or cannot be used here.
 
     Raised when a rule of `primitive_batchers` or of a `custom_vmap` runs.
 
@@ -458,11 +459,11 @@ class RuleError(TorchrematError, ValueError):
 
 
 class CompilerWarning(UserWarning):
-    """What was to be compiled is not: its operators run one after the other.
+    """A graph is not compiled: its operators run one after the other.
 
-    Given when inductor is to compile a graph with tensors on a GPU, and Triton is not installed.
+    Given when inductor should compile a graph with tensors on a GPU, and Triton is not installed.
 
-    Cure: install Triton (`pip install triton`; it comes with PyTorch for CUDA and ROCm), or ask for
+    Cure: install Triton (`pip install triton`; it comes with PyTorch for CUDA and ROCm), or choose
     `"eager"`.
     """
 
@@ -488,7 +489,7 @@ class RaggedError(TorchrematError, ValueError):
 
 
 class RaggedTypeError(TorchrematError, TypeError):
-    """A Pile without `pile_axis`, `pile_axis` without a Pile, or elements that make up no Pile.
+    """A Pile lacks `pile_axis`, `pile_axis` lacks a Pile, or elements make up no Pile.
 
     Raised by `vmap` along `pile_axis`, and by `Pile.from_list`.
 
@@ -498,12 +499,12 @@ class RaggedTypeError(TorchrematError, TypeError):
 
 
 class DeviceError(TorchrematError, RuntimeError):
-    """A kind of device, or a process, was asked for that is not there.
+    """A kind of device, or a process, does not exist here.
 
     Raised by `devices`, `local_devices` and their kin; and by a checkpoint or `jit` of a function
-    that asks for a device that this machine does not have.
+    that names a device of another machine.
 
-    Cure: ask for one of the kinds or processes that the message lists; more processes need
+    Cure: name one of the kinds or processes that the message lists; more processes need
     `torch.distributed.init_process_group`.
     """
 
@@ -515,13 +516,13 @@ class ProcessError(TorchrematError, RuntimeError):
     process that goes on: the message names the one that differs, failed, is gone or silent.
 
     Cure: let all processes make the same calls, with arguments of the same shapes; where one has
-    failed, its own error says why. What takes longer than the timeout of the process group needs
-    `torch.distributed.init_process_group(timeout=...)`.
+    failed, its own error says why. A call that takes longer than the timeout of the process group
+    needs `torch.distributed.init_process_group(timeout=...)`.
     """
 
 
 class AxisNameError(TorchrematError, NameError):
-    """A named axis is asked for where none of that name is in scope, or can be reached.
+    """No axis of this name is in scope, or it cannot be reached.
 
     Raised by collectives (`psum`, `axis_index`, ...).
 
@@ -559,16 +560,16 @@ class PermutationError(CollectiveError, AssertionError):
 
 
 class NotAvailableError(TorchrematError, NotImplementedError):
-    """This version does not have what is asked for, or no longer: an option of JAX's, say.
+    """This version lacks a feature or no longer has it, such as an option of JAX's.
 
-    Raised where it is asked for; the message says what does the same.
+    Raised where the feature is requested; the message says what does the same.
 
     Cure: do what the message says.
     """
 
 
-def nearest_names(asked: str, known: Iterable[str], *, limit: int = 3) -> str:
-    """What to say of `known` to someone who asked for `asked`: the names like it, else the first.
+def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> str:
+    """The part of a message that names those of `known` that are like `name`, else the first.
 
     >>> nearest_names("atn", ["attn", "mlp"])
     "nearest: 'attn'"
@@ -580,7 +581,7 @@ def nearest_names(asked: str, known: Iterable[str], *, limit: int = 3) -> str:
     names = sorted(set(known))
     if not names:
         return "there are none"
-    if near := get_close_matches(asked, names, n=limit):
+    if near := get_close_matches(name, names, n=limit):
         return "nearest: " + ", ".join(map(repr, near))
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return "there are: " + ", ".join(map(repr, names[:limit])) + more

@@ -1,4 +1,4 @@
-"""Bytes as they are: those alive at each moment, those autograd holds, those the host holds.
+"""Counts of bytes: alive at each moment, saved by autograd, saved on the host.
 
 >>> import torch
 >>> model, x = torch.nn.Linear(256, 256), torch.ones(16, 256)

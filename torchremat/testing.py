@@ -24,12 +24,20 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+# Second derivatives are sums in another order than plain PyTorch's: far above the rounding of
+# float64 (2e-16), far below a wrong term. Chosen by hand; nothing depends on the exact value.
 _TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10}
 
 
 @dataclass(frozen=True)
 class RematCheck:
-    """What `check_remat` found: bytes kept for the backward pass, and operators that ran again."""
+    """The figures of `check_remat`.
+
+    Attributes:
+        held_bytes: bytes that autograd saves under the checkpoint.
+        plain_held_bytes: bytes that it saves without.
+        recomputed: operators that ran once more, with their number.
+    """
 
     held_bytes: int
     plain_held_bytes: int
@@ -41,9 +49,9 @@ def check_remat(
 ) -> RematCheck:
     """Check that `checkpoint(f, policy=policy)` computes what `f` computes.
 
-    Compared with a plain run of PyTorch: outputs, first derivatives, the buffers of modules and the
-    random stream afterwards, bit for bit; second derivatives to rounding; and what `explain` says
-    is held with what autograd holds.
+    A plain run of PyTorch must give the same outputs, first derivatives, buffers of modules and
+    random stream, bit for bit. Second derivatives are equal to rounding. Autograd must save as many
+    bytes as `explain` says.
 
     Args:
         f: a function, or an `nn.Module`.
@@ -53,7 +61,7 @@ def check_remat(
         **kwargs: its keyword arguments.
 
     Returns:
-        What was held and what ran again.
+        The bytes saved, and the operators that ran again.
 
     Raises:
         AssertionError: that says what differs.
@@ -66,18 +74,18 @@ def check_remat(
     modules = _modules_of(f)
     leaves = _leaves(args, kwargs, modules)
     remat = checkpoint(f, policy=policy)
-    with _state_kept(modules):
+    with _restore_state(modules):
         plain = _run(f, args, kwargs, leaves, modules)
-    with _state_kept(modules):
+    with _restore_state(modules):
         _run(remat, args, kwargs, leaves, modules)  # the first call traces
-    with _state_kept(modules):
+    with _restore_state(modules):
         ours = _run(remat, args, kwargs, leaves, modules)
     for what in ("outputs", "gradients", "buffers", "random_state"):
         _assert_equal(what, getattr(plain, what), getattr(ours, what))
     _assert_close("second derivatives", plain.second, ours.second)
     said = explain(f, *args, policy="full" if policy is None else policy, **kwargs)
     assert said.total == ours.held_bytes, (
-        f"explain says that {said.total} bytes are held, but autograd holds {ours.held_bytes}"
+        f"explain says that {said.total} bytes are saved, but autograd saves {ours.held_bytes}"
     )
     again = ours.operators - plain.operators
     return RematCheck(ours.held_bytes, plain.held_bytes, again)
@@ -88,8 +96,8 @@ def check_grads(
 ) -> None:
     """Check the derivatives of `f` against finite differences, in reverse mode up to `order`.
 
-    `torch.autograd.gradcheck` and `gradgradcheck` do it; arguments that are differentiated must be
-    `float64` or complex. They are trees, and so is what `f` gives. Raises `ValueError` for another
+    `torch.autograd.gradcheck` and `gradgradcheck` compare them. Differentiated arguments must be
+    `float64` or `complex128`. Arguments and results are trees. Raises `ValueError` for another
     dtype or order, and `torch.autograd.gradcheck.GradcheckError` (a `RuntimeError`) where
     derivatives are wrong.
 
@@ -103,12 +111,12 @@ def check_grads(
     leaves, spec = _torch.tree_flatten(args)
     inputs = [_as_input(leaf) for leaf in leaves]
 
-    def flat(*leaves: Any) -> tuple[Tensor, ...]:
+    def run_flat(*leaves: Any) -> tuple[Tensor, ...]:
         return tuple(_tensors(f(*_torch.tree_unflatten(list(leaves), spec))))
 
-    torch.autograd.gradcheck(flat, inputs, rtol=rtol, atol=atol)
+    torch.autograd.gradcheck(run_flat, inputs, rtol=rtol, atol=atol)
     if order == 2:
-        torch.autograd.gradgradcheck(flat, inputs, rtol=rtol, atol=atol)
+        torch.autograd.gradgradcheck(run_flat, inputs, rtol=rtol, atol=atol)
 
 
 def _as_input(value: Any) -> Any:
@@ -153,7 +161,7 @@ def _run(
         with _Operators() as operators:
             grads = _gradients(outputs, leaves)
         after = [b.clone() for b in buffers]
-        second = _second(f, args, kwargs, leaves)
+        second = _second_gradients(f, args, kwargs, leaves)
         return _Run(
             [o.detach() for o in outputs],
             grads,
@@ -182,7 +190,7 @@ def _gradients(
     )
 
 
-def _second(f: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
+def _second_gradients(f: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
     torch.manual_seed(0)
     outputs = list(_tensors(f(*args, **kwargs)))
     try:
@@ -228,7 +236,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _state_kept(modules: list[nn.Module]) -> Iterator[None]:
+def _restore_state(modules: list[nn.Module]) -> Iterator[None]:
     """Leave random streams and buffers as they were."""
     buffers = [b for module in modules for b in module.buffers()]
     values = [b.clone() for b in buffers]

@@ -69,7 +69,7 @@ def takes_no_avals(op: Any) -> bool:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (raises, r"raises\), asked about aten.mm.*raised KeyError at .*input.py:\d+ .*: 'boom'"),
+        (raises, r"raises\), called for aten.mm.*raised KeyError at .*input.py:\d+ .*: 'boom'"),
         (reads_values, r"raised AttributeError .*there are no values of tensors yet"),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_policy_that_raises_is_named(compiled: Any, policy: Any, message: str)
 @pytest.mark.parametrize("compiled", [by_backend, inside, jitted])
 @pytest.mark.parametrize(
     ("policy", "message"),
-    [(answers_text, "answered 'yes'"), (takes_no_avals, "cannot be asked about aten.mm.default")],
+    [(answers_text, "answered 'yes'"), (takes_no_avals, "cannot be called for aten.mm.default")],
 )
 def test_a_policy_that_is_none_is_told(compiled: Any, policy: Any, message: str) -> None:
     with pytest.raises((PolicyError, PolicyFailedError), match=message):

@@ -152,6 +152,6 @@ def test_a_nonsense_answer():
         return "save"
 
     policy = from_selective(my_policy)
-    match = r"my_policy\) from test_from_selective.py:\d+ .*, asked about aten.mm.*answered 'save'"
+    match = r"my_policy\) from test_from_selective.py:\d+ .*, called for aten.mm.*answered 'save'"
     with pytest.raises(PolicyError, match=match):
         policy.decide(MM)

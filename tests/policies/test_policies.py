@@ -317,7 +317,7 @@ def test_a_nonsense_answer_names_policy_line_op_and_answer(policy, match, combin
 
 def test_a_policy_that_does_not_take_what_it_is_asked_says_so():
     policy = as_policy(lambda op, *avals: True)
-    match = r"from test_policies.py:\d+ .*cannot be asked about .*take \(f32.*, name\)"
+    match = r"from test_policies.py:\d+ .*cannot be called for .*take \(f32.*, name\)"
     with pytest.raises(PolicyError, match=match):
         policy(name_p, X, name="a")
 

@@ -56,7 +56,7 @@ def test_answers(answer, verdict):
 @pytest.mark.parametrize(
     ("answer", "match"),
     [
-        (3, r"the policy 'p', asked about aten.sin.default, answered 3 \(int\)"),
+        (3, r"the policy 'p', called for aten.sin.default, answered 3 \(int\)"),
         (1, r"A policy answers True or False, tr.Saveable, tr.Recompute or tr.Offloadable"),
         (np.True_, r"answered np.True_ \(bool\w*\).*goes through bool\(\.\.\.\)"),
         (torch.tensor(True), r"answered tensor\(True\) \(Tensor\)"),

@@ -1,7 +1,7 @@
 """The policies that come with the library: JAX's, and by operator and by module.
 
-Source: `jax/_src/ad_checkpoint.py`. A policy's class holds what it was made of; users meet the
-functions, and the four policies that are made of nothing.
+Source: `jax/_src/ad_checkpoint.py`. Users meet the functions, and the four policies without
+arguments; the classes hold the arguments.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class _BuiltIn(Policy):
-    """A policy that is called by a name of this module; a dataclass of what it was made of."""
+    """A policy whose `repr` calls a function of this module; a dataclass of its arguments."""
 
     function: ClassVar[str]
     word: ClassVar[str]
@@ -59,7 +59,7 @@ class _BuiltIn(Policy):
 
 @dataclass(frozen=True, repr=False)
 class EverythingSaveable(_BuiltIn):
-    """Every value may be saved: the backward holds what plain autograd holds, never more.
+    """Every value may be saved: as many as plain autograd saves, never more.
 
     >>> everything_saveable(None)
     True
@@ -74,7 +74,7 @@ class EverythingSaveable(_BuiltIn):
 
 @dataclass(frozen=True, repr=False)
 class NothingSaveable(_BuiltIn):
-    """No value may be saved: the backward recomputes all it needs from the inputs.
+    """No value may be saved: the backward pass recomputes everything from the inputs.
 
     >>> nothing_saveable(None)
     False
@@ -107,8 +107,8 @@ class DotsSaveable(_BuiltIn):
 class DotsWithNoBatchDimsSaveable(_BuiltIn):
     """The results of matrix multiplications without batch dimensions may be saved.
 
-    The products of weights with activations, that is, and not the attention scores, of which there
-    are many more. Never convolutions or attention.
+    These are the products of weights with activations. Attention scores, which are far larger, are
+    not among them, nor are convolutions and attention.
 
     >>> import torch
     >>> dots_with_no_batch_dims_saveable(torch.ops.aten.addmm.default)
@@ -125,17 +125,9 @@ class DotsWithNoBatchDimsSaveable(_BuiltIn):
 
 
 everything_saveable = EverythingSaveable()
-
-
 nothing_saveable = NothingSaveable()
-
-
 dots_saveable = checkpoint_dots = DotsSaveable()
-
-
 dots_with_no_batch_dims_saveable = DotsWithNoBatchDimsSaveable()
-
-
 checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
@@ -144,17 +136,17 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 @dataclass(frozen=True, repr=False)
 class _PatternPolicy(_BuiltIn, ABC):
-    """A policy made of strings: names, names of operators or patterns, in the order given."""
+    """A policy made of strings: names, names of operators, or patterns of module names."""
 
     items: tuple[str, ...]
 
     @abstractmethod
     def _matches(self, value: Value) -> bool:
-        """Whether `value` is one of those that the items mean."""
+        """Whether one of the items means `value`."""
 
     @abstractmethod
-    def _unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
-        """The items that mean none of `values`, each with what it was looked for among."""
+    def _find_unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
+        """The items that mean none of `values`, each with a list of names that exist."""
 
     def _saves(self, value: Value) -> bool:
         return self._matches(value)
@@ -167,7 +159,7 @@ class _PatternPolicy(_BuiltIn, ABC):
     def find_unmatched(self, values: Sequence[Value]) -> list[str]:
         return [
             f"{self!r}: {item!r}{MATCHES_NOTHING}. Of {known}"
-            for item, known in self._unmatched_items(values)
+            for item, known in self._find_unmatched_items(values)
         ]
 
     @property
@@ -182,7 +174,7 @@ class _Names(_PatternPolicy):
     def _matches(self, value: Value) -> bool:
         return not set(self.items).isdisjoint(value.names)
 
-    def _unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
+    def _find_unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
         known = {name for value in values for name in value.names}
         for item in self.items:
             if item not in known:
@@ -190,14 +182,14 @@ class _Names(_PatternPolicy):
 
 
 class SaveOnlyTheseNames(_Names):
-    """Made by `save_only_these_names`."""
+    """The policy of `save_only_these_names`."""
 
     function = "save_only_these_names"
     word = "names"
 
 
 class SaveAnyNamesButThese(_Names):
-    """Made by `save_any_names_but_these`."""
+    """The policy of `save_any_names_but_these`."""
 
     function = word = "save_any_names_but_these"
 
@@ -206,7 +198,7 @@ class SaveAnyNamesButThese(_Names):
 
 
 class SaveAnythingExceptTheseNames(_Names):
-    """Made by `save_anything_except_these_names`."""
+    """The policy of `save_anything_except_these_names`."""
 
     function = word = "save_anything_except_these_names"
 
@@ -219,7 +211,7 @@ class _Ops(_PatternPolicy):
         ops = (value.op, name_p) if value.names else (value.op,)
         return any(OpMatcher(item).matches(op) for item in self.items for op in ops)
 
-    def _unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
+    def _find_unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
         ops = {value.op for value in values}
         ops |= {name_p for value in values if value.names}
         known = {packet_name(op) for op in ops}
@@ -231,14 +223,14 @@ class _Ops(_PatternPolicy):
 
 
 class SaveOps(_Ops):
-    """Made by `save_ops`."""
+    """The policy of `save_ops`."""
 
     function = "save_ops"
     word = "ops"
 
 
 class RecomputeOps(_Ops):
-    """Made by `recompute_ops`."""
+    """The policy of `recompute_ops`."""
 
     function = word = "recompute_ops"
 
@@ -251,7 +243,7 @@ class _Modules(_PatternPolicy):
         inside = _enclosing_modules(value.module)
         return any(fnmatchcase(module, item) for item in self.items for module in inside)
 
-    def _unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
+    def _find_unmatched_items(self, values: Sequence[Value]) -> Iterator[tuple[str, str]]:
         known = {module for value in values for module in _enclosing_modules(value.module)}
         for item in self.items:
             if not any(fnmatchcase(module, item) for module in known):
@@ -259,14 +251,14 @@ class _Modules(_PatternPolicy):
 
 
 class SaveModules(_Modules):
-    """Made by `save_modules`."""
+    """The policy of `save_modules`."""
 
     function = "save_modules"
     word = "modules"
 
 
 class RecomputeModules(_Modules):
-    """Made by `recompute_modules`."""
+    """The policy of `recompute_modules`."""
 
     function = word = "recompute_modules"
 
@@ -277,8 +269,8 @@ class RecomputeModules(_Modules):
 def save_only_these_names(*names: str) -> Policy:
     """Only values with one of these names (`checkpoint_name`) may be saved.
 
-    Raises `PolicyError` (a `TypeError`) for a name that is no string and `PolicyValueError` (a
-    `ValueError`) for an empty one, as does every policy made of names.
+    Like every policy made of names, it raises `PolicyError` (a `TypeError`) for a name that is no
+    string. An empty name raises `PolicyValueError` (a `ValueError`).
 
     >>> save_only_these_names("attn", "mlp").spelling
     'names:attn,mlp'
@@ -298,8 +290,8 @@ def save_any_names_but_these(*names: str) -> Policy:
 def save_anything_except_these_names(*names: str) -> Policy:
     """All values may be saved but those with one of these names.
 
-    Not even as the product of the operator that computes it may such a value be saved; in JAX it
-    may (`jax/_src/ad_checkpoint.py` says of its own that it "probably just doesn't work").
+    In JAX such a value may still be saved as the product of its operator
+    (`jax/_src/ad_checkpoint.py`: it "probably just doesn't work"). Here it may not.
 
     >>> save_anything_except_these_names("scores")
     save_anything_except_these_names('scores')
@@ -336,8 +328,8 @@ def save_modules(*patterns: str) -> Policy:
     """Only what was computed in these modules may be saved.
 
     A pattern (`fnmatch`: `*` crosses dots) matches the qualified name of an `nn.Module`, and with
-    it all that runs inside that module. Asked about an operator alone, with no value, the policy
-    answers as for one outside any module.
+    it everything that runs inside that module. Called for an operator outside any decision, the
+    policy answers as for an operator outside any module.
 
     >>> save_modules("layers.*.attn").decide(Value(None, module="layers.0.attn.proj"))
     Saveable()
@@ -355,9 +347,10 @@ def recompute_modules(*patterns: str) -> Policy:
 
 
 def save_from_both_policies(p: PolicyLike, q: PolicyLike) -> Policy:
-    """What `p` or `q` lets be saved may be saved: `p | q`, under JAX's name for it.
+    """A value may be saved if `p` or `q` lets it be saved: `p | q`, under JAX's name for it.
 
-    Unlike JAX's it takes policies that offload: what one saves and the other offloads is saved.
+    Unlike JAX's it takes policies that offload: a value that one saves and the other offloads is
+    saved.
 
     >>> save_from_both_policies(dots_saveable, "names:attn")
     dots_saveable | save_only_these_names('attn')
@@ -402,42 +395,24 @@ for _policy in (
     dots_with_no_batch_dims_saveable,
 ):
     register_spelling(_policy.word, type(_policy), function=_policy.function)
-
-
 register_spelling("dots", DotsSaveable, function="checkpoint_dots")
-
-
 register_spelling(
     "dots_with_no_batch_dims_saveable",
     DotsWithNoBatchDimsSaveable,
     function="checkpoint_dots_with_no_batch_dims",
 )
-
-
 register_spelling("names", save_only_these_names, "attn,mlp", function="save_only_these_names")
-
-
 register_spelling("ops", save_ops, "aten.mm,aten.addmm", function="save_ops")
-
-
 register_spelling("modules", save_modules, "layers.*.attn", function="save_modules")
-
-
 register_spelling("save_any_names_but_these", save_any_names_but_these, "attn,mlp")
-
-
 register_spelling("save_anything_except_these_names", save_anything_except_these_names, "attn,mlp")
-
-
 register_spelling("recompute_ops", recompute_ops, "aten.mm,aten.addmm")
-
-
 register_spelling("recompute_modules", recompute_modules, "layers.*.attn")
 
 
 @dataclass(frozen=True, repr=False)
 class PlainAutograd(EverythingSaveable):
-    """What plain autograd keeps; a checkpoint inside keeps what its own policy says."""
+    """Saves as plain autograd; a nested checkpoint saves by its own policy."""
 
     function = "plain_autograd"
     applies_to_nested = False

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class NameOp(_torch.HigherOrderOperator):
-    """`name_p(x, name=...)`: x itself, known by a name. It leaves no trace in what runs."""
+    """`name_p(x, name=...)` is `x` under a name. Nothing of it runs."""
 
     is_identity = True
 
@@ -24,7 +24,7 @@ class NameOp(_torch.HigherOrderOperator):
         super().__init__("name_p")  # type: ignore[no-untyped-call]
 
     def __call__(self, x: Tensor, /, *, name: str) -> Tensor:
-        """Hand `x` on; in a trace, write it down."""
+        """Return `x`; a trace records the call."""
         if _torch.innermost_proxy_mode() is None:
             return x
         return super().__call__(x, name=name)  # type: ignore[no-any-return,no-untyped-call]
@@ -34,15 +34,15 @@ name_p = NameOp()
 
 
 def checkpoint_name(x: T, name: str) -> T:
-    """Give the value `x` a name by which a policy can save it; otherwise the identity.
+    """Give the value `x` a name by which a policy can save it. It is the identity otherwise.
 
     Args:
         x: a tensor, or a tree of tensors, each of which gets the name.
         name: what policies such as `save_only_these_names` call it.
 
     Returns:
-        `x`. It names the value, not the variable: saving the name serves those who read the value
-        under an older variable too. It costs nothing at run time.
+        `x`. The name is that of the value, not of the variable: saving it also serves readers of
+        the value under an older variable. It costs nothing at run time.
 
     Raises:
         TypeError: if `name` is no string.
@@ -80,7 +80,7 @@ _recording = threading.local()
 
 @contextmanager
 def record_names() -> Iterator[None]:
-    """Within, a compiler's trace has the names of values, for a policy to see."""
+    """Let a compiler's trace record the names of values, for a policy to see."""
     before = getattr(_recording, "by_compiler", False)
     _recording.by_compiler = True
     try:
@@ -96,7 +96,7 @@ def _is_recorded() -> bool:
 
 
 class _Name(torch.autograd.Function):
-    """The identity, written down as `name_p`. Cotangents and tangents pass by unnamed."""
+    """The identity, recorded as `name_p`. Cotangents and tangents get no name."""
 
     @staticmethod
     def forward(x: Tensor, name: str) -> Tensor:
@@ -132,15 +132,15 @@ def _name_in_dynamo(x: Tensor, name: str) -> Tensor:
 
 
 class TakesNames(ABC):
-    """A checkpoint in a compiler's trace, which wants to hear of names."""
+    """A checkpoint in a compiler's trace, which decides anew on a value that gets a name."""
 
     @abstractmethod
     def take_name(self, node: fx.Node, name: str) -> None:
-        """The value of `node` is called `name`."""
+        """Decide anew on the value of `node`, now that it is called `name`."""
 
 
-# The same for Dynamo, which knows operators but not higher-order ops of others. It is composite:
-# whoever traces what Dynamo captured meets `checkpoint_name` again.
+# Dynamo captures operators, but no higher-order operators of other libraries. This operator is
+# composite: whoever traces a graph of Dynamo's runs `checkpoint_name` again.
 _library = torch.library.Library("torchremat", "DEF")
 _library.define("named(Tensor(a) x, str name) -> Tensor(a)")
 _library.impl("named", _name_in_dynamo, "CompositeImplicitAutograd")

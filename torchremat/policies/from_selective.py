@@ -31,10 +31,11 @@ from torchremat.policies.verdicts import (
 
 __all__ = ["from_selective"]
 
-# torch's dispatch mode runs these without asking (SAC_IGNORED_OPS); the others there give no tensor
-_NEVER_ASKED = frozenset({"aten.detach.default", "higher_order.name_p"})
+# torch/utils/checkpoint.py runs SAC_IGNORED_OPS without a call of the policy; the others of them
+# return no tensor
+_WITHOUT_POLICY = frozenset({"aten.detach.default", "higher_order.name_p"})
 
-# by what follows MUST_ or PREFER_; the offloading ones are new in PyTorch 2.13
+# by the part of the name after MUST_ or PREFER_; PyTorch 2.13 added those that offload
 _VERDICTS: dict[str, Verdict] = {
     "SAVE": Saveable(),
     "RECOMPUTE": Recompute(),
@@ -43,16 +44,17 @@ _VERDICTS: dict[str, Verdict] = {
 
 
 def from_selective(policy_fn: "Callable[..., Any] | Sequence[object]") -> Policy:
-    """The policy that `policy_fn`, as `create_selective_checkpoint_contexts` takes it, describes.
+    """The policy that `policy_fn` describes for `create_selective_checkpoint_contexts`.
 
     `policy_fn(ctx, op, *args, **kwargs)` answers with a `CheckpointPolicy` or a bool. It is called
-    once a value, in the order of the program, with `ctx.is_recompute` false and with tensors on
-    the meta device, which have a shape and a dtype. `MUST_` and `PREFER_` mean the same here. As in
+    once a value, in the order of the program, with `ctx.is_recompute` false. Tensors are on the
+    meta device: they have a shape and a dtype. `PREFER_RECOMPUTE` and `False` leave the last word
+    to the library, as `tr.NotSaved` does; `MUST_RECOMPUTE` insists, as `tr.Recompute` does. As in
     PyTorch a list of overloads saves what exactly these compute: `aten.mm.default` does not stand
-    for `addmm`, and `detach` is never asked about. Values have no names for `policy_fn`.
+    for `addmm`, and `detach` is never saved. Values have no names for `policy_fn`.
 
-    Raises `PolicyError` (a `TypeError`) for what is neither callable nor a list of overloads, and,
-    when it is asked, for an answer that is neither a `CheckpointPolicy` nor a bool.
+    Raises `PolicyError` (a `TypeError`) if `policy_fn` is neither callable nor a list of overloads.
+    An answer that is neither a `CheckpointPolicy` nor a bool raises it when a function is traced.
 
     >>> import torch
     >>> policy = from_selective([torch.ops.aten.mm.default])
@@ -74,12 +76,12 @@ def from_selective(policy_fn: "Callable[..., Any] | Sequence[object]") -> Policy
 
 @dataclass(frozen=True, repr=False)
 class Selective(Policy):
-    """Made by `from_selective`."""
+    """The policy of `from_selective`."""
 
     policy_fn: Callable[..., Any]
 
     def decide(self, value: Value) -> Verdict:
-        if op_name(value.op) in _NEVER_ASKED:
+        if op_name(value.op) in _WITHOUT_POLICY:
             return NotSaved()
         with isolate():
             ctx = SelectiveCheckpointContext(is_recompute=False)
@@ -107,7 +109,7 @@ class Selective(Policy):
 
 @dataclass(frozen=True, repr=False)
 class _SaveListed:
-    """The `policy_fn` that a list of overloads stands for; by name, as overloads do not pickle."""
+    """The `policy_fn` of a list of overloads; by name, since overloads do not pickle."""
 
     names: tuple[str, ...]
 

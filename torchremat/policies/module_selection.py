@@ -1,4 +1,4 @@
-"""Which submodules of a model are meant: by name, class, predicate or position."""
+"""Selections of a model's submodules: by name, class, predicate or position."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ _KEYWORDS = {
 def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn.Module]]:
     """The submodules of `root` that `select` means, with their qualified names, in model order.
 
-    Never `root` itself, except for `None`, which means just that. A module that the model has under
+    `root` itself is not among them, except for `None`, which means `root` alone. A module that has
     several names is matched under each of them, and found once, under the first. Containers
     without a `forward` (`ModuleList`, `ModuleDict`) are passed over: nothing calls them.
 
@@ -39,15 +39,15 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
       `*` crosses dots, as in `save_modules`: `*.attn` is every `attn` too, where no module on top
       has one. What a pattern matches inside another match is selected too.
     - A position is one of `every:3` (0, 3, 6, ...), `first:2`, `last:2` and `range:4-8` (4 to 8,
-      both included), counted from 0 over the longest `ModuleList` of the model, wherever it is and
-      the first of several as long; over the longest `Sequential` if there is no `ModuleList`.
+      both included). It counts from 0 over the longest `ModuleList` of the model, the first of
+      several that are as long. Without a `ModuleList` it counts over the longest `Sequential`.
     - A class (or a tuple of them) matches its instances, a predicate the modules for which it is
       true: `predicate(module)`, or `predicate(name, module)` if it requires two arguments. Of
       matches inside one another only the outermost is selected.
 
     Raises `NoMatchError` (a `ValueError`) with the nearest names if a term, or the whole, matches
-    nothing; `ValueError` for text that is no selection or a position that is out of range, and
-    `TypeError` for what is no selection at all.
+    nothing. Raises `ValueError` for text that is no selection or a position that is out of range,
+    and `TypeError` for any other object.
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(5))})
     >>> [name for name, _ in select_modules(model, "first:3, last:1, !layers.0")]
@@ -61,7 +61,7 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
         return model.in_order(_ids_by_text(model, select))
     ids = _ids_by_predicate(model, _as_predicate(select))
     if not ids:
-        raise NoMatchError(_no_instance(model, select))
+        raise NoMatchError(_describe_no_instance(model, select))
     return model.in_order(ids)
 
 
@@ -81,13 +81,11 @@ class _Model:
         return cls(root, names, containers)
 
     def in_order(self, ids: set[int]) -> list[tuple[str, nn.Module]]:
-        """The modules with these ids, each under its first name."""
         return [(n, m) for n, m in self.root.named_modules() if n and id(m) in ids]
 
-    def nearest(self, asked: str) -> str:
-        """What to say to someone who asked for `asked`."""
+    def describe_nearest(self, name: str) -> str:
         names = [name for name, _ in self.names]
-        return f"the modules of {type(self.root).__name__}, {nearest_names(asked, names)}"
+        return f"the modules of {type(self.root).__name__}, {nearest_names(name, names)}"
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -104,7 +102,7 @@ def _check_has_forward(root: nn.Module) -> None:
     if not has_forward(root):
         raise ArgumentValueError(
             f"a {type(root).__name__} has no forward of its own, so nothing would be wrapped. Say "
-            "which of the modules in it are meant: select='*' are all that it holds"
+            "which of the modules in it are meant: select='*' selects all of them"
         )
 
 
@@ -140,7 +138,8 @@ def _ids_by_term(model: _Model, term: str) -> set[int]:
         found = {id(module) for name, module in model.names if fnmatchcase(name, term)}
     if not found:
         raise NoMatchError(
-            f"{term!r} matches nothing{_hint(model, term)}. Of {model.nearest(term)}"
+            f"{term!r} matches nothing{_explain_no_match(model, term)}. "
+            f"Of {model.describe_nearest(term)}"
         )
     return found
 
@@ -153,8 +152,7 @@ def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(pattern[1:], parts[1:])
 
 
-def _hint(model: _Model, pattern: str) -> str:
-    """What may be wrong with a pattern that matches nothing."""
+def _explain_no_match(model: _Model, pattern: str) -> str:
     for name, module in model.containers:
         if _matches(pattern.split("."), name.split(".")):
             return (
@@ -178,7 +176,7 @@ def _ids_by_position(model: _Model, term: str) -> set[int]:
     name, blocks = _blocks(model, term)
     chosen = _positions(keyword, numbers, len(blocks))
     if chosen is None:
-        raise ArgumentValueError(_out_of_range(term, keyword, name, len(blocks)))
+        raise ArgumentValueError(_describe_range(term, keyword, name, len(blocks)))
     ids = {id(blocks[i]) for i in chosen if has_forward(blocks[i])}
     if not ids:
         raise NoMatchError(f"{term!r} finds in {name} only modules that have no forward")
@@ -202,7 +200,7 @@ def _numbers(term: str, keyword: str, argument: str) -> tuple[int, ...]:
 
 
 def _positions(keyword: str, numbers: tuple[int, ...], count: int) -> range | None:
-    """Which of `count` modules are meant, or `None` if there are not so many."""
+    """The positions among `count` modules, or `None` if one is out of range."""
     if keyword == "range":
         return range(numbers[0], numbers[1] + 1) if numbers[1] < count else None
     number = numbers[0]
@@ -216,13 +214,13 @@ def _positions(keyword: str, numbers: tuple[int, ...], count: int) -> range | No
     return whole[keyword]
 
 
-def _out_of_range(term: str, keyword: str, name: str, count: int) -> str:
+def _describe_range(term: str, keyword: str, name: str, count: int) -> str:
     rule = f"within 0-{count - 1}" if keyword == "range" else f"at least 1 and at most {count}"
     return f"{term!r} is out of range: {name} holds {count} modules, so it must be {rule}"
 
 
 def _blocks(model: _Model, term: str) -> tuple[str, list[nn.Module]]:
-    """The longest `ModuleList`, or else `Sequential`, and how to call it in a message."""
+    """The longest `ModuleList`, or else `Sequential`, after its name for a message."""
     modules = list(model.root.named_modules())
     for kind in (nn.ModuleList, nn.Sequential):
         lists = [
@@ -235,7 +233,7 @@ def _blocks(model: _Model, term: str) -> tuple[str, list[nn.Module]]:
             return name or f"the {type(model.root).__name__}", blocks
     raise NoMatchError(
         f"{term!r} counts over the longest ModuleList or Sequential, and "
-        f"{type(model.root).__name__} has none; select by name. Of {model.nearest(term)}"
+        f"{type(model.root).__name__} has none; select by name. Of {model.describe_nearest(term)}"
     )
 
 
@@ -249,7 +247,7 @@ def _as_predicate(select: Any) -> Callable[[str, nn.Module], bool]:
         cure = "; join patterns with ','" if isinstance(select, list | tuple | set) else ""
         raise ArgumentTypeError(
             "select must be a pattern such as 'layers.*', a position such as 'every:3', a class or "
-            f"a predicate of a module, but it is {select!r} ({type(select).__name__}){cure}"
+            f"a predicate, but it is {select!r} ({type(select).__name__}){cure}"
         )
     if _num_required(select) == 2:
         return lambda name, module: bool(select(name, module))
@@ -261,7 +259,7 @@ def _all_types(values: tuple[Any, ...]) -> bool:
 
 
 def _num_required(function: Callable[..., Any]) -> int:
-    """How many positional arguments `function` cannot do without; 1 if it does not say."""
+    """The number of positional arguments that `function` requires; 1 without a signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -285,11 +283,11 @@ def _outermost(
             yield from _outermost(child, path, predicate)
 
 
-def _no_instance(model: _Model, select: Any) -> str:
+def _describe_no_instance(model: _Model, select: Any) -> str:
     if not isinstance(select, type | tuple):
         return f"the predicate is true of no module in {type(model.root).__name__}"
     kinds = select if isinstance(select, tuple) else (select,)
-    asked = " or ".join(kind.__name__ for kind in kinds)
+    wanted = " or ".join(kind.__name__ for kind in kinds)
     classes = {type(module).__name__ for _, module in model.names}
     itself = (
         f". The {type(model.root).__name__} is one itself: leave out select to mean it"
@@ -297,6 +295,6 @@ def _no_instance(model: _Model, select: Any) -> str:
         else ""
     )
     return (
-        f"{type(model.root).__name__} has no {asked} in it. Of the classes in it, "
+        f"{type(model.root).__name__} has no {wanted} in it. Of the classes in it, "
         f"{nearest_names(kinds[0].__name__, classes)}{itself}"
     )

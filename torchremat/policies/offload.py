@@ -1,4 +1,4 @@
-"""Policies that keep values in the host's memory: JAX's two.
+"""Policies that save values in the host's memory: JAX's two.
 
 Source: `jax/_src/ad_checkpoint.py`.
 """
@@ -26,7 +26,7 @@ _USUAL = Offloadable("device", "pinned_host")
 
 @dataclass(frozen=True, repr=False)
 class OffloadDotWithNoBatchDims(Policy):
-    """Made by `offload_dot_with_no_batch_dims`."""
+    """The policy of `offload_dot_with_no_batch_dims`."""
 
     verdict: Offloadable
 
@@ -43,18 +43,18 @@ class OffloadDotWithNoBatchDims(Policy):
 
 
 def offload_dot_with_no_batch_dims(offload_src: Place, offload_dst: Place) -> Policy:
-    """The results of matrix multiplications without batch dimensions may be kept by the host.
+    """The results of matrix multiplications without batch dimensions may be saved on the host.
 
-    What `dots_with_no_batch_dims_saveable` saves on the device is copied to the host as it is made,
-    and back before the backward pass reads it. A value that is small
-    (`config.least_offload_nbytes`), or an output, which the caller holds anyway, stays.
+    The values of `dots_with_no_batch_dims_saveable` are copied to the host when they are computed,
+    and back before the backward pass reads them. A value stays if it is small
+    (`config.least_offload_nbytes`), or an output, which is alive anyway.
 
     Args:
         offload_src: where values are: `"device"`, or a `torch.device`, to move those on it alone.
         offload_dst: where they go: `"pinned_host"`, or `torch.device("cpu")`.
 
     Raises:
-        PolicyError, PolicyValueError: (a `TypeError`, a `ValueError`) for places that are none.
+        PolicyError, PolicyValueError: (a `TypeError`, a `ValueError`) for an unknown place.
 
     >>> import torch
     >>> policy = offload_dot_with_no_batch_dims("device", "pinned_host")
@@ -66,7 +66,7 @@ def offload_dot_with_no_batch_dims(offload_src: Place, offload_dst: Place) -> Po
 
 @dataclass(frozen=True, repr=False)
 class SaveAndOffloadOnlyTheseNames(Policy):
-    """Made by `save_and_offload_only_these_names`."""
+    """The policy of `save_and_offload_only_these_names`."""
 
     saved: tuple[str, ...]
     offloaded: tuple[str, ...]
@@ -109,21 +109,20 @@ def save_and_offload_only_these_names(
     offload_src: Place,
     offload_dst: Place,
 ) -> Policy:
-    """Only values with a name (`checkpoint_name`) are kept: some on the device, some by the host.
+    """Only values with a name (`checkpoint_name`) are saved: some on the device, some on the host.
 
-    What is offloaded, and what of it stays all the same, is as with
-    `offload_dot_with_no_batch_dims`.
+    Small values and outputs stay on the device, as with `offload_dot_with_no_batch_dims`.
 
     Args:
         names_which_can_be_saved: names of values that may be saved on the device.
-        names_which_can_be_offloaded: names of values that may be kept by the host.
+        names_which_can_be_offloaded: names of values that may be saved on the host.
         offload_src: where they are: `"device"`, or a `torch.device`, to move those on it alone.
         offload_dst: where they go: `"pinned_host"`, or `torch.device("cpu")`.
 
     Raises:
-        PolicyError: (a `TypeError`) for what is no list of strings, or a place that is none.
-        PolicyValueError: (a `ValueError`) for an empty name, one that is in both lists, or a place
-            that is none.
+        PolicyError: (a `TypeError`) for names that are no list of strings, or an unknown place.
+        PolicyValueError: (a `ValueError`) for an empty name, one that is in both lists, or an
+            unknown place.
 
     >>> from torchremat import name_p
     >>> policy = save_and_offload_only_these_names(
@@ -162,9 +161,9 @@ def _offload_names(*names: str) -> Policy:
     )
 
 
-def _usual_dots() -> Policy:
+def _offload_dots() -> Policy:
     return OffloadDotWithNoBatchDims(_USUAL)
 
 
-register_spelling("offload_dot_with_no_batch_dims", _usual_dots)
+register_spelling("offload_dot_with_no_batch_dims", _offload_dots)
 register_spelling("offload_names", _offload_names, "attn,mlp")

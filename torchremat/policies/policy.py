@@ -3,12 +3,12 @@
 A policy is any callable `policy(op, *avals, **params)` that answers, of one call of one operator,
 whether its outputs may be saved. `Policy` adds one question, `decide`, about a *value*: the result
 of an operator, with its names and the module that ran it. The difference matters for complements.
-"All but what is named a", asked about one operator after the other, saves the value before it gets
-its name; JAX's `save_anything_except_these_names` does so. Asked about the value it cannot.
+"All but the values named a", answered for one operator after the other, saves the value before it
+gets its name; JAX's `save_anything_except_these_names` does so. A decision on the value cannot.
 
-A policy that calls other policies asks them in JAX's way, `p(op, *avals, **params)`, which names no
-value. `decide` therefore remembers its value for as long as it runs: asked about that very call,
-`p` answers what `p.decide(value)` says. So a function that wraps a policy decides as the policy.
+A policy that uses other policies calls them in JAX's way, `p(op, *avals, **params)`, which names no
+value. `decide` therefore remembers its value while it runs: for that very call, `p` answers what
+`p.decide(value)` says. So a function that wraps a policy decides as the policy.
 """
 
 import functools
@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 
 @dataclass(frozen=True)
 class Value:
-    """What a policy decides about: a value that the forward pass computes.
+    """A value that the forward pass computes, as a policy sees it.
 
     Attributes:
         op: the operator that computes it.
@@ -55,8 +55,8 @@ class Value:
         names: every `checkpoint_name` given to this value.
         module: qualified name of the `nn.Module` that ran the operator, `''` outside any.
         source: the user's line that it comes from, if known.
-        outputs: avals of all that the operator computes, if known.
-        index: which of `outputs` this value is.
+        outputs: avals of everything that the operator computes, if known.
+        index: the place of this value in `outputs`.
     """
 
     op: object
@@ -72,8 +72,8 @@ class Value:
 _value_in_question: ContextVar[Value | None] = ContextVar("_value_in_question", default=None)
 
 
+# each message of `Policy.find_unmatched` has this between the item and the names that exist
 MATCHES_NOTHING = " matches nothing in what was traced"
-"""What each message of `Policy.unmatched` says, after naming the policy and what it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Policy:
         return as_verdict(self(op, *avals, **params), self, op)
 
     applies_to_nested: ClassVar[bool] = True
-    """Whether the policy decides on values inside a checkpoint within, too, beside its own."""
+    """Whether the policy also decides on values inside nested checkpoints."""
 
     @property
     def is_whole_graph(self) -> bool:
@@ -138,23 +138,23 @@ class Policy:
         return False
 
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
-        """What a policy that decides on all values at once keeps of `joint`, and what runs when.
+        """The values of `joint` that a whole-graph policy saves, and the order of operators.
 
-        `fuses`: a compiler runs it, which makes one kernel of pointwise work and what reads it.
+        `fuses`: a compiler runs it, which fuses pointwise work with its readers into one kernel.
         """
         raise AssertionError(f"{self!r} decides on one value at a time")
 
     def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
-        """What to tell the user when memory runs out where `program`, under this policy, runs."""
+        """A note for the user on running out of memory in `program`, under this policy."""
         return None
 
     def find_unmatched(self, values: Sequence[Value]) -> list[str]:
-        """For each thing that the policy names and none of `values` has, a message that says so."""
+        """A message for each item that the policy names and none of `values` has."""
         return []
 
     @property
     def spelling(self) -> str | None:
-        """What `policy(...)` reads as this policy, or `None` if nothing does."""
+        """The text that `policy(...)` reads as this policy, or `None` if there is none."""
         return None
 
     def __or__(self, other: "PolicyLike") -> "Policy":
@@ -247,13 +247,13 @@ class Complement(Policy):
 
 
 def _value_of_call(op: object, avals: tuple[Aval, ...], params: dict[str, Any]) -> Value:
-    """The value that a policy is asked about by this call: the one in question, if it fits."""
+    """The value of this call: the value in question, if the call is about it."""
     value = _value_in_question.get()
     if value is not None:
         if (op, avals, params) == (value.op, value.avals, value.params):
             return value
         if op is name_p and params["name"] in value.names:
-            return value
+            return value  # else a value with several names could be saved under the others
     if op is name_p:
         return Value(op, avals, params, names=(params["name"],), outputs=avals)
     return Value(op, avals, params)
@@ -276,9 +276,9 @@ def _operand(policy: Policy) -> str:
 
 
 def decide_for_compiler(policy: Policy, value: Value) -> Verdict:
-    """`policy.decide(value)`, where a compiler would hand on the errors of a user as its own.
+    """`policy.decide(value)`, where a compiler would report a user's error as its own.
 
-    Raises `PolicyFailedError` (a `RuntimeError`) if the policy raises what is no error of ours.
+    Raises `PolicyFailedError` (a `RuntimeError`) for any error of the user's.
     """
     try:
         return as_verdict(policy.decide(value), policy, value.op)
@@ -289,19 +289,19 @@ def decide_for_compiler(policy: Policy, value: Value) -> Verdict:
         where = f", at {value.source}" if value.source else ""
         line = source_of_error(error)
         raise PolicyFailedError(
-            f"the policy {policy!r}, asked about {value.op}({given}){where}, raised "
+            f"the policy {policy!r}, called for {value.op}({given}){where}, raised "
             f"{type(error).__name__}{f' at {line}' if line else ''}: {error}. A policy is "
-            "asked while the program is captured, about operators and avals (shape, dtype, "
+            "called while the program is captured, with operators and avals (shape, dtype, "
             "device): there are no values of tensors yet"
         ) from error
 
 
-# --- what is taken for a policy ------------------------------------------------------------------
+# --- values that stand for a policy --------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class FunctionPolicy(Policy):
-    """A user's own callable. It is asked of a value's operator, then of each of its names."""
+    """A user's own callable. It is called for a value's operator, then for each of its names."""
 
     function: Callable[..., Answer | type]
 
@@ -313,7 +313,7 @@ class FunctionPolicy(Policy):
                 raise
             given = ", ".join([*map(str, avals), *params])
             raise PolicyError(
-                f"the policy {self!r} from {self.source} cannot be asked about {op}: it does not "
+                f"the policy {self!r} from {self.source} cannot be called for {op}: it does not "
                 f"take ({given}). Write it as policy(op, *avals, **params): the operator, the "
                 "avals of its tensors, its other arguments by name"
             ) from error
@@ -329,7 +329,7 @@ class FunctionPolicy(Policy):
 
 
 def _takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
-    """Whether `function` can be called so; also if nobody knows."""
+    """Whether `function` can be called so; true if it has no signature."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except ValueError:
@@ -343,10 +343,10 @@ def policy(spelling: str) -> Policy:
     """The policy that `spelling` stands for, as in a configuration file.
 
     The spellings are `"none"` (no rematerialisation: `everything_saveable`), `"full"`
-    (`nothing_saveable`), `"dots"`, `"names:attn,mlp"`, `"ops:aten.mm,aten.addmm"`,
-    `"modules:layers.*.attn"`, and a policy's own name for every other that takes only names
-    (`"recompute_ops:aten.mm"`; `"dots_saveable"` is read too); joined with `|`, what one of them
-    lets be saved may be saved.
+    (`nothing_saveable`), `"dots"`, `"names:attn,mlp"`, `"ops:aten.mm,aten.addmm"` and
+    `"modules:layers.*.attn"`. Every other policy that takes only names is spelled by its own name
+    (`"recompute_ops:aten.mm"`; `"dots_saveable"` is read too). Joined with `|`, a value may be
+    saved if one of them lets it be saved.
 
     Raises `PolicyError` (a `TypeError`) if `spelling` is no string, `PolicyValueError` (a
     `ValueError`) with the nearest spellings if it is unknown.

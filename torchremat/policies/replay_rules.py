@@ -1,4 +1,4 @@
-"""What must not run a second time, and why."""
+"""Operators that must not run a second time, or should not, and the reasons."""
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from torchremat.graph.ops import packet_name
 
 
 def reason_not_replayable(node: fx.Node) -> str | None:
-    """Why the operator of `node` must not run a second time, if it must not."""
+    """Why the operator of `node` must not run a second time; `None` if it may."""
     inside = body_value_of(node)
     if inside is not None:
         return reason_not_replayable(inside)
@@ -34,8 +34,8 @@ def reason_not_replayable(node: fx.Node) -> str | None:
     return None
 
 
-# They choose among values: were one of these computed again only a little otherwise, another choice
-# would go with what the forward pass chose. (Adding in another order is enough, or a compiler.)
+# They choose among values. If their inputs are recomputed with other rounding (a sum in another
+# order, or by a compiler), the backward pass may choose others than the forward pass did.
 _SELECTING = frozenset({
     "aten.topk", "aten.sort", "aten.argsort", "aten.msort", "aten.argmax", "aten.argmin",
     "aten.kthvalue", "aten.mode", "aten.nonzero", "aten.nonzero_static", "aten.bincount",
@@ -46,7 +46,7 @@ _SELECTING_BY_DIM = frozenset(
     {"aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.nanmedian.dim"}
 )
 
-# On a GPU they add with atomics, in an order that varies:
+# On a GPU they add with atomics, in an order that varies, so that a replay may round otherwise:
 # https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
 _ADDING_IN_ANY_ORDER = frozenset({
     "aten.index_add", "aten.scatter_add", "aten.scatter_reduce", "aten.scatter", "aten.put",
@@ -65,7 +65,7 @@ def selects(op: object) -> bool:
 
 
 def reason_to_save(node: fx.Node) -> str | None:
-    """Why the value of `node` is better kept, unless a policy insists that it is not."""
+    """Why the value of `node` is saved under the verdict `NotSaved`; `None` if it is not."""
     inside = body_value_of(node)
     if inside is not None:
         return reason_to_save(inside)
@@ -100,24 +100,23 @@ def _drops_nothing(call: fx.Node) -> bool:
 
 
 def draws_in_forward(node: fx.Node) -> bool:
-    """Whether a call in the forward pass draws random numbers, in itself or inside.
+    """Whether a call in the forward pass draws random numbers, in itself or in its body.
 
-    It runs though nobody reads its result, so that what is drawn after it is what plain PyTorch
-    draws.
+    Such a call runs even if nobody reads its result: later draws then equal those of plain PyTorch.
     """
     return (
         node.op == "call_function"
         and is_forward(node)
         and not is_item(node)
-        and _draws_at_all(node)
+        and _draws_anywhere(node)
     )
 
 
-def _draws_at_all(node: fx.Node) -> bool:
+def _draws_anywhere(node: fx.Node) -> bool:
     if reason_not_replayable(node) is not None:
         return True
     return any(
-        _draws_at_all(inner)
+        _draws_anywhere(inner)
         for graph in inner_graphs_of(node)
         for inner in graph.graph.nodes
         if inner.op == "call_function" and not is_item(inner)
@@ -125,7 +124,7 @@ def _draws_at_all(node: fx.Node) -> bool:
 
 
 def body_value_of(node: fx.Node) -> fx.Node | None:
-    """For an output of an operator with a body (`remat_p`, `scan`), what the body makes it of."""
+    """The value in the body (of `remat_p`, `scan`) that the output `node` of its call returns."""
     if not is_item(node):
         return None
     bodies = inner_graphs_of(call_of(node))

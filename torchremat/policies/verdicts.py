@@ -99,11 +99,11 @@ _INTERSECTION_ORDER = (Recompute, NotSaved, Offloadable, Saveable)
 
 
 def as_verdict(answer: object, policy: object, op: object = None) -> Verdict:
-    """The verdict that `answer`, given by `policy` when asked about `op`, stands for.
+    """The verdict that `answer` stands for, which `policy` gave for `op`.
 
     `True`, `False`, the verdicts and their classes (but `Offloadable`) stand for one. All else
-    raises `PolicyError` (a `TypeError`), also what is merely true or false (`1`, `numpy.True_`, a
-    tensor): an accident in a policy is more likely than a meaning.
+    raises `PolicyError` (a `TypeError`), also an answer that is merely true or false (`1`,
+    `numpy.True_`, a tensor): an accident in a policy is more likely than a meaning.
 
     >>> as_verdict(True, "my_policy"), as_verdict(False, "my_policy")
     (Saveable(), NotSaved())
@@ -116,7 +116,7 @@ def as_verdict(answer: object, policy: object, op: object = None) -> Verdict:
         if answer is kind:
             return kind()
     raise PolicyError(
-        f"the policy {_describe(policy)}{_name_question(op)} answered {answer!r} "
+        f"the policy {_describe(policy)}{_name_call(op)} answered {answer!r} "
         f"({type(answer).__name__}). A policy answers True or False, tr.Saveable, tr.Recompute or "
         f"tr.Offloadable(src, dst). {_suggest_cure(answer)}"
     )
@@ -175,8 +175,8 @@ def _describe(policy: object) -> str:
     return f"{policy!r}" if source is None else f"{policy!r} from {source}"
 
 
-def _name_question(op: object) -> str:
-    return "" if op is None else f", asked about {op_name(op)},"
+def _name_call(op: object) -> str:
+    return "" if op is None else f", called for {op_name(op)},"
 
 
 def _suggest_cure(answer: object) -> str:

@@ -31,7 +31,7 @@ def test_what_another_found_is_the_plan(others, monkeypatch):
     own = plan(chain, x, w, budget="70%")
     assert len(others) == 1
     monkeypatch.setattr("torchremat.planning.planner.solve_orders", None)  # nobody searches again
-    monkeypatch.setattr("torchremat.planning.planner._solved", None)
+    monkeypatch.setattr("torchremat.planning.planner._solve", None)
     taken = plan(chain, x, w, budget="70%")
     assert taken.to_json() == own.to_json()
 

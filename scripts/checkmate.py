@@ -125,7 +125,7 @@ class _Program:
         self.early = {
             o: self.rows.variable(cost=problem.operators[o].seconds / self.scale, binary=True)
             for o in self.again
-            if problem.operators[o].part is Part.KNOWN
+            if problem.operators[o].part is Part.EITHER_PASS
         }
         self.stages = [self._variables(t) for t in range(len(problem.backward) + 1)]
         self._forward()
@@ -168,7 +168,7 @@ class _Program:
         runs, there = {}, {}
         for o in () if last else self.again:
             op = problem.operators[o]
-            allowed = op.repeatable or op.part is Part.KNOWN
+            allowed = op.repeatable or op.part is Part.EITHER_PASS
             runs[o] = self.rows.variable(
                 cost=op.seconds / self.scale, upper=float(allowed), binary=True
             )

@@ -40,7 +40,10 @@ unembed wed weed
 """
 VERBS = set(_VERBS.split())
 # a name that others fixed: who
-FIXED_NAMES: dict[str, str] = {}
+FIXED_NAMES: dict[str, str] = {
+    "fused": "documented method of CostModel",
+    "profiled": "documented method of CostModel",
+}
 # decorators that make a noun of a function
 NOUNS = re.compile(r"(^|\.)(property|cached_property|setter|getter|deleter)$|property$")
 

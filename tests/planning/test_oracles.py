@@ -32,7 +32,7 @@ from torchremat.planning.problem.problem import (
 from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.solver import Solution, SolverOptions, solve
 
-FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD
+FORWARD, EITHER, BACKWARD = Part.FORWARD, Part.EITHER_PASS, Part.BACKWARD
 OPTIONS = SolverOptions(seconds=10.0, gap=0.0)
 
 
@@ -98,7 +98,7 @@ class Schedules:
         is_forward = done <= len(problem.forward)
         for o in self.again:
             op = problem.operators[o]
-            allowed = op.part is KNOWN or not (is_forward or self.single >> o & 1)
+            allowed = op.part is EITHER or not (is_forward or self.single >> o & 1)
             if allowed and not ran >> o & 1:
                 yield from self.runs(o, state, done)
         for v in problem.known - self.held:
@@ -119,7 +119,7 @@ class Schedules:
         live += sum(problem.nbytes[u] for u in op.writes if u not in own)
         for u in own:
             memory |= 1 << u
-        if op.part is KNOWN and (done <= len(problem.forward) or self.single >> o & 1):
+        if op.part is EITHER and (done <= len(problem.forward) or self.single >> o & 1):
             ran |= 1 << o
         yield (then, memory, ran), live, op.seconds
 
@@ -233,7 +233,7 @@ def problems(draw, most_known: int = 7) -> Problem:
     wanted: list[int] = []
     for _ in range(draw(st.integers(0, 2))):
         if len(known) < most_known:
-            wanted += add(KNOWN, [*known[-4:]], least=1)
+            wanted += add(EITHER, [*known[-4:]], least=1)
             known += operators[-1].writes
     temporary: tuple[int, ...] = ()
     gradients: set[int] = set()

@@ -18,7 +18,7 @@ from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.solver import SolverOptions, solve
 
-FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD
+FORWARD, EITHER, BACKWARD = Part.FORWARD, Part.EITHER_PASS, Part.BACKWARD
 
 
 def layers(depth: int, width: int = 4) -> Problem:
@@ -143,17 +143,17 @@ def test_no_time_is_enough_for_some_answer():
 def test_every_schedule_is_an_answer_of_the_outer_program(window, case):
     """Its optimum is at most theirs, with all moments as rows or a few."""
     problem, budget = case
-    facts = ProblemIndex(problem)
+    index = ProblemIndex(problem)
     steps, positions = range(len(problem.backward)), range(len(problem.forward))
     note(f"{problem!r}\nbudget {budget}")
     optimum = least_seconds(problem, budget)
     for some in (1, 2):
         moments = [PeakPoint(step) for step in steps[::some]]
         program = SavingProgram(
-            facts, budget, moments, positions[::some], window, outer=window is not None
+            index, budget, moments, positions[::some], window, outer=window is not None
         )
         assert program.linear.solve(seconds=10.0).value <= optimum + 1e-5
-        assert program.linear.relaxed(seconds=10.0).answer.bound <= optimum + 1e-5
+        assert program.linear.relax(seconds=10.0).answer.bound <= optimum + 1e-5
 
 
 @pytest.mark.parametrize("share", [0.65, 0.75, 0.85])
@@ -198,7 +198,7 @@ def test_a_program_that_cannot_be_met_has_an_infinite_bound():
     x = program.variable(1.0)
     program.at_least([(x, 1.0)], 2.0)
     assert program.solve(seconds=1.0).bound == np.inf
-    assert program.relaxed(seconds=1.0).answer.bound == np.inf
+    assert program.relax(seconds=1.0).answer.bound == np.inf
 
 
 @pytest.mark.slow

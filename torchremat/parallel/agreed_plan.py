@@ -25,7 +25,7 @@ from torchremat.parallel.process_failures import (
 )
 from torchremat.planning.plan import Plan
 from torchremat.planning.shared_solve import let_processes_share
-from torchremat.planning.step.fingerprint import difference
+from torchremat.planning.step.fingerprint import find_difference
 
 _PREFIX = "torchremat/plan"
 _FAILED = "failed: "
@@ -125,7 +125,7 @@ def agreed_plan(plan: Plan) -> Plan:
 def _why_other(first: Plan, own: Plan) -> str:
     """How the step that was planned in process 0 and that of another differ; empty if not."""
     if first.fingerprint != own.fingerprint:
-        return difference(first.graph, own.graph)
+        return find_difference(first.graph, own.graph)
     if first.budget != own.budget:
         budgets = human_bytes(own.budget), human_bytes(first.budget)
         return f"the budget is {budgets[0]}, and {budgets[1]} in process 0"

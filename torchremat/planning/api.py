@@ -85,9 +85,7 @@ def plan(
     """
     refuse_misspelt(plan, fun_or_module, kwargs)
     asked = Budget.of(budget)
-    planning = _planning(
-        fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload
-    )
+    planning = _prepare(fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload)
     return planning.plan(asked, f"plan(budget={budget!r})")
 
 
@@ -185,9 +183,7 @@ def pareto(
     ([True, True], True)
     """
     refuse_misspelt(pareto, fun_or_module, kwargs)
-    planning = _planning(
-        fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload
-    )
+    planning = _prepare(fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload)
     if isinstance(points, int) and not isinstance(points, bool):
         if points < 1:
             raise PlanError(f"pareto(points={points}): there must be at least one")
@@ -207,10 +203,10 @@ def pareto(
             least = error.least_bytes if least is None else min(least, error.least_bytes)
         else:
             found.append(ParetoPoint(made.budget, made))
-    return Pareto(_without_detours(found), least)
+    return Pareto(_drop_detours(found), least)
 
 
-def _without_detours(points: Sequence[ParetoPoint]) -> tuple[ParetoPoint, ...]:
+def _drop_detours(points: Sequence[ParetoPoint]) -> tuple[ParetoPoint, ...]:
     """A plan for a smaller budget keeps within a larger one: where it adds less, it is taken."""
     better: list[ParetoPoint] = []
     for point in reversed(points):
@@ -222,7 +218,7 @@ def _without_detours(points: Sequence[ParetoPoint]) -> tuple[ParetoPoint, ...]:
     return tuple(reversed(better))
 
 
-def _planning(
+def _prepare(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -231,7 +227,7 @@ def _planning(
     cost_model: CostModel | None,
     device: str | torch.device | None,
     offload: bool,
-) -> "_Planning":
+) -> "_PlannedFunction":
     region = region_of(fun, args, kwargs, WholeGraphPolicy())
     model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
     if not isinstance(model, CostModel):
@@ -239,7 +235,7 @@ def _planning(
             f"cost_model={cost_model!r} is none: give a CostModel, such as CostModel.of('h100') or "
             "cost_model.measure('cuda')"
         )
-    return _Planning(region, model, solver, resident_nbytes(region, optimizer), offload)
+    return _PlannedFunction(region, model, solver, resident_nbytes(region, optimizer), offload)
 
 
 def device_of(region: Region) -> torch.device | None:
@@ -248,7 +244,7 @@ def device_of(region: Region) -> torch.device | None:
     return next((device for device in devices if device.type != "cpu"), next(iter(devices), None))
 
 
-class _Planning:
+class _PlannedFunction:
     """A function that is being planned."""
 
     def __init__(
@@ -289,7 +285,7 @@ class _Planning:
             peak_bytes=peak + self.resident,
             saved_bytes=timeline.saved_bytes,
             recompute_seconds=planned.costs.added_seconds,
-            recompute_flops=self._added_flops(planned),
+            recompute_flops=self._count_added_flops(planned),
             baseline=self._baseline,
             lower_bound_seconds=min(planned.lower_bound_seconds, planned.costs.added_seconds),
             decisions=_decisions(planned),
@@ -318,7 +314,7 @@ class _Planning:
             sum(map(self.model.flops, calls)),
         )
 
-    def _added_flops(self, planned: PlannedStep) -> int:
+    def _count_added_flops(self, planned: PlannedStep) -> int:
         runs: dict[int, int] = {}
         for o in (*planned.schedule.forward, *planned.schedule.backward):
             runs[o] = runs.get(o, 0) + 1
@@ -339,11 +335,11 @@ def _decisions(planned: PlannedStep) -> dict[str, str]:
     } & step.problem.known
     forward = {v for op in step.problem.operators if op.part is Part.FORWARD for v in op.writes}
 
-    def said(node: fx.Node) -> str:
+    def name_fate(node: fx.Node) -> str:
         return "offloaded" if node in offloaded else "saved" if node in kept else "recomputed"
 
     return {
-        node.name: said(node)
+        node.name: name_fate(node)
         for v, node in enumerate(step.values)
         if node is not None and (node in kept or (v in read and v in forward))
     }

@@ -100,20 +100,20 @@ def bytes_of_limit(given: int | str) -> int:
 def _read(text: str) -> Budget:
     match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([A-Za-z]*|%)\s*", text)
     if match is None:
-        raise _unreadable(text, "it is no number with a unit")
+        raise _unreadable_error(text, "it is no number with a unit")
     number, unit = float(match[1]), match[2]
     if unit == "%":
         return Budget(fraction=_fraction(number / 100, text))
     if not unit:
         if "." in match[1]:
             return Budget(fraction=_fraction(number, text))
-        raise _unreadable(text, f"it has no unit: write '{match[1]}B' if bytes are meant")
+        raise _unreadable_error(text, f"it has no unit: write '{match[1]}B' if bytes are meant")
     if unit not in _UNITS:
         near = nearest_names(unit, _UNITS)
-        raise _unreadable(text, f"{unit!r} is no unit, {near}")
+        raise _unreadable_error(text, f"{unit!r} is no unit, {near}")
     nbytes = int(number * _UNITS[unit])
     if nbytes <= 0:
-        raise _unreadable(text, "a budget is positive")
+        raise _unreadable_error(text, "a budget is positive")
     return Budget(nbytes=nbytes)
 
 
@@ -126,7 +126,7 @@ def _fraction(value: float, given: object) -> float:
     return value
 
 
-def _unreadable(text: str, why: str) -> BudgetSpellingError:
+def _unreadable_error(text: str, why: str) -> BudgetSpellingError:
     return BudgetSpellingError(
         f"{text!r} is no budget: {why}. A budget is bytes ('2GiB', '500MB'; an int) or a fraction "
         "of the peak without rematerialisation ('50%'; a float in (0, 1])"

@@ -17,7 +17,7 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.step.fingerprint import (
-    difference,
+    find_difference,
     fingerprint_of,
     lines_of,
     match_saved_values,
@@ -259,9 +259,9 @@ class Plan:
                 return GraphSchedule(frozenset(kept), (), (), frozenset(away))
         if lines != self.graph:
             raise PlanError(
-                f"the plan is for another graph: {difference(self.graph, lines)}. A plan holds for "
-                "one function at one set of shapes, dtypes and modes (train or eval, autocast, "
-                "gradients); make one for this call with tr.plan"
+                f"the plan is for another graph: {find_difference(self.graph, lines)}. A plan "
+                "holds for one function at one set of shapes, dtypes and modes (train, eval, "
+                "autocast, gradients); make one for this call with tr.plan"
             )
         nodes = list(joint.module.graph.nodes)
         return GraphSchedule(

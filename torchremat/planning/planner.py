@@ -149,11 +149,11 @@ class Planner:
         if saved is not None:
             limit = saved - self.step.copied_nbytes
             problems = tuple(add_saved_limit(problem, room, limit) for problem in problems)
-        solution = self._solved(room, problems)
+        solution = self._solve_problems(room, problems)
         if solution.schedule is None and problems[0] is not self._orders[0]:
-            raise self._cannot_save(asked, saved, nbytes, solution.least_peak - room)
+            raise self._build_saved_error(asked, saved, nbytes, solution.least_peak - room)
         if solution.schedule is None:
-            raise self._cannot(asked, nbytes, solution)
+            raise self._build_budget_error(asked, nbytes, solution)
         schedule = drop_limit_operator(self.step.problem, solution.schedule)
         costs = costs_of(self.step.problem, schedule)
         return PlannedStep(self.step, schedule, costs, solution.lower_bound_seconds, nbytes)
@@ -163,7 +163,7 @@ class Planner:
         """The step in the orders in which its backward pass may run, the best first."""
         return orders_of(self.step.problem)
 
-    def _solved(self, room: int, problems: tuple[Problem, ...]) -> Solution:
+    def _solve_problems(self, room: int, problems: tuple[Problem, ...]) -> Solution:
         """The schedule for `room` bytes, which one process looks for where there are several."""
 
         def describe() -> str:
@@ -172,19 +172,21 @@ class Planner:
 
         return solve_once(describe, lambda: _solve(problems, room, self.solver, self.seconds))
 
-    def _cannot(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
+    def _build_budget_error(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
         plain = self.plain.costs.peak + self.resident
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
         return BudgetError(
             f"{asked}: a peak of {human_bytes(nbytes)} cannot be met. The least that was found is "
             f"{human_bytes(least)} ({least} bytes{besides}), of {human_bytes(plain)} without "
-            f"rematerialisation. {self._worst(solution)}Give a budget of at least {least}, a "
-            "smaller batch, or smaller parts (nn.wrap with select=...)",
+            f"rematerialisation. {self._describe_peak(solution)}Give a budget of at least {least}, "
+            "a smaller batch, or smaller parts (nn.wrap with select=...)",
             least,
         )
 
-    def _cannot_save(self, asked: str, saved: int | None, nbytes: int, excess: int) -> BudgetError:
+    def _build_saved_error(
+        self, asked: str, saved: int | None, nbytes: int, excess: int
+    ) -> BudgetError:
         assert saved is not None
         return BudgetError(
             f"{asked}: no schedule was found that saves at most {human_bytes(saved)} at a peak of "
@@ -193,7 +195,7 @@ class Planner:
             nbytes + excess,
         )
 
-    def _worst(self, solution: Solution) -> str:
+    def _describe_peak(self, solution: Solution) -> str:
         """What the operator at the peak is, and where the user wrote it."""
         if solution.lowest is None:
             return ""

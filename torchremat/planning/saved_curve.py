@@ -30,10 +30,10 @@ def trace_saved_curve(planner: Planner) -> Iterator[SavedPoint]:
     """
     plain, step = planner.plain, planner.step
     problem = step.problem
-    trier = Evaluator(problem, 1 << 62)
+    evaluator = Evaluator(problem, 1 << 62)
     points = [SavedPoint(plain.saved_bytes, 0.0)]
-    for saved in (*cut_saved_sets(problem), trier.fixed):
-        trial = trier(Decisions(saved | trier.fixed))
+    for saved in (*cut_saved_sets(problem), evaluator.fixed):
+        trial = evaluator(Decisions(saved | evaluator.fixed))
         if trial.is_allowed:
             kept = trial.decisions.saved - problem.outputs
             nbytes = sum(problem.nbytes[v] for v in kept) + step.copied_nbytes

@@ -65,8 +65,8 @@ def text_of(problem: Problem) -> str:
         operators=tuple(replace(operator, seconds=0.0) for operator in problem.operators),
         host_bytes_per_second=None,
     )
-    return json.dumps(asdict(untimed), default=_plainly)
+    return json.dumps(asdict(untimed), default=_encode)
 
 
-def _plainly(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     return value.name if isinstance(value, Part) else sorted(value)

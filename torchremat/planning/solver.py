@@ -21,11 +21,11 @@ from torchremat.planning.search.backward_search import (
     BackwardFrontier,
     BackwardSearch,
     Limits,
+    find_lowest_by_steps,
     is_too_small,
-    lowest_by_steps,
 )
 from torchremat.planning.search.clock import CpuTimer, Deadline, TimeSlice
-from torchremat.planning.search.eviction import Evictor, lowest_trial, try_evictions
+from torchremat.planning.search.eviction import Evictor, find_lowest_by_eviction, try_evictions
 from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.local_search import LocalSearch
 from torchremat.planning.search.min_cut import cut_saved_sets
@@ -90,17 +90,17 @@ def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -
     options = options or SolverOptions()
     seconds = options.seconds_for(problem)
     is_timed = options.seconds is not None or len(problem.operators) > _MOST_STRETCHED
-    watch = CpuTimer(1.0 if is_timed else _STRETCH)
+    timer = CpuTimer(1.0 if is_timed else _STRETCH)
     if not problem.offloadable:
-        return _solution(problem, _search(problem, budget, options, watch, seconds))
-    record = _search(problem, budget, options, watch, _LINKED_SHARE * seconds)
-    if not record.is_good:
+        return _build_solution(problem, _search(problem, budget, options, timer, seconds))
+    incumbent = _search(problem, budget, options, timer, _LINKED_SHARE * seconds)
+    if not incumbent.is_good:
         left = replace(options, progress=None)
-        _without_link(problem, budget, left, (1 - _LINKED_SHARE) * seconds, record)
-    if record.best is not None:
-        local = LocalSearch(Evaluator(problem, budget), watch.within(_TIDY_SHARE * seconds))
-        record.note(local.with_fewer_copies(record.best))
-    return _solution(problem, record)
+        _search_without_link(problem, budget, left, (1 - _LINKED_SHARE) * seconds, incumbent)
+    if incumbent.best is not None:
+        local = LocalSearch(Evaluator(problem, budget), timer.within(_TIDY_SHARE * seconds))
+        incumbent.note(local.save_needless_copies(incumbent.best))
+    return _build_solution(problem, incumbent)
 
 
 def solve_orders(
@@ -122,118 +122,120 @@ def solve_orders(
 
 
 def _search(
-    problem: Problem, budget: int, options: SolverOptions, watch: CpuTimer, seconds: float
+    problem: Problem, budget: int, options: SolverOptions, timer: CpuTimer, seconds: float
 ) -> Incumbent:
     """What a search of so many seconds finds."""
     is_small = len(problem.operators) <= _MOST_OPERATORS
-    whole = TimeSlice(watch, seconds)
-    clock = TimeSlice(watch, _FIRST_SHARE * seconds if is_small else seconds, options.progress)
-    trier, record = Evaluator(problem, budget), Incumbent(clock, options.gap)
-    if not record.note(trier(Decisions(problem.needed))).fits:
-        record.note(trier(Decisions(trier.fixed)))
+    whole = TimeSlice(timer, seconds)
+    clock = TimeSlice(timer, _FIRST_SHARE * seconds if is_small else seconds, options.progress)
+    evaluator, incumbent = Evaluator(problem, budget), Incumbent(clock, options.gap)
+    if not incumbent.note(evaluator(Decisions(problem.needed))).fits:
+        incumbent.note(evaluator(Decisions(evaluator.fixed)))
         if problem.offloadable:
-            kept = (problem.needed | trier.fixed) - problem.offloadable
-            record.note(trier(Decisions(kept, offloaded=problem.offloadable)))
+            kept = (problem.needed | evaluator.fixed) - problem.offloadable
+            incumbent.note(evaluator(Decisions(kept, offloaded=problem.offloadable)))
         share = _EVICTION_SHARE if is_small else _LARGE_SHARE
-        if budget < floor_of(problem) or not _start(trier, record, clock.deadline(share)):
-            _lower(record, Evictor(problem, clock.deadline(1.0)), budget)
-            return record
-        if record.best is not None and budget < _LOW * floor_of(problem):
-            local = LocalSearch(trier, clock.deadline(_LOW_SHARE))
-            record.note(local.improve(record.best))
+        if budget < floor_of(problem) or not _start(evaluator, incumbent, clock.deadline(share)):
+            _find_lowest(incumbent, Evictor(problem, clock.deadline(1.0)), budget)
+            return incumbent
+        if incumbent.best is not None and budget < _LOW * floor_of(problem):
+            local = LocalSearch(evaluator, clock.deadline(_LOW_SHARE))
+            incumbent.note(local.improve(incumbent.best))
         if options.solver != "local":
-            RowGeneration(trier, record).run()
-        if record.best is None:
-            _cut(trier, record)
-        _polish(trier, record)
-        if record.best is None:
-            _rescue(trier, record, watch.within(_SPARE * clock.seconds))
-        elif is_small and not record.is_near(_FAR):
+            RowGeneration(evaluator, incumbent).run()
+        if incumbent.best is None:
+            _cut(evaluator, incumbent)
+        _polish(evaluator, incumbent)
+        if incumbent.best is None:
+            _repair_feasible(evaluator, incumbent, timer.within(_SPARE * clock.seconds))
+        elif is_small and not incumbent.is_near(_FAR):
             if _is_searchable(problem):
-                _step_back_wider(trier, record, watch.within(_BACK_SHARE * whole.until(1.0)))
-            _refine(trier, record, _REFINE_SHARE * whole.until(1.0))
-            left = whole.until(1.0)
+                _step_back_wider(
+                    evaluator, incumbent, timer.within(_BACK_SHARE * whole.seconds_until(1.0))
+                )
+            _refine(evaluator, incumbent, _REFINE_SHARE * whole.seconds_until(1.0))
+            left = whole.seconds_until(1.0)
             for factor in _EASIER:
-                _from_above(trier, record, factor, left / len(_EASIER))
-    return record
+                _try_larger_budget(evaluator, incumbent, factor, left / len(_EASIER))
+    return incumbent
 
 
-def _start(trier: Evaluator, record: Incumbent, deadline: Deadline) -> bool:
+def _start(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> bool:
     """Look for some schedule that fits; whether it is not proved that there is none."""
-    problem = trier.problem
+    problem = evaluator.problem
     if not problem.offloadable:  # the walk knows no link: from what it finds none is used
         evictor = Evictor(problem, deadline)
-        for saved in (problem.known, trier.fixed):
-            for trial in try_evictions(trier, evictor, saved):
-                record.note(trial)
-    if record.best is not None or not _is_searchable(problem):
+        for saved in (problem.known, evaluator.fixed):
+            for trial in try_evictions(evaluator, evictor, saved):
+                incumbent.note(trial)
+    if incumbent.best is not None or not _is_searchable(problem):
         return True
-    if is_too_small(problem, trier.budget, deadline):
+    if is_too_small(problem, evaluator.budget, deadline):
         return False
-    _step_back(trier, record, Limits(_FIRST_WIDTH, _MOST_STATES, deadline))
+    _step_back(evaluator, incumbent, Limits(_FIRST_WIDTH, _MOST_STATES, deadline))
     return True
 
 
-def _without_link(
-    problem: Problem, budget: int, options: SolverOptions, seconds: float, record: Incumbent
+def _search_without_link(
+    problem: Problem, budget: int, options: SolverOptions, seconds: float, incumbent: Incumbent
 ) -> None:
     """What is found with nothing offloaded is an answer too, and a start for better ones."""
     alone = replace(problem, host_bytes_per_second=None)
-    watch = record.clock.watch
-    found = _search(alone, budget, options, watch, _ALONE_SHARE * seconds)
-    trier = Evaluator(problem, budget)
+    timer = incumbent.clock.timer
+    found = _search(alone, budget, options, timer, _ALONE_SHARE * seconds)
+    evaluator = Evaluator(problem, budget)
     for trial in (found.lowest, found.best):
         if trial is not None:
-            record.note(trier(trial.decisions))
-    if record.best is not None and not record.is_good:
-        local = LocalSearch(trier, watch.within((1 - _ALONE_SHARE) * seconds))
-        record.note(local.improve(record.best))
+            incumbent.note(evaluator(trial.decisions))
+    if incumbent.best is not None and not incumbent.is_good:
+        local = LocalSearch(evaluator, timer.within((1 - _ALONE_SHARE) * seconds))
+        incumbent.note(local.improve(incumbent.best))
 
 
-def _cut(trier: Evaluator, record: Incumbent) -> None:
-    for number, saved in enumerate(cut_saved_sets(trier.problem)):
-        record.note(trier(Decisions(saved)))
-        if record.clock.gone > 1 and number > _LEAST_CUTS:
+def _cut(evaluator: Evaluator, incumbent: Incumbent) -> None:
+    for number, saved in enumerate(cut_saved_sets(evaluator.problem)):
+        incumbent.note(evaluator(Decisions(saved)))
+        if incumbent.clock.elapsed_fraction > 1 and number > _LEAST_CUTS:
             break
 
 
-def _polish(trier: Evaluator, record: Incumbent) -> None:
+def _polish(evaluator: Evaluator, incumbent: Incumbent) -> None:
     """Bring trials under the budget that promise to be better, and take time away from the best."""
-    above = sorted((t for t in record.trials if not t.fits), key=lambda t: t.costs.peak)
+    above = sorted((t for t in incumbent.trials if not t.fits), key=lambda t: t.costs.peak)
     for trial in above[:_MOST_STARTS]:
-        if record.is_good or record.clock.gone > 1:
+        if incumbent.is_good or incumbent.clock.elapsed_fraction > 1:
             break
-        if record.best is None or trial.costs.added_seconds < record.best.costs.added_seconds:
-            half = record.clock.watch.within(record.clock.until(1.0) / 2)
-            record.note(LocalSearch(trier, half).repair(trial))
-    if record.best is not None and not record.is_good:
-        local = LocalSearch(trier, record.clock.deadline(1.0))
-        record.note(local.improve(record.best))
+        if incumbent.best is None or trial.costs.added_seconds < incumbent.best.costs.added_seconds:
+            half = incumbent.clock.timer.within(incumbent.clock.seconds_until(1.0) / 2)
+            incumbent.note(LocalSearch(evaluator, half).repair(trial))
+    if incumbent.best is not None and not incumbent.is_good:
+        local = LocalSearch(evaluator, incumbent.clock.deadline(1.0))
+        incumbent.note(local.improve(incumbent.best))
 
 
-def _rescue(trier: Evaluator, record: Incumbent, deadline: Deadline) -> None:
+def _repair_feasible(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> None:
     """Find some schedule that fits: rather late than not at all."""
-    assert record.lowest is not None
-    record.note(LocalSearch(trier, deadline).repair(record.lowest))
-    if record.best is None:
-        assert deadline.watch is not None
-        more = deadline.watch.within(_SPARE * record.clock.seconds)
-        _lower(record, Evictor(trier.problem, more), trier.budget)
-        record.note(trier(record.lowest.decisions))
+    assert incumbent.lowest is not None
+    incumbent.note(LocalSearch(evaluator, deadline).repair(incumbent.lowest))
+    if incumbent.best is None:
+        assert deadline.timer is not None
+        more = deadline.timer.within(_SPARE * incumbent.clock.seconds)
+        _find_lowest(incumbent, Evictor(evaluator.problem, more), evaluator.budget)
+        incumbent.note(evaluator(incumbent.lowest.decisions))
 
 
-def _lower(record: Incumbent, evictor: Evictor, budget: int) -> None:
+def _find_lowest(incumbent: Incumbent, evictor: Evictor, budget: int) -> None:
     """How low the peak can be, where `budget` was not met."""
-    assert record.lowest is not None
+    assert incumbent.lowest is not None
     problem = evictor.problem
     floor = floor_of(problem)
-    lowest = lowest_trial(evictor, max(budget + 1, floor), record.lowest.costs.peak)
+    lowest = find_lowest_by_eviction(evictor, max(budget + 1, floor), incumbent.lowest.costs.peak)
     if lowest is not None:
-        record.note_lowest(lowest)
-    if record.lowest.costs.peak > floor and _is_searchable(problem):
-        lowest = lowest_by_steps(problem, record.trials[0].costs.peak, evictor.deadline)
+        incumbent.note_lowest(lowest)
+    if incumbent.lowest.costs.peak > floor and _is_searchable(problem):
+        lowest = find_lowest_by_steps(problem, incumbent.trials[0].costs.peak, evictor.deadline)
         if lowest is not None:
-            record.note_lowest(lowest)
+            incumbent.note_lowest(lowest)
 
 
 def _is_searchable(problem: Problem) -> bool:
@@ -242,64 +244,66 @@ def _is_searchable(problem: Problem) -> bool:
 
 
 def _step_back(
-    trier: Evaluator, record: Incumbent, limits: Limits, near: Evaluated | None = None
+    evaluator: Evaluator, incumbent: Incumbent, limits: Limits, near: Evaluated | None = None
 ) -> BackwardFrontier:
     """Search from the last step to the first, near a schedule if there is one."""
-    search = BackwardSearch(trier.problem)
-    found = search.run(trier.budget, limits, None if near is None else near.replay.schedule)
+    search = BackwardSearch(evaluator.problem)
+    found = search.run(evaluator.budget, limits, None if near is None else near.replay.schedule)
     for decisions in itertools.islice(search.decisions(found), _MOST_STARTS):
-        if record.note(trier(decisions)).fits:
+        if incumbent.note(evaluator(decisions)).fits:
             break
     return found
 
 
-def _step_back_wider(trier: Evaluator, record: Incumbent, deadline: Deadline) -> None:
+def _step_back_wider(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> None:
     """Search so wider and wider, and improve what it finds."""
-    states, before = _MOST_STATES, record.best
+    states, before = _MOST_STATES, incumbent.best
     for width, is_near in itertools.product(_WIDTHS, (False, True)):
         limits = Limits(width, states, deadline, prompt=True)
-        found = _step_back(trier, record, limits, record.best if is_near else None)
+        found = _step_back(evaluator, incumbent, limits, incumbent.best if is_near else None)
         states -= found.states
-        if record.is_near(_FAR) or not (found.is_through and found.is_cut):
+        if incumbent.is_near(_FAR) or not (found.is_through and found.is_cut):
             break
-    if record.best is not None and record.best is not before:
-        record.note(LocalSearch(trier, deadline).improve(record.best))
+    if incumbent.best is not None and incumbent.best is not before:
+        incumbent.note(LocalSearch(evaluator, deadline).improve(incumbent.best))
 
 
-def _refine(trier: Evaluator, record: Incumbent, seconds: float) -> None:
+def _refine(evaluator: Evaluator, incumbent: Incumbent, seconds: float) -> None:
     """Search around the best with all moments as rows, where there are not too many."""
-    near = Incumbent(TimeSlice(record.clock.watch, seconds), record.gap)
-    near.best, near.lowest, near.bound = record.best, record.lowest, record.bound
-    rounds = RowGeneration(trier, near)
+    near = Incumbent(TimeSlice(incumbent.clock.timer, seconds), incumbent.gap)
+    near.best, near.lowest, near.bound = incumbent.best, incumbent.lowest, incumbent.bound
+    rounds = RowGeneration(evaluator, near)
     if rounds.is_fine:
         rounds.refine()
         if near.best is not None:
-            record.note(near.best)
+            incumbent.note(near.best)
 
 
-def _from_above(trier: Evaluator, record: Incumbent, factor: float, seconds: float) -> None:
+def _try_larger_budget(
+    evaluator: Evaluator, incumbent: Incumbent, factor: float, seconds: float
+) -> None:
     """Bring what is found for a budget `factor` times as large under the budget."""
-    easier = Evaluator(trier.problem, int(factor * trier.budget))
-    watch = record.clock.watch
-    found = Incumbent(TimeSlice(watch, _EASIER_SHARE * seconds), record.gap)
-    local = LocalSearch(trier, watch.within(seconds))
-    found.note(easier(Decisions(trier.problem.needed)))
+    easier = Evaluator(evaluator.problem, int(factor * evaluator.budget))
+    timer = incumbent.clock.timer
+    found = Incumbent(TimeSlice(timer, _EASIER_SHARE * seconds), incumbent.gap)
+    local = LocalSearch(evaluator, timer.within(seconds))
+    found.note(easier(Decisions(evaluator.problem.needed)))
     found.note(easier(Decisions(easier.fixed)))
     RowGeneration(easier, found).run()
     if found.best is not None:
-        fitting = record.note(local.repair(trier(found.best.decisions)))
+        fitting = incumbent.note(local.repair(evaluator(found.best.decisions)))
         if fitting.fits:
-            record.note(local.improve(fitting))
+            incumbent.note(local.improve(fitting))
 
 
-def _solution(problem: Problem, record: Incumbent) -> Solution:
-    assert record.lowest is not None
-    lowest, least = record.lowest.replay.schedule, record.lowest.costs.peak
-    if record.best is None:
-        return Solution(None, float("inf"), least, record.bound, least, lowest)
-    schedule = record.best.replay.schedule
+def _build_solution(problem: Problem, incumbent: Incumbent) -> Solution:
+    assert incumbent.lowest is not None
+    lowest, least = incumbent.lowest.replay.schedule, incumbent.lowest.costs.peak
+    if incumbent.best is None:
+        return Solution(None, float("inf"), least, incumbent.bound, least, lowest)
+    schedule = incumbent.best.replay.schedule
     costs = costs_of(problem, schedule)
-    bound = min(record.bound * _SAFETY, costs.added_seconds)
+    bound = min(incumbent.bound * _SAFETY, costs.added_seconds)
     return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest)
 
 

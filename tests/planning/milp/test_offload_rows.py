@@ -43,7 +43,7 @@ from torchremat.planning.problem.problem import (
 from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.solver import Solution, SolverOptions, solve
 
-FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD
+FORWARD, EITHER, BACKWARD = Part.FORWARD, Part.EITHER_PASS, Part.BACKWARD
 
 # --- the optimum over all schedules --------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class _Offloading:
             return
         for o in plain.again:
             op = problem.operators[o]
-            allowed = op.part is KNOWN or not (done <= middle or plain.single >> o & 1)
+            allowed = op.part is EITHER or not (done <= middle or plain.single >> o & 1)
             if allowed and not state.ran >> o & 1:
                 yield from self._runs(o, state, done, cost)
         if done == middle:
@@ -257,7 +257,7 @@ def test_only_operators_that_always_run_give_time_for_a_copy():
         Operator((), (0,), 1.0, FORWARD),
         Operator((), (1,), 1.0, FORWARD),
         Operator((), (2,), 1.0, FORWARD),
-        Operator((0, 1), (3,), 1.0, KNOWN),
+        Operator((0, 1), (3,), 1.0, EITHER),
         Operator((), (4,), 1.0, BACKWARD),
         Operator((3, 4), (5,), 1.0, BACKWARD),
         Operator((5,), (), 0.0, BACKWARD),
@@ -363,14 +363,14 @@ def test_the_laws_on_many_problems(number):
 @pytest.mark.parametrize("window", [None, 0, 1, 2])
 def test_every_schedule_is_an_answer_of_the_outer_program(window, case):
     problem, budget = case
-    facts = ProblemIndex(problem)
+    index = ProblemIndex(problem)
     steps, positions = range(len(problem.backward)), range(len(problem.forward))
     note(f"{problem!r}\nbudget {budget}")
     optimum = least_seconds_with_a_host(problem, budget)
     for some in (1, 2):
         moments = [PeakPoint(step) for step in steps[::some]]
         program = SavingProgram(
-            facts, budget, moments, positions[::some], window, outer=window is not None
+            index, budget, moments, positions[::some], window, outer=window is not None
         )
         assert program.linear.solve(seconds=10.0).value <= optimum + 1e-5
-        assert program.linear.relaxed(seconds=10.0).answer.bound <= optimum + 1e-5
+        assert program.linear.relax(seconds=10.0).answer.bound <= optimum + 1e-5

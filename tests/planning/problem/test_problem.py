@@ -15,13 +15,13 @@ from torchremat.planning.problem.problem import (
     plain_schedule,
 )
 
-FORWARD, KNOWN, BACKWARD = Part.FORWARD, Part.KNOWN, Part.BACKWARD
+FORWARD, EITHER, BACKWARD = Part.FORWARD, Part.EITHER_PASS, Part.BACKWARD
 
 SINE = Problem(
     operators=(
         Operator((), (0,), 2.0, FORWARD),  # y = mm(x, w)
         Operator((0,), (1,), 1.0, FORWARD),  # z = sin(y), an output
-        Operator((0,), (2,), 1.0, KNOWN),  # c = cos(y)
+        Operator((0,), (2,), 1.0, EITHER),  # c = cos(y)
         Operator((2,), (3,), 1.0, BACKWARD),  # g = mul(ct, c)
         Operator((3,), (4,), 2.0, BACKWARD),  # dw = mm(x.T, g)
     ),

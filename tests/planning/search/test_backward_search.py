@@ -21,9 +21,9 @@ from torchremat.planning.search.backward_search import (
     BackwardFrontier,
     BackwardSearch,
     Limits,
+    find_lowest_by_steps,
     is_too_small,
     least_peak_bound,
-    lowest_by_steps,
 )
 from torchremat.planning.search.clock import NEVER, CpuTimer, Deadline
 from torchremat.planning.solver import SolverOptions, solve_orders
@@ -34,9 +34,9 @@ TIGHT = int(1.1 * floor_of(LAYERS))
 
 def least_found(search: BackwardSearch, found: BackwardFrontier, budget: int) -> float:
     """The least time that what was found adds, with the forward pass; the backward pass fits."""
-    trier, best = Evaluator(search.problem, budget), math.inf
+    evaluator, best = Evaluator(search.problem, budget), math.inf
     for decisions in search.decisions(found):
-        trial = trier(decisions)
+        trial = evaluator(decisions)
         forward = len(trial.replay.schedule.forward)
         assert all(live <= budget for live in trial.costs.live[forward:])
         if trial.fits:
@@ -78,22 +78,22 @@ def test_what_is_found_keeps_within_the_budget_and_is_not_below_the_optimum(case
 
 
 def test_a_narrow_search_near_a_schedule_loses_nothing():
-    search, trier = BackwardSearch(LAYERS), Evaluator(LAYERS, TIGHT)
+    search, evaluator = BackwardSearch(LAYERS), Evaluator(LAYERS, TIGHT)
     limits = Limits(width=4, prompt=True)
     found = search.run(TIGHT, limits)
     assert found.is_cut
-    first = next(t for t in map(trier, search.decisions(found)) if t.fits)
+    first = next(t for t in map(evaluator, search.decisions(found)) if t.fits)
     again = search.run(TIGHT, limits, first.replay.schedule)
     assert least_found(search, again, TIGHT) <= first.costs.added_seconds
-    assert search.run(TIGHT, replace(limits, states=3)).ways == {}
+    assert search.run(TIGHT, replace(limits, states=3)).suffixes == {}
 
 
 def test_the_lowest_is_where_the_proof_ends():
-    lowest = lowest_by_steps(LAYERS, peak(LAYERS), NEVER)
+    lowest = find_lowest_by_steps(LAYERS, peak(LAYERS), NEVER)
     assert lowest is not None
     proved = least_peak_bound(LAYERS, lowest.costs.peak)
     assert proved <= lowest.costs.peak <= 1.01 * proved
-    assert lowest_by_steps(LAYERS, peak(LAYERS), Deadline(CpuTimer(1.0), -1.0)) is None
+    assert find_lowest_by_steps(LAYERS, peak(LAYERS), Deadline(CpuTimer(1.0), -1.0)) is None
 
 
 def test_the_order_in_which_the_budget_can_be_met_is_taken():

@@ -9,7 +9,12 @@ from torchremat.planning.problem.backward_order import floor_of, reorder_backwar
 from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.clock import CpuTimer, Deadline
-from torchremat.planning.search.eviction import RULES, Evictor, lowest_trial, try_evictions
+from torchremat.planning.search.eviction import (
+    RULES,
+    Evictor,
+    find_lowest_by_eviction,
+    try_evictions,
+)
 from torchremat.planning.solver import SolverOptions, solve
 
 FORWARD, BACKWARD = Part.FORWARD, Part.BACKWARD
@@ -50,9 +55,9 @@ def residual(depth: int) -> Problem:
 def test_a_walk_costs_no_less_than_the_optimum(case):
     problem, budget = case
     note(f"{problem!r}\nbudget {budget}")
-    trier, evictor = Evaluator(problem, budget), Evictor(problem)
-    for saved in (problem.known, trier.fixed):
-        for trial in try_evictions(trier, evictor, saved):
+    evaluator, evictor = Evaluator(problem, budget), Evictor(problem)
+    for saved in (problem.known, evaluator.fixed):
+        for trial in try_evictions(evaluator, evictor, saved):
             costs = costs_of(problem, trial.replay.schedule)  # which it may have: nothing is amiss
             if trial.fits:
                 assert costs.peak <= budget
@@ -63,7 +68,7 @@ def test_a_walk_costs_no_less_than_the_optimum(case):
 @given(problem=problems())
 def test_the_lowest_trial_is_no_lower_than_any_schedule(problem):
     note(f"{problem!r}")
-    trial = lowest_trial(Evictor(problem), floor_of(problem), peak(problem))
+    trial = find_lowest_by_eviction(Evictor(problem), floor_of(problem), peak(problem))
     if trial is not None:
         assert trial.costs.peak >= least_peak(problem)
 
@@ -81,7 +86,7 @@ def test_what_the_evictor_answers_keeps_within_the_budget(rule, share):
 @pytest.mark.parametrize("depth", [2, 4, 8])
 def test_layers_are_brought_down_to_the_floor_of_their_order(depth):
     problem = layers(depth)
-    trial = lowest_trial(Evictor(problem), floor_of(problem), peak(problem))
+    trial = find_lowest_by_eviction(Evictor(problem), floor_of(problem), peak(problem))
     assert trial is not None
     assert trial.costs.peak == floor_of(problem)
 
@@ -89,7 +94,7 @@ def test_layers_are_brought_down_to_the_floor_of_their_order(depth):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_lowest_trial_is_that_of_brute_force_where_layers_have_residuals(depth):
     problem = residual(depth)
-    trial = lowest_trial(Evictor(problem), floor_of(problem), peak(problem))
+    trial = find_lowest_by_eviction(Evictor(problem), floor_of(problem), peak(problem))
     assert trial is not None
     assert trial.costs.peak == least_peak(problem)
 

@@ -65,7 +65,7 @@ def is_written(node: fx.Node) -> bool:
     if not _is_pointwise(node.target):
         return True
     found = False
-    for consumer in _consumers(_normalised_input(node)):
+    for consumer in _consumers(_find_normalised_input(node)):
         if consumer.op != "call_function" or not _fuses(consumer.target):
             return True
         found = True
@@ -85,7 +85,7 @@ def is_read_in_place(source: fx.Node) -> bool:
     return node.op == "call_function" and not is_written(node)
 
 
-def _normalised_input(node: fx.Node) -> fx.Node:
+def _find_normalised_input(node: fx.Node) -> fx.Node:
     """What is as large as the input, of a normalisation; else the node."""
     if flops_again(node.target) is None:
         return node

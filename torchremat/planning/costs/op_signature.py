@@ -80,8 +80,8 @@ class OpSignature(NamedTuple):
         places = {n: Place(i) for i, n in enumerate(inputs)}
         return cls(
             node.target,
-            _frozen(node.args, places),
-            _frozen(node.kwargs, places),
+            _freeze(node.args, places),
+            _freeze(node.kwargs, places),
             tuple(_layouts(n.meta.get("val")) for n in inputs),
             _layouts(node.meta.get("val")),
         )
@@ -102,16 +102,16 @@ _LITERALS = (
 )  # fmt: skip
 
 
-def _frozen(value: Any, places: dict[fx.Node, Place]) -> Any:
+def _freeze(value: Any, places: dict[fx.Node, Place]) -> Any:
     """An argument as a value that hashes."""
     if isinstance(value, fx.Node):
         return places[value]
     if isinstance(value, tuple | list):
-        return tuple([_frozen(v, places) for v in value])
+        return tuple([_freeze(v, places) for v in value])
     if isinstance(value, _LITERALS):
         return value
     if isinstance(value, dict):
-        return tuple([(name, _frozen(v, places)) for name, v in value.items()])
+        return tuple([(name, _freeze(v, places)) for name, v in value.items()])
     if isinstance(value, Size):
         value = value.symbolic
     if isinstance(value, SYMBOLIC):

@@ -43,23 +43,23 @@ class NodeTimer:
     def seconds(self, call: OpSignature) -> float | None:
         """The time that `call` takes; `None` if it cannot be run on random tensors."""
         if call not in self._times:
-            self._times[call] = self._kept_or_measured(call)
+            self._times[call] = self._load_or_measure(call)
         return self._times[call]
 
-    def _kept_or_measured(self, call: OpSignature) -> float | None:
+    def _load_or_measure(self, call: OpSignature) -> float | None:
         path = cache_file("operators", self.device, ".jsonl")
         if path not in self._kept:
             self._kept[path] = _read(path)
         key = _key(call)
         if key in self._kept[path]:
             return self._kept[path][key]
-        seconds = self._measured(call)
+        seconds = self._measure(call)
         if seconds is not None:  # what cannot be run today may be run on a day with more memory
             self._kept[path][key] = seconds
             _append(path, key, seconds)
         return seconds
 
-    def _measured(self, call: OpSignature) -> float | None:
+    def _measure(self, call: OpSignature) -> float | None:
         reason = _why_not(call, self.device)
         if reason is None:
             try:

@@ -182,13 +182,13 @@ class MemoryInterpreter:
             memory = env[node.args[0]][node.args[1]]  # type: ignore[index]
             self.hold(memory)
         elif node.target is to_host:
-            memory = self._copied(node, env, path)
+            memory = self._copy_to_host(node, env, path)
         elif node.target is start_fetch:
-            memory = self._fetched(node, env, path)
+            memory = self._fetch(node, env, path)
         elif node.target is start_copy:  # it holds what it copies
             source = env[node.args[0]]  # type: ignore[index]
             self.hold(source)
-            memory = [self._copied(node, env, path), source]
+            memory = [self._copy_to_host(node, env, path), source]
         elif node.target is copied:
             memory = env[node.args[0]][0]  # type: ignore[index]
             self.hold(memory)
@@ -208,7 +208,7 @@ class MemoryInterpreter:
             memory = self._compute(node, env, path)
         return memory
 
-    def _copied(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:
+    def _copy_to_host(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:
         """Copy to the host: one copy for all that share memory."""
         if len(node.args) > 1:
             memory = env[node.args[1]]  # type: ignore[index]
@@ -219,7 +219,7 @@ class MemoryInterpreter:
         memory.host_nbytes = sum(storage.nbytes for storage in storages_in(source))
         return memory
 
-    def _fetched(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:
+    def _fetch(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:
         memory = env[node.args[0]]  # type: ignore[index]
         if not isinstance(memory, Storage) or not memory.host_nbytes:
             self.hold(memory)  # it stayed on the device
@@ -235,7 +235,7 @@ class MemoryInterpreter:
         first = env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         inside = first.nbytes if isinstance(first, Storage) else None
 
-        def made(value: Any, index: int, name: str) -> Memory:
+        def allocate_output(value: Any, index: int, name: str) -> Memory:
             if not self._counts(value):
                 return None
             return self.allocate(name, nbytes_of(node, value, index, inside=inside), category)
@@ -243,9 +243,9 @@ class MemoryInterpreter:
         value = value_of(node)
         memory: Memory
         if isinstance(value, tuple | list):
-            memory = [made(v, i, _item_name(node, i, path)) for i, v in enumerate(value)]
+            memory = [allocate_output(v, i, _item_name(node, i, path)) for i, v in enumerate(value)]
         else:
-            memory = made(value, 0, path + node.name)
+            memory = allocate_output(value, 0, path + node.name)
         peak = peak_inside(node, self.device_type)
         # a branch of a cond makes the results; loops hold theirs beside what a round needs
         start = before if str(node.target) == "cond" else self.live
@@ -263,9 +263,9 @@ def peak_inside(node: fx.Node, device_type: str | None = None) -> int:
     """
     peaks = [0]
     for body in inner_graphs_of(node):
-        walk = MemoryInterpreter(device_type)
-        walk.run(body, [None] * len(body.graph.find_nodes(op="placeholder")))
-        peaks += [point[2] for point in walk.points]
+        interpreter = MemoryInterpreter(device_type)
+        interpreter.run(body, [None] * len(body.graph.find_nodes(op="placeholder")))
+        peaks += [point[2] for point in interpreter.points]
     return max(peaks)
 
 

@@ -57,7 +57,7 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
     copy = (
         _make_optimizer(optimizer, parameters)
         if isinstance(optimizer, type)
-        else _like(optimizer, parameters)
+        else _copy_optimizer(optimizer, parameters)
     )
     copy.step()
     leaves, _ = _torch.tree_flatten(list(copy.state.values()))
@@ -71,7 +71,9 @@ def _make_optimizer(
     return kind(parameters, **settings)
 
 
-def _like(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _copy_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor]
+) -> torch.optim.Optimizer:
     """An optimizer with the settings of another, but those that forbid meta tensors.
 
     Its class is not asked to make it, since the settings that an optimizer keeps are not always

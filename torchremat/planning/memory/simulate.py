@@ -73,27 +73,31 @@ def simulate(
     if backward_graph is not None:
         _check(backward_graph, "backward_graph")
     links = _Links.between(forward_graph, backward_graph)
-    walk = MemoryInterpreter(None if device is None else torch.device(device).type)
+    interpreter = MemoryInterpreter(None if device is None else torch.device(device).type)
     placeholders = forward_graph.graph.find_nodes(op="placeholder")
-    results = walk.run(forward_graph, [None] * len(placeholders))
+    results = interpreter.run(forward_graph, [None] * len(placeholders))
     outputs = [r for r, role in zip(results, links.roles, strict=True) if role == "output"]
-    walk.hold(outputs, "output")
+    interpreter.hold(outputs, "output")
     residuals = [r for r, role in zip(results, links.roles, strict=True) if role == "residual"]
-    walk.hold(residuals, "saved")
-    walk.release(results)
+    interpreter.hold(residuals, "saved")
+    interpreter.release(results)
     saved = {id(s): s.nbytes for s in storages_in(residuals) if s.category == "saved"}
     away = {id(s): s.host_nbytes for s in storages_in(residuals)}
     if backward_graph is not None:
-        walk.phase = "backward"
-        walk.computed = frozenset(n.name for n in forward_graph.graph.nodes)
+        interpreter.phase = "backward"
+        interpreter.computed = frozenset(n.name for n in forward_graph.graph.nodes)
         operands = [
-            walk.cotangent(node) if source is None else None if source < 0 else results[source]
+            interpreter.cotangent(node)
+            if source is None
+            else None
+            if source < 0
+            else results[source]
             for node, source in zip(links.placeholders, links.sources, strict=True)
         ]
-        walk.hold(operands)
-        walk.release(residuals)
-        walk.hold(walk.run(backward_graph, operands), "gradient")
-    return walk.timeline(sum(saved.values()), sum(away.values()))
+        interpreter.hold(operands)
+        interpreter.release(residuals)
+        interpreter.hold(interpreter.run(backward_graph, operands), "gradient")
+    return interpreter.timeline(sum(saved.values()), sum(away.values()))
 
 
 def _check(graph: Any, name: str) -> None:

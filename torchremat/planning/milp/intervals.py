@@ -26,7 +26,7 @@ class PeakPoint:
     operator: int = 1 << 60
 
     @property
-    def is_burst(self) -> bool:
+    def is_recompute(self) -> bool:
         """Whether it is one of what is computed again."""
         return self.operator != 1 << 60
 
@@ -35,7 +35,7 @@ class Intervals:
     """The intervals that `moments` cut the backward pass into.
 
     Args:
-        facts: of the problem.
+        index: of the problem.
         moments: in order.
         window: operators of the forward pass that lie further than this before what the backward
             pass has reached do not run yet.
@@ -51,64 +51,66 @@ class Intervals:
     """
 
     def __init__(
-        self, facts: ProblemIndex, moments: Sequence[PeakPoint], window: int | None, *, outer: bool
+        self, index: ProblemIndex, moments: Sequence[PeakPoint], window: int | None, *, outer: bool
     ) -> None:
-        self.facts = facts
+        self.index = index
         self.moments = moments
         self.window = window
         self.outer = outer
         self.interval = [
-            bisect_left(self.moments, PeakPoint(step)) for step in range(len(facts.direct))
+            bisect_left(self.moments, PeakPoint(step)) for step in range(len(index.direct))
         ]
-        self.last_step = [*(m.step for m in self.moments), len(facts.direct) - 1]
+        self.last_step = [*(m.step for m in self.moments), len(index.direct) - 1]
         self.last_direct: dict[int, int] = {}
         first_direct: dict[int, int] = {}
-        for v, steps in facts.direct_steps.items():
+        for v, steps in index.direct_steps.items():
             self.last_direct[v] = self.interval[steps[-1]]
             first_direct[v] = self.interval[steps[0]]
         self.last_value = dict(self.last_direct)
         self.last: dict[int, int] = {}
-        for o in reversed(facts.operators):
-            self.last[o] = max(self.last_value.get(v, -1) for v in facts.writes[o])
-            for u in facts.reads[o]:
+        for o in reversed(index.operators):
+            self.last[o] = max(self.last_value.get(v, -1) for v in index.writes[o])
+            for u in index.reads[o]:
                 self.last_value[u] = max(self.last_value.get(u, -1), self.last[o])
         for number, moment in enumerate(self.moments, 1):
-            if moment.is_burst:  # what is read then is alive, though it may be for the last time
+            if (
+                moment.is_recompute
+            ):  # what is read then is alive, though it may be for the last time
                 for v in self.busy(moment):
                     self.last_value[v] = max(self.last_value.get(v, -1), number)
         self.first = self._first_intervals(first_direct)
 
     def busy(self, moment: PeakPoint) -> tuple[int, ...]:
-        """What the operator of a burst reads and writes."""
-        return (*self.facts.reads[moment.operator], *self.facts.writes[moment.operator])
+        """What the operator of a run reads and writes."""
+        return (*self.index.reads[moment.operator], *self.index.writes[moment.operator])
 
     def _first_intervals(self, first_direct: dict[int, int]) -> dict[int, int]:
-        facts, window = self.facts, self.window
+        index, window = self.index, self.window
         if window is None:
-            return dict.fromkeys(facts.operators, 0)
-        reached = [facts.front[m.step] - window for m in self.moments]  # it only falls
+            return dict.fromkeys(index.operators, 0)
+        reached = [index.front[m.step] - window for m in self.moments]  # it only falls
         falling = [-rank for rank in reached]
         first = {}
-        for o in facts.operators:
-            near = bisect_left(falling, -facts.rank[o])
-            first[o] = min([near, *(first_direct.get(v, near) for v in facts.writes[o])])
-        producers = self.facts.problem.producers
-        for p in reversed(facts.operators):
-            for u in facts.reads[p]:
+        for o in index.operators:
+            near = bisect_left(falling, -index.rank[o])
+            first[o] = min([near, *(first_direct.get(v, near) for v in index.writes[o])])
+        producers = self.index.problem.producers
+        for p in reversed(index.operators):
+            for u in index.reads[p]:
                 o = producers[u]
-                if facts.rank[p] - facts.rank[o] > window:
+                if index.rank[p] - index.rank[o] > window:
                     first[o] = min(first[o], first[p])
         if self.outer:  # the one before stands for all earlier ones
             return {o: max(j - 1, 0) for o, j in first.items()}
         return first
 
-    def allowed(self, o: int, interval: int) -> bool:
+    def is_allowed(self, o: int, interval: int) -> bool:
         """Whether `o` may run in the interval; between moments of one step they say in which."""
         before = self.moments[interval - 1] if interval else PeakPoint(-1)
         if interval < len(self.moments):
             after = self.moments[interval]
-            if after.is_burst and before.step >= after.step - 1 and o > after.operator:
+            if after.is_recompute and before.step >= after.step - 1 and o > after.operator:
                 return False
-            if before.is_burst and after.step == before.step and o <= before.operator:
+            if before.is_recompute and after.step == before.step and o <= before.operator:
                 return False
         return True

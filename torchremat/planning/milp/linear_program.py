@@ -74,8 +74,8 @@ class LinearProgram:
     2.0
     """
 
-    def __init__(self, watch: CpuTimer | None = None) -> None:
-        self.watch = watch
+    def __init__(self, timer: CpuTimer | None = None) -> None:
+        self.timer = timer
         self._costs: list[float] = []
         self._upper: list[float] = []
         self._integral: list[bool] = []
@@ -89,7 +89,7 @@ class LinearProgram:
     @property
     def slowdown(self) -> float:
         """How many seconds on the wall, which the library measures, one of ours takes."""
-        return 1.0 if self.watch is None else self.watch.slowdown
+        return 1.0 if self.timer is None else self.timer.slowdown
 
     @property
     def num_variables(self) -> int:
@@ -118,7 +118,7 @@ class LinearProgram:
         """Add the row `sum of coefficient * variable >= bound`."""
         self.at_most([(variable, -c) for variable, c in terms], -bound)
 
-    def relaxed(self, *, seconds: float) -> Relaxation:
+    def relax(self, *, seconds: float) -> Relaxation:
         """Solve it without regard to integers."""
         arrays = self._arrays()
         upper = np.array(self._upper)

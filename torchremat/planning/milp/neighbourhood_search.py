@@ -44,7 +44,7 @@ class Neighbourhoods:
         ranks, places = program.ranks()[integral], program.places()[integral]
         return cls(program.linear, relaxation, integral, ranks, places)
 
-    def first(self, free: int, seconds: Callable[[], float], gap: float) -> Answer:
+    def find_first(self, free: int, seconds: Callable[[], float], gap: float) -> Answer:
         """An answer near the relaxation, with as few as `free` variables free if that goes."""
         answer = Answer(None, float("inf"), 0.0)
         while answer.x is None and seconds() > 0:
@@ -56,9 +56,7 @@ class Neighbourhoods:
             free *= 2
         return answer
 
-    def improved(
-        self, answer: Answer, seconds: Callable[[], float], gap: float
-    ) -> Iterator[Answer]:
+    def improve(self, answer: Answer, seconds: Callable[[], float], gap: float) -> Iterator[Answer]:
         """Better and better answers, until nothing better was found for a while."""
         random = np.random.default_rng(0)
         sizes = [min(0.6, max(0.05, 500 / len(self.integral)))] * _KINDS

@@ -68,11 +68,11 @@ class HostRows:
             linear.at_most([(saved[v], 1.0), (offloaded[v], 1.0)], 1.0)
         return cls(moments, offloaded, loads, {v: spans[v][0] for v in values}, outer)
 
-    def kept(self, v: int) -> Terms:
+    def build_offload_terms(self, v: int) -> Terms:
         """Whether `v` is offloaded, as terms."""
         return [(self.offloaded[v], 1.0)] if v in self.offloaded else []
 
-    def fetched(self, v: int, interval: int, step: int | None = None) -> Terms:
+    def build_fetch_terms(self, v: int, interval: int, step: int | None = None) -> Terms:
         """Whether `v` is fetched in an interval, so that `step` may be the first to read it."""
         if v not in self.offloaded:
             return []
@@ -84,7 +84,7 @@ class HostRows:
         variable = self.loads.get((v, interval))
         return [] if variable is None else [(variable, 1.0)]
 
-    def fetched_from(self, v: int, interval: int) -> Terms:
+    def build_fetch_terms_from(self, v: int, interval: int) -> Terms:
         """Whether `v` is fetched in an interval or later."""
         if v not in self.offloaded:
             return []

@@ -33,7 +33,7 @@ class ProblemIndex:
         self.may_run = {
             o
             for o in self.operators
-            if problem.operators[o].repeatable or problem.operators[o].part is Part.KNOWN
+            if problem.operators[o].repeatable or problem.operators[o].part is Part.EITHER_PASS
         }
 
     @cached_property

@@ -21,123 +21,126 @@ from torchremat.planning.search.local_search import LocalSearch
 
 
 class RowGeneration:
-    """The rounds of a search; what they find goes to `record`."""
+    """The rounds of a search; what they find goes to `incumbent`."""
 
-    def __init__(self, trier: Evaluator, record: Incumbent) -> None:
-        self.trier = trier
-        self.record = record
-        self.clock = record.clock
-        self.problem = trier.problem
-        self.facts = ProblemIndex(trier.problem)
-        self.evictor = Evictor(trier.problem, self.clock.deadline(1.0))
-        num = len(self.facts.operators)
+    def __init__(self, evaluator: Evaluator, incumbent: Incumbent) -> None:
+        self.evaluator = evaluator
+        self.incumbent = incumbent
+        self.clock = incumbent.clock
+        self.problem = evaluator.problem
+        self.index = ProblemIndex(evaluator.problem)
+        self.evictor = Evictor(evaluator.problem, self.clock.deadline(1.0))
+        num = len(self.index.operators)
         self.window: int | None = None if num <= _WHOLE else max(_LEAST_WINDOW, num // 16)
-        self.most_hills = 12 if num <= _WHOLE else 6
+        self.most_peaks = 12 if num <= _WHOLE else 6
         self.moments: dict[PeakPoint, None] = {}  # in the order in which they were found
         self.positions: set[int] = set()
         self.conflicts: set[frozenset[int]] = set()
         self.tried: list[Evaluated] = []  # answers of programs
-        self.program = self._program()
+        self.program = self._build_program()
 
     def run(self) -> None:
         """Search until the time is over, or what was found is good."""
         if self.window is not None:
-            self._prove_at_once()
-        relaxation = self._relaxed()
-        while relaxation is None and self.window is not None and self.clock.gone < 0.5:
+            self._prove_root_bound()
+        relaxation = self._relax()
+        while relaxation is None and self.window is not None and self.clock.elapsed_fraction < 0.5:
             wider = 3 * self.window
-            self.window = None if wider > len(self.facts.operators) else wider
-            relaxation = self._relaxed()
-        self._rescue()
-        if relaxation is not None or self.record.best is not None:
+            self.window = None if wider > len(self.index.operators) else wider
+            relaxation = self._relax()
+        self._repair_feasible()
+        if relaxation is not None or self.incumbent.best is not None:
             self._solve(relaxation)
-        if not self.record.is_good:
+        if not self.incumbent.is_good:
             self._prove()
 
     @property
     def is_fine(self) -> bool:
         """Whether a program with all moments is small enough to search around its answers."""
-        return len(self.facts.values) * len(self.facts.direct) <= _MOST_FINE
+        return len(self.index.values) * len(self.index.direct) <= _MOST_FINE
 
     def refine(self) -> None:
         """Search around the best schedule, with all moments of the backward pass as rows."""
         self.window = None
-        self.moments.update((PeakPoint(step), None) for step in range(len(self.facts.direct)))
-        self.positions.update(self.facts.forward_bytes.made.values())
+        self.moments.update((PeakPoint(step), None) for step in range(len(self.index.direct)))
+        self.positions.update(self.index.forward_bytes.made.values())
         for _ in range(_MOST_ROUNDS):
-            self.program = self._program()
-            if self._improve(Neighbourhoods.of(self.program, None)) or self._left() <= 0:
+            self.program = self._build_program()
+            if (
+                self._improve(Neighbourhoods.of(self.program, None))
+                or self._compute_seconds_left() <= 0
+            ):
                 break
             if not any([self._add_moments(trial, narrow=True) for trial in self.tried[-2:]]):
                 break
 
-    def _program(self) -> SavingProgram:
+    def _build_program(self) -> SavingProgram:
         """The program with the rows that were found so far."""
         return SavingProgram(
-            self.facts,
-            self.trier.budget,
+            self.index,
+            self.evaluator.budget,
             list(self.moments),
             sorted(self.positions),
             self.window,
             conflicts=sorted(map(sorted, self.conflicts)),
-            watch=self.clock.watch,
+            timer=self.clock.timer,
         )
 
     @property
     def _is_whole(self) -> bool:
         """Whether every schedule is an answer of the program."""
-        bursts = any(m.is_burst for m in self.moments)
-        return self.window is None and not bursts and not self.conflicts
+        has_recomputes = any(m.is_recompute for m in self.moments)
+        return self.window is None and not has_recomputes and not self.conflicts
 
     # --- in fractions ----------------------------------------------------------------------------
 
-    def _relaxed(self) -> Relaxation | None:
+    def _relax(self) -> Relaxation | None:
         """The relaxation with the moments that matter for it; `None` if nothing fits."""
-        self._add_moments(self.record.trials[0], narrow=False)
-        found = self._relax()
-        while found is not None and self.clock.gone < _RELAX_SHARE:
+        self._add_moments(self.incumbent.trials[0], narrow=False)
+        found = self._solve_relaxation()
+        while found is not None and self.clock.elapsed_fraction < _RELAX_SHARE:
             if not self._add_moments(self._try(found.answer), narrow=False):
                 break
-            found = self._relax()
+            found = self._solve_relaxation()
         return found
 
-    def _relax(self) -> Relaxation | None:
-        self.program = self._program()
-        found = self.program.linear.relaxed(seconds=self.clock.until(_SOLVE_SHARE))
+    def _solve_relaxation(self) -> Relaxation | None:
+        self.program = self._build_program()
+        found = self.program.linear.relax(seconds=self.clock.seconds_until(_SOLVE_SHARE))
         if self._is_whole:
-            self.record.prove(found.answer.bound)
+            self.incumbent.prove(found.answer.bound)
         return None if found.answer.x is None else found
 
     def _try(self, answer: Answer) -> Evaluated:
         """Simulate an answer: all as late as it can be, or, if that costs more, as it says."""
         assert answer.x is not None
         decisions = self.program.decisions(answer.x)
-        late = self.record.note(self.trier(replace(decisions, early={})))
+        late = self.incumbent.note(self.evaluator(replace(decisions, early={})))
         self.tried.append(late)
         if late.fits and late.costs.added_seconds <= answer.value * (1 + 1e-6):
             return late
-        self.tried.append(self.record.note(self.trier(decisions)))
+        self.tried.append(self.incumbent.note(self.evaluator(decisions)))
         return self.tried[-1]
 
-    def _rescue(self) -> None:
+    def _repair_feasible(self) -> None:
         """Find some schedule that fits: from the relaxation, or by computing everything again."""
-        relaxed = self.record.trials[-1]
+        relaxed = self.incumbent.trials[-1]
         if not relaxed.fits:
             self._repair(relaxed, _RESCUE_SHARE)
-        if self.record.best is None:
-            self._repair(self.record.trials[1], _RESCUE_SHARE)
+        if self.incumbent.best is None:
+            self._repair(self.incumbent.trials[1], _RESCUE_SHARE)
 
     # --- in integers -----------------------------------------------------------------------------
 
     def _solve(self, relaxation: Relaxation | None) -> None:
         found = relaxation
         for _ in range(_MOST_ROUNDS):
-            if self._search(found) or self._left() <= 0:
+            if self._search(found) or self._compute_seconds_left() <= 0:
                 break
             if not any([self._add_moments(trial, narrow=True) for trial in self.tried[-2:]]):
                 break
-            found = self._relax()
-            if found is None and self.record.best is None:
+            found = self._solve_relaxation()
+            if found is None and self.incumbent.best is None:
                 break
 
     def _search(self, relaxation: Relaxation | None) -> bool:
@@ -149,92 +152,92 @@ class RowGeneration:
             if not trial.fits:
                 self._repair(trial, _REPAIR_SHARE)
                 return False
-            if _is_optimal(answer, self.record.gap):
+            if _is_optimal(answer, self.incumbent.gap):
                 return True
         return self._improve(near)
 
     def _first(self, near: Neighbourhoods, relaxation: Relaxation | None) -> Answer:
         """An answer of the program, with a bound for all of them."""
-        gap = self.record.gap
+        gap = self.incumbent.gap
         if len(near.integral) <= _SMALL:
-            share = self._left() * 0.6
+            share = self._compute_seconds_left() * 0.6
             answer = self.program.linear.solve(seconds=share, gap=gap / 2)
             if self._is_whole:
-                self.record.prove(answer.bound)
+                self.incumbent.prove(answer.bound)
             return answer
         if relaxation is None:
             return Answer(None, float("inf"), 0.0)
-        answer = near.first(_LEAST_FREE, self._left, gap / 4)
+        answer = near.find_first(_LEAST_FREE, self._compute_seconds_left, gap / 4)
         return replace(answer, bound=relaxation.answer.bound)  # not that of a part
 
     def _improve(self, near: Neighbourhoods) -> bool:
         """Search around the best schedule; whether all that was found keeps within the budget."""
-        best = self.record.best
+        best = self.incumbent.best
         x = None if best is None else self.program.variables_of(best.replay)
-        if best is None or x is None or self.record.is_good:
+        if best is None or x is None or self.incumbent.is_good:
             return True
         start = Answer(x, best.costs.added_seconds, 0.0)
-        for better in near.improved(start, self._left, self.record.gap / 4):
+        for better in near.improve(start, self._compute_seconds_left, self.incumbent.gap / 4):
             trial = self._try(better)
             if not trial.fits:
                 self._repair(trial, _REPAIR_SHARE)
                 return False
-            if self.record.is_good:
+            if self.incumbent.is_good:
                 break
         return True
 
-    def _left(self) -> float:
+    def _compute_seconds_left(self) -> float:
         """The seconds for answers; where a proof may come of it, some are left for that."""
-        best = self.record.best
+        best = self.incumbent.best
         provable = self.program.linear.num_variables < _SOLVABLE
-        near = best is not None and best.costs.added_seconds < 1.05 * self.record.bound
-        return self.clock.until(_PROVABLE_SHARE if provable and near else _SOLVE_SHARE)
+        near = best is not None and best.costs.added_seconds < 1.05 * self.incumbent.bound
+        return self.clock.seconds_until(_PROVABLE_SHARE if provable and near else _SOLVE_SHARE)
 
     def _repair(self, trial: Evaluated, share: float) -> None:
         """Bring `trial` under the budget if that is quick and it promises to be the best."""
-        best = self.record.best
+        best = self.incumbent.best
         if best is None or trial.costs.added_seconds < best.costs.added_seconds:
             if not trial.decisions.offloaded:  # the walk would have all of those computed again
-                for found in try_evictions(self.trier, self.evictor, trial.decisions.saved):
-                    self.record.note(found)
-            seconds = min(share * self.clock.seconds, self.clock.until(1.0))
-            self.record.note(
-                LocalSearch(self.trier, self.clock.watch.within(seconds)).repair(trial)
+                for found in try_evictions(self.evaluator, self.evictor, trial.decisions.saved):
+                    self.incumbent.note(found)
+            seconds = min(share * self.clock.seconds, self.clock.seconds_until(1.0))
+            self.incumbent.note(
+                LocalSearch(self.evaluator, self.clock.timer.within(seconds)).repair(trial)
             )
 
-    def _prove_at_once(self) -> None:
+    def _prove_root_bound(self) -> None:
         """A bound from what is held at the end of the forward pass, for all schedules."""
-        made = self.facts.forward_bytes.made
+        made = self.index.forward_bytes.made
         positions = [max(made.values(), default=0)]
         program = SavingProgram(
-            self.facts, self.trier.budget, [], positions, watch=self.clock.watch
+            self.index, self.evaluator.budget, [], positions, timer=self.clock.timer
         )
-        seconds = self.clock.until(_AT_ONCE_SHARE)
-        self.record.prove(program.linear.relaxed(seconds=seconds).answer.bound)
+        seconds = self.clock.seconds_until(_AT_ONCE_SHARE)
+        self.incumbent.prove(program.linear.relax(seconds=seconds).answer.bound)
 
     def _prove(self) -> None:
         """A bound for all schedules, and perhaps a better answer."""
-        moments = [m for m in self.moments if not m.is_burst]
+        moments = [m for m in self.moments if not m.is_recompute]
         if self.window is not None:  # the first ones matter most
             moments = moments[:_MOST_PROVED]
-        num = len(self.facts.operators) * (2 + 4 * len(moments))
+        num = len(self.index.operators) * (2 + 4 * len(moments))
         outer = self.window is not None and num > _LARGE
         window = self.window if outer else None
         program = SavingProgram(
-            self.facts,
-            self.trier.budget,
+            self.index,
+            self.evaluator.budget,
             moments,
             sorted(self.positions),
             window,
             outer=outer,
-            watch=self.clock.watch,
+            timer=self.clock.timer,
         )
-        left = self.clock.until(1.0)
+        left = self.clock.seconds_until(1.0)
         if num > _SOLVABLE:
-            self.record.prove(program.linear.relaxed(seconds=max(left, 1.0)).answer.bound)
+            self.incumbent.prove(program.linear.relax(seconds=max(left, 1.0)).answer.bound)
         elif left > 0.1:
-            answer = program.linear.solve(seconds=0.9 * left, gap=self.record.gap / 2)
-            self.record.prove(answer.bound)
+            answer = program.linear.solve(seconds=0.9 * left, gap=self.incumbent.gap / 2)
+            self.incumbent.prove(answer.bound)
             if answer.x is not None and not outer:
                 self.program = program
                 self._try(answer)
@@ -247,8 +250,8 @@ class RowGeneration:
         schedule = trial.replay.schedule
         num_forward = len(schedule.forward)
         distance = max(3, len(trial.costs.live) // 80)
-        for number, i in enumerate(trial.hills(self.trier.budget, distance)):
-            if number == self.most_hills:
+        for number, i in enumerate(trial.find_peaks_above(self.evaluator.budget, distance)):
+            if number == self.most_peaks:
                 break
             if i < num_forward:
                 self._add_position(trial, i, narrow)
@@ -259,7 +262,7 @@ class RowGeneration:
 
     def _add_moment(self, step: int, o: int, narrow: bool) -> None:
         self.moments[PeakPoint(step)] = None
-        if narrow and o in self.facts.rank:
+        if narrow and o in self.index.rank:
             self.moments[PeakPoint(step, o)] = None
             if step:
                 self.moments.setdefault(PeakPoint(step - 1))
@@ -267,12 +270,12 @@ class RowGeneration:
     def _add_position(self, trial: Evaluated, position: int, narrow: bool) -> None:
         order = trial.replay.schedule.forward
         op = self.problem.operators[order[position]]
-        made = self.facts.forward_bytes.made
-        if op.part is not Part.KNOWN:
+        made = self.index.forward_bytes.made
+        if op.part is not Part.EITHER_PASS:
             self.positions.update(made[v] for v in op.writes[:1])
         elif narrow:  # all that is saved by then is too much
             values = {v for o in order[: position + 1] for v in self.problem.operators[o].writes}
-            saved = values.intersection(trial.decisions.saved, self.facts.values)
+            saved = values.intersection(trial.decisions.saved, self.index.values)
             self.conflicts.add(frozenset(saved))
 
 

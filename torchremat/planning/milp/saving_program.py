@@ -42,7 +42,7 @@ class SavingProgram:
     """The program of a problem under a budget, with rows for bytes at some moments.
 
     Args:
-        facts: of the problem.
+        index: of the problem.
         budget: bytes.
         moments: those of the backward pass.
         positions: those of the forward pass.
@@ -51,12 +51,12 @@ class SavingProgram:
         conflicts: values of which not all are to be saved.
         outer: they may be, and nothing is known of when: every schedule is an answer, and some
             answers are no schedules.
-        watch: that of the search, on which the seconds of its solver are.
+        timer: that of the search, on which the seconds of its solver are.
     """
 
     def __init__(
         self,
-        facts: ProblemIndex,
+        index: ProblemIndex,
         budget: int,
         moments: Sequence[PeakPoint],
         positions: Iterable[int] = (),
@@ -64,16 +64,16 @@ class SavingProgram:
         *,
         conflicts: Iterable[Sequence[int]] = (),
         outer: bool = False,
-        watch: CpuTimer | None = None,
+        timer: CpuTimer | None = None,
     ) -> None:
         self.outer = outer
-        self.facts = facts
-        self.problem = facts.problem
+        self.index = index
+        self.problem = index.problem
         self.budget = budget
         self.moments = sorted(set(moments))
         self.window = window
-        self.linear = LinearProgram(watch)
-        self.times = Intervals(facts, self.moments, window, outer=outer)
+        self.linear = LinearProgram(timer)
+        self.times = Intervals(index, self.moments, window, outer=outer)
         self._add_variables()
         self._add_reads()
         self._add_relaxation()
@@ -88,36 +88,36 @@ class SavingProgram:
     # --- variables -----------------------------------------------------------------------------
 
     def _add_variables(self) -> None:
-        facts, linear, problem = self.facts, self.linear, self.problem
-        self.saved = {v: linear.variable(integral=True) for v in facts.values}
+        index, linear, problem = self.index, self.linear, self.problem
+        self.saved = {v: linear.variable(integral=True) for v in index.values}
         self.runs: dict[tuple[int, int], int] = {}
         self.kept: dict[tuple[int, int], int] = {}
         self.again: dict[int, int] = {}
-        for o in facts.operators:
+        for o in index.operators:
             seconds = problem.operators[o].seconds
-            if o in facts.may_run:
+            if o in index.may_run:
                 self.again[o] = linear.variable()
                 for j in range(self.times.first[o], self.times.last[o] + 1):
-                    if self.times.allowed(o, j):
+                    if self.times.is_allowed(o, j):
                         self.runs[o, j] = linear.variable(seconds, integral=True)
-            for v in facts.writes[o]:
+            for v in index.writes[o]:
                 for m in range(self.times.first[o] + 1, self.times.last_value.get(v, -1) + 1):
                     self.kept[v, m] = linear.variable(integral=True)
         spans = {
             v: (self.times.first[problem.producers[v]], self.times.last_value[v])
-            for v in facts.values
+            for v in index.values
             if v in self.times.last_value
         }
         self.host = HostRows.of(problem, linear, self.moments, self.saved, spans, outer=self.outer)
 
-    def _alive(self, v: int, number: int) -> list[tuple[int, float]]:
+    def _build_alive_terms(self, v: int, number: int) -> list[tuple[int, float]]:
         """Whether `v` is kept beyond a moment, as terms."""
         if number > self.times.last_value.get(v, -1):
             return []
         variable = self.kept.get((v, number))
         return [(self.saved[v] if variable is None else variable, 1.0)]
 
-    def _run(self, o: int, interval: int) -> list[tuple[int, float]]:
+    def _build_run_terms(self, o: int, interval: int) -> list[tuple[int, float]]:
         if self.outer:
             interval = max(interval, self.times.first[o])
         variable = self.runs.get((o, interval))
@@ -129,105 +129,125 @@ class SavingProgram:
         linear, producers = self.linear, self.problem.producers
         read = {
             (v, self.times.interval[step]): step
-            for v, steps in self.facts.direct_steps.items()
+            for v, steps in self.index.direct_steps.items()
             for step in reversed(steps)
         }
         for (v, j), step in sorted(read.items()):
-            made = [*self._run(producers[v], j), *self.host.fetched(v, j, step)]
-            linear.at_least([*self._alive(v, j), *made], 1.0)
+            made = [
+                *self._build_run_terms(producers[v], j),
+                *self.host.build_fetch_terms(v, j, step),
+            ]
+            linear.at_least([*self._build_alive_terms(v, j), *made], 1.0)
         for (p, j), variable in self.runs.items():
-            for u in self.facts.reads[p]:
+            for u in self.index.reads[p]:
                 if self.outer and 0 < j == self.times.first[p]:  # u was there at some time by then
-                    there = self._runs_between(producers[u], 0, j)
-                    terms = [*self._saved(u), *(there or self._run(producers[u], j))]
+                    there = self._build_run_terms_between(producers[u], 0, j)
+                    terms = [
+                        *self._build_saved_terms(u),
+                        *(there or self._build_run_terms(producers[u], j)),
+                    ]
                 else:
                     made = [
-                        *self._run(producers[u], j),
-                        *self.host.fetched(u, j, self.times.last_step[j]),
+                        *self._build_run_terms(producers[u], j),
+                        *self.host.build_fetch_terms(u, j, self.times.last_step[j]),
                     ]
-                    terms = [*self._alive(u, j), *made]
+                    terms = [*self._build_alive_terms(u, j), *made]
                 linear.at_least([*terms, (variable, -1.0)], 0.0)
         for (v, m), variable in self.kept.items():
-            made = [*self._run(producers[v], m - 1), *self.host.fetched(v, m - 1)]
-            linear.at_least([*self._alive(v, m - 1), *made, (variable, -1.0)], 0.0)
+            made = [
+                *self._build_run_terms(producers[v], m - 1),
+                *self.host.build_fetch_terms(v, m - 1),
+            ]
+            linear.at_least([*self._build_alive_terms(v, m - 1), *made, (variable, -1.0)], 0.0)
         for o in self.again:
             op = self.problem.operators[o]
             if op.draws:
-                linear.at_most(self._later_runs(o, 0), 1.0)
+                linear.at_most(self._build_later_run_terms(o, 0), 1.0)
 
-    def _saved(self, v: int) -> list[tuple[int, float]]:
+    def _build_saved_terms(self, v: int) -> list[tuple[int, float]]:
         """Whether `v` is saved, or offloaded, as terms."""
-        return [(self.saved[v], 1.0), *self.host.kept(v)]
+        return [(self.saved[v], 1.0), *self.host.build_offload_terms(v)]
 
-    def _later_runs(self, o: int, interval: int) -> list[tuple[int, float]]:
-        return self._runs_between(o, interval, self.times.last[o])
+    def _build_later_run_terms(self, o: int, interval: int) -> list[tuple[int, float]]:
+        return self._build_run_terms_between(o, interval, self.times.last[o])
 
-    def _runs_between(self, o: int, first: int, last: int) -> list[tuple[int, float]]:
+    def _build_run_terms_between(self, o: int, first: int, last: int) -> list[tuple[int, float]]:
         intervals = range(max(first, self.times.first[o]), min(last, self.times.last[o]) + 1)
         return [(i, 1.0) for j in intervals if (i := self.runs.get((o, j))) is not None]
 
     def _add_relaxation(self) -> None:
         """Rows that follow for integers, but not for fractions."""
-        linear, facts, producers = self.linear, self.facts, self.problem.producers
+        linear, index, producers = self.linear, self.index, self.problem.producers
         for o, again in self.again.items():
-            linear.at_least([*self._later_runs(o, 0), (again, -1.0)], 0.0)
-            for u in facts.reads[o]:
-                terms = [*self._saved(u), *self._again(producers[u]), (again, -1.0)]
+            linear.at_least([*self._build_later_run_terms(o, 0), (again, -1.0)], 0.0)
+            for u in index.reads[o]:
+                terms = [
+                    *self._build_saved_terms(u),
+                    *self._build_rerun_terms(producers[u]),
+                    (again, -1.0),
+                ]
                 linear.at_least(terms, 0.0)
-        for v in facts.direct_steps:
-            linear.at_least([*self._saved(v), *self._again(producers[v])], 1.0)
+        for v in index.direct_steps:
+            linear.at_least(
+                [*self._build_saved_terms(v), *self._build_rerun_terms(producers[v])], 1.0
+            )
         for number, moment in enumerate(self.moments, 1):
-            if not moment.is_burst:
+            if not moment.is_recompute:
                 self._add_deferred(number)
 
-    def _again(self, o: int) -> list[tuple[int, float]]:
+    def _build_rerun_terms(self, o: int) -> list[tuple[int, float]]:
         return [(self.again[o], 1.0)] if o in self.again else []
 
     def _add_deferred(self, number: int) -> None:
-        linear, facts, producers = self.linear, self.facts, self.problem.producers
+        linear, index, producers = self.linear, self.index, self.problem.producers
         deferred: dict[int, list[tuple[int, float]]] = {}
         near: set[int] = set()
-        for o in facts.operators:
+        for o in index.operators:
             if self.times.last[o] < number or o not in self.again:
                 continue
             if number <= self.times.first[o]:
-                deferred[o] = self._again(o)
+                deferred[o] = self._build_rerun_terms(o)
             else:
                 near.add(o)
                 variable = linear.variable()
                 deferred[o] = [(variable, 1.0)]
-                linear.at_least([*self._later_runs(o, number), (variable, -1.0)], 0.0)
-        for o in facts.operators:
+                linear.at_least([*self._build_later_run_terms(o, number), (variable, -1.0)], 0.0)
+        for o in index.operators:
             if self.times.first[o] < number:
-                for v in facts.writes[o]:
+                for v in index.writes[o]:
                     if self.times.last_direct.get(v, -1) >= number:
-                        later = [*deferred.get(o, ()), *self.host.fetched_from(v, number)]
-                        linear.at_least([*self._alive(v, number), *later], 1.0)
+                        later = [*deferred.get(o, ()), *self.host.build_fetch_terms_from(v, number)]
+                        linear.at_least([*self._build_alive_terms(v, number), *later], 1.0)
         for p in sorted(near):
-            for u in facts.reads[p]:
+            for u in index.reads[p]:
                 if self.outer and number <= self.times.first[producers[u]]:
                     continue
                 ((variable, _),) = deferred[p]
-                later = [*deferred.get(producers[u], ()), *self.host.fetched_from(u, number)]
-                linear.at_least([*self._alive(u, number), *later, (variable, -1.0)], 0.0)
+                later = [
+                    *deferred.get(producers[u], ()),
+                    *self.host.build_fetch_terms_from(u, number),
+                ]
+                linear.at_least(
+                    [*self._build_alive_terms(u, number), *later, (variable, -1.0)], 0.0
+                )
 
     def _add_early(self) -> None:
         """What only the backward pass needs may run forward, once, and need not run backward."""
         problem, linear = self.problem, self.linear
-        late = [o for o in self.facts.operators if problem.operators[o].part is Part.KNOWN]
+        late = [o for o in self.index.operators if problem.operators[o].part is Part.EITHER_PASS]
         early: dict[int, int] = {}
         for o in late:
             op = problem.operators[o]
             early[o] = linear.variable(op.seconds)
             linear.offset -= op.seconds
-            for v in self.facts.writes[o]:
-                for kept, _ in self._saved(v):
+            for v in self.index.writes[o]:
+                for kept, _ in self._build_saved_terms(v):
                     linear.at_least([(early[o], 1.0), (kept, -1.0)], 0.0)
-            for u in self.facts.reads[o]:
+            for u in self.index.reads[o]:
                 if problem.producers[u] in early:
                     linear.at_least([(early[problem.producers[u]], 1.0), (early[o], -1.0)], 0.0)
             if not op.repeatable:
-                linear.at_most([(early[o], 1.0), *self._later_runs(o, 0)], 1.0)
+                linear.at_most([(early[o], 1.0), *self._build_later_run_terms(o, 0)], 1.0)
         self.early = early
 
     def _add_waiting(self) -> None:
@@ -242,14 +262,14 @@ class SavingProgram:
         self.host.add_waiting(problem, self.linear, passes)
 
     def _add_forward_bytes(self, positions: Iterable[int]) -> None:
-        problem, facts = self.problem, self.facts
-        forward = facts.forward_bytes
-        end = [(self.saved[v], problem.nbytes[v]) for v in facts.values if v not in problem.written]
+        problem, index = self.problem, self.index
+        forward = index.forward_bytes
+        end = [(self.saved[v], problem.nbytes[v]) for v in index.values if v not in problem.written]
         self.linear.at_most(end, self.budget - forward.at_end)
         for position in positions:
             terms = [
                 (self.saved[v], problem.nbytes[v])
-                for v in facts.values
+                for v in index.values
                 if forward.made.get(v, position + 1) <= position > forward.last[v]
             ]
             terms += [  # their copies are not yet done
@@ -260,15 +280,15 @@ class SavingProgram:
             self.linear.at_most(terms, self.budget - forward.live[position])
 
     def _add_bytes(self, number: int, moment: PeakPoint) -> None:
-        nbytes, facts = self.problem.nbytes, self.facts
-        if moment.is_burst:
+        nbytes, index = self.problem.nbytes, self.index
+        if moment.is_recompute:
             read: tuple[int, ...] = ()
-            held = facts.backward_bytes.before[moment.step]
+            held = index.backward_bytes.before[moment.step]
         else:
-            read = facts.direct[moment.step]
-            held = facts.backward_bytes.at[moment.step]
+            read = index.direct[moment.step]
+            held = index.backward_bytes.at[moment.step]
         terms: list[tuple[int, float]] = []
-        for v in facts.values:
+        for v in index.values:
             o = self.problem.producers[v]
             if v in read:
                 continue
@@ -276,21 +296,25 @@ class SavingProgram:
                 if self.times.last_direct.get(v, -1) >= number:  # alive, or computed again
                     held += nbytes[v]
                     terms.append((self.again[o], -nbytes[v]))
-                    terms += [(variable, -nbytes[v]) for variable, _ in self.host.kept(v)]
+                    terms += [
+                        (variable, -nbytes[v]) for variable, _ in self.host.build_offload_terms(v)
+                    ]
             else:
-                terms += [(variable, nbytes[v]) for variable, _ in self._alive(v, number)]
-        if moment.is_burst:
-            run = self._run(moment.operator, number - 1)
+                terms += [
+                    (variable, nbytes[v]) for variable, _ in self._build_alive_terms(v, number)
+                ]
+        if moment.is_recompute:
+            run = self._build_run_terms(moment.operator, number - 1)
             inside = self.problem.operators[moment.operator].nbytes_inside
             terms += [(variable, float(inside)) for variable, _ in run]
             for v in self.times.busy(moment):
                 running = [(variable, -1.0) for variable, _ in run]
-                self.linear.at_least([*self._alive(v, number), *running], 0.0)
+                self.linear.at_least([*self._build_alive_terms(v, number), *running], 0.0)
         self.linear.at_most(terms, self.budget - held)
 
     def ranks(self) -> Floats:
         """Where in the forward pass each variable belongs, from 0 to 1."""
-        producers, rank = self.problem.producers, self.facts.rank
+        producers, rank = self.problem.producers, self.index.rank
         found = np.zeros(self.linear.num_variables)
         for v, i in (*self.saved.items(), *self.host.offloaded.items()):
             found[i] = rank[producers[v]]
@@ -304,9 +328,9 @@ class SavingProgram:
         """Where in the backward pass each variable belongs, from 0 to 1; -1 for what is saved."""
         found = np.full(self.linear.num_variables, -1.0)
         for (_, m), i in self.kept.items():
-            found[i] = self.moments[m - 1].step / len(self.facts.direct)
+            found[i] = self.moments[m - 1].step / len(self.index.direct)
         for (_, j), i in self.runs.items():
-            found[i] = self.times.last_step[j] / len(self.facts.direct)
+            found[i] = self.times.last_step[j] / len(self.index.direct)
         return found
 
     # --- answers -------------------------------------------------------------------------------
@@ -319,11 +343,11 @@ class SavingProgram:
         away = set(replay.schedule.offloaded)
         x[[self.host.offloaded[v] for v in away]] = 1.0
         for o, step in zip(replay.schedule.backward, replay.steps, strict=True):
-            runs_again = o in self.facts.rank
+            runs_again = o in self.index.rank
             interval = bisect_left(
                 self.moments, PeakPoint(step, o) if runs_again else PeakPoint(step)
             )
-            reads = self.facts.reads[o] if runs_again else self.facts.direct[step]
+            reads = self.index.reads[o] if runs_again else self.index.direct[step]
             for v in away.intersection(reads):
                 since[v] = bisect_left(self.moments, PeakPoint(step - 1))
                 if (v, since[v]) not in self.host.loads:
@@ -337,7 +361,7 @@ class SavingProgram:
                 if (o, interval) not in self.runs:
                     return None
                 x[self.runs[o, interval]] = 1.0
-                since.update((v, interval) for v in self.facts.writes[o])
+                since.update((v, interval) for v in self.index.writes[o])
                 moment = self.moments[interval] if interval < len(self.moments) else None
                 if moment == PeakPoint(step, o):
                     for v in self.times.busy(moment):
@@ -356,7 +380,7 @@ class SavingProgram:
         gone: dict[int, set[int]] = {}
         for (v, m), i in self.kept.items():
             moment = self.moments[m - 1]
-            if x[i] <= threshold and not moment.is_burst:
+            if x[i] <= threshold and not moment.is_recompute:
                 gone.setdefault(moment.step, set()).add(v)
         early: dict[int, set[int]] = {}
         for (o, j), i in self.runs.items():

@@ -58,7 +58,7 @@ class BackwardBytes:
         """Those of `problem`."""
         nbytes = problem.nbytes
         held = problem.gradients | problem.outputs
-        passing = list(_passing(problem, held))
+        passing = list(_sum_passing(problem, held))
         made = problem.constant + problem.backward_constant
         made += sum(nbytes[v] for v in problem.outputs)
         at, before = [], []
@@ -69,7 +69,7 @@ class BackwardBytes:
         return cls(tuple(at), tuple(before))
 
 
-def _passing(problem: Problem, held: frozenset[int]) -> Iterator[tuple[int, int]]:
+def _sum_passing(problem: Problem, held: frozenset[int]) -> Iterator[tuple[int, int]]:
     """From the last step to the first, the bytes of what is not held: while it runs and before."""
     nbytes, known = problem.nbytes, problem.known
     wanted: set[int] = set()

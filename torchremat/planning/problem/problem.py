@@ -7,7 +7,7 @@ there before the step and after it, inputs and parameters, is no value.
 
     operators   0 forward   reads -    writes 0        y = mm(x, w)
                 1 forward   reads 0    writes 1        z = sin(y)       1 is an output
-                2 known     reads 0    writes 2        c = cos(y)
+                2 either    reads 0    writes 2        c = cos(y)
                 3 backward  reads 2    writes 3        g = mul(ct, c)
                 4 backward  reads 3    writes 4        dw = mm(x.T, g)  4 is a gradient
 
@@ -31,7 +31,7 @@ class Part(enum.Enum):
     """When an operator runs: forward, backward, or backward though it needs no cotangent."""
 
     FORWARD = "forward"
-    KNOWN = "known"
+    EITHER_PASS = "either pass"
     BACKWARD = "backward"
 
 
@@ -188,12 +188,11 @@ def costs_of(problem: Problem, schedule: Schedule) -> Costs:
     saved for; one that is written again is another from then on. Raises `ScheduleError` if a value
     is read that is not there.
 
-    A value that is offloaded is alive to its last operator in the forward pass, and at least to the
-    end of the next one there besides `Part.KNOWN` ones: its copy is done by then. In the backward
-    pass it is fetched once, before it is first read, while the operator that needs cotangents and
-    runs before runs, if there is one, else at the start. The link carries what is offloaded once
-    each way, beside operators: each pass takes as long as its operators or its copies, whichever
-    take longer.
+    An offloaded value is alive to its last operator in the forward pass. It is alive at least to
+    the end of the next `Part.FORWARD` operator, by when its copy is done. In the backward pass it
+    is fetched once, before it is first read: while the operator before runs that needs cotangents,
+    or at the start if there is none. The link carries what is offloaded once each way, beside
+    operators: each pass takes as long as its operators or its copies, whichever take longer.
     """
     check_schedule(problem, schedule)
     return costs_unchecked(problem, schedule)
@@ -208,7 +207,7 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
     wanted: set[int] = set()  # values that are read later
     nbytes = problem.nbytes
     total = 0
-    ends, fetched = _copies(problem, schedule) if schedule.offloaded else ({}, {})
+    ends, fetched = _schedule_copies(problem, schedule) if schedule.offloaded else ({}, {})
     ends[num_forward - 1] = [*ends.get(num_forward - 1, ()), *problem.written, *schedule.saved]
     for i in range(len(order) - 1, -1, -1):
         if i in ends:
@@ -232,7 +231,7 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
         if i in fetched:
             wanted.difference_update(fetched[i])
             total -= sum(nbytes[v] for v in fetched[i])
-    _add_held(problem, schedule, live)
+    _add_lasting(problem, schedule, live)
     counts = [0] * len(problem.operators)
     for o in order:
         counts[o] += 1
@@ -245,7 +244,7 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
     return Costs(tuple(live), added + link, link)
 
 
-def _add_held(problem: Problem, schedule: Schedule, live: list[int]) -> None:
+def _add_lasting(problem: Problem, schedule: Schedule, live: list[int]) -> None:
     """Add what is held until the end: it counts from when it is first written."""
     num_forward, nbytes = len(schedule.forward), problem.nbytes
     held = problem.outputs | problem.gradients
@@ -266,7 +265,7 @@ Moments = dict[int, list[int]]
 """Values by positions in the order of both passes."""
 
 
-def _copies(problem: Problem, schedule: Schedule) -> tuple[Moments, Moments]:
+def _schedule_copies(problem: Problem, schedule: Schedule) -> tuple[Moments, Moments]:
     """When the copy of each offloaded value to the host is done, and when it is fetched."""
     operators, left = problem.operators, set(schedule.offloaded)
     copied: Moments = {}
@@ -304,14 +303,14 @@ def check_schedule(problem: Problem, schedule: Schedule) -> None:
     """Raise `ScheduleError` unless operators find what they read, and all that must run does."""
     there: set[int] = set()
     for o in schedule.forward:
-        _run(problem, o, there)
+        _check_reads(problem, o, there)
     missing = set(schedule.saved) - there
     if missing:
         raise ScheduleError(f"saved, but not made by the forward pass: values {sorted(missing)}")
     _check_offloaded(problem, schedule, there)
     there &= problem.outputs | {*schedule.saved, *schedule.offloaded}
     for o in schedule.backward:
-        _run(problem, o, there)
+        _check_reads(problem, o, there)
     for part, ran in ((problem.forward, schedule.forward), (problem.backward, schedule.backward)):
         lacking = set(part) - set(ran)
         if lacking:
@@ -328,7 +327,7 @@ def _check_offloaded(problem: Problem, schedule: Schedule, there: set[int]) -> N
             raise ScheduleError(f"offloaded, {what}: values {sorted(wrong)}")
 
 
-def _run(problem: Problem, o: int, there: set[int]) -> None:
+def _check_reads(problem: Problem, o: int, there: set[int]) -> None:
     op = problem.operators[o]
     for v in op.reads:
         if v not in there:

@@ -31,7 +31,7 @@ class Decisions:
     offloaded: frozenset[int] = frozenset()
 
     @property
-    def kept(self) -> frozenset[int]:
+    def saved_or_offloaded(self) -> frozenset[int]:
         """The values that the forward pass makes for the backward pass."""
         return self.saved | self.offloaded if self.offloaded else self.saved
 
@@ -57,7 +57,7 @@ def replay_of(problem: Problem, decisions: Decisions) -> Replay:
     operators = problem.operators
     known = problem.known
     drops, early = decisions.drops, decisions.early
-    there = set(decisions.kept) | (problem.outputs & known)
+    there = set(decisions.saved_or_offloaded) | (problem.outputs & known)
     away = set(decisions.offloaded)  # not yet fetched
     order: list[int] = []
     steps: list[int] = []
@@ -67,7 +67,7 @@ def replay_of(problem: Problem, decisions: Decisions) -> Replay:
             wanted += [v for o in early[step] for v in operators[o].writes if v not in there]
         start = len(order)
         if wanted:
-            again = _computes(problem, wanted, there)
+            again = _find_missing(problem, wanted, there)
             order += again
             steps += [step] * len(again)
         order.append(b)
@@ -85,7 +85,7 @@ def replay_of(problem: Problem, decisions: Decisions) -> Replay:
     return Replay(schedule, tuple(steps))
 
 
-def _computes(problem: Problem, wanted: list[int], there: set[int]) -> list[int]:
+def _find_missing(problem: Problem, wanted: list[int], there: set[int]) -> list[int]:
     """The operators that compute `wanted` from what is `there`, to which it is added."""
     operators, producers, known = problem.operators, problem.producers, problem.known
     found: set[int] = set()
@@ -124,23 +124,23 @@ def forward_order(
     stack = [problem.producers[v] for v in kept.union(offloaded)]
     while stack:
         o = stack.pop()
-        if o not in extra and operators[o].part is Part.KNOWN:
+        if o not in extra and operators[o].part is Part.EITHER_PASS:
             extra.add(o)
             stack.extend(problem.producers[v] for v in operators[o].reads)
     if not extra:
         return problem.forward
     if len(extra) * len(problem.forward) > _MOST_PLACES:
-        return _as_early_as_can_be(problem, extra)
+        return _insert_early(problem, extra)
     order = list(problem.forward)
     for o in sorted(extra):
-        order.insert(_place(problem, order, o, kept), o)
+        order.insert(_find_place(problem, order, o, kept), o)
     return tuple(order)
 
 
 _MOST_PLACES = 20_000
 
 
-def _as_early_as_can_be(problem: Problem, extra: set[int]) -> tuple[int, ...]:
+def _insert_early(problem: Problem, extra: set[int]) -> tuple[int, ...]:
     after: dict[int, int] = {}
     for o in sorted(extra):
         reads = (problem.producers[v] for v in problem.operators[o].reads)
@@ -149,7 +149,7 @@ def _as_early_as_can_be(problem: Problem, extra: set[int]) -> tuple[int, ...]:
     return tuple(first if last < 0 else last for first, last in sorted(runs))
 
 
-def _place(problem: Problem, order: list[int], o: int, saved: frozenset[int]) -> int:
+def _find_place(problem: Problem, order: list[int], o: int, saved: frozenset[int]) -> int:
     """Where in `order` the peak is least if `o` runs there."""
     operators, nbytes = problem.operators, problem.nbytes
     op = operators[o]

@@ -45,7 +45,7 @@ class Evaluated:
         """What is to be small, first what matters most."""
         return (self.excess, self.costs.added_seconds, len(self.decisions.offloaded))
 
-    def hills(self, budget: int, distance: int) -> Iterator[int]:
+    def find_peaks_above(self, budget: int, distance: int) -> Iterator[int]:
         """The positions of the highest moments above `budget`, so far from one another."""
         live = self.costs.live
         found: list[int] = []
@@ -80,7 +80,7 @@ class Evaluator:
         self.count += 1
         replay = replay_of(self.problem, decisions)
         used = values_used(self.problem, replay.schedule)
-        if used != decisions.kept:
+        if used != decisions.saved_or_offloaded:
             decisions = Decisions(
                 used & decisions.saved,
                 decisions.drops,
@@ -91,11 +91,11 @@ class Evaluator:
         costs = costs_unchecked(self.problem, replay.schedule)
         budget = self.budget
         excess = sum(live - budget for live in costs.live if live > budget)
-        if not self._allowed(replay):
+        if not self._is_allowed(replay):
             excess += FORBIDDEN
         return Evaluated(decisions, replay, costs, excess)
 
-    def _allowed(self, replay: Replay) -> bool:
+    def _is_allowed(self, replay: Replay) -> bool:
         """Whether what may run once does."""
         if not self._once and not self._draws:
             return True

@@ -7,10 +7,11 @@ needed in its place. What is needed before the first step is saved.
     steps           dz          dy, reads y         dx, reads x
     needed before   -, or x     y, or x, or -       x, or -         from right to left
 
-Of two ways to one set of values the cheaper stays; and nothing that needs more than another, and
-costs more. If no set had to be left out, the best schedule is the optimum, and where nothing is
-left, no schedule keeps within the budget: of those that compute again in the order of the forward
-pass, each operator at most once for a step, as in Checkmate (Jain et al., MLSys 2020).
+Of two suffixes of one set of values the cheaper stays. A set that needs more than another, and
+costs more, is left out. If no other set was left out, the best schedule is the optimum. Where
+nothing is left, no schedule keeps within the budget. Both hold among schedules that recompute in
+the order of the forward pass, each operator at most once for a step, as in Checkmate (Jain et al.,
+MLSys 2020).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ ValueSet: TypeAlias = int
 
 @dataclass(frozen=True)
 class Suffix:
-    """A way from a set of values to the end of the backward pass.
+    """A suffix from a set of values to the end of the backward pass.
 
     Attributes:
         seconds: of what it computes again.
@@ -72,14 +73,14 @@ class BackwardFrontier:
     """What a search found.
 
     Attributes:
-        ways: by what has to be saved for them.
+        suffixes: by what has to be saved for them.
         states: how many sets it looked at.
         is_cut: whether sets were left out.
         is_through: whether it came to the first step, or to one before which nothing is left.
         is_proof: whether it is proved then that there is nothing.
     """
 
-    ways: Mapping[ValueSet, Suffix]
+    suffixes: Mapping[ValueSet, Suffix]
     states: int
     is_cut: bool
     is_through: bool
@@ -120,7 +121,7 @@ class BackwardSearch:
             op.nbytes_inside + sum(nbytes[v] for v in op.writes if v in problem.outputs)
             for op in operators
         ]
-        self.until = self._last_steps()
+        self.last_step_of = self._find_last_steps()
 
     @property
     def size(self) -> int:
@@ -143,7 +144,7 @@ class BackwardSearch:
             self._nbytes[chosen] = found
         return found
 
-    def _last_steps(self) -> list[int]:
+    def _find_last_steps(self) -> list[int]:
         """The last step for which each operator may run again; -1 if for none.
 
         What draws, or may run but once, runs no later than its values may be wanted first.
@@ -157,12 +158,12 @@ class BackwardSearch:
                 for u in operators[o].reads:
                     maker = self.problem.producers[u]
                     first[maker] = min(first[maker], first[o])
-        until = []
+        last_steps: list[int] = []
         for o, op in enumerate(operators):
             free = op.repeatable and not op.draws
-            once = op.repeatable or op.part is Part.KNOWN
-            until.append(num if free else first[o] if once else -1)
-        return until
+            once = op.repeatable or op.part is Part.EITHER_PASS
+            last_steps.append(num if free else first[o] if once else -1)
+        return last_steps
 
     # --- the search ------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class BackwardSearch:
     @property
     def _is_partial(self) -> bool:
         """Whether some schedules are not looked at: what may run once could run at other steps."""
-        return any(0 <= last < len(self.problem.backward) for last in self.until)
+        return any(0 <= last < len(self.problem.backward) for last in self.last_step_of)
 
     # --- what was found --------------------------------------------------------------------------
 
@@ -197,44 +198,46 @@ class BackwardSearch:
         """What there is to compute again."""
         return Recomputation(self.problem)
 
-    def seconds_of(self, saved: ValueSet, way: Suffix) -> float:
-        """The time of what a way computes, and of what runs forward for what it saves."""
+    def seconds_of(self, saved: ValueSet, suffix: Suffix) -> float:
+        """The time of what a suffix computes, and of what runs forward for what it saves."""
         operators = self.problem.operators
         late = self.again.missing(self.values_of(saved), ())
-        return way.seconds + self.problem.seconds_of(
-            o for o in late if operators[o].part is Part.KNOWN
+        return suffix.seconds + self.problem.seconds_of(
+            o for o in late if operators[o].part is Part.EITHER_PASS
         )
 
     def decisions(self, found: BackwardFrontier) -> Iterator[Decisions]:
         """What was found as decisions, the least added time first."""
-        ways = sorted(found.ways.items(), key=lambda item: (self.seconds_of(*item), item[0]))
-        for saved, way in ways:
-            yield self._decisions(saved, way)
+        suffixes = sorted(
+            found.suffixes.items(), key=lambda item: (self.seconds_of(*item), item[0])
+        )
+        for saved, suffix in suffixes:
+            yield self._decisions(saved, suffix)
 
-    def _decisions(self, saved: ValueSet, way: Suffix) -> Decisions:
+    def _decisions(self, saved: ValueSet, suffix: Suffix) -> Decisions:
         problem, again = self.problem, self.again
-        bursts: dict[int, list[int]] = {}
-        at: Suffix | None = way
+        runs: dict[int, list[int]] = {}
+        at: Suffix | None = suffix
         while at is not None and at.operator is not None:
-            bursts.setdefault(at.step, []).append(at.operator)
+            runs.setdefault(at.step, []).append(at.operator)
             at = at.rest
         later = [0] * (len(problem.backward) + 1)  # what is computed again from each step on
         needed = [0] * (len(problem.backward) + 1)
         for step in range(len(problem.backward) - 1, -1, -1):
             needed[step] = needed[step + 1] | self.reads[problem.backward[step]]
             later[step] = later[step + 1]
-            for o in sorted(bursts.get(step, ()), reverse=True):
+            for o in sorted(runs.get(step, ()), reverse=True):
                 needed[step] = needed[step] & ~self.writes[o] | self.reads[o]
                 later[step] |= self.writes[o]
         drops: dict[int, frozenset[int]] = {}
         early: dict[int, frozenset[int]] = {}
         for step, b in enumerate(problem.backward):
             there = needed[step]
-            burst = bursts.get(step, ())
+            run = runs.get(step, ())
             wanted = again.missing(again.reads[b], self.values_of(there))
-            if set(burst) - set(wanted):
-                early[step] = frozenset(burst) - frozenset(wanted)
-            for o in burst:
+            if set(run) - set(wanted):
+                early[step] = frozenset(run) - frozenset(wanted)
+            for o in run:
                 there |= self.writes[o]
             gone = there & later[step + 1] & ~needed[step + 1]
             if gone:
@@ -306,10 +309,10 @@ class _Search:
         waiting: dict[
             int, dict[State, Suffix]
         ] = {}  # by the last operator that may still be computed
-        for needed, way in after.items():
+        for needed, suffix in after.items():
             if search.nbytes_of(needed & ~reads) <= room:
                 there = needed | reads
-                self._put(waiting, there, reads if self.limits.prompt else there, way)
+                self._put(waiting, there, reads if self.limits.prompt else there, suffix)
         room = self.budget - search.bytes_of_steps.before[step]
         while any(o >= 0 for o in waiting):
             o = max(waiting)
@@ -321,12 +324,12 @@ class _Search:
                 self.is_over = True
                 return {}
         done = {
-            state: way
-            for state, way in waiting.get(-1, {}).items()
+            state: suffix
+            for state, suffix in waiting.get(-1, {}).items()
             if search.nbytes_of(state[0]) <= room
         }
-        kept = self._cut(step, _without_worse(done), room)
-        return {needed: way for (needed, _), way in kept.items()}
+        kept = self._cut(step, _drop_worse(done), room)
+        return {needed: suffix for (needed, _), suffix in kept.items()}
 
     def _compute(
         self,
@@ -339,14 +342,17 @@ class _Search:
         """What `o` writes is there before the step, or is computed for it."""
         search = self.search
         writes, reads = search.writes[o], search.reads[o]
-        may_run = step <= search.until[o]
-        for (needed, open_), way in states.items():
+        may_run = step <= search.last_step_of[o]
+        for (needed, open_), suffix in states.items():
             left = open_ & ~writes
-            self._put(waiting, needed, left, way)
+            self._put(waiting, needed, left, suffix)
             if may_run and search.nbytes_of(needed | writes | reads) + search.inside[o] <= room:
-                seconds = way.seconds + self.seconds[o]
+                seconds = suffix.seconds + self.seconds[o]
                 self._put(
-                    waiting, needed & ~writes | reads, left | reads, Suffix(seconds, step, o, way)
+                    waiting,
+                    needed & ~writes | reads,
+                    left | reads,
+                    Suffix(seconds, step, o, suffix),
                 )
 
     def _put(
@@ -354,13 +360,13 @@ class _Search:
         waiting: dict[int, dict[State, Suffix]],
         needed: ValueSet,
         open_: ValueSet,
-        way: Suffix,
+        suffix: Suffix,
     ) -> None:
         o = self.search.makers[open_.bit_length() - 1] if open_ else -1
         states = waiting.setdefault(o, {})
         old = states.get((needed, open_))
-        if old is None or way.seconds < old.seconds:
-            states[needed, open_] = way
+        if old is None or suffix.seconds < old.seconds:
+            states[needed, open_] = suffix
 
     def _cut(self, step: int, states: dict[State, Suffix], room: int) -> dict[State, Suffix]:
         """The cheapest of each number of bytes, and the nearest, if there are too many."""
@@ -388,7 +394,7 @@ class _Search:
         return {state: states[state] for state in chosen}
 
 
-def _without_worse(states: dict[State, Suffix]) -> dict[State, Suffix]:
+def _drop_worse(states: dict[State, Suffix]) -> dict[State, Suffix]:
     """`states` without those that cost as much as another, and need all that it needs."""
     if len(states) > _MOST_COMPARED:
         return states
@@ -401,7 +407,7 @@ def _without_worse(states: dict[State, Suffix]) -> dict[State, Suffix]:
     return {state: states[state] for state in kept}
 
 
-def lowest_by_steps(problem: Problem, high: int, deadline: Deadline) -> Evaluated | None:
+def find_lowest_by_steps(problem: Problem, high: int, deadline: Deadline) -> Evaluated | None:
     """The trial of least peak below `high`, to within a thousandth; `None` if none is found."""
     search = BackwardSearch(problem)
     limits = Limits(_LOWEST_WIDTH, deadline=deadline, free=True)
@@ -409,9 +415,9 @@ def lowest_by_steps(problem: Problem, high: int, deadline: Deadline) -> Evaluate
     low = floor_of(problem)
     budget = low
     while low < high and not deadline.is_over:
-        trier = Evaluator(problem, budget)
+        evaluator = Evaluator(problem, budget)
         found = search.decisions(search.run(budget, limits))
-        trial = next((t for t in map(trier, islice(found, _MOST_TRIED)) if t.fits), None)
+        trial = next((t for t in map(evaluator, islice(found, _MOST_TRIED)) if t.fits), None)
         if trial is None:
             low = budget + max(1, budget // 1000)
         else:

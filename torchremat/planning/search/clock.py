@@ -44,15 +44,15 @@ class CpuTimer:
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time on a watch; without one it is never over."""
+    """A time on a timer; without one it is never over."""
 
-    watch: CpuTimer | None = None
+    timer: CpuTimer | None = None
     at: float = 0.0
 
     @property
     def is_over(self) -> bool:
         """Whether it has gone by."""
-        return self.watch is not None and self.watch.now > self.at
+        return self.timer is not None and self.timer.now > self.at
 
 
 NEVER = Deadline()
@@ -62,36 +62,36 @@ class TimeSlice:
     """The time of a part of a search.
 
     Args:
-        watch: that of the search.
+        timer: that of the search.
         seconds: how long the part may take.
         progress: called now and then with the fraction of that time that is gone.
     """
 
     def __init__(
-        self, watch: CpuTimer, seconds: float, progress: Callable[[float], None] | None = None
+        self, timer: CpuTimer, seconds: float, progress: Callable[[float], None] | None = None
     ) -> None:
-        self.watch = watch
+        self.timer = timer
         self.seconds = seconds
         self.progress = progress
-        self.start = watch.now
+        self.start = timer.now
         self.told = 0.0
 
     @property
-    def gone(self) -> float:
+    def elapsed_fraction(self) -> float:
         """The fraction of the time that is gone."""
-        return (self.watch.now - self.start) / max(self.seconds, 1e-9)
+        return (self.timer.now - self.start) / max(self.seconds, 1e-9)
 
-    def until(self, fraction: float) -> float:
+    def seconds_until(self, fraction: float) -> float:
         """The seconds until `fraction` of the time is gone."""
-        return max(0.0, (fraction - self.gone) * self.seconds)
+        return max(0.0, (fraction - self.elapsed_fraction) * self.seconds)
 
     def deadline(self, fraction: float) -> Deadline:
         """When `fraction` of the time is gone."""
-        return Deadline(self.watch, self.start + fraction * self.seconds)
+        return Deadline(self.timer, self.start + fraction * self.seconds)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Tell how far the search is."""
-        self.told = max(self.told, min(self.gone, 1.0))
+        self.told = max(self.told, min(self.elapsed_fraction, 1.0))
         if self.progress is not None:
             self.progress(self.told)
 

@@ -65,43 +65,45 @@ class Evictor:
         >>> Evictor(problem).decisions(12, RULES[0], [0, 1]).saved
         frozenset({0, 1})
         """
-        kept = _forward_kept(self.again, budget, rule, set(saved) - self.problem.outputs)
-        walk = _BackwardPass(self.again, budget, rule, kept)
+        kept = _choose_saved(self.again, budget, rule, set(saved) - self.problem.outputs)
+        backward = _BackwardPass(self.again, budget, rule, kept)
         step, holds = 0, 0
         while step < len(self.problem.backward):
-            stuck = None if self.deadline.is_over else walk.run(step)
+            stuck = None if self.deadline.is_over else backward.run(step)
             if self.deadline.is_over:
                 return None
             if stuck is None:
                 step += 1
-            elif holds == _MOST_HOLDS or not walk.hold(step, stuck):
+            elif holds == _MOST_HOLDS or not backward.hold(step, stuck):
                 return None
             else:
                 holds += 1
                 step -= 1
-                walk.back_to(step)
-        return walk.decisions()
+                backward.back_to(step)
+        return backward.decisions()
 
 
-def try_evictions(trier: Evaluator, evictor: Evictor, saved: Iterable[int]) -> Iterator[Evaluated]:
+def try_evictions(
+    evaluator: Evaluator, evictor: Evictor, saved: Iterable[int]
+) -> Iterator[Evaluated]:
     """What the walks find, by each of the rules."""
     saved = tuple(saved)
     for rule in RULES:
-        decisions = evictor.decisions(trier.budget, rule, saved)
+        decisions = evictor.decisions(evaluator.budget, rule, saved)
         if decisions is not None:
-            yield trier(decisions)
+            yield evaluator(decisions)
 
 
-def lowest_trial(evictor: Evictor, low: int, high: int) -> Evaluated | None:
+def find_lowest_by_eviction(evictor: Evictor, low: int, high: int) -> Evaluated | None:
     """The trial of least peak from `low` to `high`, to within a thousandth; `None` if none is."""
     best: Evaluated | None = None
     budget = low
     while low < high:
-        trier = Evaluator(evictor.problem, budget)
+        evaluator = Evaluator(evictor.problem, budget)
         trials = (
             t
-            for start in (trier.fixed, evictor.problem.known)
-            for t in try_evictions(trier, evictor, start)
+            for start in (evaluator.fixed, evictor.problem.known)
+            for t in try_evictions(evaluator, evictor, start)
         )
         found = next((trial for trial in trials if trial.fits), None)
         if found is None:
@@ -149,7 +151,7 @@ class _Queue:
         return self.again.seconds_again(v, there) / worth
 
 
-def _forward_kept(
+def _choose_saved(
     again: Recomputation, budget: int, rule: EvictionRule, saved: set[int]
 ) -> set[int]:
     """What of `saved` is kept at most, so that the forward pass has room for it."""
@@ -158,7 +160,7 @@ def _forward_kept(
     nbytes, operators = problem.nbytes, problem.operators
     last = dict(forward.last)
     for o, op in enumerate(operators):
-        if op.part is Part.KNOWN:  # it runs when what it reads is there
+        if op.part is Part.EITHER_PASS:  # it runs when what it reads is there
             at = max((last.get(u, -1) for u in again.reads[o]), default=-1)
             last.update((v, at) for v in op.writes)
     room = [budget - live for live in forward.live]
@@ -187,7 +189,7 @@ def _forward_kept(
 
 
 @dataclass
-class _Burst:
+class _StepRecompute:
     """What is computed again for a step.
 
     Attributes:
@@ -205,9 +207,9 @@ class _Burst:
 
 @dataclass(frozen=True)
 class _Above:
-    """The first moment of a burst that is above the budget, and the values alive at it."""
+    """The first moment of a run that is above the budget, and the values alive at it."""
 
-    burst: _Burst
+    run: _StepRecompute
     place: int
     alive: set[int]
 
@@ -257,20 +259,20 @@ class _BackwardPass:
         gone: set[int] = set()  # after this step
         queue: _Queue | None = None
         while True:
-            burst = self._burst(step, held)
-            above = self._above(step, burst, gone)
-            made = self.there.union(*(again.writes[o] for o in burst.operators))
+            run = self._plan_recompute(step, held)
+            above = self._find_above(step, run, gone)
+            made = self.there.union(*(again.writes[o] for o in run.operators))
             if above is None:
                 break
-            choice = self._choice(step, above, gone)
+            choice = self._list_freeable(step, above, gone)
             if not choice:
                 self.before.pop()
                 return above
             left = made - gone
             queue = queue or _Queue(again, self.rule, step + 1, left)
             v = queue.first(choice, left)
-            if v in self.there and burst.first.get(v, above.place) >= above.place:
-                self._let_go_before(step, v)
+            if v in self.there and run.first.get(v, above.place) >= above.place:
+                self._free_before(step, v)
             else:
                 gone.add(v)
                 self.drops.append((step, v))
@@ -278,74 +280,74 @@ class _BackwardPass:
         self.there = {v for v in made - gone if again.last.get(v, -1) > step}
         return None
 
-    def _let_go_before(self, step: int, v: int) -> None:
+    def _free_before(self, step: int, v: int) -> None:
         self.there.discard(v)
         if step:
             self.drops.append((step - 1, v))
         else:
             self.saved.discard(v)
 
-    def _burst(self, step: int, held: Collection[int]) -> _Burst:
+    def _plan_recompute(self, step: int, held: Collection[int]) -> _StepRecompute:
         again, b = self.again, self.problem.backward[step]
         operators = again.missing([*again.reads[b], *held], self.there)
-        burst = _Burst(operators, [*operators, b])
-        for place, o in enumerate(burst.order):
+        run = _StepRecompute(operators, [*operators, b])
+        for place, o in enumerate(run.order):
             for v in again.reads[o]:
-                burst.first.setdefault(v, place)
-                burst.last[v] = place
-        burst.last.update((v, len(burst.order)) for v in held)
-        return burst
+                run.first.setdefault(v, place)
+                run.last[v] = place
+        run.last.update((v, len(run.order)) for v in held)
+        return run
 
-    def _above(self, step: int, burst: _Burst, gone: Collection[int]) -> _Above | None:
+    def _find_above(self, step: int, run: _StepRecompute, gone: Collection[int]) -> _Above | None:
         """The first moment above the budget, if there is one."""
         again, nbytes = self.again, self.problem.nbytes
 
         def stays(v: int) -> bool:
             return v not in gone and again.last.get(v, -1) > step
 
-        alive = {v for v in self.there if v in burst.last or stays(v)}
+        alive = {v for v in self.there if v in run.last or stays(v)}
         total = sum(nbytes[v] for v in alive)
         fixed = again.bytes_of_steps
-        for place, o in enumerate(burst.order):
+        for place, o in enumerate(run.order):
             new = set(again.writes[o]) - alive
             alive |= new
             total += sum(nbytes[v] for v in new)
-            if place < len(burst.operators):
+            if place < len(run.operators):
                 live = total + fixed.before[step] + self.problem.operators[o].nbytes_inside
             else:
                 live = total + fixed.at[step] - sum(nbytes[v] for v in again.reads[o])
             if live > self.budget:
-                return _Above(burst, place, alive)
+                return _Above(run, place, alive)
             for v in {*again.reads[o], *again.writes[o]}:
-                if v in alive and burst.last.get(v, -1) <= place and not stays(v):
+                if v in alive and run.last.get(v, -1) <= place and not stays(v):
                     alive.discard(v)
                     total -= nbytes[v]
         return None
 
-    def _choice(self, step: int, above: _Above, gone: Collection[int]) -> set[int]:
+    def _list_freeable(self, step: int, above: _Above, gone: Collection[int]) -> set[int]:
         """What may be let go for a moment."""
-        burst, place, again = above.burst, above.place, self.again
-        o = burst.order[place]
+        run, place, again = above.run, above.place, self.again
+        o = run.order[place]
         promised = self.held.get(step - 1, ())
         found: set[int] = set()
         for v in above.alive.difference(again.reads[o], again.writes[o], again.lasting):
-            if burst.last.get(v, -1) < place:
+            if run.last.get(v, -1) < place:
                 if v not in gone and again.last.get(v, -1) > step:
                     found.add(v)
-            elif v in self.there and burst.first.get(v, -1) > place and v not in promised:
+            elif v in self.there and run.first.get(v, -1) > place and v not in promised:
                 found.update({v} if self.problem.producers[v] > o else ())  # made again only later
         return found
 
     def hold(self, step: int, stuck: _Above) -> bool:
         """Have what a step is stuck for computed a step earlier; whether there is any hope."""
-        burst, again, nbytes = stuck.burst, self.again, self.problem.nbytes
-        if not step or stuck.place >= len(burst.operators):
+        run, again, nbytes = stuck.run, self.again, self.problem.nbytes
+        if not step or stuck.place >= len(run.operators):
             return False
         crossing: set[int] = set()  # what is made up to a place, and read after it
         best: set[int] | None = None
-        for place, o in enumerate(burst.operators):
+        for place, o in enumerate(run.operators):
             crossing.update(again.writes[o])
-            crossing = {v for v in crossing if burst.last.get(v, -1) > place}
+            crossing = {v for v in crossing if run.last.get(v, -1) > place}
             if place >= stuck.place and (
                 best is None or sum(nbytes[v] for v in crossing) <= sum(nbytes[v] for v in best)
             ):
@@ -359,11 +361,14 @@ class _BackwardPass:
     def decisions(self) -> Decisions:
         """What was decided."""
         return Decisions(
-            frozenset(self.saved), _by_step(self.drops), _by_step(self.early), frozenset()
+            frozenset(self.saved),
+            _group_by_step(self.drops),
+            _group_by_step(self.early),
+            frozenset(),
         )
 
 
-def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, frozenset[int]]:
+def _group_by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, frozenset[int]]:
     found: dict[int, set[int]] = {}
     for step, member in pairs:
         found.setdefault(step, set()).add(member)

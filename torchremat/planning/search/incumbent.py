@@ -30,7 +30,7 @@ class Incumbent:
             if trial.fits and (self.best is None or trial.rank < self.best.rank):
                 self.best = trial
         self.trials.append(trial)
-        self.clock.tell()
+        self.clock.report()
         return trial
 
     def note_lowest(self, trial: Evaluated) -> None:

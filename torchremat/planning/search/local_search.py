@@ -22,10 +22,10 @@ WIDTH = 48
 class LocalSearch:
     """Search around decisions for better ones, until `deadline`."""
 
-    def __init__(self, trier: Evaluator, deadline: Deadline) -> None:
-        self.trier = trier
+    def __init__(self, evaluator: Evaluator, deadline: Deadline) -> None:
+        self.evaluator = evaluator
         self.deadline = deadline
-        self.problem: Problem = trier.problem
+        self.problem: Problem = evaluator.problem
         self.seconds = [op.seconds for op in self.problem.operators]
         self.tiny = sum(self.seconds) * 1e-5
 
@@ -37,7 +37,7 @@ class LocalSearch:
             for decisions in self._reliefs(current):
                 if self._is_late():
                     break
-                trial = self.trier(decisions)
+                trial = self.evaluator(decisions)
                 won = current.excess - trial.excess
                 lost = trial.costs.added_seconds - current.costs.added_seconds
                 score = won / (max(lost, 0.0) + self.tiny)
@@ -51,27 +51,27 @@ class LocalSearch:
     def improve(self, start: Evaluated) -> Evaluated:
         """Take time away from `start`, which fits."""
         current: Evaluated = start
-        while (better := self._better(current)) is not None:
+        while (better := self._find_better(current)) is not None:
             current = better
         return current
 
-    def with_fewer_copies(self, start: Evaluated) -> Evaluated:
+    def save_needless_copies(self, start: Evaluated) -> Evaluated:
         """Save what is offloaded in vain: `start` fits, and still does with it saved."""
         current = start
         for v in self._cheapest(start.decisions.offloaded, most=len(self.problem.nbytes)):
             if self._is_late():
                 break
-            trial = self.trier(_saving(current.decisions, v))
+            trial = self.evaluator(_save(current.decisions, v))
             if trial.rank < current.rank:
                 current = trial
         return current
 
-    def _better(self, current: Evaluated) -> Evaluated | None:
+    def _find_better(self, current: Evaluated) -> Evaluated | None:
         least = current.costs.added_seconds - self.tiny * 1e-6
         for decisions in self._savings(current):
             if self._is_late():
                 return None
-            trial = self.trier(decisions)
+            trial = self.evaluator(decisions)
             if trial.fits and trial.costs.added_seconds < least:
                 return trial
         return None
@@ -95,18 +95,18 @@ class LocalSearch:
         busy = {*operators[order[position]].reads}
         made = {v for o in order[: position + 1] for v in operators[o].writes}
         idle = made - busy
-        kept = trial.decisions.kept - self.trier.fixed
-        yield from self._without(trial.decisions, self._cheapest(kept & idle))
-        yield from self._offloading(trial.decisions, trial.decisions.saved & idle)
+        kept = trial.decisions.saved_or_offloaded - self.evaluator.fixed
+        yield from self._unsave(trial.decisions, self._cheapest(kept & idle))
+        yield from self._offload(trial.decisions, trial.decisions.saved & idle)
 
     def _backward_reliefs(self, trial: Evaluated, place: int) -> Iterator[Decisions]:
         order, decisions = trial.replay.schedule.backward, trial.decisions
         op = self.problem.operators[order[place]]
         all_idle = self._read_later(order, place).difference(op.reads, op.writes)
-        idle = all_idle - self.trier.fixed
-        yield from self._without(decisions, self._cheapest(idle & decisions.kept))
-        yield from self._offloading(decisions, all_idle & decisions.saved)
-        yield from self._letting_go(trial, place, idle)
+        idle = all_idle - self.evaluator.fixed
+        yield from self._unsave(decisions, self._cheapest(idle & decisions.saved_or_offloaded))
+        yield from self._offload(decisions, all_idle & decisions.saved)
+        yield from self._free_values(trial, place, idle)
         again = dict.fromkeys(
             v
             for o in order[: place + 1]
@@ -115,20 +115,23 @@ class LocalSearch:
             if v not in decisions.saved
         )
         for v in list(again)[-WIDTH:]:
-            yield _saving(decisions, v)
-        yield from self._offloading(decisions, list(again)[-WIDTH:])
+            yield _save(decisions, v)
+        yield from self._offload(decisions, list(again)[-WIDTH:])
 
-    def _letting_go(self, trial: Evaluated, place: int, idle: set[int]) -> Iterator[Decisions]:
+    def _free_values(self, trial: Evaluated, place: int, idle: set[int]) -> Iterator[Decisions]:
         """Values that are let go after they were last read, alone or with what they come from."""
         decisions, steps = trial.decisions, trial.replay.steps
         step = steps[place]
         last_read = self._last_read(trial.replay.schedule.backward, place)
         for v in self._cheapest(v for v in idle if self._may_drop(v)):
-            made = self._made_at(v, trial.replay.schedule.backward, steps, place)
+            made = self._find_step_of(v, trial.replay.schedule.backward, steps, place)
             at = max(last_read.get(v, -1), made)
             for when in {at, step - 1}:
                 if 0 <= when < step or 0 <= when == at:
-                    for gone in {frozenset((v,)), self._with_sources(v, when, decisions.kept)}:
+                    for gone in {
+                        frozenset((v,)),
+                        self._with_sources(v, when, decisions.saved_or_offloaded),
+                    }:
                         drops = dict(decisions.drops)
                         drops[when] = drops.get(when, frozenset()) | gone
                         yield replace(decisions, drops=drops)
@@ -150,7 +153,9 @@ class LocalSearch:
             step += self.problem.operators[o].part is Part.BACKWARD
         return found
 
-    def _made_at(self, v: int, order: tuple[int, ...], steps: tuple[int, ...], place: int) -> int:
+    def _find_step_of(
+        self, v: int, order: tuple[int, ...], steps: tuple[int, ...], place: int
+    ) -> int:
         """The step for which `v` was computed again before `place`; -1 if it was not."""
         producer = self.problem.producers[v]
         return next((steps[j] for j in range(place, -1, -1) if order[j] == producer), -1)
@@ -162,7 +167,7 @@ class LocalSearch:
         stack = [v]
         while stack:
             for u in problem.operators[problem.producers[stack.pop()]].reads:
-                if u in found or u in kept or u in self.trier.fixed or not self._may_drop(u):
+                if u in found or u in kept or u in self.evaluator.fixed or not self._may_drop(u):
                     continue
                 if self._last_direct.get(u, -1) <= step:
                     found.add(u)
@@ -185,37 +190,37 @@ class LocalSearch:
         problem, decisions = self.problem, trial.decisions
         saved = decisions.saved
         for step, values in decisions.drops.items():
-            for v in values & trial_reads(trial, problem):
-                yield replace(decisions, drops=_without_one(decisions.drops, step, v))
+            for v in values & values_recomputed(trial, problem):
+                yield replace(decisions, drops=_remove_one(decisions.drops, step, v))
         for step, operators in decisions.early.items():
             for o in operators:
-                yield replace(decisions, early=_without_one(decisions.early, step, o))
+                yield replace(decisions, early=_remove_one(decisions.early, step, o))
         order = trial.replay.schedule.backward
         again = {o for o in order if problem.operators[o].part is not Part.BACKWARD}
         gains = {v for o in again for v in problem.operators[o].writes if v not in saved}
         best = self._cheapest(gains, reverse=True)
         for v in best:
-            yield _saving(decisions, v)
-        yield from self._offloading(decisions, best)
+            yield _save(decisions, v)
+        yield from self._offload(decisions, best)
         if trial.costs.link_seconds:
-            yield from self._less_on_the_link(decisions)
-        losses = self._cheapest(saved - self.trier.fixed)
+            yield from self._relieve_link(decisions)
+        losses = self._cheapest(saved - self.evaluator.fixed)
         for v in best:
             for u in losses:
                 if self._seconds_of(u) < self._seconds_of(v):
-                    yield _saving(replace(decisions, saved=saved - {u}), v)
+                    yield _save(replace(decisions, saved=saved - {u}), v)
         for v in best:  # one takes the other's place
-            yield from (_saving(d, v) for d in self._offloading(decisions, saved - {v}))
+            yield from (_save(d, v) for d in self._offload(decisions, saved - {v}))
 
-    def _less_on_the_link(self, decisions: Decisions) -> Iterator[Decisions]:
+    def _relieve_link(self, decisions: Decisions) -> Iterator[Decisions]:
         for v in self._cheapest(decisions.offloaded, reverse=True):
-            yield _saving(decisions, v)
-        yield from self._without(decisions, self._cheapest(decisions.offloaded))
+            yield _save(decisions, v)
+        yield from self._unsave(decisions, self._cheapest(decisions.offloaded))
         for v in self._cheapest(decisions.offloaded, reverse=True):
-            for u in self._cheapest(decisions.saved - self.trier.fixed):
-                yield _saving(replace(decisions, saved=decisions.saved - {u}), v)
+            for u in self._cheapest(decisions.saved - self.evaluator.fixed):
+                yield _save(replace(decisions, saved=decisions.saved - {u}), v)
 
-    def _offloading(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
+    def _offload(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
         """Those of `values` that may be offloaded, offloaded: first what takes longest again."""
         if not self.problem.offloadable:
             return
@@ -224,7 +229,7 @@ class LocalSearch:
             offloaded = decisions.offloaded | {v}
             yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
 
-    def _without(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
+    def _unsave(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
         for v in values:
             offloaded = decisions.offloaded - {v}
             yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
@@ -242,17 +247,17 @@ class LocalSearch:
         )[:most]
 
 
-def trial_reads(trial: Evaluated, problem: Problem) -> frozenset[int]:
+def values_recomputed(trial: Evaluated, problem: Problem) -> frozenset[int]:
     """The values that the backward pass computes again: only of those does a drop cost time."""
     order = trial.replay.schedule.backward
     return frozenset(v for o in order for v in problem.operators[o].writes)
 
 
-def _saving(decisions: Decisions, v: int) -> Decisions:
+def _save(decisions: Decisions, v: int) -> Decisions:
     return replace(decisions, saved=decisions.saved | {v}, offloaded=decisions.offloaded - {v})
 
 
-def _without_one(
+def _remove_one(
     sets: Mapping[int, frozenset[int]], step: int, member: int
 ) -> dict[int, frozenset[int]]:
     left = {**sets, step: sets[step] - {member}}

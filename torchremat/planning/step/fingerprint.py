@@ -42,7 +42,7 @@ def fingerprint_of(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+def find_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
     """Where two graphs first differ, for people.
 
     >>> difference(["mm(%0, %1) -> f32[2,3]"], ["mm(%0, %1) -> f32[4,3]"])
@@ -61,7 +61,7 @@ def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
         return f"outputs {_text(node.args[0], numbers)}"
     if node.op == "placeholder":
         return f"input -> {_result(node)}"
-    of_group = _places_of_group(node)
+    of_group = _find_group_arguments(node)
     arguments = [_text(a, numbers) for i, a in enumerate(node.args) if i not in of_group]
     named = sorted(item for item in node.kwargs.items() if item[0] not in _OF_A_PROCESS)
     arguments += [f"{name}={_text(value, numbers)}" for name, value in named]
@@ -71,7 +71,7 @@ def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
 _OF_A_PROCESS = ("device", "group", "group_name")
 
 
-def _places_of_group(node: fx.Node) -> list[int]:
+def _find_group_arguments(node: fx.Node) -> list[int]:
     """The positions of arguments that name a group of processes."""
     if not isinstance(node.target, _torch.OpOverload):
         return []

@@ -149,7 +149,7 @@ class _ProblemBuilder:
 
     def _add(self, call: fx.Node, part: Part) -> None:
         reads = tuple(self._values_of(nodes_read_by(call)))
-        draws = any(reason_not_replayable(value) is not None for value in _values_of_call(call))
+        draws = any(reason_not_replayable(value) is not None for value in _result_nodes(call))
         again = draws and state_nbytes(call) is not None
         once = (draws and not again) or reason_to_save(call) is not None
         writes = []
@@ -194,7 +194,7 @@ def _nbytes_inside(call: fx.Node, written: int) -> int:
     return max(0, peak - written) if makes_results else peak
 
 
-def _values_of_call(call: fx.Node) -> list[fx.Node]:
+def _result_nodes(call: fx.Node) -> list[fx.Node]:
     return [user for user in call.users if is_item(user)] or [call]
 
 
@@ -215,7 +215,7 @@ def _parts(joint: Joint) -> dict[fx.Node, Part]:
         if node in forward:
             parts[node] = Part.FORWARD
         elif node in backward:
-            parts[node] = Part.BACKWARD if node in late else Part.KNOWN
+            parts[node] = Part.BACKWARD if node in late else Part.EITHER_PASS
     return parts
 
 

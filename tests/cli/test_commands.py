@@ -7,7 +7,7 @@ import torch
 import torchremat as tr
 from tests.cli.commands import in_folder, output_of, run  # noqa: F401
 from torchremat.cli.arguments.targets import load_target
-from torchremat.cli.commands.run_bench import difference
+from torchremat.cli.commands.run_bench import describe_difference
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 MODEL = "model.py:make"
@@ -157,7 +157,7 @@ def test_bench_says_what_is_not_bit_equal():
 )
 def test_a_difference_is_told(b, said):
     a = torch.tensor([1.0, float("nan")])
-    assert difference({"grad of w": a}, {"grad of w": b}) == said
+    assert describe_difference({"grad of w": a}, {"grad of w": b}) == said
 
 
 def test_bench_needs_values():

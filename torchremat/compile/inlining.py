@@ -30,7 +30,7 @@ def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
     inputs = [inliner.graph.node_copy(node) for node in placeholders]
     inliner.graph.output(tuple(inliner.copy(module, inputs)))
     graph = _torch.merge_alike(inliner.graph)
-    for node in graph.find_nodes(op="call_function", target=apart):
+    for node in graph.find_nodes(op="call_function", target=merge_barrier):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
     flat = fx.GraphModule(inliner.attributes, graph)
@@ -38,7 +38,7 @@ def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
     return flat
 
 
-def apart(x: Any) -> Any:
+def merge_barrier(x: Any) -> Any:
     """Stands for `x` where what is computed from it must not be merged with the same elsewhere."""
     return x
 
@@ -77,7 +77,7 @@ class _Inliner:
     def _apart(self, value: Any, inner: fx.Node) -> Any:
         if not notes_of(inner).is_kept_apart or not isinstance(value, fx.Node):
             return value
-        copy = self.graph.call_function(apart, (value,))
+        copy = self.graph.call_function(merge_barrier, (value,))
         copy.meta = dict(value.meta)
         return copy
 

@@ -89,12 +89,12 @@ class _ByInductor:
         placeholders = module.graph.find_nodes(op="placeholder")
         self._used = [i for i, node in enumerate(placeholders) if node.users]
         self._fakes = [placeholders[i].meta["val"] for i in self._used]
-        self._coerced = self._may_lie_otherwise()
+        self._strides = self._find_strides()
         self._results = tuple(results_of(module))
         self._run: Callable[[list[Any]], Sequence[Any]] | None = None
         self._source = ""
 
-    def _may_lie_otherwise(self) -> list[tuple[int, tuple[int, ...]]]:
+    def _find_strides(self) -> list[tuple[int, tuple[int, ...]]]:
         """The tensors among the inputs, with the strides that the graph is for.
 
         Cotangents lie as they come; in a derivative of higher order they are inputs like any other.
@@ -108,16 +108,16 @@ class _ByInductor:
     @property
     def source(self) -> str:
         """The generated code."""
-        self._compiled()
+        self._compile()
         return self._source
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         if _torch.is_transformed_or_watched() or any(map(_torch.is_fake, inputs)):
             return self._operator_by_operator(inputs)
-        run = self._run or self._compiled()
+        run = self._run or self._compile()
         given = [inputs[i] for i in self._used]
         inputs.clear()
-        for at, stride in self._coerced:
+        for at, stride in self._strides:
             if given[at].stride() != stride:
                 given[at] = _lay_out(given[at], stride)
         found = iter(run(given))
@@ -128,7 +128,7 @@ class _ByInductor:
         """For `torch.func`, fake tensors, and modes that want to see each operator."""
         return compile_graph(self.module)
 
-    def _compiled(self) -> Callable[[list[Any]], Sequence[Any]]:
+    def _compile(self) -> Callable[[list[Any]], Sequence[Any]]:
         if self._run is None:
             check_devices(self.module)
             graph = fx.Graph()

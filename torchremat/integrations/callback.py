@@ -80,7 +80,7 @@ class Session:
         self._steps = 0
         names = apply()
         self._model, self._undo = model, undo
-        _logger.info("%s is on %s", _spell(self.policy), _listed(names, model))
+        _logger.info("%s is on %s", _spell(self.policy), _list_names(names, model))
 
     def step_begins(self) -> None:
         """A step begins."""
@@ -199,7 +199,7 @@ def _spell(policy: Policy | PolicyByPattern) -> str:
     return ", ".join(f"{pattern}: {value}" for pattern, value in policy.items())
 
 
-def _listed(names: list[str], model: nn.Module) -> str:
+def _list_names(names: list[str], model: nn.Module) -> str:
     shown = ", ".join(name or type(model).__name__ for name in names[:3])
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -236,7 +236,7 @@ class StepPeak:
         """Begin to count."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = _requested_nbytes(self._device, "current")
+            self._before = _read_requested_nbytes(self._device, "current")
         else:
             self._memory = LiveBytes()
             self._memory.__enter__()  # type: ignore[no-untyped-call]
@@ -249,8 +249,8 @@ class StepPeak:
             return memory.peak
         assert self._before is not None, "it was not started"
         before, self._before = self._before, None
-        return _requested_nbytes(self._device, "peak") - before
+        return _read_requested_nbytes(self._device, "peak") - before
 
 
-def _requested_nbytes(device: torch.device, which: str) -> int:
+def _read_requested_nbytes(device: torch.device, which: str) -> int:
     return int(torch.cuda.memory_stats(device).get(f"requested_bytes.all.{which}", 0))

@@ -80,7 +80,7 @@ class RematCallback(SessionCallback, _callback_class()):  # type: ignore[misc]
             model = _model_in(pl_module)
         self._logged = {}
         applied = TrainingPolicy(self.policy, self._session.select)
-        self._session.begin(model, lambda: applied.to(model), lambda: remove(model))
+        self._session.begin(model, lambda: applied.apply_to(model), lambda: remove(model))
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int

@@ -38,7 +38,7 @@ class TrainingPolicy:
     compile: str | None = None
     hint: str = ""
 
-    def to(self, model: nn.Module) -> list[str]:
+    def apply_to(self, model: nn.Module) -> list[str]:
         """Put it on `model`, in place of what there is; the names of the modules it is on now.
 
         Nothing is changed if there is an error: those of `nn.wrap`.
@@ -116,10 +116,10 @@ class TrainingOnlyForward(RematForward):
 
 
 def remove(model: nn.Module) -> int:
-    """Undo `Applied.to` in `model` and its submodules: of how many modules.
+    """Undo `TrainingPolicy.apply_to` in `model` and its submodules: of how many modules.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    >>> Applied("dots", "*").to(model)
+    >>> TrainingPolicy("dots", "*").apply_to(model)
     ['0', '1']
     >>> remove(model), "forward" in vars(model[0])
     (2, False)
@@ -131,7 +131,7 @@ def remove(model: nn.Module) -> int:
 
 
 def find_training_forward(module: nn.Module) -> TrainingOnlyForward | None:
-    """The forward that `Applied.to` gave to `module`, also beneath what others put around it."""
+    """The `TrainingOnlyForward` of `module`, also beneath what others put around it."""
     forward: Callable[..., Any] | None = vars(module).get("forward")
     seen: set[int] = set()
     while forward is not None and id(forward) not in seen:

@@ -96,7 +96,7 @@ def gradient_checkpointing_enable(
     <forward of model.layers.1 under checkpoint, policy=dots_saveable>
     >>> model.gradient_checkpointing_disable()
     """
-    applied = _asked(gradient_checkpointing_kwargs)
+    applied = _read_options(gradient_checkpointing_kwargs)
     if applied is not None:
         enable_remat(self, applied)
         return
@@ -109,7 +109,7 @@ def gradient_checkpointing_disable(self: Any) -> None:
     is_ours = bool(remove(self)) | any(_is_ours(module) for module in self.modules())
     if not is_ours:
         _disable_theirs(self)
-    elif _takes_function(self):
+    elif _accepts_function(self):
         self._set_gradient_checkpointing(enable=False)
 
 
@@ -123,8 +123,8 @@ def enable_remat(model: Any, applied: TrainingPolicy) -> list[str]:
         applied = TrainingPolicy(
             applied.policy, _layers_of(model), applied.prevent_cse, applied.compile, applied.hint
         )
-    names = applied.to(model)
-    if _takes_function(model):
+    names = applied.apply_to(model)
+    if _accepts_function(model):
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=call_through)
     return names
 
@@ -147,7 +147,7 @@ def _is_for_the_whole(policy: PolicyLike | PolicyByPattern | None) -> bool:
     return isinstance(policy, Mapping) or as_policy(policy).is_whole_graph
 
 
-def _takes_function(model: Any) -> bool:
+def _accepts_function(model: Any) -> bool:
     """Whether the model, and not old code that came with it, can be told to checkpoint."""
     parameters = inspect.signature(model._set_gradient_checkpointing).parameters
     return bool(model.supports_gradient_checkpointing) and "value" not in parameters
@@ -171,7 +171,7 @@ def _layers_of(model: Any) -> type:
 # --- the keys ------------------------------------------------------------------------------------
 
 
-def _asked(given: Mapping[str, Any] | str | None) -> TrainingPolicy | None:
+def _read_options(given: Mapping[str, Any] | str | None) -> TrainingPolicy | None:
     """What `gradient_checkpointing_kwargs` asks of us; `None` if it is for the library."""
     if isinstance(given, str):
         given = {"policy": given}
@@ -269,7 +269,7 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
         applied = TrainingPolicy(self.policy, self._session.select, hint=_HINT)
         base = next(_find_pretrained(model), None)
         if base is None:
-            self._session.begin(model, lambda: applied.to(model), lambda: remove(model))
+            self._session.begin(model, lambda: applied.apply_to(model), lambda: remove(model))
             return
         undo = lambda: gradient_checkpointing_disable(base)  # noqa: E731
         self._session.begin(base, lambda: enable_remat(base, applied), undo)

@@ -210,8 +210,8 @@ class _Layers:
         self._module = unwrap(copy_with_same_state(module))
         self._args, self._kwargs = args, {**options, **kwargs}
         self.estimates: dict[_Steps, Estimate] = {}
-        seen = {name: _Seen() for name, _ in select_modules(module, select)}
-        self.estimates[_Steps(0)] = self._estimated(seen)
+        seen = {name: _JointRecorder() for name, _ in select_modules(module, select)}
+        self.estimates[_Steps(0)] = self._estimate(seen)
         joints = {name: s.joints for name, s in seen.items() if s.joints}
         if not joints:
             raise TraceError(
@@ -222,7 +222,7 @@ class _Layers:
         model = options["cost_model"] or CostModel.of(options["device"])
         known: dict[_Lines, _Curve] = {}
         self.curves = {name: _Curve.of(found, model, known) for name, found in joints.items()}
-        self._held = max(curve.cotangent_nbytes for curve in self.curves.values())
+        self._cotangent_bytes = max(curve.cotangent_nbytes for curve in self.curves.values())
         self.steps = [name for _, name in sorted(self._slopes(), key=lambda pair: pair[0])]
 
     def _slopes(self) -> Iterator[tuple[float, str]]:
@@ -251,10 +251,10 @@ class _Layers:
         """The peak of a step of the model."""
         if done not in self.estimates:
             policies = {share.name: share.policy for share in self.shares(done)}
-            self.estimates[done] = self._estimated(policies)
-        return self.estimates[done].peak_bytes + self._held
+            self.estimates[done] = self._estimate(policies)
+        return self.estimates[done].peak_bytes + self._cotangent_bytes
 
-    def _estimated(self, policies: Mapping[str, Policy]) -> Estimate:
+    def _estimate(self, policies: Mapping[str, Policy]) -> Estimate:
         try:
             wrap(self._module, {name: policy for name, policy in policies.items()})
             return estimate(self._module, *self._args, **self._kwargs)
@@ -311,13 +311,13 @@ def _check_whole(module: object) -> None:
             )
 
 
-class _Seen(WholeGraphPolicy):
+class _JointRecorder(WholeGraphPolicy):
     """Keeps what plain autograd does, and notes what it was asked of."""
 
     def __init__(self) -> None:
         self.joints: list[Joint] = []
 
-    def __deepcopy__(self, memo: object) -> "_Seen":
+    def __deepcopy__(self, memo: object) -> "_JointRecorder":
         return self  # a model off the meta device is a copy
 
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:

@@ -8,7 +8,7 @@ from typing import Any
 from torchremat.core.formatting import human_bytes
 from torchremat.errors import PlanError
 from torchremat.planning.cost_model import CostModel
-from torchremat.viz.figure.styles import LOOKS, STACK
+from torchremat.viz.figure.styles import STACK, STYLES
 from torchremat.viz.picture.build import Drawable, picture_of
 from torchremat.viz.picture.picture import DrawnValue, Picture
 
@@ -67,7 +67,7 @@ def _dot_modules(tree: dict[str, Any], indent: str, path: str) -> Iterator[str]:
 
 
 def _dot_style(value: DrawnValue) -> str:
-    look = LOOKS[value.kind]
+    look = STYLES[value.kind]
     size = f" {human_bytes(value.nbytes)}" if value.nbytes else ""
     label = "\\n".join(filter(None, (value.label, f"{value.aval}{size}")))
     text = label.replace('"', '\\"')
@@ -216,7 +216,7 @@ def to_model_explorer(
                  "targetNodeInputId": str(i)}
                 for i, read in enumerate(value.reads)
             ],
-            "style": {"backgroundColor": LOOKS[value.kind].fill},
+            "style": {"backgroundColor": STYLES[value.kind].fill},
         }
         for value in picture.values
     ]  # fmt: skip

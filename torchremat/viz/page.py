@@ -10,7 +10,7 @@ from typing import Any
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.viz.figure.files import PathLike, suffix_of, write_text
-from torchremat.viz.figure.styles import LOOKS, STACK
+from torchremat.viz.figure.styles import STACK, STYLES
 from torchremat.viz.picture.build import Drawable, picture_of
 from torchremat.viz.picture.folding import groups_of
 from torchremat.viz.picture.picture import KINDS, Picture
@@ -103,7 +103,7 @@ def page_of(*pictures: Picture, only_timeline: bool = False) -> str:
     data = {
         "format": 1,
         "kinds": dict(KINDS),
-        "looks": {kind: asdict(look) for kind, look in LOOKS.items()},
+        "looks": {kind: asdict(look) for kind, look in STYLES.items()},
         "stack": STACK,
         "pictures": [pack_picture(p) for p in pictures],
     }

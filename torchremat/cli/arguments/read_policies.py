@@ -10,7 +10,7 @@ from torch import nn
 
 from torchremat.checkpoint_policies import from_plan  # noqa: F401  (plan: and budget: are words)
 from torchremat.cli.arguments.targets import Target
-from torchremat.cli.arguments.user_modules import find, split
+from torchremat.cli.arguments.user_modules import find_name, split_target
 from torchremat.errors import TorchrematError, nearest_names
 from torchremat.planning.budget import Budget
 from torchremat.policies.module_selection import select_modules
@@ -70,7 +70,9 @@ def read_policies(policies: Sequence[str], budgets: Sequence[str]) -> dict[str, 
     return {text: read_policy(text) for text in texts}
 
 
-def one_policy(policy_text: str | None, budget: str | None, select: str | None) -> Policy | None:
+def read_one_policy(
+    policy_text: str | None, budget: str | None, select: str | None
+) -> Policy | None:
     """The one policy of a command that takes one; `None` without any."""
     if policy_text is not None and budget is not None:
         raise click.UsageError("--policy and --budget are two policies: give one of them")
@@ -82,7 +84,7 @@ def one_policy(policy_text: str | None, budget: str | None, select: str | None) 
     return next(iter(read_policies(texts, [budget] if budget is not None else []).values()))
 
 
-def under(target: Target, chosen: Policy | None, select: str | None) -> Callable[..., Any]:
+def apply_policy(target: Target, chosen: Policy | None, select: str | None) -> Callable[..., Any]:
     """The target's function under a policy: as a whole, or each of the modules selected."""
     if chosen is None:
         return target.fun
@@ -114,7 +116,7 @@ def read_optimizer(text: str | None) -> type[torch.optim.Optimizer] | None:
     if text is None:
         return None
     if ":" in text:
-        found: Any = find(*split(text))[1]
+        found: Any = find_name(*split_target(text))[1]
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
             return found
         raise click.BadParameter(f"{text} is no optimizer's class", param_hint="'--optimizer'")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchremat import _torch
-from torchremat.cli.arguments.user_modules import find, split
+from torchremat.cli.arguments.user_modules import find_name, split_target
 from torchremat.cli.terminal.exit_codes import UserCodeError
 
 
@@ -44,14 +44,14 @@ def load_target(text: str, device: str | None = None) -> Target:
     Traceback (most recent call last):
     click.exceptions.ClickException: torch.nn:Tanh is a module, and there is nothing to call it ...
     """
-    where, name = split(text)
-    with contextlib.redirect_stdout(sys.stderr), _on(device):
-        module, found = find(where, name)
+    where, name = split_target(text)
+    with contextlib.redirect_stdout(sys.stderr), _use_device(device):
+        module, found = find_name(where, name)
         fun, arguments = _call_maker(text, found)
         if arguments is None:
-            arguments = _examples(text, fun, vars(module).get("example_inputs"))
+            arguments = _read_examples(text, fun, vars(module).get("example_inputs"))
         args, kwargs = _split(arguments)
-        return _moved(Target(text, fun, args, kwargs), device)
+        return _move(Target(text, fun, args, kwargs), device)
 
 
 def _call_maker(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
@@ -72,7 +72,7 @@ def _call_maker(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
         )
     if needed:
         return found, None
-    with _user_code(f"{text}()"):
+    with _name_user_errors(f"{text}()"):
         result = found()
     match result:
         case (fun, args) if isinstance(result, tuple) and callable(fun):
@@ -97,7 +97,7 @@ def _num_required(function: Callable[..., Any]) -> int:
     return sum(p.default is p.empty and p.kind not in variadic for p in parameters)
 
 
-def _examples(text: str, fun: Any, beside: Any) -> Any:
+def _read_examples(text: str, fun: Any, beside: Any) -> Any:
     """The arguments from `example_inputs`, of the module or in its file."""
     examples = getattr(fun, "example_inputs", beside)
     if not callable(examples):
@@ -107,7 +107,7 @@ def _examples(text: str, fun: Any, beside: Any) -> Any:
             "arguments that returns (fun_or_module, args), or write example_inputs() beside it, "
             "which returns a tuple of arguments"
         )
-    with _user_code(f"example_inputs() of {text}"):
+    with _name_user_errors(f"example_inputs() of {text}"):
         return _as_tuple(examples())
 
 
@@ -132,7 +132,7 @@ def _describe_target(value: Any) -> str:
 # --- devices -------------------------------------------------------------------------------------
 
 
-def _on(device: str | None) -> contextlib.AbstractContextManager[Any]:
+def _use_device(device: str | None) -> contextlib.AbstractContextManager[Any]:
     """What is made inside is on `device`."""
     if device is None:
         return contextlib.nullcontext()
@@ -142,12 +142,12 @@ def _on(device: str | None) -> contextlib.AbstractContextManager[Any]:
         raise click.BadParameter(str(error).partition("\n")[0], param_hint="'--device'") from None
 
 
-def _moved(target: Target, device: str | None) -> Target:
+def _move(target: Target, device: str | None) -> Target:
     """What was made elsewhere all the same (with `device=`, or when a file was loaded) moves."""
     if device is None:
         return target
     fun = target.fun
-    with _user_code(f"moving {target.text} to {device}"):
+    with _name_user_errors(f"moving {target.text} to {device}"):
         if isinstance(fun, nn.Module):
             fun = fun.to(device)
         args, kwargs = _torch.tree_map(
@@ -158,7 +158,7 @@ def _moved(target: Target, device: str | None) -> Target:
 
 
 @contextlib.contextmanager
-def _user_code(doing: str) -> Iterator[None]:
+def _name_user_errors(doing: str) -> Iterator[None]:
     """What the user's code raises is told as its own error."""
     try:
         yield

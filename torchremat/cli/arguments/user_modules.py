@@ -15,11 +15,13 @@ from torchremat.cli.terminal.exit_codes import UserCodeError
 from torchremat.errors import nearest_names
 
 
-def split(text: str) -> tuple[str, str]:
+def split_target(text: str) -> tuple[str, str]:
     """The module or file, and the name in it; the name is empty if there is none.
 
-    >>> split("pkg.models:make"), split("a/model.py:Net.make"), split("model.py")
-    (('pkg.models', 'make'), ('a/model.py', 'Net.make'), ('model.py', ''))
+    >>> split_target("pkg.models:make"), split_target("a/model.py:Net.make")
+    (('pkg.models', 'make'), ('a/model.py', 'Net.make'))
+    >>> split_target("model.py")
+    ('model.py', '')
     """
     where, _, name = text.rpartition(":")
     if not where or name.endswith(".py") or os.sep in name:
@@ -27,29 +29,29 @@ def split(text: str) -> tuple[str, str]:
     return where, name
 
 
-def find(where: str, name: str) -> tuple[ModuleType, Any]:
+def find_name(where: str, name: str) -> tuple[ModuleType, Any]:
     """The module that `where` names, and what is called `name` in it.
 
     Raises `click.UsageError` with the nearest names if there is no such module, file or name, and
     `UserCodeError` if loading it raises.
 
-    >>> module, function = find("math", "sin")
+    >>> module, function = find_name("math", "sin")
     >>> module.__name__, function(0.0)
     ('math', 0.0)
     """
-    module = _from_file(where) if _is_path(where) else _from_name(where)
+    module = _load_file(where) if _is_path(where) else _import_module(where)
     found: Any = module
     for part in name.split(".") if name else ():
         known = vars(found)
         if not hasattr(found, part):
             raise click.UsageError(
-                f"{where} has no {name!r}; {nearest_names(part, _usable(found) or known)}"
+                f"{where} has no {name!r}; {nearest_names(part, _list_usable(found) or known)}"
             )
         found = getattr(found, part)
     if not name:
         raise click.UsageError(
             f"{where} alone does not say what in it is meant: write {where}:NAME; "
-            f"{nearest_names('', _usable(module))}"
+            f"{nearest_names('', _list_usable(module))}"
         )
     return module, found
 
@@ -58,7 +60,7 @@ def _is_path(where: str) -> bool:
     return where.endswith(".py") or os.sep in where
 
 
-def _usable(owner: Any) -> list[str]:
+def _list_usable(owner: Any) -> list[str]:
     """The names of the functions and classes that are written there, not imported to there."""
     home = getattr(owner, "__name__", None)
     return [
@@ -72,7 +74,7 @@ def _home(value: Any) -> str | None:
     return getattr(value, "__module__", None)
 
 
-def _from_file(where: str) -> ModuleType:
+def _load_file(where: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         folder = path.parent
@@ -95,7 +97,7 @@ def _from_file(where: str) -> ModuleType:
     return module
 
 
-def _from_name(where: str) -> ModuleType:
+def _import_module(where: str) -> ModuleType:
     _let_import_from(Path.cwd())
     try:
         return importlib.import_module(where)

@@ -12,9 +12,9 @@ import click
 import torch
 from torch import Tensor
 
-from torchremat.cli.arguments.read_policies import read_policies, under
+from torchremat.cli.arguments.read_policies import apply_policy, read_policies
 from torchremat.cli.arguments.targets import Target, load_target
-from torchremat.cli.terminal.output import check_writable, show, working, write_json
+from torchremat.cli.terminal.output import check_writable, show, show_progress_of, write_json
 from torchremat.core.avals import Aval
 from torchremat.core.formatting import human_bytes, human_seconds, table
 from torchremat.core.progress import shown_progress
@@ -65,7 +65,7 @@ def run_bench(options: BenchOptions) -> None:
     """Measure, and print a table."""
     chosen = read_policies(options.policies, options.budgets)
     check_writable(json=options.json_path)
-    with working(f"loading {options.target}"):
+    with show_progress_of(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     measured = measure(target, chosen, options.select, options.rounds)
     if options.json_path != "-":
@@ -79,7 +79,7 @@ def measure(
 ) -> dict[str, Measured]:
     """The figures of each policy, of plain first and again last, by name."""
     asked = {PLAIN: None, **chosen, AGAIN: None}
-    with working("tracing"):
+    with show_progress_of("tracing"):
         plain = observe_saved(BoundCall(target.fun, target.args, target.kwargs))
     if not all(is_real(i.tensor) for i in plain.inputs):
         raise click.ClickException(
@@ -88,15 +88,15 @@ def measure(
         )
     steps = {
         name: MeasuredStep(
-            BoundCall(under(target, policy, select), target.args, target.kwargs), plain
+            BoundCall(apply_policy(target, policy, select), target.args, target.kwargs), plain
         )
         for name, policy in asked.items()
     }
     with restore_after(plain), shown_progress("measuring") as tell:
-        differences = _differences(steps, plain)  # traces, and fills caches
+        differences = _find_differences(steps, plain)  # traces, and fills caches
         measured = {}
         for name, step in steps.items():
-            measured[name] = Measured(_peak(step, plain), differences[name])
+            measured[name] = Measured(_measure_peak(step, plain), differences[name])
             tell(0.3 * len(measured) / len(steps))
         for number, name in enumerate(_turns(list(steps), rounds), 1):
             measured[name].seconds.append(steps[name].seconds())
@@ -104,7 +104,9 @@ def measure(
     return measured
 
 
-def _differences(steps: Mapping[str, MeasuredStep], plain: Observation) -> dict[str, str | None]:
+def _find_differences(
+    steps: Mapping[str, MeasuredStep], plain: Observation
+) -> dict[str, str | None]:
     """How what each step gives first differs from what plain's gives, at the same random state."""
     found: dict[str, str | None] = {}
     expected: dict[str, Tensor | None] = {}
@@ -112,17 +114,17 @@ def _differences(steps: Mapping[str, MeasuredStep], plain: Observation) -> dict[
         with restore_after(plain):
             results = step.results()
         expected = expected or results  # plain is the first
-        found[name] = difference(expected, results)
+        found[name] = describe_difference(expected, results)
     return found
 
 
-def difference(
+def describe_difference(
     expected: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
 ) -> str | None:
     """How `results` first differ from what is `expected`, in words; `None` if no bit does.
 
     >>> x = torch.ones(2)
-    >>> difference({"grad of x": x}, {"grad of x": x + 0.5})
+    >>> describe_difference({"grad of x": x}, {"grad of x": x + 0.5})
     'grad of x differs by 0.5'
     """
     for name in {**expected, **results}:
@@ -169,7 +171,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _peak(step: MeasuredStep, plain: Observation) -> int:
+def _measure_peak(step: MeasuredStep, plain: Observation) -> int:
     """Bytes of live storages, or on a GPU what its allocator says."""
     gpus = sorted({i.tensor.device.index for i in plain.inputs if i.tensor.device.type == "cuda"})
     counted = step.peak()

@@ -12,7 +12,7 @@ from torchremat.cli.terminal.output import (
     check_pages,
     check_writable,
     show,
-    working,
+    show_progress_of,
     write_diff,
     write_json,
 )
@@ -48,7 +48,7 @@ def run_compare(options: CompareOptions) -> None:
     check_rates(options.on)
     check_writable(json=options.json_path)
     check_pages(options.html, "diff_html")
-    with working(f"loading {options.target}"):
+    with show_progress_of(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     found = _compare(target, chosen, options)
     if options.json_path != "-":

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torchremat.cli.arguments.read_policies import one_policy, under
+from torchremat.cli.arguments.read_policies import apply_policy, read_one_policy
 from torchremat.cli.arguments.targets import load_target
 from torchremat.cli.terminal.output import (
     check_pages,
     check_writable,
     show,
-    working,
+    show_progress_of,
     write_json,
     write_page,
 )
@@ -35,13 +35,13 @@ class GraphOptions:
 
 def run_graph(options: GraphOptions) -> None:
     """Trace and print the graph, or write it as a page or JSON."""
-    chosen = one_policy(options.policy, options.budget, options.select)
+    chosen = read_one_policy(options.policy, options.budget, options.select)
     check_writable(json=options.json_path)
     check_pages(options.html)
-    with working(f"loading {options.target}"):
+    with show_progress_of(f"loading {options.target}"):
         target = load_target(options.target, options.device)
-    fun = under(target, chosen, options.select)
-    with working("tracing"), off_meta():
+    fun = apply_policy(target, chosen, options.select)
+    with show_progress_of("tracing"), off_meta():
         graph = make_graph(fun)(*target.args, **target.kwargs)
     if options.html is None and options.json_path != "-":
         show(graph.text(sources=options.sources))

@@ -10,9 +10,9 @@ from torchremat.cli.arguments.targets import load_target
 from torchremat.cli.terminal.output import (
     check_pages,
     check_writable,
-    note,
+    print_note,
     show,
-    working,
+    show_progress_of,
     write_json,
     write_page,
 )
@@ -43,7 +43,7 @@ def run_plan(options: PlanOptions) -> None:
     check_rates(options.on)
     check_writable(save=options.save, json=options.json_path)
     check_pages(options.html)
-    with working(f"loading {options.target}"):
+    with show_progress_of(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     found = plan(
         target.fun,
@@ -58,7 +58,7 @@ def run_plan(options: PlanOptions) -> None:
         show(found.summary())
     if options.save is not None:
         found.save(options.save)
-        note(f"wrote {options.save}: the policy plan:{options.save} replays it")
+        print_note(f"wrote {options.save}: the policy plan:{options.save} replays it")
     if options.html is not None:
         write_page(found, options.html)
     if options.json_path is not None:

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import click
 
-from torchremat.cli.arguments.read_policies import check_select, one_policy, under
+from torchremat.cli.arguments.read_policies import apply_policy, check_select, read_one_policy
 from torchremat.cli.arguments.targets import Target, load_target
 from torchremat.cli.terminal.output import (
     check_pages,
     check_writable,
     show,
-    working,
+    show_progress_of,
     write_json,
     write_page,
 )
@@ -40,16 +40,16 @@ def run_residuals(options: ResidualsOptions) -> None:
     """Trace, and print what is kept: the report, by module, or a line each."""
     if options.lines and options.by_module:
         raise click.UsageError("--lines and --by-module are two ways to print: give one")
-    chosen = one_policy(options.policy, options.budget, options.select)
+    chosen = read_one_policy(options.policy, options.budget, options.select)
     check_writable(json=options.json_path)
     check_pages(options.html)
-    with working(f"loading {options.target}"):
+    with show_progress_of(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     check_select(target, options.select)
     if options.lines and options.json_path is None and options.html is None:
         show(_lines(target, chosen, options.select))
         return
-    with working("tracing"):
+    with show_progress_of("tracing"):
         report = explain(
             target.fun, *target.args, policy=chosen, select=options.select, **target.kwargs
         )
@@ -67,8 +67,8 @@ def run_residuals(options: ResidualsOptions) -> None:
 
 def _lines(target: Target, chosen: Policy | None, select: str | None) -> str:
     """As `print_saved_residuals` prints them."""
-    fun = under(target, chosen, select)
-    with working("tracing"):
+    fun = apply_policy(target, chosen, select)
+    with show_progress_of("tracing"):
         found = saved_residuals(fun, *target.args, **target.kwargs)
     return "\n".join(map(str, found))
 

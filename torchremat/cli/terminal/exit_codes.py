@@ -53,17 +53,17 @@ class Command(click.Group):
         settings: dict[str, bool] = {}  # --debug writes to it, wherever it stands
         extra["standalone_mode"] = False
         try:
-            with _warnings_told():
+            with _print_own_warnings():
                 code = super().main(args, prog_name, obj=settings, **extra)
         except (KeyboardInterrupt, click.Abort):
             click.echo("interrupted", err=True)
             code = INTERRUPTED
         except Exception as error:
-            code = _tell(error, debug=settings.get("debug", False))
+            code = _print_error(error, debug=settings.get("debug", False))
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _tell(error: Exception, *, debug: bool) -> int:
+def _print_error(error: Exception, *, debug: bool) -> int:
     """Tell of an error on standard error; the exit code."""
     if debug and not isinstance(error, click.UsageError):
         traceback.print_exception(error)
@@ -79,7 +79,7 @@ def _tell(error: Exception, *, debug: bool) -> int:
 def describe_error(error: Exception) -> str:
     """What to say of an error: the message of our own as it is, of others with type and place.
 
-    >>> told(ValueError("no"))
+    >>> describe_error(ValueError("no"))
     'ValueError: no'
     """
     if isinstance(error, TorchrematError):
@@ -129,7 +129,7 @@ def _discard_output() -> None:
 
 
 @contextmanager
-def _warnings_told() -> Iterator[None]:
+def _print_own_warnings() -> Iterator[None]:
     """The library's own warnings are a line on standard error; others stay as they are."""
     with warnings.catch_warnings():
         shown = warnings.showwarning

@@ -85,16 +85,16 @@ def write_json(content: Any, path: str) -> None:
         return
     with open(path, "w", encoding="utf-8") as file:
         file.write(f"{text}\n")
-    note(f"wrote {path}")
+    print_note(f"wrote {path}")
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """A line for whoever watches; it is no part of the result."""
     click.echo(text, err=True)
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
+def show_progress_of(what: str) -> Iterator[None]:
     """Show, while the block runs and where standard error is a terminal, that something goes on."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield
@@ -117,13 +117,13 @@ def check_pages(path: str | None, function: str = "graph_html") -> None:
 def write_page(drawn: Any, path: str) -> None:
     """Draw a plan, a graph or a report as a page. Raises `OSError` if it cannot be written."""
     _viz("graph_html")(drawn, path)
-    note(f"wrote {path}")
+    print_note(f"wrote {path}")
 
 
 def write_diff(before: Any, after: Any, path: str) -> None:
     """Draw two of them side by side."""
     _viz("diff_html")(before, after, path)
-    note(f"wrote {path}")
+    print_note(f"wrote {path}")
 
 
 def _viz(name: str) -> Any:

@@ -22,16 +22,19 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.compile.device_support import lacks_triton, warn_of_triton
-from torchremat.compile.dynamo.inductor_decompositions import broken_up, random_decompositions
+from torchremat.compile.dynamo.inductor_decompositions import (
+    decompose_for_inductor,
+    find_random_decompositions,
+)
 from torchremat.compile.dynamo.partition import (
-    cut,
     cut_as_scheduled,
     cut_for_fusion,
+    cut_joint,
     decide,
     partition_as_autograd_does,
     partition_as_pytorch_does,
 )
-from torchremat.compile.dynamo.reports import report_of
+from torchremat.compile.dynamo.reports import build_report
 from torchremat.compile.dynamo.scheduled_joint import may_fuse
 from torchremat.errors import OptionError, TorchrematError, nearest_names
 from torchremat.graph.codegen import compile_graph
@@ -213,7 +216,7 @@ def _compile(
             **chosen.inductor,
             "custom_partitioner_fn": partitioner,
         },
-        decompositions=random_decompositions(),
+        decompositions=find_random_decompositions(),
         keeps_as_cut=True,
         may_fuse=may_fuse if is_planned else None,
     )
@@ -241,17 +244,17 @@ class _Cut:
         num_outputs = options["num_fwd_outputs"]
         partition = decide(module, num_outputs, self.policy, fuses=not is_eager)
         if self.report is not None:
-            self.report(report_of(partition))
+            self.report(build_report(partition))
         if is_eager:
-            return cut(partition, inputs, **options)
+            return cut_joint(partition, inputs, **options)
         if self.policy.is_whole_graph:
-            scheduled = cut_as_scheduled(partition, inputs, broken_up, **options)
+            scheduled = cut_as_scheduled(partition, inputs, decompose_for_inductor, **options)
             if scheduled is not None:
                 return scheduled
         if self.policy == everything_saveable or self.policy.is_whole_graph:
-            return cut_for_fusion(partition, inputs, broken_up, **options)
-        forward, backward = cut(partition, inputs, **options)
-        return broken_up(forward), broken_up(backward)
+            return cut_for_fusion(partition, inputs, decompose_for_inductor, **options)
+        forward, backward = cut_joint(partition, inputs, **options)
+        return decompose_for_inductor(forward), decompose_for_inductor(backward)
 
 
 def _differentiates(inputs: Sequence[Any]) -> bool:

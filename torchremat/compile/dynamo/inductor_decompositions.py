@@ -13,7 +13,7 @@ from torchremat import _torch
 from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
 
 
-def random_decompositions() -> dict[Any, Any]:
+def find_random_decompositions() -> dict[Any, Any]:
     """How inductor breaks operators that draw random numbers: to be done before a graph is cut.
 
     A number is then a function of a seed, which is what the forward pass keeps.
@@ -23,7 +23,7 @@ def random_decompositions() -> dict[Any, Any]:
     return {op: rule for op, rule in table.items() if seeded in getattr(op, "tags", ())}
 
 
-def broken_up(module: fx.GraphModule) -> fx.GraphModule:
+def decompose_for_inductor(module: fx.GraphModule) -> fx.GraphModule:
     """`module` in inductor's operators, with the same inputs by the same names and same outputs."""
     old = module.graph.find_nodes(op="placeholder")
     (old_output,) = module.graph.find_nodes(op="output")

@@ -18,7 +18,7 @@ from torchremat.graph.notes import note
 aten = torch.ops.aten
 
 
-def written_inputs(module: fx.GraphModule) -> list[fx.Node]:
+def find_written_inputs(module: fx.GraphModule) -> list[fx.Node]:
     """The inputs that the function writes to, by itself or by who runs the graph."""
     inside = [node.args[0] for node in module.graph.nodes if writes_input(node)]
     return list(dict.fromkeys([*_torch.written_inputs(module).values(), *inside]))
@@ -29,11 +29,11 @@ def writes_input(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
-def keep_written(module: fx.GraphModule) -> tuple[fx.Node, ...]:
+def copy_written_inputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
     """Let all read copies of inputs that are written to, which are kept if one is needed."""
     copies = []
     hidden = {n.args[0] for n in module.graph.nodes if writes_input(n) and not _is_pointwise(n)}
-    for node in written_inputs(module):
+    for node in find_written_inputs(module):
         if any(user.op != "output" and not writes_input(user) for user in node.users):
             copy = _copy_of(node, torch.ops.torchremat.copied if node in hidden else aten.clone)
             copy.meta["recompute"] = _torch.MUST_SAVE

@@ -17,10 +17,10 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.compile.dynamo.input_copies import (
+    copy_written_inputs,
     drop_copies,
-    keep_written,
+    find_written_inputs,
     writes_input,
-    written_inputs,
 )
 from torchremat.compile.dynamo.scheduled_joint import schedule_joint
 from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
@@ -48,8 +48,8 @@ class Partition:
     joint: Joint
     choices: Choices
     residuals: Residuals
-    kept: frozenset[fx.Node]
-    drawn_again: frozenset[fx.Node]
+    saved: frozenset[fx.Node]
+    replayed_random: frozenset[fx.Node]
 
 
 def decide(
@@ -63,12 +63,12 @@ def decide(
     drop_copies(module.graph)
     drop_running_statistics(module.graph)
     module.graph.eliminate_dead_code()
-    copies = keep_written(module)
-    joint = joint_of(module, num_forward_outputs)
+    copies = copy_written_inputs(module)
+    joint = build_joint(module, num_forward_outputs)
     choices = Choices(joint, policy, fuses=fuses)
     choices.warn_of_unmatched()
     choices.warn_of_places(is_compiled=True)
-    residuals = _keeping_copies(choices.residuals(joint), copies)
+    residuals = _add_needed_copies(choices.residuals(joint), copies)
     draws: set[fx.Node] = set()
     if not fuses:
         draws = {node for node in choices.forced.intersection(residuals.values) if _may_draw(node)}
@@ -77,7 +77,7 @@ def decide(
     return Partition(joint, choices, residuals, kept, frozenset(first.values()))
 
 
-def _keeping_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
+def _add_needed_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
     """`residuals`, with copies of inputs that are written to kept, where they are needed."""
     needed = [copy for copy in copies if copy in residuals.recomputed]
     written = {copy.args[0] for copy in needed}
@@ -89,7 +89,7 @@ def partition_as_autograd_does(
     module: fx.GraphModule, inputs: Sequence[object], **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """PyTorch's partition that keeps what autograd keeps, but for checkpoints inside."""
-    keep_written(module)
+    copy_written_inputs(module)
     return _torch.default_partition(module, inputs, **options)
 
 
@@ -101,21 +101,21 @@ def partition_as_pytorch_does(
     What it has computed again reads inputs as they were before the function wrote to them. (Without
     the copies, PyTorch 2.13 reads what is there when the backward pass runs.)
     """
-    keep_written(module)
+    copy_written_inputs(module)
     return _torch.min_cut_partition(module, inputs, **options)
 
 
-def cut(
+def cut_joint(
     partition: Partition, inputs: Sequence[object], **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and the backward graph; `options` are those of AOTAutograd for a partitioner."""
     module = partition.joint.module
-    _run_forward(module.graph, partition.kept)
+    _move_forward(module.graph, partition.saved)
     for node in module.graph.nodes:
         if node.op != "placeholder" and is_forward(node) and not writes_input(node):
-            _mark(node, keeps=node in partition.kept)
+            _mark(node, keeps=node in partition.saved)
     erase_names(module.graph)
-    with _drawless_hidden(module.graph) as restore:
+    with _hide_drawless(module.graph) as restore:
         forward, backward = _torch.default_partition(module, inputs, **options)
         restore(forward.graph)
         restore(backward.graph)
@@ -135,7 +135,7 @@ def cut_for_fusion(
     several outputs.
     """
     module = partition.joint.module
-    _run_forward(module.graph, partition.kept)
+    _move_forward(module.graph, partition.saved)
     again = partition.residuals.recomputed
     for node in module.graph.nodes:
         for key in ("ac_graph_id", "has_backward_hook", "recompute"):
@@ -156,8 +156,8 @@ def cut_as_scheduled(
     schedule = partition.choices.schedule
     if schedule is None:
         return None
-    written = written_inputs(partition.joint.module)
-    once = {user for node in written for user in node.users if user in partition.kept}
+    written = find_written_inputs(partition.joint.module)
+    once = {user for node in written for user in node.users if user in partition.saved}
     once |= partition.choices.forced
     module = schedule_joint(partition.joint, schedule, options["num_fwd_outputs"], once)
     if module is None:
@@ -187,7 +187,7 @@ class _Drawless:
 
 
 @contextmanager
-def _drawless_hidden(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
+def _hide_drawless(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
     """Within, attention without dropout is no random operator, of which a state would be kept.
 
     What is given brings a graph that was copied back to the operators as they are.
@@ -205,7 +205,7 @@ def _drawless_hidden(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
     restore(graph)
 
 
-def _run_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
+def _move_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
     """Let the forward pass compute what a plan keeps of what else the backward would: a cosine."""
     wanted = [node for node in kept if not is_forward(node)]
     found = ancestors(wanted, stop=lambda node: notes_of(node).phase != "backward")
@@ -238,7 +238,7 @@ def erase_names(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def joint_of(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
+def build_joint(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
     """The joint graph `module` of AOTAutograd; notes the phase, module and line of each node."""
     inputs: list[fx.Node] = []
     cotangents: list[fx.Node] = []

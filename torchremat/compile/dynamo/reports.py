@@ -13,7 +13,7 @@ from torchremat.report.report_rows import Row
 from torchremat.tracing.modules.module_paths import ModulePaths
 
 
-def report_of(partition: Partition) -> Report:
+def build_report(partition: Partition) -> Report:
     """What is kept and what is computed again of the values of a graph: a row each, in order.
 
     Inputs go by the names that the compiler has for them, and have no row unless they are kept.
@@ -23,13 +23,13 @@ def report_of(partition: Partition) -> Report:
     labels = ValueLabels.of(scope)
     rows = [_input_row(node) for node in partition.residuals.inputs if is_tensor(node)]
     for node in scope.nodes:
-        if node in partition.kept and is_tensor(node):
+        if node in partition.saved and is_tensor(node):
             rows.append(_row(ScopedValue(node, scope), labels, _choice(partition, node, "saved")))
         elif node in partition.residuals.recomputed and is_computed(node):
             rows.append(
                 _row(ScopedValue(node, scope), labels, _choice(partition, node, "recomputed"))
             )
-        elif node in partition.drawn_again:
+        elif node in partition.replayed_random:
             rows.append(_state_row(ScopedValue(node, scope), labels))
     return Report(tuple(rows))
 

@@ -34,7 +34,7 @@ def schedule_joint(
     `None` if the graph is not told by what it computes: sizes vary, or something has an effect.
     """
     graph = joint.module.graph
-    if not schedule.backward or not _is_told_by_values(joint, schedule):
+    if not schedule.backward or not _is_determined_by_values(joint, schedule):
         return None
     (output,) = graph.find_nodes(op="output")
     results: Sequence[Any] = output.args[0]
@@ -44,7 +44,7 @@ def schedule_joint(
         builder.copies[node].target = node.target
     for call in schedule.forward:
         builder.run(call)
-    found = [_now(builder, r) for r in results[:num_forward_outputs]]
+    found = [_copy_of_result(builder, r) for r in results[:num_forward_outputs]]
     writes = [node for node in graph.nodes if writes_input(node)]
     written = [builder.value(node.args[1]) for node in writes]
     for node in builder.graph.nodes:
@@ -61,7 +61,7 @@ def schedule_joint(
         again = is_forward(call) or call in runs
         runs[call] = runs.get(call, 0) + again
         _mark_after(last, runs[call], step)
-    found += [_now(builder, r) for r in results[num_forward_outputs:]]
+    found += [_copy_of_result(builder, r) for r in results[num_forward_outputs:]]
     for node, value in zip(writes, written, strict=True):
         place = builder.value(node.args[0])
         write = builder.graph.call_function(node.target, (place, value))
@@ -96,7 +96,7 @@ def _forget_statistics(graph: fx.Graph) -> None:
             node.meta["val"] = node.meta["val"][:3]
 
 
-def _is_told_by_values(joint: Joint, schedule: GraphSchedule) -> bool:
+def _is_determined_by_values(joint: Joint, schedule: GraphSchedule) -> bool:
     calls = {*schedule.forward, *schedule.backward}
     nodes = joint.module.graph.nodes
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in nodes):
@@ -105,7 +105,7 @@ def _is_told_by_values(joint: Joint, schedule: GraphSchedule) -> bool:
     return not any(node.is_impure() and not writes_input(node) for node in others)
 
 
-def _now(builder: Replayed, result: Any) -> Any:
+def _copy_of_result(builder: Replayed, result: Any) -> Any:
     return builder.value(result) if isinstance(result, fx.Node) else result
 
 
@@ -148,7 +148,7 @@ def may_fuse(one: list[AbstractSet[fx.Node]], other: list[AbstractSet[fx.Node]])
 
     Not if one computes something again long before it is read.
     """
-    moments = [[*filter(None, map(_moment, loops))] for loops in (one, other)]
+    moments = [[*filter(None, map(_find_step, loops))] for loops in (one, other)]
     return not any(
         (again or also_again) and abs(step - also) > FAR
         for step, again in moments[0]
@@ -156,7 +156,7 @@ def may_fuse(one: list[AbstractSet[fx.Node]], other: list[AbstractSet[fx.Node]])
     )
 
 
-def _moment(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
+def _find_step(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
     """The step for which a loop runs, and whether all in it runs again."""
     runs = [run for node in nodes if (run := _run_of(node)) is not None]
     if not runs:
@@ -195,7 +195,7 @@ def _reduce_once(graph: fx.Graph) -> None:
     equal: dict[fx.Node, fx.Node] = {}  # for each node the first that computes the same
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not _is_told_by_arguments(node):
+        if not _is_determined_by_arguments(node):
             continue
         leaves, structure = _torch.tree_flatten((node.args, node.kwargs))
         told = [equal.get(i, i) if isinstance(i, fx.Node) else (type(i), repr(i)) for i in leaves]
@@ -209,7 +209,7 @@ def _reduce_once(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_told_by_arguments(node: fx.Node) -> bool:
+def _is_determined_by_arguments(node: fx.Node) -> bool:
     target = node.target
     return is_item(node) or (
         isinstance(target, _torch.OpOverload)

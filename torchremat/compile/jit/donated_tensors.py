@@ -50,10 +50,10 @@ class DonatedTensor(Tensor):
     ) -> NoReturn:
         for leaf in _torch.tree_flatten((args, kwargs))[0]:
             if isinstance(leaf, DonatedTensor):
-                raise DonationError(leaf.complaint(_name_of(func)))
+                raise DonationError(leaf.describe_misuse(_name_of(func)))
         raise AssertionError(f"{func} was called for a donated tensor without one")
 
-    def complaint(self, use: str) -> str:
+    def describe_misuse(self, use: str) -> str:
         """What to say to `use`, which wants the values."""
         return (
             f"{use} uses the values of a tensor {Aval.of(self)} that was donated to "
@@ -90,7 +90,7 @@ def _name_of(func: Callable[..., Any]) -> str:
     return name if name.startswith("__") else name.partition(".")[0]
 
 
-def why_refused(tensor: Tensor) -> str | None:
+def reason_not_donatable(tensor: Tensor) -> str | None:
     """Why `tensor` must not be donated, if so.
 
     It must be the only one that has its storage: no view, no base of one, not kept by autograd.

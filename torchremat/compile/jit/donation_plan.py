@@ -197,7 +197,7 @@ def out_variant(target: object) -> _torch.OpOverload | None:
 # --- graphs that write to what was donated -------------------------------------------------------
 
 
-def writing_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
+def write_by_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
     """A copy of `module` in which operators write outputs to the storage of inputs."""
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
@@ -218,7 +218,7 @@ def writing_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx.
     return module
 
 
-def writing_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
+def write_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
     """A copy of `module` that copies outputs to inputs, and gives nothing in their place."""
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")

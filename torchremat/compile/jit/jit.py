@@ -17,7 +17,7 @@ from torchremat.api_util import (
     donation_vector,
     rebase_donate_argnums,
 )
-from torchremat.compile.jit.donated_tensors import DonatedTensor, take, why_refused
+from torchremat.compile.jit.donated_tensors import DonatedTensor, reason_not_donatable, take
 from torchremat.compile.jit.jit_program import JitProgram
 from torchremat.compile.lowering import check_backend
 from torchremat.core.avals import Aval
@@ -119,12 +119,12 @@ class Jitted(Checkpointed):
             self.policy,
             module_prefix=self.module_prefix,
             backend=self.backend,
-            donated=self._donated_inputs(args, kwargs) if self.donated else (),
+            donated=self._find_donated_inputs(args, kwargs) if self.donated else (),
         )
         program.jitted_name = name_of(self.fun).rpartition(".")[2]
         return program
 
-    def _donated_inputs(self, args: Any, kwargs: Any) -> list[tuple[int, str]]:
+    def _find_donated_inputs(self, args: Any, kwargs: Any) -> list[tuple[int, str]]:
         """Of the tensors of such a call, those that are donated, with what to call them."""
         static = self.statics.positions(len(args), kwargs)
         names = self.statics.all_names
@@ -142,7 +142,7 @@ class Jitted(Checkpointed):
     def _slow_call(self, call: Any, args: Any, kwargs: Any) -> Any:
         for tensor in call.tensors:
             if isinstance(tensor, DonatedTensor):
-                raise DonationError(tensor.complaint(_call_of(self.fun)))
+                raise DonationError(tensor.describe_misuse(_call_of(self.fun)))
         return super()._slow_call(call, args, kwargs)
 
     def _apply(
@@ -203,7 +203,7 @@ def _donate(program: JitProgram, tensors: list[Tensor], fun: Any) -> list[Tensor
     """The inputs, those that are donated in tensors of their own; the user's are gone."""
     twice = len(set(map(id, tensors))) < len(tensors)
     for i, label in program.donated:
-        reason = why_refused(tensors[i])
+        reason = reason_not_donatable(tensors[i])
         if twice and sum(other is tensors[i] for other in tensors) > 1:
             reason = "the same tensor is passed twice, so that its values are read by both names"
         if reason is None and i in program.needed_backward:
@@ -316,7 +316,7 @@ def jit(
             f"jit takes a function or an nn.Module, but it was given {fun!r} "
             f"({type(fun).__name__}); options are given by keyword: jit(fun, donate_argnums=0)"
         )
-    static_argnums, donate_argnums = _as_given(static_argnums), _as_given(donate_argnums)
+    static_argnums, donate_argnums = _as_tuple(static_argnums), _as_tuple(donate_argnums)
     statics = StaticArguments(fun, static_argnums, static_argnames, lenient=True)
     donated = ArgumentSelection(fun, donate_argnums, donate_argnames, kind="donate", lenient=True)
     statics.check_signature("Jitted function")
@@ -327,5 +327,5 @@ def jit(
     )
 
 
-def _as_given(argnums: Any) -> Any:
+def _as_tuple(argnums: Any) -> Any:
     return tuple(argnums) if isinstance(argnums, list) else argnums

@@ -12,8 +12,8 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.compile.jit.donation_plan import (
     Donation,
-    writing_at_the_end,
-    writing_operators,
+    write_at_the_end,
+    write_by_operators,
 )
 from torchremat.compile.lowering import lower
 from torchremat.graph.codegen import Runner, source_of
@@ -116,14 +116,16 @@ class JitProgram(FunctionProgram):
         compiled = super()._compile_forward(drawn_again, offloaded)
         if not self.written:
             return compiled
-        return Compiled(compiled.module, _writing(compiled.module, self.backend, self.written))
+        return Compiled(
+            compiled.module, _compile_writes(compiled.module, self.backend, self.written)
+        )
 
 
-def _writing(module: fx.GraphModule, backend: str, written: Mapping[int, int]) -> Runner:
+def _compile_writes(module: fx.GraphModule, backend: str, written: Mapping[int, int]) -> Runner:
     """Compile `module` so that it writes outputs to inputs as `written` says, if that can be."""
     if backend != "inductor":
-        return lower(writing_operators(module, written), backend)
-    run = lower(writing_at_the_end(module, written), backend)
+        return lower(write_by_operators(module, written), backend)
+    run = lower(write_at_the_end(module, written), backend)
     try:
         source_of(run)  # compiles it
     except Exception:  # inductor 2.13 cannot fuse every write: a softmax over its own input, say

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from torchremat.viz.figure.files import PathLike, cannot_write, suffix_of, write_text
-from torchremat.viz.figure.styles import LOOKS
+from torchremat.viz.figure.styles import STYLES
 
 INK, QUIET, LINE, PAPER, ACCENT = "#1f2933", "#5f6c7b", "#dfe3e8", "#ffffff", "#c2185b"
 SUFFIXES = (".svg", ".png", ".html")
@@ -131,7 +131,7 @@ _HATCHES = {
 
 
 def _svg_pattern(kind: str) -> str:
-    look = LOOKS[kind]
+    look = STYLES[kind]
     hatch = ""
     if look.hatch != "none":
         hatch = f'<path d="{_HATCHES[look.hatch]}" stroke="#000" stroke-opacity=".3"/>'
@@ -224,7 +224,7 @@ def write_png(figure: Figure, path: PathLike, what: str) -> None:
 
 def _draw(axes: Any, shape: Shape, order: int) -> None:
     if isinstance(shape, Area):
-        look = LOOKS[shape.kind]
+        look = STYLES[shape.kind]
         xs, ys = zip(*shape.points, strict=True)
         hatch = _MPL_HATCHES.get(look.hatch)
         axes.fill(xs, ys, facecolor=look.fill, hatch=hatch, edgecolor="#52606d", linewidth=0.4,

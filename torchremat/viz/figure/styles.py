@@ -27,7 +27,7 @@ class Look:
     border: str = "plain"
 
 
-LOOKS: Mapping[str, Look] = {
+STYLES: Mapping[str, Look] = {
     "saved": Look("#2f7fc1", "#ffffff"),
     "offloaded": Look("#c58bb8", "#20121d", "dots", "slanted"),
     "recomputed": Look("#f2b84b", "#2b1d00", "diagonal", "cut", "dashed"),

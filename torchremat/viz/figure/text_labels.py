@@ -27,7 +27,7 @@ def width_of(text: str, size: float, *, bold: bool = False) -> float:
 def fit_text(text: str, size: float, width: float, *, bold: bool = False) -> str:
     """`text`, cut at its end to `width` pixels.
 
-    >>> fitted("time against peak memory", 12, 90), fitted("knee", 12, 90)
+    >>> fit_text("time against peak memory", 12, 90), fit_text("knee", 12, 90)
     ('time against…', 'knee')
     """
     most = max(1, int(width / width_of("m", size, bold=bold)))
@@ -57,11 +57,11 @@ class TextLabels:
         """A label of the mark at `x`, `y`, where it hides least."""
         text = fit_text(text, size, self.paper[2] - self.paper[0])
         places = [Text(a, b, text, size, anchor, colour) for a, b, anchor in _places(x, y)]
-        best = min(places, key=lambda place: self._hidden(_box(place)))
+        best = min(places, key=lambda place: self._count_hidden(_box(place)))
         self._taken.append(_box(best))
         return best
 
-    def _hidden(self, box: Box) -> float:
+    def _count_hidden(self, box: Box) -> float:
         """How many pixels of `box` are not to be seen, or hide others."""
         outside = _area(box) - _area(_common(box, self.paper))
         return 10 * outside + sum(_area(_common(box, other)) for other in self._taken)

@@ -25,7 +25,12 @@ from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
 from torchremat.typed_graph.typed_graph import TypedGraph
 from torchremat.viz.picture.picture import DrawnValue, Picture
-from torchremat.viz.picture.values import ProgramNotes, Values, concatenate_values, within
+from torchremat.viz.picture.values import (
+    ProgramNotes,
+    ValueBuilder,
+    concatenate_values,
+    move_within,
+)
 
 Drawable = Plan | TypedGraph | Report | fx.GraphModule
 """What can be drawn."""
@@ -86,7 +91,7 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     reasons = _reasons_of(forward)
     reasons |= {name: _ON_HOST for name, kind in plan.decisions.items() if kind == "offloaded"}
     told = ProgramNotes(plan.decisions, reasons, labels, timeline, model, inputs)
-    values = Values(told).of(forward, backward)
+    values = ValueBuilder(told).of(forward, backward)
     resident = plan.peak_bytes - timeline.peak
     base = plan.baseline
     figures = (
@@ -174,7 +179,7 @@ def _of_report(report: Report, cost_model: CostModel | None, title: str) -> Pict
             title, figures, concatenate_values([(name, values) for name, values, _ in drawn])
         )
     ((name, values, timeline),) = drawn
-    values = tuple(within(name, value) for value in values)
+    values = tuple(move_within(name, value) for value in values)
     peak = (("peak", human_bytes(timeline.peak)),)
     return Picture(title, peak + figures, values, timeline, _resident(values))
 
@@ -195,7 +200,7 @@ def _draw(
         _inputs_of(program),
         inside={name: value for name, (value, _) in kept.items()},
     )
-    return Values(told).of(forward, backward), timeline
+    return ValueBuilder(told).of(forward, backward), timeline
 
 
 def _find_saved_inside(
@@ -264,7 +269,7 @@ def _of_graph(
 ) -> Picture:
     timeline = _timeline_of(graph)
     told = ProgramNotes({}, {}, {}, timeline, cost_model, num_consts=num_consts)
-    values = Values(told).of(graph, None)
+    values = ValueBuilder(told).of(graph, None)
     figures = [("values", str(len(values)))]
     if timeline is not None:
         figures.insert(0, ("peak", human_bytes(timeline.peak)))

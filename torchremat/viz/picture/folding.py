@@ -21,8 +21,8 @@ def groups_of(values: Sequence[DrawnValue]) -> list[str]:
     of the backward values that it reads: gradients flow from late parts to early ones.
 
     >>> def value(name, phase, *reads):
-    ...     return Value(name, "sin", "aten.sin.default", phase, "temporary", "", "", "", 4, None,
-    ...                  "", reads)
+    ...     facts = "sin", "aten.sin.default", phase, "temporary", "", "", "", 4, None, ""
+    ...     return DrawnValue(name, *facts, reads)
     >>> chain = [value(str(i), "forward", *range(max(0, i - 1), i)) for i in range(200)]
     >>> groups = groups_of([*chain, value("g", "backward", 120)])
     >>> groups[0], groups[199], groups[200]

@@ -43,12 +43,12 @@ class ProgramNotes:
         return found
 
 
-class Values:
+class ValueBuilder:
     """Writes the values of a forward and a backward graph."""
 
-    def __init__(self, told: ProgramNotes) -> None:
-        self.told = told
-        self.storages = told.storages()
+    def __init__(self, notes: ProgramNotes) -> None:
+        self.notes = notes
+        self.storages = notes.storages()
         self.values: list[DrawnValue] = []
         self.numbers: dict[str, int] = {}
         self.results: set[str] = set()
@@ -62,7 +62,7 @@ class Values:
         nodes = _nodes_of(forward)
         names = {node.name for node in nodes}
         later = [] if backward is None else [n for n in _nodes_of(backward) if n.name not in names]
-        self.sources = _sources_of_gradients(self.told.inputs, backward)
+        self.sources = _sources_of_gradients(self.notes.inputs, backward)
         modules = backward_modules(self._operators([*nodes, *later]))
         roles = roles_of_results(forward)
         results = results_of(forward)
@@ -70,7 +70,7 @@ class Values:
             results = [r for r, role in zip(results, roles, strict=True) if role == "output"]
         self.results = {base_of(r).name for r in results if isinstance(r, fx.Node)}
         for i, node in enumerate(nodes):
-            is_const = i < self.told.num_consts or self._is_parameter(node)
+            is_const = i < self.notes.num_consts or self._is_parameter(node)
             self._add(node, "forward", modules[node.name], is_const)
         if backward is not None:
             results = results_of(backward)
@@ -82,7 +82,7 @@ class Values:
     def _operators(self, nodes: Sequence[fx.Node]) -> Operators:
         known = {
             n.name: notes_of(n).module or "" for n in nodes if notes_of(n).phase != "backward"
-        } | {name: value.module for name, value in self.told.inside.items()}
+        } | {name: value.module for name, value in self.notes.inside.items()}
         found = {name: known[source] for name, source in self.sources.items() if known.get(source)}
         by_name = {node.name: node for node in nodes}
         for node in nodes:
@@ -102,7 +102,7 @@ class Values:
         value = node.meta.get("val")
         kind = self._kind(node, phase, is_const)
         computed = node.op == "call_function"
-        inside = self.told.inside.get(node.name)
+        inside = self.notes.inside.get(node.name)
         source = inside.source if inside else notes_of(node).source
         self.values.append(
             DrawnValue(
@@ -125,20 +125,20 @@ class Values:
 
     def _is_parameter(self, node: fx.Node) -> bool:
         """Whether it is what a function closes over, which is a parameter if no label tells."""
-        label = self.told.labels.get(node.name)
+        label = self.notes.labels.get(node.name)
         if label is not None:
             return label.kind == "parameter"
         return node.op == "placeholder" and node.name.startswith("captured_")
 
     def _label(self, node: fx.Node) -> str:
         """What to call a node: in the user's words, else by its operator."""
-        if node.name in self.told.inside:
-            return self.told.inside[node.name].op
+        if node.name in self.notes.inside:
+            return self.notes.inside[node.name].op
         if is_item(node):
             return f"{self._label(call_of(node))}[{node.args[1]}]"
         if node.op == "call_function":
             return packet_name(node.target).removeprefix("aten.").removeprefix("higher_order.")
-        label = self.told.labels.get(node.name)
+        label = self.notes.labels.get(node.name)
         return node.name if label is None else label.text
 
     def _kind(self, node: fx.Node, phase: str, is_const: bool) -> str:
@@ -151,16 +151,16 @@ class Values:
             return "view"
         if name in self.results:
             return "output" if phase == "forward" else "gradient"
-        return self.told.decisions.get(name, "temporary")
+        return self.notes.decisions.get(name, "temporary")
 
     def _reason(self, node: fx.Node) -> str:
         if node.name in self.sources:
             source = self.sources[node.name]
-            label = self.told.labels.get(source)
+            label = self.notes.labels.get(source)
             return f"the gradient of {source if label is None else label.text}"
         if node.target in COPIES:
             return "brought back from the host" if node.target is start_fetch else ""
-        return self.told.reasons.get(node.name, "")
+        return self.notes.reasons.get(node.name, "")
 
     def _nbytes(self, node: fx.Node, value: Any) -> int:
         if is_view(node) or _has_no_memory(node) or not isinstance(value, Tensor):
@@ -170,7 +170,7 @@ class Values:
         return Aval.of(value).nbytes
 
     def _seconds(self, node: fx.Node) -> float | None:
-        model = self.told.cost_model
+        model = self.notes.cost_model
         if model is None or is_item(node) or node.target in COPIES:  # copies run beside operators
             return None
         return model.seconds(node)
@@ -241,10 +241,10 @@ def concatenate_values(parts: Sequence[tuple[str, Sequence[DrawnValue]]]) -> tup
     The forward passes come first, then the backward passes, those of the last module before.
 
     >>> def value(name, phase, *reads):
-    ...     return Value(name, "sin", "aten.sin.default", phase, "saved", "", "", "", 4, None, "",
-    ...                  reads)
+    ...     facts = "sin", "aten.sin.default", phase, "saved", "", "", "", 4, None, ""
+    ...     return DrawnValue(name, *facts, reads)
     >>> step = [value("x", "forward"), value("dx", "backward", 0)]
-    >>> [(v.name, v.module, v.reads) for v in joined([("a", step), ("b", step)])]
+    >>> [(v.name, v.module, v.reads) for v in concatenate_values([("a", step), ("b", step)])]
     [('a:x', 'a', ()), ('b:x', 'b', ()), ('b:dx', 'b', (1,)), ('a:dx', 'a', (0,))]
     """
     order = [
@@ -262,12 +262,12 @@ def concatenate_values(parts: Sequence[tuple[str, Sequence[DrawnValue]]]) -> tup
     for part, i in order:
         name, values = parts[part]
         reads = tuple(places[part, read] for read in values[i].reads)
-        value = within(name, values[i])
+        value = move_within(name, values[i])
         found.append(replace(value, name=f"{name}:{value.name}", reads=reads))
     return tuple(found)
 
 
-def within(name: str, value: DrawnValue) -> DrawnValue:
+def move_within(name: str, value: DrawnValue) -> DrawnValue:
     """`value` as one of the module `name`, from which it is told."""
     label = below(name, value.label) if value.kind in _NAMED and not value.op else value.label
     return replace(value, module=below(name, value.module), label=label)

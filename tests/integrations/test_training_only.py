@@ -27,7 +27,7 @@ def is_checkpointed(model):
 
 def test_it_is_on_in_train_mode_alone():
     model = make_model()
-    assert TrainingPolicy("full").to(model) == [""]
+    assert TrainingPolicy("full").apply_to(model) == [""]
     assert is_checkpointed(model)
     assert not is_checkpointed(model.eval())
     assert is_checkpointed(model.train())
@@ -39,7 +39,7 @@ def test_it_is_on_in_train_mode_alone():
 def test_what_was_wrapped_before_is_again_and_reports():
     model = wrap(make_model(), "dots")
     forward = model.forward
-    TrainingPolicy("full").to(model)
+    TrainingPolicy("full").apply_to(model)
     assert model.forward is not forward
     remove(model)
     assert model.forward is forward
@@ -49,7 +49,7 @@ def test_what_was_wrapped_before_is_again_and_reports():
 
 def test_it_is_off_also_beneath_what_another_library_puts_around_it():
     model = make_model()
-    TrainingPolicy("full").to(model)
+    TrainingPolicy("full").apply_to(model)
     inner = model.forward
 
     @functools.wraps(inner.__func__)
@@ -67,7 +67,7 @@ def test_it_is_off_also_beneath_what_another_library_puts_around_it():
 
 def test_a_copy_is_independent():
     model = make_model()
-    TrainingPolicy("full").to(model)
+    TrainingPolicy("full").apply_to(model)
     other = copy.deepcopy(model)
     remove(model)
     assert is_checkpointed(other)
@@ -77,16 +77,16 @@ def test_a_copy_is_independent():
 @pytest.mark.parametrize("options", [{"policy": "dost"}, {"select": "9"}, {"compile": "none"}])
 def test_an_error_changes_nothing(options):
     model = make_model()
-    TrainingPolicy("full").to(model)
+    TrainingPolicy("full").apply_to(model)
     with pytest.raises(ValueError, match=r"nearest|there are"):
-        TrainingPolicy(**options).to(model)
+        TrainingPolicy(**options).apply_to(model)
     assert is_checkpointed(model)
 
 
 def test_compiled_by_dynamo():
     model = make_model()
     expected = model(X)
-    TrainingPolicy("full").to(model)
+    TrainingPolicy("full").apply_to(model)
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(X), expected)
 
 

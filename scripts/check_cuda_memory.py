@@ -84,7 +84,7 @@ def check(name: str, policy: str) -> Row:
     program = fun.last_program
     needed = tuple(spec.requires_grad for spec in program.region.specs)
     backward = program.backward((True,), needed, with_states=True)
-    timeline = simulate(program.forward_with_states.module, backward.module, device="cuda")
+    timeline = simulate(program.runtime_forward.module, backward.module, device="cuda")
     points = [p for p in timeline if "generator_state" not in p.name]
     spaces = list(mode.without_the_rest(sum(p.phase == "forward" for p in points)))
     assert len(spaces) == len(points), (len(spaces), len(points))

@@ -28,12 +28,12 @@ def test_a_function_is_counted():
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):
-    right = function._pull_back
+    right = function._apply_vjp
 
     def wrong(ctx, cotangents):
         return tuple(g if g is None else g * 1.0001 for g in right(ctx, cotangents))
 
-    monkeypatch.setattr(function, "_pull_back", wrong)
+    monkeypatch.setattr(function, "_apply_vjp", wrong)
     with pytest.raises(AssertionError, match=r"gradients\[0\] of shape \(3,\) differs"):
         testing.check_remat(torch.sin, torch.ones(3))
 

@@ -18,7 +18,7 @@ from tests.architectures import ARCHITECTURES, Architecture, Batch
 from tests.helpers import assert_same, leaves_of
 from torchremat.errors import ConcretizationError, EffectError
 from torchremat.nn import report, unwrap, wrap
-from torchremat.remat.module_forward import wrapped_forward
+from torchremat.remat.module_forward import remat_forward_of
 
 pytest.importorskip("transformers")
 
@@ -84,7 +84,7 @@ def check_trains_as_plain(a: Architecture, select: str | None, policy: str | Non
     """Fail unless a model with these parts wrapped trains as it does without."""
     plain = a.build()
     model = wrap(copy.deepcopy(plain), policy, select=select)
-    num_wrapped = sum(wrapped_forward(m) is not None for m in model.modules())
+    num_wrapped = sum(remat_forward_of(m) is not None for m in model.modules())
     assert num_wrapped == (1 if select is None else a.num_wrapped)
     assert_trains_as_plain(model, plain, a, () if select is None else a.rounding)
     assert policy or any(row.decision == "recomputed" for row in report(model))

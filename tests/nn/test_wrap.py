@@ -23,7 +23,7 @@ from torchremat.checkpoint_policies import (
 )
 from torchremat.errors import NoMatchError, UnmatchedWarning
 from torchremat.nn import report, unwrap, wrap
-from torchremat.remat.module_forward import RematForward, wrapped_forward
+from torchremat.remat.module_forward import RematForward, remat_forward_of
 
 WIDTH, HEADS = 8, 2
 
@@ -96,7 +96,7 @@ def assert_same(found, expected):
 
 
 def wrapped_names(model):
-    return [name for name, module in model.named_modules() if wrapped_forward(module) is not None]
+    return [name for name, module in model.named_modules() if remat_forward_of(module) is not None]
 
 
 # --- values and gradients ------------------------------------------------------------------------
@@ -777,4 +777,4 @@ def test_forward_is_told_apart_from_a_patch():
     block = wrap(Block(0.0))
     assert isinstance(vars(block)["forward"], RematForward)
     block.forward = block.forward.__wrapped__
-    assert wrapped_forward(block) is None
+    assert remat_forward_of(block) is None

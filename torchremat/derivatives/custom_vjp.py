@@ -26,7 +26,7 @@ from torchremat.derivatives.rule_dispatch import CustomVjpCall, uncompiled
 from torchremat.derivatives.rules import Cotangents, Tensors, VjpRule
 from torchremat.derivatives.symbolic_zeros import CustomVJPPrimal, SymbolicZero, zero_of
 from torchremat.errors import MissingRuleError, RuleTypeError, RuleValueError
-from torchremat.remat.op.make_graph import is_kept_whole
+from torchremat.remat.op.make_graph import is_traced_whole
 
 
 class custom_vjp:  # noqa: N801 (JAX's name, used as a decorator)
@@ -166,7 +166,7 @@ class _VjpCall:
             raise RuleTypeError(self._no_pair(f"instead the fwd rule output was {outline(pair)}"))
         result, residuals = pair
         in_trace = _torch.innermost_proxy_mode() is not None
-        if self.rules.optimize_remat and in_trace and not is_kept_whole():
+        if self.rules.optimize_remat and in_trace and not is_traced_whole():
             result = self.fun(*self.arguments.all(inputs))
         self.out_structure, outputs = take_apart(result)
         structure, values = take_apart(residuals)

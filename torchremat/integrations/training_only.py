@@ -17,7 +17,7 @@ from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import Policy, PolicyLike
 from torchremat.remat.checkpoint import check_prevent_cse
 from torchremat.remat.module_forward import RematForward
-from torchremat.remat.module_policies import PolicyByPattern, assigned_policies
+from torchremat.remat.module_policies import PolicyByPattern, assign_policies
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class TrainingPolicy:
         check_prevent_cse(self.prevent_cse)
         if self.compile is not None:
             check_backend(self.compile, "compile")
-        assigned = assigned_policies(model, self.policy, self.select)
+        assigned = assign_policies(model, self.policy, self.select)
         remove(model)
         for name, module, policy in assigned:
             self.install(module, name, policy)

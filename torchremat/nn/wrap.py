@@ -9,8 +9,8 @@ from torchremat.errors import ArgumentTypeError, NoMatchError, NoStepError
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike
 from torchremat.remat.checkpoint import check_prevent_cse
-from torchremat.remat.module_forward import RematForward, wrapped_forward
-from torchremat.remat.module_policies import PolicyByPattern, assigned_policies
+from torchremat.remat.module_forward import RematForward, remat_forward_of
+from torchremat.remat.module_policies import PolicyByPattern, assign_policies
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.report.explain import report_of_programs
 from torchremat.report.report import Report
@@ -71,7 +71,7 @@ def wrap(
     if compile is not None:
         check_backend(compile, "compile")
     check_prevent_cse(prevent_cse)
-    for name, submodule, chosen in assigned_policies(module, policy, select):
+    for name, submodule, chosen in assign_policies(module, policy, select):
         vars(submodule)["forward"] = RematForward(submodule, name, chosen, prevent_cse, compile)
     return module
 
@@ -87,7 +87,7 @@ def unwrap(module: AnyModule) -> AnyModule:
     True
     """
     for submodule in module.modules():
-        forward = wrapped_forward(submodule)
+        forward = remat_forward_of(submodule)
         if forward is not None:
             forward.forget()
             del vars(submodule)["forward"]
@@ -111,7 +111,7 @@ def report(module: nn.Module) -> Report:
     >>> sorted({row.decision for row in report(model)})
     ['input', 'parameter', 'recomputed']
     """
-    found = [(n, f) for n, m in module.named_modules() if (f := wrapped_forward(m)) is not None]
+    found = [(n, f) for n, m in module.named_modules() if (f := remat_forward_of(m)) is not None]
     if not found:
         raise NoMatchError(
             f"nothing in {type(module).__name__} is wrapped; torchremat.nn.wrap(model, policy, "

@@ -184,13 +184,13 @@ def what_others_say() -> str:
 
 def tell_place(store: Any) -> None:
     """Let others of this host see whether this process is gone."""
-    if _told.get(store) is None:
-        _told[store] = True
+    if _warned_programs.get(store) is None:
+        _warned_programs[store] = True
         here = json.dumps([socket.gethostname(), os.getpid()])
         store.set(f"{_PREFIX}/place/{process_index()}", here)
 
 
-_told: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_warned_programs: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def _is_gone(store: Any, rank: int) -> bool:

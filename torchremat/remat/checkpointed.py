@@ -20,7 +20,7 @@ from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.policy import Policy
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.op.autograd_functions import apply_program
-from torchremat.remat.op.make_graph import call_in_graph, is_kept_whole, is_opened
+from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_whole
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
@@ -85,7 +85,7 @@ class Checkpointed:
         self._verified_key = PolicyKey(policy, verified=True)
         self._own = _traces.of(fun, self._cache_key())
         self._last: tuple[FunctionProgram, Sizes | None] | None = None
-        self._told: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
+        self._warned_programs: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
         self._uncompiled = outside_compiler() if policy.is_whole_graph else None
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ class Checkpointed:
                 captured is not None
                 and program is not None
                 and (program.is_logged or not config.log_checkpoint_residuals)
-                and (not program.is_warned_of or program in self._told)
+                and (not program.is_warned_of or program in self._warned_programs)
                 and trace.surroundings[0] is torch.is_grad_enabled()
                 and trace.surroundings[1].default_dtype is torch.get_default_dtype()
                 and trace.surroundings[1].switches == switches()
@@ -172,7 +172,7 @@ class Checkpointed:
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
         if self.policy.applies_to_nested and is_opened():  # the policy around decides on everything
             return self.fun(*args, **kwargs)
-        if is_kept_whole():
+        if is_traced_whole():
             return call_in_graph(
                 self.fun,
                 args,
@@ -221,12 +221,14 @@ class Checkpointed:
                 trace.programs[key] = program
                 self._log(program, trace, args, kwargs, call)
             else:
-                if program.is_warned_of and program not in self._told:  # by another of the same
+                if (
+                    program.is_warned_of and program not in self._warned_programs
+                ):  # by another of the same
                     program.warn_of_policy()
                 if config.log_checkpoint_residuals and not program.is_logged:
                     self._log(program, trace, args, kwargs, call)
             if program.is_warned_of:
-                self._told.add(program)
+                self._warned_programs.add(program)
             return trace, program
 
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
@@ -322,7 +324,7 @@ class Checkpointed:
         state = surroundings()
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
-        def traced(*, with_gradients: bool) -> FunctionTrace:
+        def trace(*, with_gradients: bool) -> FunctionTrace:
             options = TraceOptions(
                 with_gradients,
                 grad_enabled=state[0],
@@ -345,9 +347,9 @@ class Checkpointed:
                 inside,
             )
 
-        made = traced(with_gradients=state[0])
+        made = trace(with_gradients=state[0])
         if not state[0] and any(t.requires_grad for t in made.result.tensors):
-            made = traced(with_gradients=True)  # it enables gradients itself
+            made = trace(with_gradients=True)  # it enables gradients itself
         unchanged.forget_changed()
         modules = dict.fromkeys([*inside, *made.paths.seen])
         named_modules = [

@@ -105,7 +105,7 @@ class _Decide(TakesNames):
         avals, params = split_arguments(op, args, kwargs)
         outputs = (output,) if isinstance(output, Aval) else ()
         value = Value(op, avals, params, names, module_name(meta), source_of(meta), outputs)
-        verdict = _asked(self.policy, value)
+        verdict = _ask_policy(self.policy, value)
         if isinstance(verdict, Offloadable) and not self.has_warned:
             self.has_warned = True
             warn_user(
@@ -118,7 +118,7 @@ class _Decide(TakesNames):
         return _torch.MUST_RECOMPUTE if recomputes else _torch.MUST_SAVE
 
 
-def _asked(policy: Policy, value: Value) -> Verdict:
+def _ask_policy(policy: Policy, value: Value) -> Verdict:
     """What `policy` says; its errors come to the user as they are.
 
     None is a `TypeError`: Python's operators take that of an operand for a "not mine".

@@ -62,7 +62,7 @@ class RematForward:
         prevent_cse: Any,
         compile: str | None = None,
     ) -> None:
-        before = wrapped_forward(module)
+        before = remat_forward_of(module)
         if before is not None:
             before.forget()
             hidden = before.hidden
@@ -170,7 +170,7 @@ class RematForward:
         self._uncompiled = outside_compiler() if self.policy.is_whole_graph else None
 
 
-def wrapped_forward(module: nn.Module) -> RematForward | None:
+def remat_forward_of(module: nn.Module) -> RematForward | None:
     """The forward that `wrap` gave to `module`, if it did."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, RematForward) else None

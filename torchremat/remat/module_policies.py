@@ -34,7 +34,7 @@ def under_policy(
             f"select={select!r} picks modules of an nn.Module, and {name_of(f)} is none. Give the "
             "model itself, or put the policy on its modules with torchremat.nn.wrap first"
         )
-    assigned = assigned_policies(f, policy, select)
+    assigned = assign_policies(f, policy, select)
     model = copy_with_same_state(f)
     for name, _, chosen in assigned:
         module = model.get_submodule(name)
@@ -47,17 +47,17 @@ def copy_with_same_state(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
-def assigned_policies(
+def assign_policies(
     module: nn.Module, policy: PolicyLike | PolicyByPattern | None, select: Select | None
 ) -> list[tuple[str, nn.Module, Policy]]:
     """The modules that `wrap` wraps, each with its name and its policy. Raises as `wrap` does."""
-    assigned = _assigned_policies(module, policy, select)
+    assigned = _pair_policies(module, policy, select)
     for name, submodule, _ in assigned:
         _check_traceable(name, submodule)
     return assigned
 
 
-def _assigned_policies(
+def _pair_policies(
     module: nn.Module, policy: PolicyLike | PolicyByPattern | None, select: Select | None
 ) -> list[tuple[str, nn.Module, Policy]]:
     if not isinstance(policy, Mapping):

@@ -16,7 +16,7 @@ from torchremat.graph.nodes import is_forward, is_view
 from torchremat.graph.notes import notes_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.policy import Policy
-from torchremat.remat.program.compiled_graph import Compiled, accept_any_layout
+from torchremat.remat.program.compiled_graph import CompiledGraph, accept_any_layout
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Mask, Region
 
@@ -41,11 +41,11 @@ class VerifyingProgram(FunctionProgram):
         )
         """The values that the backward pass recomputes, in program order."""
         self.residuals = (*self.checked, *self.residuals)
-        self.drawn_again = self.offloaded = ()
+        self.replayed_random = self.offloaded = ()
 
     def _compile_backward(
         self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool
-    ) -> Compiled:
+    ) -> CompiledGraph:
         if self.joint_for(outputs_with_cotangent) is not self.root_joint:
             return super()._compile_backward(
                 outputs_with_cotangent, inputs_needing_grad, with_states
@@ -70,7 +70,7 @@ class VerifyingProgram(FunctionProgram):
             return results[: len(grads)]
 
         run_and_compare.symbols = symbols  # type: ignore[attr-defined]
-        return Compiled(module, run_and_compare)
+        return CompiledGraph(module, run_and_compare)
 
     def _compare(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         for node, before, again in zip(self.checked, expected, found, strict=True):

@@ -25,7 +25,7 @@ from torchremat.graph.notes import notes_of
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike
 from torchremat.remat.module_policies import under_policy
-from torchremat.remat.program.decisions import Choice, Decision
+from torchremat.remat.program.decisions import Decision, Outcome
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.random_replay import draws_again, state_aval
 from torchremat.remat.tracing.input_labels import (
@@ -218,24 +218,24 @@ class _Rows:
                       "constant", "a number")  # fmt: skip
             self._rows[id(saved)] = (-1, row)
             return
-        choice = _choice_on(saved) or Choice("saved", _reason_saved(saved))
-        if choice.decision == "offloaded" and not saved.offloaded_to:
-            choice = Choice("saved", "under torch.func what is kept is an output: it stays")
+        decision = _decision_on(saved) or Decision("saved", _reason_saved(saved))
+        if decision.outcome == "offloaded" and not saved.offloaded_to:
+            decision = Decision("saved", "under torch.func what is kept is an output: it stays")
         if value.is_constant:
-            choice = Choice("constant", choice.reason)
-        self._add(value, choice, saved.nbytes, saved.aval)
+            decision = Decision("constant", decision.reason)
+        self._add(value, decision, saved.nbytes, saved.aval)
 
     def add_residuals(self, scope: Scope, program: FunctionProgram) -> None:
         """What a program hands on to its derivative."""
         for i, node in enumerate(program.residuals):
             tensor = node.meta["val"]
-            choice = _choice_of(program, node)
+            decision = _decision_of(program, node)
             nbytes = tensor.untyped_storage().nbytes()
             aval = Aval.of(tensor)
-            if i in program.drawn_again:
+            if i in program.replayed_random:
                 aval = state_aval(node)
                 nbytes = aval.nbytes
-            self._add(scope.value_of(node), choice, nbytes, aval)
+            self._add(scope.value_of(node), decision, nbytes, aval)
 
     def add_replayed(self, scope: Scope, program: FunctionProgram) -> None:
         """What the derivative of a program, which runs in `scope`, computes again.
@@ -244,15 +244,15 @@ class _Rows:
         """
         given = (True,) * len(program.differentiable)
         needed = tuple(spec.requires_grad for spec in program.region.specs)
-        backward = program.backward(given, needed, with_states=bool(program.drawn_again))
+        backward = program.backward(given, needed, with_states=bool(program.replayed_random))
         self._add_replays(scope, backward.module, program)
 
     def _add_replays(
         self, scope: Scope, backward: fx.GraphModule, program: FunctionProgram | None
     ) -> None:
         """Those in a `backward` graph, whose forward half is that of `scope`."""
-        choices = {} if program is None else program.choices.choices
-        reasons = {node.name: choice.reason for node, choice in choices.items()}
+        decisions = {} if program is None else program.decisions.by_value
+        reasons = {node.name: decision.reason for node, decision in decisions.items()}
         calls = {call.kwargs["call"]: call for call in scope.calls}
         for node in backward.graph.nodes:
             if is_checkpoint(node):
@@ -278,17 +278,17 @@ class _Rows:
     def _add_again(self, value: ScopedValue, reason: str) -> None:
         aval = value.aval
         if aval is not None and not value.is_constant:
-            self._add(value, Choice("recomputed", reason), aval.nbytes, aval)
+            self._add(value, Decision("recomputed", reason), aval.nbytes, aval)
 
-    def _add(self, value: ScopedValue, choice: Choice, nbytes: int, aval: Aval) -> None:
+    def _add(self, value: ScopedValue, decision: Decision, nbytes: int, aval: Aval) -> None:
         if value.key in self._rows:
             return
         label = self.labels.label_of(value)
-        reason = choice.reason
+        reason = decision.reason
         if notes_of(value.node).is_looped:
             reason += "; vmap has no rule for it, and runs it once for each example"
         row = Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype, nbytes,
-                  choice.decision, reason)  # fmt: skip
+                  decision.outcome, reason)  # fmt: skip
         self._rows[value.key] = (self.labels.position(value), row)
 
 
@@ -305,13 +305,13 @@ def _reason_saved(saved: SavedStorage) -> str:
     return "no checkpoint decides"
 
 
-def _choice_on(saved: SavedStorage) -> Choice | None:
+def _decision_on(saved: SavedStorage) -> Decision | None:
     """What a policy said of a value that a checkpoint keeps."""
-    choices = map(choice_inside, map(base_of, saved.nodes))
-    return next((choice for choice in choices if choice is not None), None)
+    decisions = map(decision_inside, map(base_of, saved.nodes))
+    return next((decision for decision in decisions if decision is not None), None)
 
 
-def choice_inside(node: fx.Node) -> Choice | None:
+def decision_inside(node: fx.Node) -> Decision | None:
     """What a policy said of `node`, if that is what a checkpoint keeps."""
     if not (is_item(node) and is_checkpoint(call_of(node))):
         return None
@@ -319,25 +319,25 @@ def choice_inside(node: fx.Node) -> Choice | None:
     if program is None:
         return None
     number = item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
-    return _choice_of(program, program.residuals[number]) if number >= 0 else None
+    return _decision_of(program, program.residuals[number]) if number >= 0 else None
 
 
-def _choice_of(program: FunctionProgram, residual: fx.Node) -> Choice:
-    choice = program.choices.choices.get(residual)
-    schedule = program.choices.schedule
-    if choice is None and schedule is not None and residual in schedule.saved:
-        return Choice(
-            "saved", f"{program.choices.policy} keeps it: only the backward pass has a use for it"
+def _decision_of(program: FunctionProgram, residual: fx.Node) -> Decision:
+    decision = program.decisions.by_value.get(residual)
+    schedule = program.decisions.schedule
+    if decision is None and schedule is not None and residual in schedule.saved:
+        return Decision(
+            "saved", f"{program.decisions.policy} keeps it: only the backward pass has a use for it"
         )
-    if choice is None:
-        return Choice("saved", "a copy, made before the function writes to it")
-    if choice.decision == "offloaded" and not program.offloaded:
-        return Choice("saved", f"{choice.reason} offloads it, but {program.why_none_offloaded}")
-    if residual in {program.residuals[i] for i in program.drawn_again}:
-        return Choice("saved", "the state of the generator, from which it is drawn again")
-    if choice.decision == "recomputed":
-        return Choice("saved", "config.verify_recomputation compares it")
-    return choice
+    if decision is None:
+        return Decision("saved", "a copy, made before the function writes to it")
+    if decision.outcome == "offloaded" and not program.offloaded:
+        return Decision("saved", f"{decision.reason} offloads it, but {program.why_none_offloaded}")
+    if residual in {program.residuals[i] for i in program.replayed_random}:
+        return Decision("saved", "the state of the generator, from which it is drawn again")
+    if decision.outcome == "recomputed":
+        return Decision("saved", "config.verify_recomputation compares it")
+    return decision
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ _REASONS = {
 def _input_row(label: InputLabel, aval: Aval, nbytes: int) -> Row:
     is_state = label.kind in ("parameter", "buffer")
     module = label.text.rpartition(".")[0] if is_state else ""
-    decision: Decision = "parameter" if label.kind == "parameter" else "input"
+    decision: Outcome = "parameter" if label.kind == "parameter" else "input"
     return Row(label.text, "", module, None, aval.shape, aval.dtype, nbytes, decision,
                _REASONS[label.kind])  # fmt: skip
 

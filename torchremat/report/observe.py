@@ -330,7 +330,7 @@ def _state_of(node: fx.Node) -> Aval | None:
     if found is None:
         return None
     program, number = found
-    return state_aval(program.residuals[number]) if number in program.drawn_again else None
+    return state_aval(program.residuals[number]) if number in program.replayed_random else None
 
 
 def _place_of(node: fx.Node) -> str:
@@ -341,7 +341,7 @@ def _place_of(node: fx.Node) -> str:
     program, number = found
     if number not in program.offloaded:
         return ""
-    return program.choices.choices[program.residuals[number]].place
+    return program.decisions.by_value[program.residuals[number]].place
 
 
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default

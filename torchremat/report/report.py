@@ -8,7 +8,7 @@ from typing import Any
 from torchremat.core.avals import dtype_name
 from torchremat.core.formatting import human_bytes, table
 from torchremat.errors import ArgumentTypeError
-from torchremat.remat.program.decisions import Decision
+from torchremat.remat.program.decisions import Outcome
 from torchremat.report.report_rows import DECISIONS, SAVED, Row, fold_rows, format_rows
 
 __all__ = ["Change", "Diff", "Report"]
@@ -134,8 +134,8 @@ class Change:
     """A value that two reports decide differently; `None` where one has no row for it."""
 
     row: Row
-    before: Decision | None
-    after: Decision | None
+    before: Outcome | None
+    after: Outcome | None
 
 
 @dataclass(frozen=True)

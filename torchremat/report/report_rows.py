@@ -10,7 +10,7 @@ import torch
 from torchremat.core.avals import Aval
 from torchremat.core.formatting import WIDTH, _shortened, human_bytes, table
 from torchremat.core.source import Source
-from torchremat.remat.program.decisions import Decision
+from torchremat.remat.program.decisions import Outcome
 
 __all__ = ["Row"]
 
@@ -19,16 +19,16 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-SAVED: tuple[Decision, ...] = ("saved", "constant")
+SAVED: tuple[Outcome, ...] = ("saved", "constant")
 """Decisions that cost memory of the device: inputs and parameters are there anyway."""
 
 
-DECISIONS: tuple[Decision, ...] = (
+DECISIONS: tuple[Outcome, ...] = (
     "saved", "offloaded", "constant", "recomputed", "input", "parameter",
 )  # fmt: skip
 
 
-_TITLES: dict[Decision, str] = {
+_TITLES: dict[Outcome, str] = {
     "input": "inputs",
     "parameter": "parameters",
     "constant": "constants",
@@ -59,7 +59,7 @@ class Row:
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    decision: Decision
+    decision: Outcome
     reason: str
 
     @property
@@ -173,7 +173,7 @@ def _measure(rows: Sequence[Row], decisions: Sequence[str]) -> str:
     return f"{human_bytes(sum(sizes))} in {len(sizes)} tensor{'s' * (len(sizes) != 1)}"
 
 
-def _format_section(decision: Decision, heading: str, rows: list[Row]) -> str:
+def _format_section(decision: Outcome, heading: str, rows: list[Row]) -> str:
     title = f"{_TITLES.get(decision, decision)}: {heading}" if heading else decision
     nbytes = human_bytes(sum(row.nbytes for row in rows))
     cells = [

@@ -260,7 +260,7 @@ def program_of(fun):
     needed = tuple(spec.requires_grad for spec in program.region.specs)
     given = (True,) * len(program.differentiable)
     backward = program.backward(given, needed, with_states=True)
-    return program.forward_with_states.module, backward.module
+    return program.runtime_forward.module, backward.module
 
 
 def differentiable(outputs) -> list[Tensor]:

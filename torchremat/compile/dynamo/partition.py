@@ -28,7 +28,7 @@ from torchremat.graph.notes import note, notes_of
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import Policy
 from torchremat.policies.replay_rules import reason_not_replayable
-from torchremat.remat.program.decisions import Choices
+from torchremat.remat.program.decisions import PolicyDecisions
 from torchremat.tracing.functionalize import drop_running_statistics
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of
 
@@ -39,14 +39,14 @@ class Partition:
 
     Attributes:
         joint: the graph, names of values still in it.
-        choices: what the policy says of each value.
+        decisions: what the policy says of each value.
         residuals: what the backward half needs, as the policy says.
         kept: the values that are handed on.
-        drawn_again: the first value of each operator of which a generator's state is handed on.
+        replayed_random: the first value of each operator of which a generator's state is handed on.
     """
 
     joint: Joint
-    choices: Choices
+    decisions: PolicyDecisions
     residuals: Residuals
     saved: frozenset[fx.Node]
     replayed_random: frozenset[fx.Node]
@@ -65,16 +65,18 @@ def decide(
     module.graph.eliminate_dead_code()
     copies = copy_written_inputs(module)
     joint = build_joint(module, num_forward_outputs)
-    choices = Choices(joint, policy, fuses=fuses)
-    choices.warn_of_unmatched()
-    choices.warn_of_places(is_compiled=True)
-    residuals = _add_needed_copies(choices.residuals(joint), copies)
+    decisions = PolicyDecisions(joint, policy, fuses=fuses)
+    decisions.warn_of_unmatched()
+    decisions.warn_of_places(is_compiled=True)
+    residuals = _add_needed_copies(decisions.residuals(joint), copies)
     draws: set[fx.Node] = set()
     if not fuses:
-        draws = {node for node in choices.forced.intersection(residuals.values) if _may_draw(node)}
+        draws = {
+            node for node in decisions.forced.intersection(residuals.values) if _may_draw(node)
+        }
     kept = frozenset(residuals.values) - draws
     first = {call_of(node): node for node in reversed(residuals.values) if node in draws}
-    return Partition(joint, choices, residuals, kept, frozenset(first.values()))
+    return Partition(joint, decisions, residuals, kept, frozenset(first.values()))
 
 
 def _add_needed_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
@@ -153,12 +155,12 @@ def cut_as_scheduled(
     **options: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     """The same for a plan that says what runs when; `None` where only what it keeps can be told."""
-    schedule = partition.choices.schedule
+    schedule = partition.decisions.schedule
     if schedule is None:
         return None
     written = find_written_inputs(partition.joint.module)
     once = {user for node in written for user in node.users if user in partition.saved}
-    once |= partition.choices.forced
+    once |= partition.decisions.forced
     module = schedule_joint(partition.joint, schedule, options["num_fwd_outputs"], once)
     if module is None:
         return None

@@ -4,7 +4,7 @@ from torch import fx
 
 from torchremat.compile.dynamo.partition import Partition
 from torchremat.core.avals import Aval
-from torchremat.remat.program.decisions import Choice, Decision
+from torchremat.remat.program.decisions import Decision, Outcome
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.values.scope import Scope, ScopedValue, is_computed, is_tensor
 from torchremat.remat.values.value_labels import ValueLabels
@@ -24,10 +24,10 @@ def build_report(partition: Partition) -> Report:
     rows = [_input_row(node) for node in partition.residuals.inputs if is_tensor(node)]
     for node in scope.nodes:
         if node in partition.saved and is_tensor(node):
-            rows.append(_row(ScopedValue(node, scope), labels, _choice(partition, node, "saved")))
+            rows.append(_row(ScopedValue(node, scope), labels, _decision(partition, node, "saved")))
         elif node in partition.residuals.recomputed and is_computed(node):
             rows.append(
-                _row(ScopedValue(node, scope), labels, _choice(partition, node, "recomputed"))
+                _row(ScopedValue(node, scope), labels, _decision(partition, node, "recomputed"))
             )
         elif node in partition.replayed_random:
             rows.append(_state_row(ScopedValue(node, scope), labels))
@@ -35,20 +35,20 @@ def build_report(partition: Partition) -> Report:
 
 
 def _state_row(value: ScopedValue, labels: ValueLabels) -> Row:
-    choice = Choice("saved", "the state of the generator, from which it is drawn again")
-    return _row(value, labels, choice, state_aval(value.node))
+    made = Decision("saved", "the state of the generator, from which it is drawn again")
+    return _row(value, labels, made, state_aval(value.node))
 
 
-def _choice(partition: Partition, node: fx.Node, decision: Decision) -> Choice:
-    choice = partition.choices.choices.get(node)
-    return Choice(decision, choice.reason if choice else str(partition.choices.policy))
+def _decision(partition: Partition, node: fx.Node, decision: Outcome) -> Decision:
+    made = partition.decisions.by_value.get(node)
+    return Decision(decision, made.reason if made else str(partition.decisions.policy))
 
 
-def _row(value: ScopedValue, labels: ValueLabels, choice: Choice, aval: Aval | None = None) -> Row:
+def _row(value: ScopedValue, labels: ValueLabels, made: Decision, aval: Aval | None = None) -> Row:
     label = labels.label_of(value)
     aval = aval or Aval.of(value.node.meta["val"])
     return Row(label.name, value.op, label.module, label.source, aval.shape, aval.dtype,
-               aval.nbytes, choice.decision, choice.reason)  # fmt: skip
+               aval.nbytes, made.outcome, made.reason)  # fmt: skip
 
 
 def _input_row(node: fx.Node) -> Row:

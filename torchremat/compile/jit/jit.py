@@ -188,8 +188,8 @@ class Jitted(Checkpointed):
         if program.donated:
             program = program.donating
         wrt = program.region.wrt
-        with_states = bool(wrt and program.drawn_again)
-        compiled = [program.forward_with_states if with_states else program.forward]
+        with_states = bool(wrt and program.replayed_random)
+        compiled = [program.runtime_forward if with_states else program.forward]
         if wrt:
             given = (True,) * len(program.differentiable)
             needed = tuple(i in wrt for i in range(program.num_inputs))

@@ -20,9 +20,9 @@ from torchremat.graph.codegen import Runner, source_of
 from torchremat.graph.nodes import inner_graphs_of, results_of
 from torchremat.graph.notes import graph_notes_of
 from torchremat.policies.policy import Policy
-from torchremat.remat.program.compiled_graph import Compiled
+from torchremat.remat.program.compiled_graph import CompiledGraph
 from torchremat.remat.program.compilers import compiler_named
-from torchremat.remat.program.decisions import Choices
+from torchremat.remat.program.decisions import PolicyDecisions
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 
@@ -36,7 +36,7 @@ class JitProgram(FunctionProgram):
         policy: Policy,
         *,
         module_prefix: str = "",
-        chosen: tuple[Joint, Choices] | None = None,
+        chosen: tuple[Joint, PolicyDecisions] | None = None,
         backend: str = "eager",
         donated: Sequence[tuple[int, str]] = (),
         written: Mapping[int, int] | None = None,
@@ -60,13 +60,13 @@ class JitProgram(FunctionProgram):
     @cached_property
     def donating(self) -> "JitProgram":
         """The same program, which may write outputs to the storage of the inputs it is given."""
-        chosen = self.root_joint, self.choices
+        chosen = self.root_joint, self.decisions
         return self._replace(self.region, chosen, written=self.donation.written)
 
     def _replace(
         self,
         region: Region,
-        chosen: tuple[Joint, Choices],
+        chosen: tuple[Joint, PolicyDecisions],
         *,
         written: Mapping[int, int] | None = None,
     ) -> "JitProgram":
@@ -103,20 +103,20 @@ class JitProgram(FunctionProgram):
             return tuple(_alias(t) if i in self.written else t for i, t in enumerate(outputs))
 
     def _warnings(self) -> Iterator[bool]:
-        yield self.choices.warn_of_unmatched()
-        yield self.choices.warn_of_places(is_compiled=True)
+        yield self.decisions.warn_of_unmatched()
+        yield self.decisions.warn_of_places(is_compiled=True)
         for node in self.region.joint.module.graph.nodes:
             inner = next((graph_notes_of(body).program for body in inner_graphs_of(node)), None)
-            if isinstance(inner, FunctionProgram) and inner.known == ():
-                yield inner.choices.warn_of_places(is_compiled=True)
+            if isinstance(inner, FunctionProgram) and inner.known_values == ():
+                yield inner.decisions.warn_of_places(is_compiled=True)
 
     def _compile_forward(
-        self, drawn_again: Sequence[int], offloaded: Sequence[int] = ()
-    ) -> Compiled:
-        compiled = super()._compile_forward(drawn_again, offloaded)
+        self, replayed_random: Sequence[int], offloaded: Sequence[int] = ()
+    ) -> CompiledGraph:
+        compiled = super()._compile_forward(replayed_random, offloaded)
         if not self.written:
             return compiled
-        return Compiled(
+        return CompiledGraph(
             compiled.module, _compile_writes(compiled.module, self.backend, self.written)
         )
 

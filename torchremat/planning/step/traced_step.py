@@ -19,7 +19,7 @@ from torchremat.planning.memory.timeline import Timeline
 from torchremat.policies.builtin import everything_saveable
 from torchremat.policies.policy import Policy
 from torchremat.remat.checkpointed import Checkpointed
-from torchremat.remat.program.compiled_graph import Compiled
+from torchremat.remat.program.compiled_graph import CompiledGraph
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import flatten_call
@@ -120,11 +120,11 @@ def _mark_differentiated(leaf: Any) -> Any:
     return leaf
 
 
-def graphs_of(program: FunctionProgram) -> tuple[Compiled, Compiled]:
+def graphs_of(program: FunctionProgram) -> tuple[CompiledGraph, CompiledGraph]:
     """What `program` runs forward, and backward as a training step does."""
     given = program.region.usual_outputs
     needed = tuple(spec.requires_grad for spec in program.region.specs)
-    return program.forward_with_states, program.backward(given, needed, with_states=True)
+    return program.runtime_forward, program.backward(given, needed, with_states=True)
 
 
 def timeline_of(program: FunctionProgram) -> Timeline:

@@ -26,7 +26,7 @@ from torchremat.remat.program.derived_programs import (
 )
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import draw_now
-from torchremat.remat.program.region import MappedAxis, Mask
+from torchremat.remat.program.region import Mask, VmapAxis
 from torchremat.remat.program.split_backward import SplitBackward, split_backward
 from torchremat.tracing.axes.named_axes import frame_being_mapped, mapped_over
 from torchremat.tracing.input_spec import InputSpec
@@ -57,8 +57,8 @@ def apply_program(
         return _torch.apply_to_functional(  # type: ignore[no-any-return]
             lambda inner: apply_program(program, owner, inner), inputs
         )
-    emits = _torch.differentiates()
-    return FunctionalCheckpoint.apply(program, owner, emits, *inputs)[: program.num_outputs]  # type: ignore[no-untyped-call,no-any-return]
+    results = FunctionalCheckpoint.apply(program, owner, _torch.differentiates(), *inputs)  # type: ignore[no-untyped-call]
+    return results[: program.num_outputs]  # type: ignore[no-any-return]
 
 
 class Checkpoint(torch.autograd.Function):
@@ -72,7 +72,7 @@ class Checkpoint(torch.autograd.Function):
         ctx.call = next(_calls)
         ctx.sizes = sizes
         offloads = bool(program.offloaded)
-        ctx.with_states = (offloads or bool(program.drawn_again)) and not _torch.is_faking()
+        ctx.with_states = (offloads or bool(program.replayed_random)) and not _torch.is_faking()
         results = run_program(
             program,
             inputs,
@@ -109,7 +109,7 @@ class Checkpoint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         """Run the program's backward, or its derivative if that is differentiated again."""
-        return _pull_back(ctx, cotangents)
+        return _apply_vjp(ctx, cotangents)
 
 
 def _as_views(program: Program, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -132,17 +132,19 @@ _direct_apply = _torch.direct_apply(Checkpoint)
 
 
 class FunctionalCheckpoint(torch.autograd.Function):
-    """A program under `torch.func`. With `emits` the residuals are outputs, after the others."""
+    """A program under `torch.func`: with `returns_residuals` they are its last outputs."""
 
     @staticmethod
-    def forward(program: Program, owner: object, emits: bool, *inputs: Tensor) -> tuple[Any, ...]:
+    def forward(
+        program: Program, owner: object, returns_residuals: bool, *inputs: Tensor
+    ) -> tuple[Any, ...]:
         """Run the program."""
         given = set(map(id, inputs))
         results = tuple(
             r.view_as(r) if id(r) in given else r  # or a derivative could not be kept of it
             for r in run_program(program, inputs)
         )
-        return results if emits else results[: program.num_outputs]
+        return results if returns_residuals else results[: program.num_outputs]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -170,10 +172,10 @@ class FunctionalCheckpoint(torch.autograd.Function):
         vjp = vjp_program(program, given, frozenset())
         num_body = len(program.region.specs)
         body = inputs[:num_body]
-        known = inputs[num_body:][: len(program.known)]
+        known = inputs[num_body:][: len(program.known_values)]
         chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
         found = apply_program(vjp, ctx.owner, [*body, *chosen, *known, *residuals])
-        return (None, None, None, *_scattered(found, vjp.wrt, count))
+        return (None, None, None, *_scatter(found, vjp.wrt, count))
 
     @staticmethod
     def vmap(
@@ -181,15 +183,15 @@ class FunctionalCheckpoint(torch.autograd.Function):
         in_dims: tuple[Any, ...],
         program: Program,
         owner: object,
-        emits: bool,
+        returns_residuals: bool,
         *inputs: Tensor,
     ) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
         """Apply the program mapped over the axis."""
         frame = frame_being_mapped()
         name = None if frame is None else frame.name
-        axis = MappedAxis(tuple(in_dims[3:]), info.batch_size, info.randomness, name)
+        axis = VmapAxis(tuple(in_dims[3:]), info.batch_size, info.randomness, name)
         specs = tuple(InputSpec.of(t, any_level=True) for t in inputs)
-        batched, out_dims = batch_program(program, specs, axis, returns_residuals=emits)
+        batched, out_dims = batch_program(program, specs, axis, returns_residuals=returns_residuals)
         return apply_program(batched, owner, inputs), out_dims
 
     @staticmethod
@@ -198,7 +200,7 @@ class FunctionalCheckpoint(torch.autograd.Function):
         return _tangents_of_outputs(ctx, tangents[3:])
 
 
-def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     program: Program = ctx.program
     given = tuple(cotangents[i] is not None for i in program.differentiable)
     if not any(given):
@@ -206,11 +208,11 @@ def _pull_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
     saved = list(ctx.saved_tensors)
     chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
     if torch.is_grad_enabled():
-        return _pull_back_differentiably(ctx, given, saved, chosen)
+        return _apply_vjp_differentiably(ctx, given, saved, chosen)
     ctx.maybe_clear_saved_tensors()
     needed = _of_inputs(ctx, _torch.edges_that_run(ctx.next_functions))
     if _torch.keeps_graph_after_backward() or ctx.second_part is not None:
-        found = _pull_back_in_parts(ctx, given, needed, saved, chosen)
+        found = _apply_vjp_in_parts(ctx, given, needed, saved, chosen)
         if found is not None:
             return (None, None, None, *found)
     saved += chosen
@@ -232,7 +234,7 @@ def _of_inputs(ctx: Any, of_edges: tuple[bool, ...]) -> tuple[bool, ...]:
     return tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
 
 
-def _pull_back_in_parts(
+def _apply_vjp_in_parts(
     ctx: Any,
     given: tuple[bool, ...],
     needed: tuple[bool, ...],
@@ -254,13 +256,13 @@ def _pull_back_in_parts(
     return found
 
 
-def _pull_back_differentiably(
+def _apply_vjp_differentiably(
     ctx: Any, given: tuple[bool, ...], saved: list[Tensor], cotangents: list[Tensor]
 ) -> tuple[Any, ...]:
     program: Program = ctx.program.specialize(ctx.sizes) if ctx.sizes else ctx.program
     count = program.num_inputs
     absent = frozenset(range(count)) - frozenset(program.saved_inputs)
-    vjp = vjp_program(program, given, _moved(absent, program, len(cotangents)))
+    vjp = vjp_program(program, given, _shift_known(absent, program, len(cotangents)))
     num_body = len(program.region.specs)
     inputs: list[Any] = [None] * count
     for i, tensor in zip(program.saved_inputs, saved, strict=False):
@@ -270,22 +272,22 @@ def _pull_back_differentiably(
             inputs[i] = tensor
     residuals = saved[len(program.saved_inputs) :]
     if ctx.with_states:
-        for i in program.drawn_again:
+        for i in program.replayed_random:
             residuals[i] = draw_now(program.residuals[i], residuals[i])
         for i in program.offloaded:
             residuals[i] = fetched_now(residuals[i], program.residuals[i].meta["val"].device)
     body, known = inputs[:num_body], inputs[num_body:]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
-    return (None, None, None, *_scattered(found, vjp.wrt, count))
+    return (None, None, None, *_scatter(found, vjp.wrt, count))
 
 
-def _moved(absent: frozenset[int], program: Program, num_cotangents: int) -> frozenset[int]:
+def _shift_known(absent: frozenset[int], program: Program, num_cotangents: int) -> frozenset[int]:
     """Positions among the inputs of the derivative, which has cotangents before known values."""
     num_body = len(program.region.specs)
     return frozenset(i if i < num_body else i + num_cotangents for i in absent)
 
 
-def _scattered(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+def _scatter(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
     result: list[Any] = [None] * count
     for position, value in zip(positions, values, strict=True):
         result[position] = value
@@ -323,7 +325,7 @@ def _run_jvp(
     jvp = jvp_program(program, wrt, specs, keep_primals=keep_primals)
     results = list(apply_program(jvp, owner, operands))
     outputs = [results.pop(0) for _ in range(program.num_outputs)] if keep_primals else []
-    return (*outputs, *_scattered(results, floating_outputs(program), program.num_outputs))
+    return (*outputs, *_scatter(results, floating_outputs(program), program.num_outputs))
 
 
 def _forward_rule(program: Program, owner: object) -> Any:
@@ -356,7 +358,7 @@ class Edges:
         if inner:
             hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in)
             with torch.enable_grad(), _torch.set_saved_tensors_hooks_aside(), hooks:
-                self._node = _Leading.apply(*inner).grad_fn  # type: ignore[no-untyped-call]
+                self._node = _EdgeHolder.apply(*inner).grad_fn  # type: ignore[no-untyped-call]
 
     def tensors(self) -> list[Tensor]:
         """Tensors at these places; only leaves have the values that they had."""
@@ -364,7 +366,7 @@ class Edges:
         return [next(inner) if leaf is None else leaf for leaf in self._leaves]
 
 
-class _Leading(torch.autograd.Function):
+class _EdgeHolder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)

@@ -145,7 +145,7 @@ def trace_graph(
     return build_graph(joint.module, inputs, outputs, (in_structure, results[0]), writes)
 
 
-def is_kept_whole() -> bool:
+def is_traced_whole() -> bool:
     """Whether a trace is in progress in which a checkpoint is to be one operator."""
     tracing = current_tracing()
     return tracing is not None and tracing.on_function is not None

@@ -66,7 +66,7 @@ class Opener:
         """Open one checkpoint. The first node that came out, if all did: it is to be visited."""
         reference, *operands = node.args
         assert isinstance(reference, fx.Node)
-        body = copied_module(attribute(module, str(reference.target)))
+        body = copy_module(attribute(module, str(reference.target)))
         inputs = list(body.graph.find_nodes(op="placeholder"))
         env = dict(zip(inputs, operands, strict=True))
         path = _joined(prefix, notes_of(node).module)
@@ -109,7 +109,7 @@ class Opener:
         _copy_before(node, known, env, module, body, path)
         left = [n for n in body.graph.find_nodes(op="placeholder") if n in unknown]
         inner = slice_graph(body, [*found.inputs, *found.values, *left], staged)
-        inner.meta = dict(body.meta)  # those of `copied_module`
+        inner.meta = dict(body.meta)  # those of `copy_module`
         positions = {r: i for i, r in enumerate(staged)}
         values = node.meta["val"]
         for user in list(node.users):
@@ -125,7 +125,7 @@ class Opener:
         node.args = (reference, *(env[n] for n in (*found.inputs, *found.values, *left)))
 
 
-def copied_module(module: fx.GraphModule) -> fx.GraphModule:
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     """A copy whose graph may be changed; its submodules are the same."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

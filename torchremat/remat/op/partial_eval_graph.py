@@ -15,7 +15,7 @@ from torchremat.graph.notes import note, notes_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.policy import Policy, PolicyLike, as_policy
 from torchremat.remat.op.open_bodies import Opener
-from torchremat.remat.program.decisions import Choice, Choices
+from torchremat.remat.program.decisions import Decision, PolicyDecisions
 from torchremat.typed_graph.building import Input, build_graph
 from torchremat.typed_graph.dce import (
     check_mask,
@@ -110,9 +110,9 @@ class _Splitter:
         found = self._residuals_of(module, unknown, [*wanted, *anchors], "", warn=True)
         consts = {i.node for i in self.consts}
         residuals = [*(n for n in found.inputs if n not in consts), *found.values]
-        staged = self._staged(residuals, wanted, anchors)
+        staged = self._build_staged(residuals, wanted, anchors)
         known_outputs = [value for value in outputs if value not in unknown]
-        known = self._known(unknown, [*known_outputs, *residuals])
+        known = self._build_known(unknown, [*known_outputs, *residuals])
         avals = [aval_of(node) for node in residuals]
         return known, staged, out_unknowns, avals
 
@@ -140,15 +140,15 @@ class _Splitter:
             cotangents=tuple(n for n in inputs if n in unknown),
             gradients=tuple(wanted),
         )
-        choices = Choices(joint, self.policy, path)
-        for node in choices.choices:
+        decisions = PolicyDecisions(joint, self.policy, path)
+        for node in decisions.by_value:
             if draws_random(call_of(node), module):
-                choices.choices[node] = Choice("saved", "it draws random numbers")
+                decisions.by_value[node] = Decision("saved", "it draws random numbers")
         if warn:
-            choices.warn_of_unmatched()
-        return choices.residuals(joint)
+            decisions.warn_of_unmatched()
+        return decisions.residuals(joint)
 
-    def _staged(
+    def _build_staged(
         self, residuals: Sequence[fx.Node], wanted: Sequence[fx.Node], anchors: Sequence[fx.Node]
     ) -> TypedGraph:
         sources = [i.node for i in self.consts]
@@ -165,7 +165,7 @@ class _Splitter:
         structures = positional(len(given) - len(sources)), tuple_of(len(results))
         return _with_phases(build_graph(module, inputs, results, structures))
 
-    def _known(self, unknown: set[fx.Node], outputs: Sequence[Any]) -> TypedGraph:
+    def _build_known(self, unknown: set[fx.Node], outputs: Sequence[Any]) -> TypedGraph:
         graph = self.module.graph
         draws_later = any(draws_random(node, self.module) for node in unknown)
         set_outputs(graph, outputs)

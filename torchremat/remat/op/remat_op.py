@@ -20,7 +20,7 @@ from torchremat.graph.nodes import BodyOperator
 from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.graph.symbolic_sizes import Interpreter, Sizes
 from torchremat.policies.policy import FailedOperator
-from torchremat.remat.program.compiled_graph import Compiled
+from torchremat.remat.program.compiled_graph import CompiledGraph
 from torchremat.remat.program.program import Program
 from torchremat.tracing.ambient_state import without_autocast
 
@@ -79,7 +79,7 @@ def run_program(
     writes = program.writes
     if writes:
         _refuse_shared_memory(inputs, writes)
-    forward = program.forward_with_states if with_states else program.forward
+    forward = program.runtime_forward if with_states else program.forward
     results = run_graph(forward, list(inputs), call, sizes, notes_views=notes_views)
     if not writes:
         return results
@@ -112,7 +112,7 @@ def _refuse_shared_memory(inputs: Sequence[Any], writes: Sequence[int]) -> None:
 
 
 def run_graph(
-    compiled: Compiled,
+    compiled: CompiledGraph,
     inputs: list[Any],
     call: int | None = None,
     sizes: Sizes | None = None,
@@ -152,7 +152,7 @@ _torch.register_simple_rules(remat_p, _interpret)
 _OF_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
 
 
-def note_if_out_of_memory(error: RuntimeError, compiled: Compiled) -> None:
+def note_if_out_of_memory(error: RuntimeError, compiled: CompiledGraph) -> None:
     """Add a note to `error`, which `compiled` raised, if it is that memory ran out."""
     notes = graph_notes_of(compiled.module)
     program: Program | None = notes.program
@@ -173,7 +173,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or _OF_THE_CPU in str(error)
 
 
-def _node_of(error: RuntimeError, compiled: Compiled) -> fx.Node | None:
+def _node_of(error: RuntimeError, compiled: CompiledGraph) -> fx.Node | None:
     """The node whose line of the compiled function `error` comes from, if it has lines."""
     lines = source_of(compiled.run).splitlines()
     for frame, number in traceback.walk_tb(error.__traceback__):

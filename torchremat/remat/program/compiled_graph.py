@@ -18,13 +18,13 @@ from torchremat.graph.slicing import prune_bodies, simplify, slice_graph
 from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
 from torchremat.remat.program.compilers import Compiler
-from torchremat.remat.program.random_replay import draw_from_states
+from torchremat.remat.program.random_replay import replay_from_states
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
+class CompiledGraph:
     """A graph and the function that runs it."""
 
     module: fx.GraphModule
@@ -37,7 +37,7 @@ class Compiled:
         name: str,
         program: object = None,
         compiler: Compiler | None = None,
-    ) -> "Compiled":
+    ) -> "CompiledGraph":
         """Compile `module`, which is the graph of `program`, with `compiler` if there is one."""
         note_graph(module, program=program)
         simplify(module.graph)
@@ -45,7 +45,7 @@ class Compiled:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class BackwardInputs:
     """What the inputs of a backward graph are, and which of them are not the values themselves.
 
     Attributes:
@@ -59,7 +59,7 @@ class Given:
     copies: Mapping[int, Memory] = field(default_factory=dict)
 
 
-_AS_THEY_ARE = Given()
+_PLAIN_INPUTS = BackwardInputs()
 
 
 def compile_backward(
@@ -68,10 +68,10 @@ def compile_backward(
     outputs: Sequence[Any],
     program: object,
     *,
-    given: Given = _AS_THEY_ARE,
+    form: BackwardInputs = _PLAIN_INPUTS,
     schedule: GraphSchedule | None = None,
     compiler: Compiler | None = None,
-) -> Compiled:
+) -> CompiledGraph:
     """The graph from `inputs` to `outputs`, values of `joint`: a backward pass.
 
     Operators run as `schedule` says, else in the order of the joint graph, those of the forward
@@ -80,36 +80,36 @@ def compile_backward(
     if schedule is None:
         module = slice_graph(joint.module, inputs, outputs, late=is_forward)
     else:
-        drawn = set(given.draws.values())
+        drawn = set(form.draws.values())
         order = [call for call in schedule.backward if call not in drawn]
         module = scheduled_graph(joint.module, inputs, outputs, order)
     prune_bodies(module)
     _refuse_replay(module.graph)
     accept_any_layout(module.graph)
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    if given.draws:
-        states = [placeholders[i] for i in given.draws]
-        draw_from_states(module.graph, list(given.draws.values()), states)
-    if given.copies:
-        early = _fetch(module.graph, placeholders, given, schedule)
+    if form.draws:
+        states = [placeholders[i] for i in form.draws]
+        replay_from_states(module.graph, list(form.draws.values()), states)
+    if form.copies:
+        early = _fetch(module.graph, placeholders, form, schedule)
         note_graph(module, fetched_first=early)
     note_graph(module, cut=(joint, list(inputs), list(outputs)))
-    note_roles(module, given.roles)
-    return Compiled.of(module, "backward", program, compiler)
+    note_roles(module, form.roles)
+    return CompiledGraph.of(module, "backward", program, compiler)
 
 
 def _fetch(
     graph: fx.Graph,
     placeholders: Sequence[fx.Node],
-    given: Given,
+    form: BackwardInputs,
     schedule: GraphSchedule | None,
 ) -> tuple[int, ...]:
     """Let `graph` bring its copies back; which of them, in their order, as soon as it starts."""
-    roles = zip(placeholders, given.roles, strict=True)
+    roles = zip(placeholders, form.roles, strict=True)
     return fetch_copies(
         graph,
-        [placeholders[i] for i in given.copies],
-        list(given.copies.values()),
+        [placeholders[i] for i in form.copies],
+        list(form.copies.values()),
         [node for node, role in roles if role == "cotangent"],
         lead=1 if schedule is not None else max(config.offload_prefetch, 1),
         is_planned=schedule is not None,
@@ -118,7 +118,7 @@ def _fetch(
 
 def _refuse_replay(graph: fx.Graph) -> None:
     """Raise where a derivative of higher order would run an operator that must not run again."""
-    for node in _replayed(graph):
+    for node in _find_replayed(graph):
         reason = reason_not_replayable(node)
         if reason is not None:
             raise EffectError(
@@ -131,7 +131,7 @@ def _refuse_replay(graph: fx.Graph) -> None:
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-def _replayed(graph: fx.Graph) -> Iterator[fx.Node]:
+def _find_replayed(graph: fx.Graph) -> Iterator[fx.Node]:
     """The operators of the forward pass that a backward graph runs again, in bodies too."""
     for node in graph.nodes:
         if node.op != "call_function" or is_item(node):
@@ -142,7 +142,7 @@ def _replayed(graph: fx.Graph) -> Iterator[fx.Node]:
                 yield from _all_nodes(body.graph)
         else:
             for body in inner_graphs_of(node):
-                yield from _replayed(body.graph)
+                yield from _find_replayed(body.graph)
 
 
 def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -37,21 +37,21 @@ from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_ver
 from torchremat.remat.offload.graph_nodes import OffloadRules
 from torchremat.remat.program.random_replay import state_nbytes
 
-Decision = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
+Outcome = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Decision:
     """The decision on one value, with the reason."""
 
-    decision: Decision
+    outcome: Outcome
     reason: str
     place: str = ""
     """Where it is kept, if it is offloaded."""
 
 
-class Choices:
-    """A policy's choice for each value of the forward half of a joint graph.
+class PolicyDecisions:
+    """A policy's decision for each value of the forward half of a joint graph.
 
     Values are calls of operators, or the outputs of one that has several. The policy is asked once
     about each, in program order. `fuses`: see `Policy.schedule`.
@@ -64,7 +64,7 @@ class Choices:
         self.module_prefix = module_prefix
         self._by_compiler = joint.by_compiler
         self.values: dict[fx.Node, Value] = {}
-        self.choices: dict[fx.Node, Choice] = {}
+        self.by_value: dict[fx.Node, Decision] = {}
         self.schedule = policy.schedule(joint, fuses=fuses) if policy.is_whole_graph else None
         names = _names_among(joint.forward_nodes)
         self.forced: set[fx.Node] = set()
@@ -76,65 +76,65 @@ class Choices:
         for node in joint.forward_nodes:
             if node.target is torch.ops.higher_order.cond:
                 self._in_branches += _values_in_branches(node, module_prefix)
-            if node.op == "call_function" and not is_view(node) and not _has_items(node):
+            if node.op == "call_function" and not is_view(node) and not _has_several_values(node):
                 value = _value(node, names.get(node, ()), module_prefix)
                 self.values[node] = value
-                self.choices[node] = self._choose(node, value)
+                self.by_value[node] = self._choose(node, value)
 
-    def _choose(self, node: fx.Node, value: Value) -> Choice:
+    def _choose(self, node: fx.Node, value: Value) -> Decision:
         if self.schedule is not None:
-            return self._planned(node, self.schedule)
+            return self._decide_planned(node, self.schedule)
         if is_staged_residual(node):
-            return Choice("recomputed", "a checkpoint inside keeps it while it is replayed")
+            return Decision("recomputed", "a checkpoint inside keeps it while it is replayed")
         if self._by_compiler:
             verdict = decide_for_compiler(self.policy, value)
         else:
             verdict = as_verdict(self.policy.decide(value), self.policy, value.op)
         if isinstance(verdict, Offloadable):
-            return self._offloaded(node, verdict)
+            return self._decide_offload(node, verdict)
         if isinstance(verdict, Saveable):
-            return Choice("saved", f"{self.policy}")
+            return Decision("saved", f"{self.policy}")
         forced = reason_not_replayable(node)
         if forced is None and isinstance(verdict, NotSaved):
             forced = reason_to_save(node)
         if forced is not None:
             self.forced.add(node)
-            return Choice("saved", forced)
-        return Choice("recomputed", f"{self.policy} does not let it be saved")
+            return Decision("saved", forced)
+        return Decision("recomputed", f"{self.policy} does not let it be saved")
 
-    def _offloaded(self, node: fx.Node, verdict: Offloadable) -> Choice:
+    def _decide_offload(self, node: fx.Node, verdict: Offloadable) -> Decision:
         asked = self._rules.why_impossible(node, verdict)
         if asked is not None:
             self.not_moved.setdefault(asked, node.name)
         reason = asked or self._rules.why_kept(node)
         if reason is None:
-            return Choice("offloaded", f"{self.policy}", str(verdict.dst))
-        return Choice("saved", f"{self.policy} offloads it, but it stays: {reason}")
+            return Decision("offloaded", f"{self.policy}", str(verdict.dst))
+        return Decision("saved", f"{self.policy} offloads it, but it stays: {reason}")
 
-    def _planned(self, node: fx.Node, schedule: GraphSchedule) -> Choice:
+    def _decide_planned(self, node: fx.Node, schedule: GraphSchedule) -> Decision:
         if node in schedule.saved:
-            return Choice("saved", f"{self.policy} keeps it: {_why_planned(node)}")
+            return Decision("saved", f"{self.policy} keeps it: {_why_planned(node)}")
         if node in schedule.offloaded:
-            return Choice("offloaded", f"{self.policy}", "pinned_host")
+            return Decision("offloaded", f"{self.policy}", "pinned_host")
         forced = reason_not_replayable(node)
         if forced is not None:  # it is drawn again, from the state of the generator
             self.forced.add(node)
-            return Choice("saved", forced)
-        return Choice("recomputed", f"{self.policy} computes it again")
+            return Decision("saved", forced)
+        return Decision("recomputed", f"{self.policy} computes it again")
 
     @cached_property
     def from_states(self) -> set[fx.Node]:
         """Forced random values that a generator's state, which is smaller, can stand for."""
         return {node for node in self.forced if state_nbytes(node) is not None}
 
-    def renamed(self, nodes: Mapping[fx.Node, fx.Node]) -> "Choices":
+    def copy_to(self, nodes: Mapping[fx.Node, fx.Node]) -> "PolicyDecisions":
         """The same choices for a copy of the graph, in which each node became one of `nodes`."""
         other = copy.copy(self)
         other.values = {nodes[node]: value for node, value in self.values.items()}
         other.forced = {nodes[node] for node in self.forced}
         # settled when the forward pass ran, whatever takes less at the sizes of the copy
         other.from_states = {nodes[node] for node in self.from_states}
-        other.choices = {nodes[node]: choice for node, choice in self.choices.items()}
+        other.by_value = {nodes[node]: decision for node, decision in self.by_value.items()}
         return other
 
     def residuals(self, joint: Joint) -> Residuals:
@@ -172,13 +172,13 @@ class Choices:
     def _may_keep(self, node: fx.Node) -> bool:
         if self.schedule is not None and node in self.schedule.kept:
             return True
-        choice = self.choices.get(node)  # none for a call of which only the items are values
-        return choice is not None and choice.decision in ("saved", "offloaded")
+        decision = self.by_value.get(node)  # none for a call of which only the items are values
+        return decision is not None and decision.outcome in ("saved", "offloaded")
 
     @property
     def offloads(self) -> bool:
         """Whether a value may be offloaded."""
-        return any(choice.decision == "offloaded" for choice in self.choices.values())
+        return any(decision.outcome == "offloaded" for decision in self.by_value.values())
 
     def warn_of_places(self, *, is_compiled: bool) -> bool:
         """Warn, at the user's line, of what the policy says of places and cannot be; if anything.
@@ -226,7 +226,7 @@ def _why_planned(node: fx.Node) -> str:
     )
 
 
-def _has_items(node: fx.Node) -> bool:
+def _has_several_values(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
 
 
@@ -243,7 +243,7 @@ def _values_in_branches(cond: fx.Node, module_prefix: str) -> list[Value]:
         values += [
             _value(node, names.get(node, ()), module_prefix)
             for node in body.graph.nodes
-            if node.op == "call_function" and not is_view(node) and not _has_items(node)
+            if node.op == "call_function" and not is_view(node) and not _has_several_values(node)
         ]
     return values
 

@@ -15,14 +15,14 @@ from torchremat.autodiff.joint import TraceOptions
 from torchremat.graph.nodes import inner_graphs_of, is_inexact
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.replay_rules import draws_in_forward
-from torchremat.remat.program.compiled_graph import Compiled, compile_backward
+from torchremat.remat.program.compiled_graph import CompiledGraph, compile_backward
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import (
     Program,
     cache_by_program,
     mark_kept_apart,
 )
-from torchremat.remat.program.region import MappedAxis, Mask, Region
+from torchremat.remat.program.region import Mask, Region, VmapAxis
 from torchremat.tracing.input_spec import InputSpec
 
 OutDims = tuple[int | None, ...]
@@ -74,7 +74,7 @@ def floating_outputs(program: Program) -> tuple[int, ...]:
 def batch_program(
     program: Program,
     specs: tuple[InputSpec, ...],
-    axis: MappedAxis,
+    axis: VmapAxis,
     *,
     returns_residuals: bool,
 ) -> tuple[Program, OutDims]:
@@ -140,7 +140,7 @@ class VjpProgram(Program):
         super().__init__(
             vjp_region,
             of.policy,
-            known=(*of.known, *of.residuals),
+            known_values=(*of.known_values, *of.residuals),
             missing_inputs=missing_inputs,
             compiler=of.compiler,
         )
@@ -153,9 +153,9 @@ class VjpProgram(Program):
         return tuple(g for g in self._joint.gradients if g is not None)
 
     @cached_property
-    def forward(self) -> Compiled:
+    def forward(self) -> CompiledGraph:
         """The backward pass of the program below, from all of its inputs."""
-        known = self._of.values_in(self._joint, self.known)
+        known = self._of.values_in(self._joint, self.known_values)
         inputs: list[fx.Node | None] = [*self._joint.inputs, *self._cotangents, *known]
         compiled = compile_backward(
             self._joint, inputs, self.output_nodes, self, compiler=self.compiler
@@ -171,7 +171,7 @@ class BatchedProgram(Program):
     batch.
     """
 
-    def __init__(self, of: Program, specs: tuple[InputSpec, ...], axis: MappedAxis) -> None:
+    def __init__(self, of: Program, specs: tuple[InputSpec, ...], axis: VmapAxis) -> None:
         region = of.region
         num_body = len(region.specs)
         body = BatchedBody(
@@ -185,7 +185,7 @@ class BatchedProgram(Program):
         whole = BatchedBody(
             GraphBody(of.forward.module), axis.in_dims, axis.size, axis.randomness, axis.name
         )
-        self._whole = Region.traced(
+        self._whole = Region.trace(
             whole,
             [replace(spec, requires_grad=False) for spec in specs],
             [f"input_{i}" for i in range(len(specs))],
@@ -200,8 +200,8 @@ class BatchedProgram(Program):
         return self._whole.joint.outputs
 
     @cached_property
-    def forward(self) -> Compiled:
+    def forward(self) -> CompiledGraph:
         """The forward graph of the program below, mapped."""
         joint = self._whole.joint
         module = slice_graph(joint.module, joint.inputs, joint.outputs, must_run=draws_in_forward)
-        return Compiled.of(module, "batched", compiler=self.compiler)
+        return CompiledGraph.of(module, "batched", compiler=self.compiler)

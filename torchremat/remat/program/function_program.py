@@ -9,7 +9,7 @@ from torch import fx
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
-from torchremat.autodiff.specialize import joint_at
+from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.nodes import base_of, is_forward, is_identity
 from torchremat.graph.notes import note_roles
 from torchremat.graph.ops import is_factorisation
@@ -20,12 +20,12 @@ from torchremat.policies.builtin import nothing_saveable
 from torchremat.policies.policy import Policy
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.graph_nodes import memory_of, put_out_copies
-from torchremat.remat.program.compiled_graph import Compiled, copy_inputs_among_last
+from torchremat.remat.program.compiled_graph import CompiledGraph, copy_inputs_among_last
 from torchremat.remat.program.compilers import Compiler
-from torchremat.remat.program.decisions import Choices
-from torchremat.remat.program.nested import NestedProgram, Opening, expose_inner, join_exposed
+from torchremat.remat.program.decisions import PolicyDecisions
+from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nested, rejoin_opened
 from torchremat.remat.program.program import Program
-from torchremat.remat.program.random_replay import put_out_states
+from torchremat.remat.program.random_replay import output_generator_states
 from torchremat.remat.program.region import Mask, Region
 from torchremat.remat.program.written_outputs import find_written_outputs
 
@@ -46,7 +46,7 @@ class FunctionProgram(Program):
         policy: Policy,
         *,
         module_prefix: str = "",
-        chosen: tuple[Joint, Choices] | None = None,
+        chosen: tuple[Joint, PolicyDecisions] | None = None,
         compiler: Compiler | None = None,
     ) -> None:
         super().__init__(region, policy, compiler=compiler)
@@ -59,15 +59,15 @@ class FunctionProgram(Program):
         if chosen is None:
             joint = _joint_under(policy, region, module_prefix)
             fuses = compiler is not None and compiler.fuses
-            chosen = joint, Choices(joint, policy, module_prefix, fuses=fuses)
-        self.root_joint, self.choices = chosen
-        self.schedule = self.choices.schedule
+            chosen = joint, PolicyDecisions(joint, policy, module_prefix, fuses=fuses)
+        self.root_joint, self.decisions = chosen
+        self.schedule = self.decisions.schedule
 
         inputs, mutations = self.root_joint.inputs, region.joint.mutations
         self.writes = tuple(i for i, _ in mutations)
         self.written_outputs = find_written_outputs(self.output_nodes, mutations)
         self.views = _find_views(self.output_nodes, set(region.joint.inputs))
-        found = _find_residuals(region.joint, self.root_joint, self.choices)
+        found = _find_residuals(region.joint, self.root_joint, self.decisions)
         self.recomputed = found.recomputed
         """The values of the forward pass that the backward pass recomputes."""
         read = set(found.inputs)
@@ -78,11 +78,11 @@ class FunctionProgram(Program):
         self._num_copies = len(copied)
         self.residuals = (*found.values, *(inputs[i] for i in copied))
         if compiler is None:  # a compiler neither replays generators nor offloads
-            from_states, choices = self.choices.from_states, self.choices.choices
+            from_states, by_value = self.decisions.from_states, self.decisions.by_value
             nodes = list(enumerate(self.residuals))
-            self.drawn_again = tuple(i for i, node in nodes if node in from_states)
+            self.replayed_random = tuple(i for i, node in nodes if node in from_states)
             self.offloaded = tuple(
-                i for i, node in nodes if node in choices and choices[node].decision == "offloaded"
+                i for i, node in nodes if node in by_value and by_value[node].outcome == "offloaded"
             )
 
     def specialize(self, sizes: Sizes) -> "FunctionProgram":
@@ -92,15 +92,15 @@ class FunctionProgram(Program):
             region, nodes = self.region.specialize(sizes)
             joint = region.joint
             if self.root_joint is not self.region.joint:
-                joint, nodes = joint_at(self.root_joint, sizes)
+                joint, nodes = specialize_joint(self.root_joint, sizes)
             if len(self._specialized) >= _MOST_SIZES:
                 self._specialized.clear()
-            program = self._replace(region, (joint, self.choices.renamed(nodes)))
+            program = self._replace(region, (joint, self.decisions.copy_to(nodes)))
             program.prevent_cse = self.prevent_cse
             self._specialized[key] = program
         return self._specialized[key]
 
-    def _replace(self, region: Region, chosen: tuple[Joint, Choices]) -> "FunctionProgram":
+    def _replace(self, region: Region, chosen: tuple[Joint, PolicyDecisions]) -> "FunctionProgram":
         """A program of the same kind for another form of the region, with the same decisions."""
         return type(self)(
             region,
@@ -119,8 +119,8 @@ class FunctionProgram(Program):
 
     def _warnings(self) -> Iterator[bool]:
         """Give each kind of warning, and whether there was one."""
-        yield self.choices.warn_of_unmatched()
-        yield self.choices.warn_of_places(is_compiled=self.compiler is not None)
+        yield self.decisions.warn_of_unmatched()
+        yield self.decisions.warn_of_places(is_compiled=self.compiler is not None)
 
     def joint_for(self, outputs_with_cotangent: Mask) -> Joint:
         """The root joint graph for the outputs that it was traced for, else another trace."""
@@ -133,18 +133,18 @@ class FunctionProgram(Program):
         return super().joint_for(outputs_with_cotangent)
 
     @cached_property
-    def forward(self) -> Compiled:
+    def forward(self) -> CompiledGraph:
         """The graph from inputs to outputs, new values of written inputs, and residuals."""
         return self._compile_forward(())
 
     @cached_property
-    def forward_with_states(self) -> Compiled:
+    def runtime_forward(self) -> CompiledGraph:
         """`forward` with states of generators, and copies on the host, in place of residuals."""
-        return self._compile_forward(self.drawn_again, self.offloaded)
+        return self._compile_forward(self.replayed_random, self.offloaded)
 
     def _compile_forward(
-        self, drawn_again: Sequence[int], offloaded: Sequence[int] = ()
-    ) -> Compiled:
+        self, replayed_random: Sequence[int], offloaded: Sequence[int] = ()
+    ) -> CompiledGraph:
         joint = self.root_joint
         outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
         writes = [value for _, value in joint.mutations]
@@ -156,11 +156,11 @@ class FunctionProgram(Program):
             module = scheduled_graph(
                 joint.module, joint.inputs, results, order, must_run=draws_in_forward
             )
-        join_exposed(module)
+        rejoin_opened(module)
         prune_bodies(module, must_run=draws_in_forward)
         copy_inputs_among_last(module.graph, self._num_copies)
         start = len(outputs) + len(writes)
-        put_out_states(module.graph, [start + i for i in drawn_again])
+        output_generator_states(module.graph, [start + i for i in replayed_random])
         if offloaded:
             memories = [memory_of(self.residuals[i]) for i in offloaded]
             positions = [start + i for i in offloaded]
@@ -170,7 +170,7 @@ class FunctionProgram(Program):
         roles = ["write" if i in written else "output" for i, _ in enumerate(outputs)]
         roles += ["write"] * len(writes) + ["residual"] * len(self.residuals)
         note_roles(module, roles)
-        return Compiled.of(module, "forward", self, self.compiler)
+        return CompiledGraph.of(module, "forward", self, self.compiler)
 
 
 def _joint_under(policy: Policy, region: Region, module_prefix: str) -> Joint:
@@ -179,21 +179,21 @@ def _joint_under(policy: Policy, region: Region, module_prefix: str) -> Joint:
         return region.joint_for(region.usual_outputs)
     if not policy.applies_to_nested:
         return region.joint
-    return expose_inner(
+    return open_nested(
         region.joint,
-        lambda inner, module: _opening(inner, [(policy, _join_names(module_prefix, module))]),
+        lambda inner, module: _find_split(inner, [(policy, _join_names(module_prefix, module))]),
     )
 
 
-def _opening(inner: NestedProgram, policies: Sequence[tuple[Policy, str]]) -> Opening | None:
+def _find_split(inner: NestedProgram, policies: Sequence[tuple[Policy, str]]) -> NestedSplit | None:
     """How to open `inner` for `policies`, each with the name of the module around."""
-    own = inner.choices
+    own = inner.decisions
     everyone = list(policies)
     if own.policy.applies_to_nested:
         everyone.append((own.policy, own.module_prefix))
-    joint = expose_inner(
+    joint = open_nested(
         inner.region.joint,
-        lambda within, module: _opening(
+        lambda within, module: _find_split(
             within, [(policy, _join_names(prefix, module)) for policy, prefix in everyone]
         ),
     )
@@ -201,13 +201,15 @@ def _opening(inner: NestedProgram, policies: Sequence[tuple[Policy, str]]) -> Op
     kept = {
         value
         for policy, prefix in policies
-        for value in Choices(joint, policy, prefix).residuals_for(joint, wanted).values
+        for value in PolicyDecisions(joint, policy, prefix).residuals_for(joint, wanted).values
     }
     if not kept:
         return None
     in_order = tuple(node for node in joint.module.graph.nodes if node in kept)
-    return Opening(
-        joint, in_order, Choices(joint, own.policy, own.module_prefix).residuals(joint).values
+    return NestedSplit(
+        joint,
+        in_order,
+        PolicyDecisions(joint, own.policy, own.module_prefix).residuals(joint).values,
     )
 
 
@@ -229,9 +231,9 @@ def _as_outputs(residuals: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> lis
     return [aliases.get(node, node) for node in residuals]
 
 
-def _find_residuals(joint: Joint, root_joint: Joint, choices: Choices) -> Residuals:
+def _find_residuals(joint: Joint, root_joint: Joint, decisions: PolicyDecisions) -> Residuals:
     """The values that derivatives of every order read; `joint` is the one of the region."""
-    found = choices.residuals(root_joint)
+    found = decisions.residuals(root_joint)
     if root_joint is not joint or not all(map(is_forward, found.values)):
         # a second derivative cannot use residuals from inside, nor what only the first computes:
         # it starts from the inputs
@@ -241,11 +243,11 @@ def _find_residuals(joint: Joint, root_joint: Joint, choices: Choices) -> Residu
         wanted = [n for n in joint.needed_forward_nodes() if is_factorisation(n.target)]
     if not wanted:
         return found
-    everything = Choices(joint, nothing_saveable).residuals_for(joint, wanted)
+    everything = PolicyDecisions(joint, nothing_saveable).residuals_for(joint, wanted)
     by_name = {node.name: node for node in root_joint.inputs}
     inputs = dict.fromkeys((*found.inputs, *(by_name[n.name] for n in everything.inputs)))
     values = dict.fromkeys(found.values)
-    if choices.schedule is not None and joint is not root_joint:
+    if decisions.schedule is not None and joint is not root_joint:
         # what must not run again is saved also for outputs that the plan gives no cotangent
         pairs = match_forward(joint, root_joint, everything.values, strict=False)
         values |= dict.fromkeys(pairs[v] for v in everything.values if v in pairs)

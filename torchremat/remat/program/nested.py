@@ -29,7 +29,7 @@ from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item, 
 from torchremat.graph.notes import graph_notes_of, note, notes_of
 from torchremat.graph.slicing import _eliminate_dead, _reference, slice_graph
 from torchremat.policies.replay_rules import draws_in_forward
-from torchremat.remat.program.decisions import Choices
+from torchremat.remat.program.decisions import PolicyDecisions
 from torchremat.remat.program.region import Region
 
 
@@ -38,12 +38,12 @@ class NestedProgram(Protocol):
 
     region: Region
     root_joint: Joint
-    known: tuple[fx.Node, ...]
-    choices: Choices
+    known_values: tuple[fx.Node, ...]
+    decisions: PolicyDecisions
 
 
 @dataclass(frozen=True)
-class Opening:
+class NestedSplit:
     """How to open a checkpoint inside.
 
     Of the values of its `joint` graph, in which those within it are open already, the outer policy
@@ -55,32 +55,32 @@ class Opening:
     own: tuple[fx.Node, ...]
 
 
-FindOpening = Callable[[NestedProgram, str], Opening | None]
+FindSplit = Callable[[NestedProgram, str], NestedSplit | None]
 """How to open a checkpoint inside, which a module of that name ran, if it is to be opened."""
 
 
-def expose_inner(joint: Joint, find_opening: FindOpening) -> Joint:
+def open_nested(joint: Joint, find_split: FindSplit) -> Joint:
     """`joint` with the checkpoints inside it opened, where something of them is kept."""
     openings = {
-        number: find_opening(_program(forward), notes_of(forward).module or "")
+        number: find_split(_program_of(forward), notes_of(forward).module or "")
         for number, (forward, _) in _calls(joint).items()
     }
     if not any(openings.values()):
         return joint
-    joint = _copied(joint)
+    joint = _copy(joint)
     for number, (forward, backwards) in _calls(joint).items():
-        opening = openings.get(number)
-        if opening is not None:
-            kept, own = _open_forward(forward, opening)
+        split = openings.get(number)
+        if split is not None:
+            kept, own = _open_forward(forward, split)
             for backward in backwards:
-                _open_backward(backward, forward, opening, [*own, *kept])
+                _open_backward(backward, forward, split, [*own, *kept])
     written = {value for _, value in joint.mutations}
     _eliminate_dead(joint.module.graph, lambda node: node in written or draws_in_forward(node))
     joint.module.recompile()
     return joint
 
 
-def join_exposed(forward: fx.GraphModule) -> None:
+def rejoin_opened(forward: fx.GraphModule) -> None:
     """In a forward graph, let the call that keeps values also give the outputs."""
     graph = forward.graph
     known = {notes_of(n).known_half_of: n for n in graph.nodes if not is_item(n)}
@@ -105,49 +105,49 @@ def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
         number = node.kwargs.get("call")
         if number is None or not is_checkpoint(node):
             continue
-        if is_forward(node) and _program(node).known == ():
+        if is_forward(node) and _program_of(node).known_values == ():
             found[number] = (node, [])
         elif not is_forward(node) and number in found:
             found[number][1].append(node)
-    return {n: call for n, call in found.items() if hasattr(_program(call[0]), "choices")}
+    return {n: call for n, call in found.items() if hasattr(_program_of(call[0]), "decisions")}
 
 
-def _program(node: fx.Node) -> Any:
+def _program_of(node: fx.Node) -> Any:
     return graph_notes_of(body_of(node)).program
 
 
-def _copied(joint: Joint) -> Joint:
+def _copy(joint: Joint) -> Joint:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(joint.module.graph, copies)
     graph.output(result)
     module = fx.GraphModule(joint.module, graph)
 
-    def copied(value: Any) -> Any:
+    def copy_of(value: Any) -> Any:
         return copies[value] if isinstance(value, fx.Node) else value
 
     return replace(
         joint,
         opened=True,
         module=module,
-        inputs=tuple(map(copied, joint.inputs)),
-        outputs=tuple(map(copied, joint.outputs)),
-        mutations=tuple((i, copied(value)) for i, value in joint.mutations),
-        cotangents=tuple(map(copied, joint.cotangents)),
-        gradients=tuple(map(copied, joint.gradients)),
+        inputs=tuple(map(copy_of, joint.inputs)),
+        outputs=tuple(map(copy_of, joint.outputs)),
+        mutations=tuple((i, copy_of(value)) for i, value in joint.mutations),
+        cotangents=tuple(map(copy_of, joint.cotangents)),
+        gradients=tuple(map(copy_of, joint.gradients)),
     )
 
 
-def _open_forward(forward: fx.Node, opening: Opening) -> tuple[list[fx.Node], list[fx.Node]]:
+def _open_forward(forward: fx.Node, split: NestedSplit) -> tuple[list[fx.Node], list[fx.Node]]:
     """Put the known call before `forward`, make that the staged one; what either keeps."""
-    joint = opening.joint
+    joint = split.joint
     outputs = [o for o in joint.outputs if isinstance(o, fx.Node)]
     outputs += [value for _, value in joint.mutations]
     values = forward.meta["val"][: len(outputs)]
     operands = forward.args[1:]
-    results = [*outputs, *opening.kept]
+    results = [*outputs, *split.kept]
     known = slice_graph(joint.module, joint.inputs, results, must_run=draws_in_forward)
-    staged = slice_graph(joint.module, [*joint.inputs, *opening.kept], [*outputs, *opening.own])
+    staged = slice_graph(joint.module, [*joint.inputs, *split.kept], [*outputs, *split.own])
     graph = forward.graph
     with graph.inserting_before(forward):
         call = graph.call_function(
@@ -155,13 +155,13 @@ def _open_forward(forward: fx.Node, opening: Opening) -> tuple[list[fx.Node], li
         )
         call.meta = dict(forward.meta)
         note(call, known_half_of=forward.name, num_outputs=len(outputs))
-        call.meta["val"] = (*values, *(node.meta["val"] for node in opening.kept))
-        kept = _items(call, len(outputs), opening.kept)
+        call.meta["val"] = (*values, *(node.meta["val"] for node in split.kept))
+        kept = _items(call, len(outputs), split.kept)
         forward.args = (_reference(graph, staged, forward), *operands, *kept)
     note(forward, staged_half_of=forward.name, num_outputs=len(outputs))
-    forward.meta["val"] = (*values, *(node.meta["val"] for node in opening.own))
+    forward.meta["val"] = (*values, *(node.meta["val"] for node in split.own))
     with graph.inserting_after(forward):
-        return kept, _items(forward, len(outputs), opening.own)
+        return kept, _items(forward, len(outputs), split.own)
 
 
 def _items(call: fx.Node, start: int, values: Sequence[fx.Node]) -> list[fx.Node]:
@@ -176,7 +176,7 @@ def _items(call: fx.Node, start: int, values: Sequence[fx.Node]) -> list[fx.Node
 
 
 def _open_backward(
-    backward: fx.Node, forward: fx.Node, opening: Opening, items: Sequence[fx.Node]
+    backward: fx.Node, forward: fx.Node, split: NestedSplit, items: Sequence[fx.Node]
 ) -> None:
     """Let `backward` read what the two forward calls keep, `items`, in place of what it read."""
     body = body_of(backward)
@@ -184,14 +184,14 @@ def _open_backward(
     program: NestedProgram = notes.program
     assert notes.cut is not None
     joint, _, wanted = notes.cut
-    values = [*opening.own, *opening.kept]
+    values = [*split.own, *split.kept]
     if joint is program.root_joint:
-        gradients = dict(zip(joint.gradients, opening.joint.gradients, strict=True))
+        gradients = dict(zip(joint.gradients, split.joint.gradients, strict=True))
         wanted = [gradients[node] if isinstance(node, fx.Node) else node for node in wanted]
-        joint = opening.joint
+        joint = split.joint
         known = dict(zip(values, items, strict=True))
     else:  # some outputs have no cotangent: the graph of another trace
-        pairs = match_forward(opening.joint, joint, values, strict=False)
+        pairs = match_forward(split.joint, joint, values, strict=False)
         known = {pairs[v]: item for v, item in zip(values, items, strict=True) if v in pairs}
     cotangents = [ct for ct in joint.cotangents if ct is not None]
     given = backward.args[len(backward.args) - len(cotangents) :]

@@ -26,7 +26,7 @@ from torchremat.graph.notes import graph_notes_of, note
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.policies.policy import Policy
 from torchremat.remat.offload.graph_nodes import memory_of
-from torchremat.remat.program.compiled_graph import Compiled, Given, compile_backward
+from torchremat.remat.program.compiled_graph import BackwardInputs, CompiledGraph, compile_backward
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.region import Mask, Region
 from torchremat.remat.program.written_outputs import WrittenOutput
@@ -50,7 +50,7 @@ class Program(ABC):
     """Positions of the tensor outputs in whose memory an input, or another output, lies."""
     schedule: GraphSchedule | None = None
     """The order of both passes, if a policy that decides on all values at once gives one."""
-    drawn_again: tuple[int, ...] = ()
+    replayed_random: tuple[int, ...] = ()
     """Positions of random residuals: outside traces the generator's state is saved instead."""
     offloaded: tuple[int, ...] = ()
     """Positions of residuals in the host's memory: outside traces, in eager mode."""
@@ -62,15 +62,15 @@ class Program(ABC):
         region: Region,
         policy: Policy,
         *,
-        known: tuple[fx.Node, ...] = (),
+        known_values: tuple[fx.Node, ...] = (),
         missing_inputs: frozenset[int] = frozenset(),
         compiler: Compiler | None = None,
     ) -> None:
         self.region = region
         self.policy = policy
-        self.known = known
+        self.known_values = known_values
         """Values of the forward pass that are inputs."""
-        self.num_inputs = len(region.specs) + len(known)
+        self.num_inputs = len(region.specs) + len(known_values)
         self.missing_inputs = missing_inputs
         """Inputs without a value: only their place in autograd's graph is passed."""
         self.prevent_cse = (True,) * len(region.specs)
@@ -81,7 +81,7 @@ class Program(ABC):
         """Those of `offloaded` that the backward graph compiled last fetches when it starts."""
         self.derived: dict[Any, Any] = {}
         """What functions under `cache_by_program` have made of the program."""
-        self._backwards: dict[tuple[Mask, Mask, bool], Compiled] = {}
+        self._backwards: dict[tuple[Mask, Mask, bool], CompiledGraph] = {}
 
     @cached_property
     def output_nodes(self) -> tuple[Any, ...]:
@@ -118,12 +118,12 @@ class Program(ABC):
 
     @cached_property
     @abstractmethod
-    def forward(self) -> Compiled:
+    def forward(self) -> CompiledGraph:
         """The graph from inputs to outputs, new values of written inputs, and residuals."""
 
     @property
-    def forward_with_states(self) -> Compiled:
-        """`forward` as it runs outside traces, where values are `drawn_again` or `offloaded`."""
+    def runtime_forward(self) -> CompiledGraph:
+        """`forward` outside traces, where values are `replayed_random` or `offloaded`."""
         return self.forward
 
     @cached_property
@@ -137,10 +137,10 @@ class Program(ABC):
         inputs_needing_grad: Mask,
         *,
         with_states: bool = False,
-    ) -> Compiled:
+    ) -> CompiledGraph:
         """The graph from saved inputs, residuals and cotangents to gradients.
 
-        `with_states`: some residuals are states or on the host, as `forward_with_states` has them.
+        `with_states`: some residuals are states or on the host, as `runtime_forward` has them.
         """
         key = (outputs_with_cotangent, inputs_needing_grad, with_states)
         if key not in self._backwards:
@@ -149,10 +149,10 @@ class Program(ABC):
 
     def _compile_backward(
         self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool
-    ) -> Compiled:
+    ) -> CompiledGraph:
         joint = self.joint_for(outputs_with_cotangent)
-        num_known = len(self.known)
-        values = self.values_in(joint, (*self.known, *self.residuals))
+        num_known = len(self.known_values)
+        values = self.values_in(joint, (*self.known_values, *self.residuals))
         inputs = [*joint.inputs, *values[:num_known]]
         saved = [inputs[i] for i in self.saved_inputs]
         residuals = values[num_known:]
@@ -164,7 +164,7 @@ class Program(ABC):
         draws, copies = {}, {}
         if with_states:
             start = len(saved)
-            draws = {start + i: self.residuals[i] for i in self.drawn_again}
+            draws = {start + i: self.residuals[i] for i in self.replayed_random}
             copies = {start + i: memory_of(self.residuals[i]) for i in self.offloaded}
         roles = (
             *["input"] * len(saved),
@@ -176,7 +176,7 @@ class Program(ABC):
             [*saved, *residuals, *cotangents],
             [*gradients, *[None] * num_known],
             self,
-            given=Given(roles, draws, copies),
+            form=BackwardInputs(roles, draws, copies),
             schedule=self.schedule if joint is self.root_joint else None,
             compiler=self.compiler,
         )
@@ -211,13 +211,13 @@ def cache_by_program(rule: Rule) -> Rule:
     """Let `rule(program, *arguments)` run once for each program and its arguments."""
 
     @functools.wraps(rule)
-    def cached(program: Program, *args: Any, **options: Any) -> Any:
+    def lookup(program: Program, *args: Any, **options: Any) -> Any:
         key = (rule, args, *options.items())
         if key not in program.derived:
             program.derived[key] = rule(program, *args, **options)
         return program.derived[key]
 
-    return cast(Rule, cached)
+    return cast(Rule, lookup)
 
 
 def mark_kept_apart(module: fx.GraphModule, flags: Iterable[bool]) -> None:

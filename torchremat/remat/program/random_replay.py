@@ -1,7 +1,7 @@
 """Random numbers drawn again: kept is the state of the generator, not the numbers.
 
     forward     s = generator_state(g);  mask = bernoulli(x, 0.9);  y = mul(x, mask)     -> y, s
-    backward    mask = drawn_again(s, bernoulli, like x, 0.9);  dx = mul(dy, mask)      -> dx
+    backward    mask = replay_random(s, bernoulli, like x, 0.9);  dx = mul(dy, mask)      -> dx
 
 A generator's state has 5,056 bytes on the CPU and 16 on a GPU, a dropout mask as many as what it
 masks. Numbers are drawn again from a generator of our own, so that nobody's stream is disturbed.
@@ -66,7 +66,7 @@ def with_generator(op: _torch.OpOverload) -> _torch.OpOverload | None:
 # --- in graphs -----------------------------------------------------------------------------------
 
 
-def put_out_states(graph: fx.Graph, positions: Sequence[int]) -> None:
+def output_generator_states(graph: fx.Graph, positions: Sequence[int]) -> None:
     """Let the outputs at `positions`, random values, be the states that they are drawn from."""
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
@@ -80,7 +80,7 @@ def put_out_states(graph: fx.Graph, positions: Sequence[int]) -> None:
     output.args = (tuple(results),)
 
 
-def draw_from_states(
+def replay_from_states(
     graph: fx.Graph, draws: Sequence[fx.Node], placeholders: Sequence[fx.Node]
 ) -> None:
     """Let `placeholders`, which stood for the values of `draws`, be states they are drawn from."""
@@ -90,7 +90,7 @@ def draw_from_states(
             continue
         first = next(node for node in graph.nodes if node in state.users)
         with graph.inserting_before(first):
-            again = graph.call_function(drawn_again, (state, *_call_again(graph, draw)))
+            again = graph.call_function(replay_random, (state, *_call_again(graph, draw)))
         again.meta = dict(draw.meta)
         for user in users:
             user.replace_input_with(state, again)
@@ -98,12 +98,12 @@ def draw_from_states(
 
 def draws_again(node: fx.Node) -> bool:
     """Whether `node` draws from a state that was kept, or makes the tensor that is filled so."""
-    nodes = [node] if node.target is drawn_again else list(node.users)
-    return bool(nodes) and all(n.target is drawn_again for n in nodes)
+    nodes = [node] if node.target is replay_random else list(node.users)
+    return bool(nodes) and all(n.target is replay_random for n in nodes)
 
 
 def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
-    """What `drawn_again` is told: the operator, its arguments, and those given by name."""
+    """What `replay_random` is told: the operator, its arguments, and those given by name."""
     assert isinstance(draw.target, _torch.OpOverload)
 
     def like(node: fx.Node) -> fx.Node:
@@ -153,7 +153,7 @@ def draw_now(draw: fx.Node, state: Tensor) -> Tensor:
     kwargs = {k: v for k, v in draw.kwargs.items() if k != "generator"}
     again = with_generator(op)
     assert again is not None
-    return drawn_again(state, again, draw.meta["val"].device, args, kwargs)
+    return replay_random(state, again, draw.meta["val"].device, args, kwargs)
 
 
 class _Scratch(threading.local):
@@ -174,7 +174,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def drawn_again(
+def replay_random(
     state: Tensor,
     op: Callable[..., Tensor],
     device: torch.device,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torchremat.graph.nodes import ancestors, results_of
 from torchremat.graph.slicing import slice_graph
-from torchremat.remat.program.compiled_graph import Compiled
+from torchremat.remat.program.compiled_graph import CompiledGraph
 from torchremat.remat.program.program import Program, cache_by_program
 from torchremat.remat.program.region import Mask
 
@@ -17,8 +17,8 @@ class SplitBackward:
     Each returns the gradients of the whole, `None` for those of the other part.
     """
 
-    first: Compiled
-    second: Compiled
+    first: CompiledGraph
+    second: CompiledGraph
     num_carried: int
 
 
@@ -49,7 +49,11 @@ def split_backward(
     )
     carried += [g for g in late if g in done and g not in carried and g.op != "placeholder"]
     return SplitBackward(
-        Compiled.of(slice_graph(module, inputs, [*early, *carried]), "backward_first", program),
-        Compiled.of(slice_graph(module, [*carried, *inputs], late), "backward_second", program),
+        CompiledGraph.of(
+            slice_graph(module, inputs, [*early, *carried]), "backward_first", program
+        ),
+        CompiledGraph.of(
+            slice_graph(module, [*carried, *inputs], late), "backward_second", program
+        ),
         len(carried),
     )

@@ -78,7 +78,7 @@ def trace_function(
     traced_specs = specs if dynamic is None else dynamic.specs
     try:
         with nullcontext() if questions is None else questions.first():
-            region = Region.traced(body, traced_specs, names, paths, options, dynamic)
+            region = Region.trace(body, traced_specs, names, paths, options, dynamic)
     except RuntimeError as error:
         if not re.match(_NO_DEVICE, str(error)):
             raise

@@ -60,7 +60,7 @@ def log_residuals(
     values = []
     for i, node in enumerate(program.residuals):
         value = scope.value_of(node)
-        place = program.choices.choices[node].place if i in program.offloaded else ""
+        place = program.decisions.by_value[node].place if i in program.offloaded else ""
         if value.is_input:  # one that is written to: a copy is kept
             text = f"a copy of the {known[scope.inputs.index(value.node)]}"
         else:

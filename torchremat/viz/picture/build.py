@@ -16,11 +16,11 @@ from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.plan import Plan
 from torchremat.planning.step.traced_step import graphs_of, region_of
 from torchremat.policies.builtin import plain_autograd
-from torchremat.remat.program.decisions import Choice
+from torchremat.remat.program.decisions import Decision
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tracing.input_labels import InputLabel, labels_of_state
 from torchremat.remat.values.scope import Scope, ScopedValue
-from torchremat.report.explain import ExplainedCall, RanPrograms, choice_inside
+from torchremat.report.explain import ExplainedCall, RanPrograms, decision_inside
 from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
 from torchremat.typed_graph.typed_graph import TypedGraph
@@ -134,14 +134,14 @@ def _share(plan: Plan) -> str:
 def _reasons_of(forward: fx.GraphModule) -> dict[str, str]:
     """Why a program keeps or computes again, by the names of nodes."""
     program = graph_notes_of(forward).program
-    choices = getattr(program, "choices", None)
-    if choices is None:
+    decisions = getattr(program, "decisions", None)
+    if decisions is None:
         return {}
-    policy = str(choices.policy)
+    policy = str(decisions.policy)
     said = "the plan" if " object at 0x" in policy else policy
-    if choices.policy is plain_autograd:
+    if decisions.policy is plain_autograd:
         said = "no checkpoint decides"
-    return {n.name: c.reason.replace(policy, said) for n, c in choices.choices.items()}
+    return {n.name: c.reason.replace(policy, said) for n, c in decisions.by_value.items()}
 
 
 def _inputs_of(program: FunctionProgram | None) -> tuple[str, ...]:
@@ -193,7 +193,7 @@ def _draw(
     kept = _find_saved_inside(program, forward)
     told = ProgramNotes(
         _decisions_of(program),
-        _reasons_of(forward) | {name: choice.reason for name, (_, choice) in kept.items()},
+        _reasons_of(forward) | {name: decision.reason for name, (_, decision) in kept.items()},
         _labels_of(program),
         timeline,
         cost_model,
@@ -205,15 +205,15 @@ def _draw(
 
 def _find_saved_inside(
     program: FunctionProgram, forward: fx.GraphModule
-) -> dict[str, tuple[ScopedValue, Choice]]:
+) -> dict[str, tuple[ScopedValue, Decision]]:
     """What checkpoints inside keep, by the names of nodes: what computes it, and why it is kept."""
     scope = Scope.of_program(program, "")
-    choices = {node: choice_inside(node) for node in forward.graph.nodes}
+    decisions = {node: decision_inside(node) for node in forward.graph.nodes}
     there = {node.name: node for node in scope.nodes}
     return {
-        node.name: (scope.value_of(there[node.name]), choice)
-        for node, choice in choices.items()
-        if choice is not None
+        node.name: (scope.value_of(there[node.name]), decision)
+        for node, decision in decisions.items()
+        if decision is not None
     }
 
 
@@ -230,10 +230,10 @@ def _programs_of(report: Report) -> Sequence[tuple[str, FunctionProgram]]:
 
 def _decisions_of(program: FunctionProgram) -> dict[str, str]:
     """What becomes of the values of the forward pass that the backward pass needs."""
-    choices = program.choices.choices
+    decisions = program.decisions.by_value
     kept = {base_of(node) for node in program.residuals}
     found: dict[str, str] = {
-        node.name: choices[node].decision if node in choices else "saved"
+        node.name: decisions[node].outcome if node in decisions else "saved"
         for node in kept
         if node.op != "placeholder"
     }

@@ -9,11 +9,11 @@ from torch import fx
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
-from torchremat.autodiff.specialize import joint_at
+from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.nodes import base_of, is_forward, is_identity
 from torchremat.graph.notes import note_roles
 from torchremat.graph.ops import is_factorisation
-from torchremat.graph.schedule import scheduled_graph
+from torchremat.graph.schedule import build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.builtin import nothing_saveable
@@ -92,7 +92,7 @@ class FunctionProgram(Program):
             region, nodes = self.region.specialize(sizes)
             joint = region.joint
             if self.root_joint is not self.region.joint:
-                joint, nodes = joint_at(self.root_joint, sizes)
+                joint, nodes = specialize_joint(self.root_joint, sizes)
             if len(self._specialized) >= _MOST_SIZES:
                 self._specialized.clear()
             program = self._replace(region, (joint, self.choices.renamed(nodes)))
@@ -150,14 +150,14 @@ class FunctionProgram(Program):
         writes = [value for _, value in joint.mutations]
         results = [*outputs, *writes, *_as_outputs(self.residuals, outputs)]
         if self.schedule is None:
-            module = slice_graph(joint.module, joint.inputs, results, must_run=draws_in_forward)
+            module = slice_graph(joint.module, joint.inputs, results, always_run=draws_in_forward)
         else:
             order = self.schedule.forward
-            module = scheduled_graph(
-                joint.module, joint.inputs, results, order, must_run=draws_in_forward
+            module = build_scheduled_graph(
+                joint.module, joint.inputs, results, order, always_run=draws_in_forward
             )
         join_exposed(module)
-        prune_bodies(module, must_run=draws_in_forward)
+        prune_bodies(module, always_run=draws_in_forward)
         copy_inputs_among_last(module.graph, self._num_copies)
         start = len(outputs) + len(writes)
         put_out_states(module.graph, [start + i for i in drawn_again])
@@ -238,7 +238,7 @@ def _find_residuals(joint: Joint, root_joint: Joint, choices: Choices) -> Residu
         wanted = [g for g in joint.gradients if g is not None]
     else:
         # nor does the first derivative of a factorisation read all that its second does
-        wanted = [n for n in joint.needed_forward_nodes() if is_factorisation(n.target)]
+        wanted = [n for n in joint.find_live_forward_nodes() if is_factorisation(n.target)]
     if not wanted:
         return found
     everything = Choices(joint, nothing_saveable).residuals_for(joint, wanted)

@@ -9,7 +9,7 @@ from torch import fx
 from torchremat.autodiff.bodies import Body
 from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.autodiff.matching import match_forward
-from torchremat.autodiff.specialize import joint_at
+from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.tracing.axes.named_axes import AxisName
 from torchremat.tracing.dynamic_inputs import DynamicInputs, spec_at
@@ -105,7 +105,7 @@ class Region:
         if first is None and self.forward_of is not None:
             first = self.forward_of.joint
         if first is not None:  # raises if the function now computes something else
-            match_forward(first, joint, first.needed_forward_nodes())
+            match_forward(first, joint, first.find_live_forward_nodes())
         return joint
 
     def holds(self, sizes: Sizes) -> bool:
@@ -114,7 +114,7 @@ class Region:
 
     def specialize(self, sizes: Sizes) -> tuple["Region", Mapping[fx.Node, fx.Node]]:
         """The region with numbers for symbols, and for each node of the joint graph its copy."""
-        joint, nodes = joint_at(self.joint, sizes)
+        joint, nodes = specialize_joint(self.joint, sizes)
         specs = tuple(spec_at(spec, sizes) for spec in self.specs)
         return Region(self.body, specs, self.names, self.paths, self.options, joint=joint), nodes
 

@@ -53,7 +53,7 @@ class Joint:
         """The operators of the function itself, in program order."""
         return [node for node in self.module.graph.nodes if is_forward(node)]
 
-    def needed_forward_nodes(self) -> list[fx.Node]:
+    def find_live_forward_nodes(self) -> list[fx.Node]:
         """Those that outputs, writes or gradients depend on."""
         written = [value for _, value in self.mutations]
         roots = [*self.outputs, *written, *self.gradients]

@@ -26,7 +26,7 @@ def match_forward(
     something else.
     """
     numbers: dict[Any, int] = {}
-    ours, theirs = _numbered(of, numbers), _numbered(into, numbers)
+    ours, theirs = _number_nodes(of, numbers), _number_nodes(into, numbers)
     by_number: dict[int, fx.Node] = {}
     for node, number in theirs.items():
         by_number.setdefault(number, node)  # an alias comes after what it stands for
@@ -74,7 +74,7 @@ def _what(node: fx.Node) -> Any:
     return str(node.target)
 
 
-def _numbered(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
+def _number_nodes(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
     """Number the inputs and forward operators so that equal ones have equal numbers."""
     found: dict[fx.Node, int] = {}
     repeats: dict[Any, int] = {}

@@ -20,7 +20,7 @@ from torch import fx
 
 from torchremat.graph.nodes import is_view
 
-MayKeep = Callable[[fx.Node], bool]
+MaySave = Callable[[fx.Node], bool]
 """Whether the value of a known operator may be kept."""
 
 
@@ -38,11 +38,11 @@ class Residuals:
 
 
 def find_residuals(
-    wanted: Iterable[fx.Node], is_known: Callable[[fx.Node], bool], may_keep: MayKeep
+    wanted: Iterable[fx.Node], is_known: Callable[[fx.Node], bool], may_save: MaySave
 ) -> Residuals:
     """What must be handed on to compute `wanted`, walking back from it.
 
-    A view is never kept for its own sake: its base is. `may_keep` is asked only about values that
+    A view is never kept for its own sake: its base is. `may_save` is asked only about values that
     an operator computes.
     """
     kept: set[fx.Node] = set()
@@ -60,7 +60,7 @@ def find_residuals(
                 inputs.add(node)
                 continue
             if node.op == "call_function":
-                if not is_view(node) and may_keep(node):
+                if not is_view(node) and may_save(node):
                     kept.add(node)
                     continue
                 recomputed.add(node)

@@ -17,17 +17,17 @@ def specialize_joint(joint: Joint, sizes: Sizes) -> tuple[Joint, Mapping[fx.Node
     """`joint` with numbers for symbols, and the node that each node of it became."""
     module, nodes = _Specializer(sizes).module(joint.module)
 
-    def renamed(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+    def translate(entries: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(nodes[e] if isinstance(e, fx.Node) else e for e in entries)
 
     return (
         Joint(
             module,
-            renamed(joint.inputs),
-            renamed(joint.outputs),
+            translate(joint.inputs),
+            translate(joint.outputs),
             tuple((i, nodes[value]) for i, value in joint.mutations),
-            renamed(joint.cotangents),
-            renamed(joint.gradients),
+            translate(joint.cotangents),
+            translate(joint.gradients),
             joint.opened,
         ),
         nodes,

@@ -31,7 +31,7 @@ from torchremat.graph.notes import notes_of
 from torchremat.tracing.tracing import Tracing
 from torchremat.typed_graph.building import build_graph
 from torchremat.typed_graph.dce import check_mask, eliminate_dead
-from torchremat.typed_graph.dependence import depending_on, read_by
+from torchremat.typed_graph.dependence import find_dependents, read_by
 from torchremat.typed_graph.printing import format_graph
 from torchremat.typed_graph.typed_graph import TypedGraph
 
@@ -127,14 +127,14 @@ class _Transposition:
         """Raise if the graph is not linear."""
         self._check_differentiability(body)
         graph = traced.module.graph
-        varying = depending_on(linear, graph)
+        varying = find_dependents(linear, graph)
         backward = [n for n in graph.nodes if notes_of(n).phase == "backward"]
         wanted = {value for value in traced.outputs if isinstance(value, fx.Node)}
         for node in backward:
             for used in read_by(node):
                 if used in varying:
                     self._fail(node, f"its derivative, {node.target}, reads a value of it")
-        flowing = depending_on(cotangents, graph)
+        flowing = find_dependents(cotangents, graph)
         for group in body.groups(graph):
             inside = set(group.nodes)
             for node in group.nodes:
@@ -145,7 +145,7 @@ class _Transposition:
 
     def _check_differentiability(self, body: "_TransposeBody") -> None:
         """Raise where autograd stops though the value depends on a linear input."""
-        varying = depending_on(self.linear, self.g.graph_module.graph)
+        varying = find_dependents(self.linear, self.g.graph_module.graph)
         for node, requires_grad in body.recorded:
             if node in varying and not requires_grad and is_inexact(node):
                 self._fail(node, "nothing is differentiated through it")
@@ -156,7 +156,7 @@ class _Transposition:
     def _fail(self, node: fx.Node, reason: str) -> NoReturn:
         """Raise at `node`, an operator of the graph or of its derivative."""
         source = notes_of(node).source
-        varying = depending_on(self.linear, self.g.graph_module.graph)
+        varying = find_dependents(self.linear, self.g.graph_module.graph)
         here = [n for n in varying if n.op == "call_function" and notes_of(n).source == source]
         mark = node if node in varying else (here[0] if here else None)
         text = format_graph(self.g.graph_module, num_consts=len(self.g.consts), mark=mark)
@@ -196,12 +196,12 @@ class _TransposeBody(Body):
         inexact = [o for o in outputs if o.dtype.is_floating_point or o.dtype.is_complex]
         wrt = [primals[i] for i in self.wrt]
         tracing.phase = "backward"
-        found = gradients(inexact, wrt, _conjugated(cotangents), create_graph=False)
+        found = gradients(inexact, wrt, _conjugate(cotangents), create_graph=False)
         results = [
             torch.zeros_like(primal) if gradient is None else gradient
             for gradient, primal in zip(found, wrt, strict=True)
         ]
-        results = _conjugated(results)
+        results = _conjugate(results)
         tracing.phase, tracing.notes = "forward", None
         return results
 
@@ -240,7 +240,7 @@ class _TransposeBody(Body):
             yield current
 
 
-def _conjugated(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _conjugate(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Autograd's vector-Jacobian product conjugates; conjugated before and after, it does not."""
     return [t.conj().resolve_conj() if t.dtype.is_complex else t for t in tensors]
 

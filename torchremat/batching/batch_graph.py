@@ -15,7 +15,7 @@ from torchremat.tracing.axes.named_axes import AxisName
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import Tracing
 from torchremat.typed_graph.building import build_graph
-from torchremat.typed_graph.dce import copied, set_outputs
+from torchremat.typed_graph.dce import copy_graph, set_outputs
 from torchremat.typed_graph.typed_graph import TypedGraph
 
 Axes = int | None | Sequence[int | None]
@@ -92,7 +92,7 @@ def _with_shared_empties(g: TypedGraph) -> TypedGraph:
 
     A dropout draws into `empty_like(x)`: PyTorch draws the same for all only if that is unmapped.
     """
-    module, copies = copied(g)
+    module, copies = copy_graph(g)
     set_outputs(module.graph, [copies.get(value, value) for value in g.outputs])
     for node in module.graph.nodes:
         if node.target in _EMPTIES:

@@ -15,7 +15,7 @@ def human_seconds(seconds: float) -> str:
     return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
 
 
-def _percent(part: float, whole: float) -> str:
+def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
@@ -52,13 +52,13 @@ def table(
     if not rows:
         return []
     columns = [list(column) for column in zip(*rows, strict=True)]
-    columns, places = _without_empty(columns)
+    columns, places = _drop_empty_columns(columns)
     widths = [max(map(len, column)) for column in columns]
     while sum(widths) + 2 * len(widths) > WIDTH:
         widths[widths.index(max(widths))] -= 1
     lines = []
     for cells in zip(*columns, strict=True):
-        texts = [_shortened(cell, width) for cell, width in zip(cells, widths, strict=True)]
+        texts = [shorten(cell, width) for cell, width in zip(cells, widths, strict=True)]
         texts = [
             text.rjust(width) if place in numeric else text.ljust(width)
             for text, width, place in zip(texts, widths, places, strict=True)
@@ -67,15 +67,15 @@ def table(
     return lines
 
 
-def _without_empty(columns: list[list[str]]) -> tuple[list[list[str]], list[int]]:
+def _drop_empty_columns(columns: list[list[str]]) -> tuple[list[list[str]], list[int]]:
     kept = [i for i, column in enumerate(columns) if any(column)]
     return [columns[i] for i in kept], kept
 
 
-def _shortened(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     """`text` in `width` columns, its middle left out if it is longer.
 
-    >>> _shortened("layers.0.attention.query", 11)
+    >>> shorten("layers.0.attention.query", 11)
     'layer…query'
     """
     if len(text) <= width:

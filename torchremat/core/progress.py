@@ -12,12 +12,12 @@ AFTER_SECONDS = 1.0
 
 
 @contextmanager
-def shown_progress(title: str) -> Iterator[Callable[[float], None]]:
+def show_progress(title: str) -> Iterator[Callable[[float], None]]:
     """A function to tell what fraction of the work is done; it shows a bar after a second.
 
     Nothing is shown where standard error is no terminal.
 
-    >>> with shown_progress("planning") as tell:
+    >>> with show_progress("planning") as tell:
     ...     tell(0.5)
     """
     bar = _Bar(title)

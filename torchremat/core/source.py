@@ -98,12 +98,12 @@ def warn_user(message: str, category: type[Warning]) -> None:
 _STDLIB_FOLDER = os.path.dirname(os.__file__) + os.sep
 
 
-def _is_users(file: str) -> bool:
+def is_user_written(file: str) -> bool:
     """Whether `file` is neither torch's, nor this package's, nor Python's own."""
     return is_user_file(file) and (not file.startswith(_STDLIB_FOLDER) or "site-packages" in file)
 
 
-def line_that_makes(changed: Callable[[], bool], run: Callable[[], Any]) -> Source | None:
+def first_line_where(changed: Callable[[], bool], run: Callable[[], Any]) -> Source | None:
     """Run `run` line by line; the first line of the user's after which `changed()` is true.
 
     An error that `run` raises ends the search. Slow: for telling of an error.
@@ -112,7 +112,7 @@ def line_that_makes(changed: Callable[[], bool], run: Callable[[], Any]) -> Sour
     >>> def fill():
     ...     x = 1
     ...     values.append(x)
-    >>> line_that_makes(lambda: bool(values), fill).function
+    >>> first_line_where(lambda: bool(values), fill).function
     'fill'
     """
     last: Source | None = None
@@ -123,7 +123,7 @@ def line_that_makes(changed: Callable[[], bool], run: Callable[[], Any]) -> Sour
         if found is None and changed():
             found = last
         code = frame.f_code
-        if found is not None or not _is_users(code.co_filename):
+        if found is not None or not is_user_written(code.co_filename):
             return None
         if event != "return":
             last = Source(code.co_filename, frame.f_lineno, code.co_name)
@@ -140,7 +140,7 @@ def line_that_makes(changed: Callable[[], bool], run: Callable[[], Any]) -> Sour
     return found or (last if changed() else None)
 
 
-def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
+def unwrap_function(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind partials, checkpoints and other wrappers that say what they wrap."""
     while True:
         if isinstance(fun, functools.partial):
@@ -157,6 +157,6 @@ def name_of(fun: Callable[..., Any]) -> str:
     >>> name_of(functools.partial(name_of))
     'name_of'
     """
-    fun = unwrapped(fun)
+    fun = unwrap_function(fun)
     attribute = "__name__" if inspect.isbuiltin(fun) else "__qualname__"
     return getattr(fun, attribute, None) or type(fun).__name__

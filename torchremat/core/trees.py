@@ -42,7 +42,7 @@ class Structure:
         """The structure of `tree`, with holes where `is_value`."""
         return cls(_torch.tree_map(lambda leaf: HOLE if is_value(leaf) else leaf, tree))
 
-    def frozen(self) -> "Structure":
+    def freeze_statics(self) -> "Structure":
         """The structure with copies of the static arguments, which nobody else can change."""
         return Structure(
             _torch.tree_map(lambda x: x.frozen() if isinstance(x, WrapHashably) else x, self.tree)

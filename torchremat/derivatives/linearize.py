@@ -24,7 +24,7 @@ from torchremat.derivatives.rule_arguments import leaves_up_to, name_of, outline
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError, GraphError
 from torchremat.remat.op.make_graph import trace_graph
 from torchremat.remat.op.partial_eval_graph import partial_eval_graph
-from torchremat.typed_graph.dce import copied, eliminate_dead, set_outputs
+from torchremat.typed_graph.dce import copy_graph, eliminate_dead, set_outputs
 from torchremat.typed_graph.typed_graph import TypedGraph, eval_graph
 
 aten = torch.ops.aten
@@ -117,7 +117,7 @@ def _tidy(g: TypedGraph) -> TypedGraph:
 
     t' = expand(t);  t" = _to_copy(t')      t" is t
     """
-    module, copies = copied(g)
+    module, copies = copy_graph(g)
     outputs = [copies.get(value, value) for value in g.outputs]
     for node in module.graph.nodes:
         source = node.args[0] if node.args else None

@@ -50,10 +50,10 @@ def compile_graph(module: fx.GraphModule, name: str = "graph") -> Runner:
     >>> run(inputs), inputs
     ((tensor([2., 2.]),), [])
     """
-    return _Writer(module, name).compile()
+    return _CodeWriter(module, name).compile()
 
 
-class _Writer:
+class _CodeWriter:
     def __init__(self, module: fx.GraphModule, name: str) -> None:
         self.module = module
         self.name = name

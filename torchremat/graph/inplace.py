@@ -25,12 +25,16 @@ def is_mutable(node: fx.Node) -> bool:
     return target._schema.is_mutable
 
 
-def replace_lone_writes(graph: fx.Graph) -> None:
+def functionalize_unaliased_writes(graph: fx.Graph) -> None:
     """Replace the writes of `graph` to tensors without views, where a new tensor is the same."""
     for node in list(graph.nodes):
         if is_mutable(node):
             functional = _functional_form(node)
-            if functional is not None and _is_lone(node) and _gives_the_same(node, functional):
+            if (
+                functional is not None
+                and _is_unaliased(node)
+                and _has_same_layout(node, functional)
+            ):
                 _replace(node, functional)
 
 
@@ -61,7 +65,7 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _is_lone(node: fx.Node) -> bool:
+def _is_unaliased(node: fx.Node) -> bool:
     """Whether nothing but the first argument of `node` lies in the memory that it writes to."""
     target = node.args[0]
     if not isinstance(target, fx.Node) or target.op != "call_function":
@@ -71,7 +75,7 @@ def _is_lone(node: fx.Node) -> bool:
     return not any(is_view(user) for user in target.users)
 
 
-def _gives_the_same(node: fx.Node, functional: Any) -> bool:
+def _has_same_layout(node: fx.Node, functional: Any) -> bool:
     """Whether the new tensor is as the one that is written to: dtype, shape, strides."""
     written: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
     if functional is aten.bernoulli.p and not written.is_contiguous():

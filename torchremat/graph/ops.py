@@ -335,7 +335,7 @@ def join_arguments(
     for argument in schema_arguments(op):
         value = argument.default_value
         if argument.name in params:
-            value = _listed(left, params[argument.name])
+            value = _consume_avals(left, params[argument.name])
         elif str(argument.type) in ("Tensor", "Optional[Tensor]"):
             value = next(left, value)
         is_default = argument.has_default_value() and _same(value, argument.default_value)
@@ -357,11 +357,13 @@ def _join_without_schema(
     args: list[Any] = []
     while positional:
         name = f"arg{len(args)}"
-        args.append(_listed(left, positional.pop(name)) if name in positional else next(left))
+        args.append(
+            _consume_avals(left, positional.pop(name)) if name in positional else next(left)
+        )
     return (*args, *left), kwargs
 
 
-def _listed(left: Iterator[Aval], value: Any) -> Any:
+def _consume_avals(left: Iterator[Aval], value: Any) -> Any:
     """`value`, with the avals that it lists taken from those that are left."""
     for _ in _avals_in(value):
         next(left)

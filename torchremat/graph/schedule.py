@@ -51,22 +51,22 @@ def read_from_before(order: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> set
     return needed
 
 
-def scheduled_graph(
+def build_scheduled_graph(
     module: fx.GraphModule,
     inputs: Sequence[fx.Node | None],
     outputs: Sequence[Any],
     order: Sequence[fx.Node],
     *,
-    must_run: Callable[[fx.Node], bool] | None = None,
+    always_run: Callable[[fx.Node], bool] | None = None,
 ) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs` by running the calls `order` of `module`.
 
-    Each runs as often as it is in `order`; what nothing reads does not run, unless `must_run`
+    Each runs as often as it is in `order`; what nothing reads does not run, unless `always_run`
     answers true. Raises `UnavailableError` for a value that is read before it is there.
     """
     wanted = [node for node in outputs if isinstance(node, fx.Node)]
-    running = _needed_runs(wanted, order, must_run or (lambda node: False))
-    builder = Replayed(inputs)
+    running = _find_needed_runs(wanted, order, always_run or (lambda node: False))
+    builder = ReplayBuilder(inputs)
     for call, runs in zip(order, running, strict=True):
         if runs:
             builder.run(call)
@@ -75,14 +75,14 @@ def scheduled_graph(
     return fx.GraphModule(module, builder.graph)
 
 
-def _needed_runs(
-    wanted: Sequence[fx.Node], order: Sequence[fx.Node], must_run: Callable[[fx.Node], bool]
+def _find_needed_runs(
+    wanted: Sequence[fx.Node], order: Sequence[fx.Node], always_run: Callable[[fx.Node], bool]
 ) -> list[bool]:
     """Which of the runs in `order` something reads afterwards."""
     needed = {call_of(base_of(node)) for node in wanted}
     running = []
     for call in reversed(order):
-        runs = call in needed or must_run(call)
+        runs = call in needed or always_run(call)
         running.append(runs)
         if runs:
             needed.discard(call)
@@ -90,7 +90,7 @@ def _needed_runs(
     return running[::-1]
 
 
-class Replayed:
+class ReplayBuilder:
     """A graph in the making, of calls that run in any order.
 
     What a node of the old graph is now changes when it runs again.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from torchremat.graph.nodes import ancestors, body_of, is_checkpoint, nodes_read_by, results_of
 from torchremat.graph.notes import Notes, graph_notes_of, note_graph, notes_of, set_notes
@@ -15,19 +15,19 @@ def slice_graph(
     inputs: Sequence[fx.Node | None],
     outputs: Sequence[Any],
     *,
-    late: Callable[[fx.Node], bool] | None = None,
-    must_run: Callable[[fx.Node], bool] | None = None,
+    lazy: Callable[[fx.Node], bool] | None = None,
+    always_run: Callable[[fx.Node], bool] | None = None,
 ) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs`, values of `module`'s graph.
 
     Nodes, placeholders too, have the names of those that they are copied from.
     Outputs are nodes, or literals that are handed on. Operators keep their order, save those for
-    which `late` answers true: they come just before their first use, so that a value that is
-    computed again is alive no longer than it need be. Those for which `must_run` answers true are
+    which `lazy` answers true: they come just before their first use, so that a value that is
+    computed again is alive no longer than it need be. Those for which `always_run` answers true are
     there though no output needs them. What the outputs need must be reachable from the inputs and
     constants alone, else `UnavailableError`.
     """
-    return _Slicer(module, inputs, late).run(outputs, must_run or (lambda node: False))
+    return _Slicer(module, inputs, lazy).run(outputs, always_run or (lambda node: False))
 
 
 class UnavailableError(Exception):
@@ -43,10 +43,10 @@ class _Slicer:
         self,
         module: fx.GraphModule,
         inputs: Sequence[fx.Node | None],
-        late: Callable[[fx.Node], bool] | None,
+        lazy: Callable[[fx.Node], bool] | None,
     ) -> None:
         self.module = module
-        self.late = late or (lambda node: False)
+        self.lazy = lazy or (lambda node: False)
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         last = {node: i for i, node in enumerate(inputs)}  # of a value given twice, this is used
@@ -57,15 +57,15 @@ class _Slicer:
                 copy.meta = dict(node.meta)
                 self.copies[node] = copy
 
-    def run(self, outputs: Sequence[Any], must_run: Callable[[fx.Node], bool]) -> fx.GraphModule:
+    def run(self, outputs: Sequence[Any], always_run: Callable[[fx.Node], bool]) -> fx.GraphModule:
         wanted = [node for node in outputs if isinstance(node, fx.Node)]
         nodes = self.module.graph.nodes
-        roots = [*wanted, *filter(must_run, nodes)]
+        roots = [*wanted, *filter(always_run, nodes)]
         needed = ancestors(roots, stop=self.copies.__contains__, reads=nodes_read_by)
         for node in nodes:
             if node in needed and node.op == "placeholder":
                 raise UnavailableError(node)
-            if node in needed and not self.late(node):
+            if node in needed and not self.lazy(node):
                 self._copy(node)
         for node in wanted:
             self._copy(node)
@@ -108,7 +108,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def prune_bodies(
-    module: fx.GraphModule, *, must_run: Callable[[fx.Node], bool] | None = None
+    module: fx.GraphModule, *, always_run: Callable[[fx.Node], bool] | None = None
 ) -> None:
     """Let each checkpoint inside compute only those of its outputs that somebody reads."""
     graph = module.graph
@@ -122,16 +122,16 @@ def prune_bodies(
             continue
         wanted = [r if i in used else None for i, r in enumerate(results)]
         inputs = body.graph.find_nodes(op="placeholder")
-        pruned = slice_graph(body, inputs, wanted, must_run=must_run)
-        prune_bodies(pruned, must_run=must_run)
+        pruned = slice_graph(body, inputs, wanted, always_run=always_run)
+        prune_bodies(pruned, always_run=always_run)
         note_graph(pruned, program=graph_notes_of(body).program)
         with graph.inserting_before(node):
-            node.args = (_reference(graph, pruned, node), *node.args[1:])
-    _eliminate_dead(graph, must_run)
+            node.args = (add_body_like(node, pruned), *node.args[1:])
+    erase_unread(graph, always_run)
 
 
-def _eliminate_dead(graph: fx.Graph, must_run: Callable[[fx.Node], bool] | None) -> None:
-    keeps = must_run or (lambda node: False)
+def erase_unread(graph: fx.Graph, always_run: Callable[[fx.Node], bool] | None) -> None:
+    keeps = always_run or (lambda node: False)
     # not graph.eliminate_dead_code, which goes into bodies and asks nobody there
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op not in _ENDS and not keeps(node):
@@ -141,14 +141,20 @@ def _eliminate_dead(graph: fx.Graph, must_run: Callable[[fx.Node], bool] | None)
 _ENDS = ("placeholder", "output")
 
 
-def _reference(graph: fx.Graph, body: fx.GraphModule, like: fx.Node) -> fx.Node:
-    module = graph.owning_module
-    assert module is not None
+def add_body(module: fx.GraphModule, body: nn.Module, prefix: str = "opened") -> fx.Node:
+    """Add `body` to `module` under a new name; a node of its graph that refers to it."""
     number = 0
-    while hasattr(module, name := f"opened_{number}"):
+    while hasattr(module, name := f"{prefix}_{number}"):
         number += 1
     module.add_module(name, body)
-    node = graph.get_attr(name)
-    notes = notes_of(like)
+    return module.graph.get_attr(name)
+
+
+def add_body_like(call: fx.Node, body: fx.GraphModule) -> fx.Node:
+    """Add `body` to the module of `call`, noted as of the same phase, module and line."""
+    module = call.graph.owning_module
+    assert module is not None
+    node = add_body(module, body)
+    notes = notes_of(call)
     set_notes(node, Notes(notes.phase, notes.module, notes.source))
     return node

@@ -28,7 +28,7 @@ class Size:
     symbolic: torch.SymInt | torch.SymFloat | torch.SymBool
 
     def __repr__(self) -> str:
-        return printed(self.symbolic)
+        return format_size(self.symbolic)
 
     def at(self, sizes: Sizes) -> Any:
         """The value when symbols have the values `sizes`."""
@@ -84,7 +84,7 @@ def literal_size(size: Any) -> Any:
     return Size(settled) if isinstance(settled, SYMBOLIC) else settled
 
 
-def printed(size: Any) -> str:
+def format_size(size: Any) -> str:
     """A size as an expression of Python."""
     return _torch.printed_size(size) if isinstance(size, SYMBOLIC) else repr(size)
 
@@ -93,7 +93,7 @@ def value_of(size: Any, sizes: Sizes) -> Any:
     """The value of a size when symbols have the values `sizes`."""
     if not isinstance(size, SYMBOLIC):
         return size
-    return eval(printed(size), dict(_torch.NAMES_IN_SIZES), dict(sizes))
+    return eval(format_size(size), dict(_torch.NAMES_IN_SIZES), dict(sizes))
 
 
 def symbols_in(module: fx.GraphModule) -> tuple[str, ...]:

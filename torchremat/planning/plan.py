@@ -10,7 +10,7 @@ from importlib import import_module
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
-from torchremat.core.formatting import _percent, human_bytes, human_seconds, table
+from torchremat.core.formatting import human_bytes, human_seconds, percent, table
 from torchremat.errors import PlanError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.cost_model import CostModel
@@ -150,7 +150,7 @@ class Plan:
              f"budget {human_bytes(self.budget)}"),
             ("saved", human_bytes(self.saved_bytes), human_bytes(base.saved_bytes), ""),
             ("time", human_seconds(base.seconds + added), human_seconds(base.seconds),
-             f"+{human_seconds(added)} ({_percent(added, base.seconds)}); no schedule adds less "
+             f"+{human_seconds(added)} ({percent(added, base.seconds)}); no schedule adds less "
              f"than {human_seconds(self.lower_bound_seconds)} (gap {100 * self.gap:.0f} %)"),
             *self._of_the_link(),
             ("flops", f"{base.flops + self.recompute_flops:.4g}", f"{base.flops:.4g}", ""),

@@ -8,7 +8,7 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.core.formatting import human_bytes
-from torchremat.core.progress import shown_progress
+from torchremat.core.progress import show_progress
 from torchremat.errors import BudgetError, PlanError, PolicyValueError, nearest_names
 from torchremat.graph.nodes import base_of, call_of, is_forward, nodes_read_by
 from torchremat.graph.notes import notes_of
@@ -213,7 +213,7 @@ _ENOUGH = 4
 def _solve(
     problems: tuple[Problem, ...], room: int, solver: str, seconds: float | None
 ) -> Solution:
-    with shown_progress(f"planning {len(problems[0].operators)} operators") as progress:
+    with show_progress(f"planning {len(problems[0].operators)} operators") as progress:
         options = SolverOptions(seconds=seconds, solver=solver, progress=progress)
         return solve_orders(problems, room, options)
 

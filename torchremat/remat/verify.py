@@ -56,7 +56,7 @@ class VerifyingProgram(FunctionProgram):
         inputs = [*saved, *self.residuals[len(self.checked) :], *cotangents]
         pairs = zip(joint.gradients, inputs_needing_grad, strict=True)
         grads = [gradient if needed else None for gradient, needed in pairs]
-        module = slice_graph(joint.module, inputs, [*grads, *self.checked], late=is_forward)
+        module = slice_graph(joint.module, inputs, [*grads, *self.checked], lazy=is_forward)
         accept_any_layout(module.graph)
         run = compile_graph(module, "verified backward")
         symbols = symbols_of(run)

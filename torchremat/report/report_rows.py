@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchremat.core.avals import Aval
-from torchremat.core.formatting import WIDTH, _shortened, human_bytes, table
+from torchremat.core.formatting import WIDTH, human_bytes, shorten, table
 from torchremat.core.source import Source
 from torchremat.remat.program.decisions import Outcome
 
@@ -184,7 +184,7 @@ def _format_section(decision: Outcome, heading: str, rows: list[Row]) -> str:
     if not _fits(cells):  # a value's name tells more than the function in its source
         cells = [(*cell[:-1], cell[-1].partition(" (")[0]) for cell in cells]
     room = WIDTH - len(nbytes) - 2
-    return "\n".join(["", f"{_shortened(title, room)}, {nbytes}", *table(cells, numeric=(0, 1))])
+    return "\n".join(["", f"{shorten(title, room)}, {nbytes}", *table(cells, numeric=(0, 1))])
 
 
 def _fits(rows: Sequence[Sequence[str]]) -> bool:

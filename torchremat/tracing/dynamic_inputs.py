@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.graph.symbolic_sizes import Sizes, printed, value_of
+from torchremat.graph.symbolic_sizes import Sizes, format_size, value_of
 from torchremat.tracing.input_spec import InputSpec
 
 
@@ -107,7 +107,7 @@ class _Checks:
             for name, (i, dim) in zip(names, inputs.places, strict=True)
         )
         strides = " and ".join(
-            f"tensors[{i}].stride() == ({', '.join(map(printed, inputs.specs[i].stride))},)"
+            f"tensors[{i}].stride() == ({', '.join(map(format_size, inputs.specs[i].stride))},)"
             for i in sorted({i for i, _ in inputs.places})
         )
         scope: dict[str, Any] = dict(_torch.NAMES_IN_SIZES)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.errors import EffectError
-from torchremat.graph.inplace import is_mutable, replace_lone_writes
+from torchremat.graph.inplace import functionalize_unaliased_writes, is_mutable
 from torchremat.graph.nodes import results_of
 from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Interpreter
@@ -49,7 +49,7 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
     graph = module.graph
     _expose_batch_norm_updates(graph)
     renamed: dict[fx.Node, fx.Node] = {}
-    replace_lone_writes(graph)
+    functionalize_unaliased_writes(graph)
     if any(is_mutable(node) for node in graph.nodes):
         _draw_in_order_of_memory(graph)
         module, renamed = _retrace(module)

@@ -12,7 +12,7 @@ from torchremat import _torch
 from torchremat.core.trees import Structure
 from torchremat.graph.nodes import attribute, is_checkpoint, is_item, item_index, results_of
 from torchremat.graph.notes import graph_notes_of, note_graph
-from torchremat.graph.slicing import slice_graph
+from torchremat.graph.slicing import add_body, slice_graph
 from torchremat.typed_graph.typed_graph import TypedGraph
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-_HANDED_ON = {aten.alias.default, aten.lift_fresh.default}
+_PASS_THROUGH = {aten.alias.default, aten.lift_fresh.default}
 
 
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
@@ -73,7 +73,7 @@ class _Builder:
             for i in inputs
             if i.tensor is not None and (i.node.users or i.node in nodes | written)
         ]
-        made = self._made_tensors()
+        made = self._find_trace_constants()
         kept = [*consts, *made, *(i for i in inputs if i.tensor is None)]
         names: set[str] = set()
         for i in kept:
@@ -84,7 +84,7 @@ class _Builder:
             copy = self.graph.placeholder(name)
             copy.meta = dict(i.node.meta)
             self.copies[i.node] = copy
-        self._alias_made_tensors(made, nodes)
+        self._alias_trace_constants(made, nodes)
         for node in self.module.graph.nodes:
             self._copy(node, nodes)
         self.graph.output(tuple(self.copies[r] if isinstance(r, fx.Node) else r for r in results))
@@ -98,7 +98,7 @@ class _Builder:
             tuple(positions[source.node] for source, _ in writes),
         )
 
-    def _made_tensors(self) -> list[Input]:
+    def _find_trace_constants(self) -> list[Input]:
         """The tensors that the trace keeps in the module, one input for each."""
         found: dict[int, Input] = {}
         for node in self.module.graph.find_nodes(op="get_attr"):
@@ -107,7 +107,7 @@ class _Builder:
                 found.setdefault(id(value), Input(node, "const", value))
         return list(found.values())
 
-    def _alias_made_tensors(self, made: Sequence[Input], results: set[fx.Node]) -> None:
+    def _alias_trace_constants(self, made: Sequence[Input], results: set[fx.Node]) -> None:
         """Let each place that reads one of them, or a fresh copy of it, read the constant.
 
         No operator of a graph writes; but whoever gets it as a result may, and gets a copy.
@@ -128,11 +128,11 @@ class _Builder:
         unread = not node.users and node not in results
         if unread and (node.op == "get_attr" or is_item(node) or _is_vestige(node)):
             return
-        if node.target in _HANDED_ON and node not in results:
+        if node.target in _PASS_THROUGH and node not in results:
             self.copies[node] = self.copies[node.args[0]]  # type: ignore[index]
             return
         if node.target is aten.copy.default:
-            self.copies[node] = self._copied_value(node, node in results)
+            self.copies[node] = self._expand_copy(node, node in results)
             return
         copy = self.graph.node_copy(node, self.copies.__getitem__)
         copy.kwargs = {k: v for k, v in copy.kwargs.items() if not _is_number_of_trace(node, k)}
@@ -140,7 +140,7 @@ class _Builder:
             copy.target = aten.reshape.default
         self.copies[node] = copy
 
-    def _copied_value(self, node: fx.Node, is_result: bool) -> fx.Node:
+    def _expand_copy(self, node: fx.Node, is_result: bool) -> fx.Node:
         """What `copy` gives, by operators that have a derivative: it has none.
 
         Functionalisation makes `y = copy(x, value)` of `x.copy_(value)` and `x[i] = value`.
@@ -216,7 +216,7 @@ def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModul
     pruned = slice_graph(body, inputs, outputs)
     note_graph(pruned, policy=graph_notes_of(body).checkpoint_policy, is_tidy=True)
     for node in list(pruned.graph.nodes):
-        if node.target in _HANDED_ON and all(user.op != "output" for user in node.users):
+        if node.target in _PASS_THROUGH and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(node.args[0])
             pruned.graph.erase_node(node)
         elif node.target in _VIEWS:
@@ -227,12 +227,8 @@ def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModul
 def _replace_body(
     module: fx.GraphModule, node: fx.Node, reference: fx.Node, body: fx.GraphModule
 ) -> fx.Node:
-    number = 0
-    while hasattr(module, name := f"body_{number}"):
-        number += 1
-    module.add_module(name, body)
     with module.graph.inserting_before(node):
-        new = module.graph.get_attr(name)
+        new = add_body(module, body, "body")
     new.meta = dict(reference.meta)
     node.args = (new, *node.args[1:])
     if not reference.users:

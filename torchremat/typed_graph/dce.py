@@ -43,7 +43,7 @@ def dce_graph(g: TypedGraph, used_outputs: Sequence[bool]) -> tuple[TypedGraph, 
       in (b,) }, [False, True])
     """
     check_mask(used_outputs, len(g.outputs), "used_outputs", "output")
-    module, copies = copied(g)
+    module, copies = copy_graph(g)
     outputs = [copies.get(v, v) for v, used in zip(g.outputs, used_outputs, strict=True) if used]
     written = [copies[value] for value in g.written]
     set_outputs(module.graph, [*outputs, *written])
@@ -85,7 +85,7 @@ def check_mask(mask: Sequence[bool], count: int, what: str, of_what: str) -> Non
         )
 
 
-def copied(g: TypedGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+def copy_graph(g: TypedGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """A copy of the operators of `g`, with no outputs yet, and the copy of each node."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

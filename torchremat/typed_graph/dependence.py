@@ -44,14 +44,14 @@ def read_by(node: fx.Node) -> Iterator[fx.Node]:
         skipped = {1}
     elif name in ("aten.convolution_backward", "aten.grid_sampler_2d_backward",
                   "aten.grid_sampler_3d_backward"):  # fmt: skip
-        skipped = _skipped_by_mask(node.args)
+        skipped = _find_masked_positions(node.args)
     for i, value in enumerate(node.args):
         if i not in skipped:
             yield from _nodes_in(value)
     yield from _nodes_in(list(node.kwargs.values()))
 
 
-def depending_on(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+def find_dependents(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
     """Those nodes whose values depend on the values of `starts`, which are among them."""
     found = set(starts)
     for node in graph.nodes:
@@ -73,7 +73,7 @@ def _read_by_body(node: fx.Node) -> Iterator[fx.Node]:
             yield operand
 
 
-def _skipped_by_mask(args: Sequence[object]) -> set[int]:
+def _find_masked_positions(args: Sequence[object]) -> set[int]:
     """Input and weight, at 1 and 2, each read for the gradient of the other (by `output_mask`)."""
     mask = args[-1]
     assert isinstance(mask, Sequence)

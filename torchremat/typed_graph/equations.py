@@ -158,7 +158,7 @@ def _arguments(
     """The inputs of an operator, and its other arguments by name where they are no default."""
     inputs: list[Var | Literal] = []
     params: dict[str, Any] = {}
-    for name, value, takes_tensor, default in _bound(node):
+    for name, value, takes_tensor, default in _bind_arguments(node):
         if isinstance(value, fx.Node) and value.op == "get_attr":
             params[name] = attribute(module, str(value.target))
         elif isinstance(value, fx.Node):
@@ -176,7 +176,7 @@ def _arguments(
     return tuple(inputs), params
 
 
-def _bound(node: fx.Node) -> Iterator[tuple[str, Any, bool, Any]]:
+def _bind_arguments(node: fx.Node) -> Iterator[tuple[str, Any, bool, Any]]:
     """Name, value, whether a tensor is meant, and default of the arguments of a call."""
     if isinstance(node.target, _torch.OpOverload):
         schema = _torch.schema_arguments(node.target)

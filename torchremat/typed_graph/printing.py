@@ -33,24 +33,24 @@ def format_graph(
         c:f32[3] = aten.mul.Tensor b 2.0:f32[]
       in (c,) }
     """
-    return "\n".join(_Writer(sources, mark).graph(module, num_consts))
+    return "\n".join(_GraphPrinter(sources, mark).graph(module, num_consts))
 
 
-class _Writer:
+class _GraphPrinter:
     def __init__(self, sources: bool, mark: fx.Node | None) -> None:
         self.names = Names()
         self.sources = sources
         self.mark = mark
 
     def graph(self, module: fx.GraphModule, num_consts: int) -> list[str]:
-        inputs = [self._declared(n) for n in module.graph.find_nodes(op="placeholder")]
+        inputs = [self._declare(n) for n in module.graph.find_nodes(op="placeholder")]
         consts, inputs = inputs[:num_consts], inputs[num_consts:]
         lines = [f"{{ lambda {' '.join(consts)}; {' '.join(inputs)}. let"]
         for eqn in equations(module, self.names):
             lines += [_INDENT + line for line in self._equation(eqn)]
         return [*lines, f"  in {self._outputs(results_of(module))} }}"]
 
-    def _declared(self, node: fx.Node) -> str:
+    def _declare(self, node: fx.Node) -> str:
         if "val" not in node.meta and not node.users:
             return "_"  # a number, which PyTorch hands to the body of a `cond` for a size
         var = self.names.var(node)

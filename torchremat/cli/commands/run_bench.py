@@ -17,7 +17,7 @@ from torchremat.cli.arguments.targets import Target, load_target
 from torchremat.cli.terminal.output import check_writable, show, show_progress_of, write_json
 from torchremat.core.avals import Aval
 from torchremat.core.formatting import human_bytes, human_seconds, table
-from torchremat.core.progress import shown_progress
+from torchremat.core.progress import show_progress
 from torchremat.policies.policy import Policy
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.report.measured_step import MeasuredStep, restore_after
@@ -92,7 +92,7 @@ def measure(
         )
         for name, policy in asked.items()
     }
-    with restore_after(plain), shown_progress("measuring") as tell:
+    with restore_after(plain), show_progress("measuring") as tell:
         differences = _find_differences(steps, plain)  # traces, and fills caches
         measured = {}
         for name, step in steps.items():

@@ -16,7 +16,7 @@ from torchremat.cli.terminal.output import (
     write_diff,
     write_json,
 )
-from torchremat.core.progress import shown_progress
+from torchremat.core.progress import show_progress
 from torchremat.planning.estimate import estimate
 from torchremat.policies.policy import Policy
 from torchremat.report.compare import Compared, Comparison
@@ -64,7 +64,7 @@ def _compare(target: Target, chosen: dict[str, Policy], options: CompareOptions)
     check_select(target, options.select)
     asked: dict[str, Policy | None] = {"plain": None, **chosen}
     rows: list[Compared] = []
-    with shown_progress("comparing") as tell:
+    with show_progress("comparing") as tell:
         for number, (name, policy) in enumerate(asked.items()):
             row = _row(name, target, policy, options)
             if row.seconds is not None and rows and rows[0].seconds is not None:

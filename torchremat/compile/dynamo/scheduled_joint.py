@@ -21,7 +21,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.compile.dynamo.input_copies import drop_copies_for, writes_input
 from torchremat.graph.nodes import is_forward, is_item
 from torchremat.graph.notes import note
-from torchremat.graph.schedule import GraphSchedule, Replayed
+from torchremat.graph.schedule import GraphSchedule, ReplayBuilder
 
 _RUN = "torchremat_run"
 
@@ -39,7 +39,7 @@ def schedule_joint(
     (output,) = graph.find_nodes(op="output")
     results: Sequence[Any] = output.args[0]
     placeholders = graph.find_nodes(op="placeholder")
-    builder = Replayed(placeholders)
+    builder = ReplayBuilder(placeholders)
     for node in placeholders:
         builder.copies[node].target = node.target
     for call in schedule.forward:
@@ -105,7 +105,7 @@ def _is_determined_by_values(joint: Joint, schedule: GraphSchedule) -> bool:
     return not any(node.is_impure() and not writes_input(node) for node in others)
 
 
-def _copy_of_result(builder: Replayed, result: Any) -> Any:
+def _copy_of_result(builder: ReplayBuilder, result: Any) -> Any:
     return builder.value(result) if isinstance(result, fx.Node) else result
 
 

@@ -104,7 +104,7 @@ def trace_graph(
     """Trace `fun` for such a call. `lenient` lets any object be a Python value, as modules do."""
     flatten_call(args, kwargs, statics, lenient=lenient)  # raises for what is no argument
     opaque = wrap_statics(args, kwargs, statics)
-    in_structure = Structure.of(opaque).frozen()
+    in_structure = Structure.of(opaque).freeze_statics()
     tensors = in_structure.flatten(opaque)
     call = BoundCall(fun, *opaque)
     results: list[Structure] = []

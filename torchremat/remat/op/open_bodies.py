@@ -21,7 +21,7 @@ from torch import fx
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.graph.nodes import attribute, is_checkpoint, results_of
 from torchremat.graph.notes import graph_notes_of, note, note_graph, notes_of
-from torchremat.graph.slicing import slice_graph
+from torchremat.graph.slicing import add_body, slice_graph
 from torchremat.remat.op.op_rules import policy_of
 from torchremat.typed_graph.dce import draws_random
 
@@ -121,7 +121,7 @@ class Opener:
                 module.graph.erase_node(user)
         node.meta["val"] = tuple(v for v, r in zip(values, results, strict=True) if r in positions)
         with module.graph.inserting_before(node):
-            reference = _reference(module, inner, node.args[0])  # type: ignore[arg-type]
+            reference = _add_body(module, inner, node.args[0])  # type: ignore[arg-type]
         node.args = (reference, *(env[n] for n in (*found.inputs, *found.values, *left)))
 
 
@@ -147,7 +147,7 @@ def _copy_before(
         for node in nodes:
             for used in node.all_input_nodes:
                 if used.op == "get_attr" and used not in env:
-                    env[used] = _reference(module, attribute(body, str(used.target)), used)
+                    env[used] = _add_body(module, attribute(body, str(used.target)), used)
             copy = module.graph.node_copy(node, env.__getitem__)
             note(copy, module=_joined(path, notes_of(node).module))
             env[node] = copy
@@ -159,12 +159,8 @@ def _replace_items(node: fx.Node, results: Sequence[Any]) -> None:
         node.graph.erase_node(user)
 
 
-def _reference(module: fx.GraphModule, body: torch.nn.Module, like: fx.Node) -> fx.Node:
-    number = 0
-    while hasattr(module, name := f"opened_{number}"):
-        number += 1
-    module.add_module(name, body)
-    node = module.graph.get_attr(name)
+def _add_body(module: fx.GraphModule, body: torch.nn.Module, like: fx.Node) -> fx.Node:
+    node = add_body(module, body)
     node.meta = dict(like.meta)
     return node
 

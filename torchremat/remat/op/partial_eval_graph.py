@@ -20,7 +20,7 @@ from torchremat.typed_graph.building import Input, build_graph
 from torchremat.typed_graph.dce import (
     check_mask,
     const_inputs,
-    copied,
+    copy_graph,
     draws_random,
     eliminate_dead,
     set_outputs,
@@ -86,7 +86,7 @@ class _Splitter:
     def __init__(self, g: TypedGraph, unknown_ins: Sequence[bool], policy: Policy) -> None:
         self.g = g
         self.policy = policy
-        self.module, copies = copied(g)
+        self.module, copies = copy_graph(g)
         set_outputs(self.module.graph, [copies.get(value, value) for value in g.outputs])
         self.consts = const_inputs(g, copies)
         inputs = [copies[node] for node in g.input_nodes]
@@ -153,7 +153,7 @@ class _Splitter:
     ) -> TypedGraph:
         sources = [i.node for i in self.consts]
         given = [*sources, *residuals, *self.unknown_inputs]
-        module = slice_graph(self.module, given, [*wanted, *anchors], late=is_forward)
+        module = slice_graph(self.module, given, [*wanted, *anchors], lazy=is_forward)
         results = results_of(module)[: len(wanted)]
         set_outputs(module.graph, results)
         placeholders = module.graph.find_nodes(op="placeholder")

@@ -13,7 +13,7 @@ from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import inner_graphs_of, is_forward, is_item
 from torchremat.graph.notes import note_graph, note_roles, notes_of
-from torchremat.graph.schedule import GraphSchedule, scheduled_graph
+from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, simplify, slice_graph
 from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
@@ -78,11 +78,11 @@ def compile_backward(
     pass just before they are needed.
     """
     if schedule is None:
-        module = slice_graph(joint.module, inputs, outputs, late=is_forward)
+        module = slice_graph(joint.module, inputs, outputs, lazy=is_forward)
     else:
         drawn = set(form.draws.values())
         order = [call for call in schedule.backward if call not in drawn]
-        module = scheduled_graph(joint.module, inputs, outputs, order)
+        module = build_scheduled_graph(joint.module, inputs, outputs, order)
     prune_bodies(module)
     _refuse_replay(module.graph)
     accept_any_layout(module.graph)

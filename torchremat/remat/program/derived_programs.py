@@ -203,5 +203,5 @@ class BatchedProgram(Program):
     def forward(self) -> CompiledGraph:
         """The forward graph of the program below, mapped."""
         joint = self._whole.joint
-        module = slice_graph(joint.module, joint.inputs, joint.outputs, must_run=draws_in_forward)
+        module = slice_graph(joint.module, joint.inputs, joint.outputs, always_run=draws_in_forward)
         return CompiledGraph.of(module, "batched", compiler=self.compiler)

@@ -13,7 +13,7 @@ from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.nodes import base_of, is_forward, is_identity
 from torchremat.graph.notes import note_roles
 from torchremat.graph.ops import is_factorisation
-from torchremat.graph.schedule import scheduled_graph
+from torchremat.graph.schedule import build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.builtin import nothing_saveable
@@ -150,14 +150,14 @@ class FunctionProgram(Program):
         writes = [value for _, value in joint.mutations]
         results = [*outputs, *writes, *_as_outputs(self.residuals, outputs)]
         if self.schedule is None:
-            module = slice_graph(joint.module, joint.inputs, results, must_run=draws_in_forward)
+            module = slice_graph(joint.module, joint.inputs, results, always_run=draws_in_forward)
         else:
             order = self.schedule.forward
-            module = scheduled_graph(
-                joint.module, joint.inputs, results, order, must_run=draws_in_forward
+            module = build_scheduled_graph(
+                joint.module, joint.inputs, results, order, always_run=draws_in_forward
             )
         rejoin_opened(module)
-        prune_bodies(module, must_run=draws_in_forward)
+        prune_bodies(module, always_run=draws_in_forward)
         copy_inputs_among_last(module.graph, self._num_copies)
         start = len(outputs) + len(writes)
         output_generator_states(module.graph, [start + i for i in replayed_random])
@@ -240,7 +240,7 @@ def _find_residuals(joint: Joint, root_joint: Joint, decisions: PolicyDecisions)
         wanted = [g for g in joint.gradients if g is not None]
     else:
         # nor does the first derivative of a factorisation read all that its second does
-        wanted = [n for n in joint.needed_forward_nodes() if is_factorisation(n.target)]
+        wanted = [n for n in joint.find_live_forward_nodes() if is_factorisation(n.target)]
     if not wanted:
         return found
     everything = PolicyDecisions(joint, nothing_saveable).residuals_for(joint, wanted)

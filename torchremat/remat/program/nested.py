@@ -27,7 +27,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item, item_index
 from torchremat.graph.notes import graph_notes_of, note, notes_of
-from torchremat.graph.slicing import _eliminate_dead, _reference, slice_graph
+from torchremat.graph.slicing import add_body_like, erase_unread, slice_graph
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.decisions import PolicyDecisions
 from torchremat.remat.program.region import Region
@@ -75,7 +75,7 @@ def open_nested(joint: Joint, find_split: FindSplit) -> Joint:
             for backward in backwards:
                 _open_backward(backward, forward, split, [*own, *kept])
     written = {value for _, value in joint.mutations}
-    _eliminate_dead(joint.module.graph, lambda node: node in written or draws_in_forward(node))
+    erase_unread(joint.module.graph, lambda node: node in written or draws_in_forward(node))
     joint.module.recompile()
     return joint
 
@@ -93,7 +93,7 @@ def rejoin_opened(forward: fx.GraphModule) -> None:
         for item in list(node.users):
             if item_index(item) < (notes.num_outputs or 0):
                 item.args = (known_half, item_index(item))
-    _eliminate_dead(
+    erase_unread(
         graph, lambda node: draws_in_forward(node) and notes_of(node).staged_half_of is None
     )
 
@@ -146,18 +146,18 @@ def _open_forward(forward: fx.Node, split: NestedSplit) -> tuple[list[fx.Node], 
     values = forward.meta["val"][: len(outputs)]
     operands = forward.args[1:]
     results = [*outputs, *split.kept]
-    known = slice_graph(joint.module, joint.inputs, results, must_run=draws_in_forward)
+    known = slice_graph(joint.module, joint.inputs, results, always_run=draws_in_forward)
     staged = slice_graph(joint.module, [*joint.inputs, *split.kept], [*outputs, *split.own])
     graph = forward.graph
     with graph.inserting_before(forward):
         call = graph.call_function(
-            cast(Any, forward.target), (_reference(graph, known, forward), *operands)
+            cast(Any, forward.target), (add_body_like(forward, known), *operands)
         )
         call.meta = dict(forward.meta)
         note(call, known_half_of=forward.name, num_outputs=len(outputs))
         call.meta["val"] = (*values, *(node.meta["val"] for node in split.kept))
         kept = _items(call, len(outputs), split.kept)
-        forward.args = (_reference(graph, staged, forward), *operands, *kept)
+        forward.args = (add_body_like(forward, staged), *operands, *kept)
     note(forward, staged_half_of=forward.name, num_outputs=len(outputs))
     forward.meta["val"] = (*values, *(node.meta["val"] for node in split.own))
     with graph.inserting_after(forward):
@@ -196,13 +196,13 @@ def _open_backward(
     cotangents = [ct for ct in joint.cotangents if ct is not None]
     given = backward.args[len(backward.args) - len(cotangents) :]
     opened = slice_graph(
-        joint.module, [*joint.inputs, *known, *cotangents], wanted, late=is_forward
+        joint.module, [*joint.inputs, *known, *cotangents], wanted, lazy=is_forward
     )
     num_inputs = len(joint.inputs)
     operands = _drop_unread(opened, [*forward.args[1 : 1 + num_inputs], *known.values(), *given])
     graph = backward.graph
     with graph.inserting_before(backward):
-        reference = _reference(graph, opened, backward)
+        reference = add_body_like(backward, opened)
     backward.args = (reference, *operands)
 
 

@@ -105,7 +105,7 @@ class Region:
         if first is None and self.forward_of is not None:
             first = self.forward_of.joint
         if first is not None:  # raises if the function now computes something else
-            match_forward(first, joint, first.needed_forward_nodes())
+            match_forward(first, joint, first.find_live_forward_nodes())
         return joint
 
     def holds(self, sizes: Sizes) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from torchremat.core.source import Source, line_that_makes, warn_user
+from torchremat.core.source import Source, first_line_where, warn_user
 from torchremat.errors import EffectError, EffectWarning
 from torchremat.remat.tracing.variables import Variable, variables_of
 from torchremat.tracing.modules.attribute_changes import MISSING, Change, is_of_trace, same_items
@@ -67,7 +67,7 @@ def traced_without_effects(
     for change in reversed(changes):
         change.undo()
     change = changes[0]
-    line = line_that_makes(change.is_made, trace)
+    line = first_line_where(change.is_made, trace)
     change.undo()
     where = "" if line is None else f" at {line}"
     was = ", which it did not have" if change.before is MISSING else f", from {change.before!r}"
@@ -98,7 +98,7 @@ def _line_that_draws(source: RandomSource, trace: Callable[[], Any]) -> Source |
     for _ in range(2):
         source.draw()  # else setting the seed that it has would change nothing
         before = RandomState([source])
-        lines.append(line_that_makes(lambda s=before: s.changed() is not None, trace))  # type: ignore[misc]
+        lines.append(first_line_where(lambda s=before: s.changed() is not None, trace))  # type: ignore[misc]
     return lines[0] if lines[0] == lines[1] else None
 
 

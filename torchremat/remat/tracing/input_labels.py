@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchremat import _torch
-from torchremat.core.source import is_user_file, name_of, unwrapped
+from torchremat.core.source import is_user_file, name_of, unwrap_function
 from torchremat.errors import ArgumentTypeError, nearest_names
 from torchremat.remat.tracing.variables import variables_of
 from torchremat.tracing.modules.module_paths import ModulePaths
@@ -69,7 +69,7 @@ class BoundCall:
                 self.labels.append(InputLabel("argument", label))
             elif isinstance(leaf, nn.Module):
                 self._modules.append((label, leaf))
-        inner = unwrapped(fun)
+        inner = unwrap_function(fun)
         owner = getattr(inner, "__self__", inner)
         if isinstance(owner, nn.Module):
             self._modules.insert(0, ("", owner))
@@ -190,7 +190,7 @@ def _described(value: object) -> str:
 
 def _signed(fun: Callable[..., Any]) -> Callable[..., Any]:
     """What has the signature of `fun`: a module's is that of its `forward`."""
-    inner = fun if isinstance(fun, functools.partial) else unwrapped(fun)
+    inner = fun if isinstance(fun, functools.partial) else unwrap_function(fun)
     return inner.forward if isinstance(inner, nn.Module) else fun
 
 
@@ -224,7 +224,7 @@ def _closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         while isinstance(fun, functools.partial):
             yield from _named_leaves(fun.keywords)
             fun = fun.func
-        inner = unwrapped(fun)
+        inner = unwrap_function(fun)
         if id(inner) in seen:
             continue
         seen.add(id(inner))
@@ -233,7 +233,7 @@ def _closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
             name = variable.label.removeprefix("closed-over ")
             if isinstance(value, Tensor | nn.Module | list | tuple | dict):
                 yield from _named_leaves({name: value})
-            elif callable(value) and _is_of_user(unwrapped(value)):
+            elif callable(value) and _is_of_user(unwrap_function(value)):
                 stack.append(value)
 
 

@@ -87,7 +87,7 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Variable]:
     attributes are left to `ModuleGuard`.
     """
     modules = list(modules)
-    classes = {c: None for m in modules for c in type(m).__mro__ if _is_users(c)}
+    classes = {c: None for m in modules for c in type(m).__mro__ if is_user_written(c)}
     methods = [f for c in classes for f in vars(c).values() if isinstance(f, FunctionType)]
     names = {name for f in methods for name in f.__code__.co_names}
     level = [v for f in methods for v in _read_by(f)]
@@ -132,7 +132,7 @@ def _entries_of(variable: Variable) -> list[Variable]:
     attributes = getattr(value, "__dict__", None)
     if type(attributes) is not dict or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
         return []
-    if not _is_users(type(value)):
+    if not is_user_written(type(value)):
         return []
     inherited = [(c, k) for c, k in _class_attributes(type(value)) if k not in attributes]
     names = [*list(attributes)[:_MANY], *dict.fromkeys(k for _, k in inherited)]
@@ -147,7 +147,7 @@ def _class_attributes(kind: type) -> list[tuple[type, str]]:
 
     That is in the class that has it, and in those between, which may come to have one.
     """
-    classes = [c for c in kind.__mro__ if _is_users(c)]
+    classes = [c for c in kind.__mro__ if is_user_written(c)]
     found: dict[str, list[tuple[type, str]]] = {}
     for i, c in enumerate(classes):
         for name, value in vars(c).items():
@@ -156,7 +156,7 @@ def _class_attributes(kind: type) -> list[tuple[type, str]]:
     return [place for places in list(found.values())[:_MANY] for place in places]
 
 
-def _is_users(kind: type) -> bool:
+def is_user_written(kind: type) -> bool:
     """Whether a class is neither PyTorch's nor Python's own."""
     return kind.__module__.partition(".")[0] not in {"torch", "builtins", "torchremat"}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.errors import RaggedError
-from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, printed, value_of
+from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, format_size, value_of
 from torchremat.kernels.segments.segments import offsets_of, segment_expand
 
 
@@ -167,7 +167,7 @@ class Sizes:
             size = size.symbolic
         if not isinstance(size, SYMBOLIC):
             return size
-        text = printed(size)
+        text = format_size(size)
         if text in self.extents:
             return self.extents[text]
         names = _torch.names_in_size(size)
@@ -198,7 +198,7 @@ class Sizes:
         names = _torch.names_in_size(size)
         values = {name: self.symbols[name] for name in names}
         scope = {n: e.lengths if isinstance(e, RaggedSize) else e for n, e in values.items()}
-        return eval(printed(size), dict(_NAMES_OF_TENSORS), scope)  # type: ignore[no-any-return]
+        return eval(format_size(size), dict(_NAMES_OF_TENSORS), scope)  # type: ignore[no-any-return]
 
     def _computed(
         self, text: str, size: Any, values: Mapping[str, Any], varying: Mapping[str, RaggedSize]

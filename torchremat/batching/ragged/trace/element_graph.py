@@ -23,7 +23,7 @@ from torchremat.batching.ragged.trace.decompositions import BreakingUp
 from torchremat.batching.ragged.trace.trace_errors import explain_mismatches, refusing_branches
 from torchremat.errors import RaggedError
 from torchremat.graph.notes import notes_of
-from torchremat.graph.symbolic_sizes import literal_size, printed
+from torchremat.graph.symbolic_sizes import format_size, literal_size
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.tracing.variables import modules_in, variables_of, variables_of_modules
 from torchremat.tracing.ambient_state import Surroundings
@@ -197,12 +197,12 @@ def trace_element(
     count = len(lowering.found)
     results = joint.outputs
     outputs, read = (results[: len(results) - count], results[len(results) - count :])
-    items = {printed(size): node for (size, _), node in zip(lowering.found, read, strict=True)}
+    items = {format_size(size): node for (size, _), node in zip(lowering.found, read, strict=True)}
     order = sorted(symbols, reverse=True)
     graph = ElementGraph(
         joint.module,
         tuple(map(literal_size, outputs)),
-        tuple(printed(symbols[number]) for number in order),
+        tuple(format_size(symbols[number]) for number in order),
         items,
         CapturedTensors(tracing.captured, variables, named),
         tuple(tracing.captured_specs),

@@ -12,7 +12,7 @@ import torch
 from torchremat import _torch
 from torchremat.core.source import Source, current_source, is_user_file, source_of_error
 from torchremat.errors import RaggedError, TorchrematError
-from torchremat.graph.symbolic_sizes import printed
+from torchremat.graph.symbolic_sizes import format_size
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def explain_mismatches(
     try:
         yield
     except RuntimeError as error:
-        names = {printed(size): number for number, size in symbols.items()}
+        names = {format_size(size): number for number, size in symbols.items()}
         met = [name for name in names if name in str(error)]
         if isinstance(error, TorchrematError) or not met:
             raise

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import torchremat as tr
 from torchremat.errors import AxisNameError, NotAvailableError, ProcessError
 from torchremat.parallel import process_failures as faults
-from torchremat.parallel.agreed_plan import made_by_one
+from torchremat.parallel.agreed_plan import make_once
 from torchremat.planning import planner
 
 CHECKS = {}
@@ -625,11 +625,11 @@ def one_that_dies_while_it_plans(file):
     rank, size = world()
     if rank == size - 1:
         print(json.dumps(["one_that_dies_while_it_plans", "ok", 0]), file=file, flush=True)
-        made_by_one(lambda: "a graph", lambda: os._exit(0))
+        make_once(lambda: "a graph", lambda: os._exit(0))
     time.sleep(1)
     last = f"process {size - 1}"
     message = f"process {rank} waits for a plan that {last} is making, .*, as {last} is gone"
-    raises(ProcessError, message, lambda: made_by_one(lambda: "a graph", lambda: ""))
+    raises(ProcessError, message, lambda: make_once(lambda: "a graph", lambda: ""))
 
 
 @fault
@@ -640,11 +640,11 @@ def one_that_fails_to_plan():
         raise ValueError("no such operator")
 
     if rank == size - 1:
-        raises(ValueError, "no such operator", lambda: made_by_one(lambda: "a graph", fail))
+        raises(ValueError, "no such operator", lambda: make_once(lambda: "a graph", fail))
         return
     time.sleep(1)
     message = f"process {size - 1} was making, which stopped with ValueError: no such operator"
-    raises(ProcessError, message, lambda: made_by_one(lambda: "a graph", lambda: ""))
+    raises(ProcessError, message, lambda: make_once(lambda: "a graph", lambda: ""))
 
 
 @fault

@@ -71,7 +71,7 @@ def test_off_nothing_more_is_kept():
     x = torch.randn(4, requires_grad=True)
     f = tr.checkpoint(_Block())
     f(x).sum().backward()
-    (trace,) = f._own.traces
+    (trace,) = f._trace_cache.traces
     assert [type(program).__name__ for program in trace.programs.values()] == ["FunctionProgram"]
 
 

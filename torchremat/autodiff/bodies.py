@@ -21,13 +21,13 @@ from torchremat import _torch
 from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import draws_by_shape
 from torchremat.graph.symbolic_sizes import Interpreter
-from torchremat.tracing.ambient_state import Surroundings
+from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.axes.mapped_functions import run_mapped
 from torchremat.tracing.axes.named_axes import AxisName
-from torchremat.tracing.dtensors import CotangentPlacements, Sharding, put_together
+from torchremat.tracing.dtensors import CotangentPlacements, Sharding, wrap_local
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import Tracing
-from torchremat.tracing.value_guards import Questions
+from torchremat.tracing.value_guards import ValueGuards
 
 FlatFunction = Callable[[list[Tensor]], list[Any]]
 
@@ -45,28 +45,28 @@ class FunctionBody(Body):
 
     What it closes over is found by the first trace, in which `inputs` are the arguments alone.
     `captured` gives it: whoever knows where the tensors come from sets it to give those that are
-    there now, which the function will read when it is traced again. `questions` for values of its
-    arguments are errors unless there is something to answer them.
+    there now, which the function will read when it is traced again. Branches on masks are errors
+    unless there are `value_guards`.
     """
 
     def __init__(
         self,
         get_function: Callable[[], FlatFunction],
         args: Sequence[InputSpec],
-        questions: Questions | None = None,
+        value_guards: ValueGuards | None = None,
     ) -> None:
         self.get_function = get_function
-        self.questions = questions
+        self.value_guards = value_guards
         self.num_args = len(args)
         self.shardings: list[Sharding | None] = [spec.sharding for spec in args]
         self.cotangent_placements = CotangentPlacements()
-        self.surroundings = Surroundings.now()
+        self.state = AmbientState.now()
         self.captured: Callable[[], Sequence[Tensor]] | None = None
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """Run the function; in the first trace, note what it closes over."""
-        with self.surroundings.restored(), tracing.asked(self.questions):
-            inputs = self._put_together(inputs)
+        with self.state.restore(), tracing.use_value_guards(self.value_guards):
+            inputs = self._wrap_inputs(inputs)
             args = list(inputs[: self.num_args])
             if self.captured is None:
                 tracing.cotangent_placements = self.cotangent_placements
@@ -75,13 +75,13 @@ class FunctionBody(Body):
                 self.captured = lambda: found
                 self.shardings += [spec.sharding for spec in tracing.captured_specs]
                 return outputs
-            with tracing.bound(self.captured(), inputs[self.num_args :]):
+            with tracing.bind_captured(self.captured(), inputs[self.num_args :]):
                 return [tracing.lift(value) for value in self.get_function()(args)]
 
-    def _put_together(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _wrap_inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
             return [
-                put_together(tensor, sharding, number, self.cotangent_placements)
+                wrap_local(tensor, sharding, number, self.cotangent_placements)
                 for number, (tensor, sharding) in enumerate(
                     zip(inputs, self.shardings, strict=True)
                 )
@@ -276,11 +276,11 @@ class NotedInterpreter(Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one operator, with its notes, in the phase that the trace is in."""
-        self.tracing.notes = replace(notes_of(n), phase=self.tracing.phase)
+        self.tracing.node_notes = replace(notes_of(n), phase=self.tracing.phase)
         try:
             return super().run_node(n)
         finally:
-            self.tracing.notes = None
+            self.tracing.node_notes = None
 
 
 @dataclass(frozen=True, eq=False)

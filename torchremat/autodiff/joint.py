@@ -193,7 +193,7 @@ def _add_cotangents(
         if not differentiable or (wanted is not None and i not in wanted):
             cotangents.append(None)
             continue
-        with tracing.unrecorded(), torch.no_grad():
+        with tracing.pause_recording(), torch.no_grad():
             spec = InputSpec.of(output.detach())
         cotangents.append(tracing.input(spec, f"cotangent_{i}"))
     return cotangents

@@ -202,7 +202,7 @@ class _TransposeBody(Body):
             for gradient, primal in zip(found, wrt, strict=True)
         ]
         results = _conjugate(results)
-        tracing.phase, tracing.notes = "forward", None
+        tracing.phase, tracing.node_notes = "forward", None
         return results
 
     def _note(self, node: fx.Node, value: Any) -> None:
@@ -222,7 +222,7 @@ class _TransposeBody(Body):
         last = next(iter(reversed(self._tracing.graph.nodes)))
         self._marks.append((last.name, node))
         if node is not None:
-            self._tracing.notes = replace(notes_of(node), phase="backward")
+            self._tracing.node_notes = replace(notes_of(node), phase="backward")
 
     def groups(self, graph: fx.Graph) -> Iterator[_Group]:
         """The operators of the backward pass by what they differentiate, if they can be told."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.batching.axis_positions import canonical_axis, moveaxis
 from torchremat.errors import RegistrationError, RegistrationTypeError, RuleError
-from torchremat.tracing import ambient_state as surroundings
+from torchremat.tracing import ambient_state
 from torchremat.tracing.axes.named_axes import frame_at
 
 Rule = Callable[..., tuple[Any, Any]]
@@ -83,13 +83,13 @@ _hooks: dict[_torch.OpOverload, Any] = {}
 
 
 def _hook(op: _torch.OpOverload) -> None:
-    surroundings.Rules.changes += 1  # what was traced with other rules holds no more
+    ambient_state.Rules.changes += 1  # what was traced with other rules holds no more
     if op not in _hooks:
         _hooks[op] = _torch.replace_batching_rule(op, functools.partial(_batch, op))
 
 
 def _unhook(op: _torch.OpOverload) -> None:
-    surroundings.Rules.changes += 1
+    ambient_state.Rules.changes += 1
     if op in _hooks and not any(op in registry for registry in _registries):
         _torch.restore_batching_rule(_hooks.pop(op))
 

@@ -94,12 +94,12 @@ class Mapped(Checkpointed):
 
         What cannot be traced, Python that asks for values say, runs as it did the first time.
         """
-        own = self._own
-        if call.key in own.untraceable:
+        own = self._trace_cache
+        if call.key in own.untraceable_keys:
             return False
-        if call.key not in own.met:
-            if len(own.met) < _MOST_KINDS:
-                own.met.add(call.key)
+        if call.key not in own.seen_keys:
+            if len(own.seen_keys) < _MOST_KINDS:
+                own.seen_keys.add(call.key)
             return False
         if self._find(call) is None and len(own.traces) >= _MOST_TRACES:
             return False
@@ -110,7 +110,7 @@ class Mapped(Checkpointed):
                 self.prepare(call, args, kwargs)
             except Exception as error:
                 _log.debug("%r stays untraced: %s", self, error)
-                own.untraceable.add(call.key)
+                own.untraceable_keys.add(call.key)
                 return False
         return True
 

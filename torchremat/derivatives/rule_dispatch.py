@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torchremat import _torch
 from torchremat.derivatives.rules import FlatRule, MappedAxis, Recorded, is_inexact
 from torchremat.errors import ClosureError
-from torchremat.tracing.ambient_state import Surroundings
+from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.axes.named_axes import frame_being_mapped
 from torchremat.tracing.capture import map_arguments
-from torchremat.tracing.tracing import current_tracing, lifted
+from torchremat.tracing.tracing import current_tracing, lift_all
 
 uncompiled = _torch.out_of_compiler(
     "a custom_vjp or custom_jvp function runs outside of the compiler, with its rules"
@@ -38,7 +38,7 @@ class CustomCall(torch.autograd.Function):
     def apply(cls, rule: FlatRule, *inputs: Tensor) -> Any:
         """Apply the rule for the innermost level, or record a node of plain autograd."""
         if _torch.innermost_proxy_mode() is not None:
-            inputs = tuple(lifted(inputs))
+            inputs = tuple(lift_all(inputs))
         inputs = _torch.unwrap_dead_wrappers(inputs)
         kinds = _torch.TransformType
         level = _torch.innermost_transform()
@@ -133,16 +133,16 @@ def _keep(
     ctx.num_residuals = len(recorded.residuals)
     again = inputs if ctx.reruns else ()
     ctx.save_for_backward(*(places.get(id(r), r) for r in recorded.residuals), *again)
-    ctx.surroundings = Surroundings.now() if _torch.is_any_autocast_enabled() else None
+    ctx.state = AmbientState.now() if _torch.is_any_autocast_enabled() else None
 
 
 @contextmanager
 def _as_in_forward(ctx: Any) -> Iterator[None]:
     """A block with the autocast that the forward pass had."""
-    if ctx.surroundings is None:
+    if ctx.state is None:
         yield
         return
-    with ctx.surroundings.restored():
+    with ctx.state.restore():
         yield
 
 

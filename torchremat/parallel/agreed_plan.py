@@ -16,12 +16,12 @@ from torchremat.core.formatting import human_bytes
 from torchremat.errors import ArgumentTypeError, PlanError, ProcessError
 from torchremat.parallel.devices import process_index
 from torchremat.parallel.process_failures import (
-    can_tell,
-    named,
-    tell_place,
-    told_by_all,
+    can_share,
+    describe_peers,
+    gather_texts,
+    name_processes,
+    publish_host,
     wait_for,
-    what_others_say,
 )
 from torchremat.planning.plan import Plan
 from torchremat.planning.shared_solve import let_processes_share
@@ -31,16 +31,16 @@ _PREFIX = "torchremat/plan"
 _FAILED = "failed: "
 
 
-def made_by_one(describe: Callable[[], str], make: Callable[[], str]) -> str:
+def make_once(describe: Callable[[], str], make: Callable[[], str]) -> str:
     """What `make` gives, in the first of the processes whose `describe` says the same.
 
     Raises `ProcessError` in the others if that one fails, is gone, or takes longer than the timeout
     that the process group was made with.
     """
-    if not can_tell():
+    if not can_share():
         return make()
     store, here = _torch.store_of_processes(), process_index()
-    tell_place(store)
+    publish_host(store)
     key = f"{_PREFIX}/{hashlib.sha256(describe().encode()).hexdigest()}"
     if store.add(f"{key}/askers", 1) == 1:
         store.set(f"{key}/maker", str(here))
@@ -51,20 +51,20 @@ def made_by_one(describe: Callable[[], str], make: Callable[[], str]) -> str:
             raise
         store.set(f"{key}/made", text)
         return text
-    return _taken(store, key)
+    return _wait_for_text(store, key)
 
 
-def _taken(store: object, key: str) -> str:
+def _wait_for_text(store: object, key: str) -> str:
     """What another process makes, or has made."""
     maker = "another process"
     try:
         rank = int(store.get(f"{key}/maker"))  # type: ignore[attr-defined]
-        maker = named([rank])
+        maker = name_processes([rank])
         wait_for(store, {f"{key}/made": rank})
     except RuntimeError as error:  # ProcessError is one
         raise ProcessError(
             f"process {process_index()} waits for a plan that {maker} is making, and did not get "
-            f"it{error if isinstance(error, ProcessError) else ''}. {what_others_say()}"
+            f"it{error if isinstance(error, ProcessError) else ''}. {describe_peers()}"
         ) from error
     text: str = store.get(f"{key}/made").decode()  # type: ignore[attr-defined]
     if text.startswith(_FAILED):
@@ -75,7 +75,7 @@ def _taken(store: object, key: str) -> str:
     return text
 
 
-let_processes_share(made_by_one)
+let_processes_share(make_once)
 
 
 def agreed_plan(plan: Plan) -> Plan:
@@ -102,22 +102,22 @@ def agreed_plan(plan: Plan) -> Plan:
         raise ArgumentTypeError(
             f"agreed_plan takes a Plan, as tr.plan makes it, but it is {plan!r}"
         )
-    if not can_tell():
+    if not can_share():
         return plan
     here, does = process_index(), "calls agreed_plan"
-    (first, *_) = told_by_all(plan.to_json() if here == 0 else "", does)
+    (first, *_) = gather_texts(plan.to_json() if here == 0 else "", does)
     try:
         theirs = Plan.from_json(first)
     except PlanError as error:  # of another version of this package, say
-        told_by_all(f"cannot read the plan of process 0: {error}", does)
+        gather_texts(f"cannot read the plan of process 0: {error}", does)
         raise
-    answers = told_by_all(_why_other(theirs, plan), does)
+    answers = gather_texts(_why_other(theirs, plan), does)
     if others := {rank: answer for rank, answer in enumerate(answers) if answer}:
         lines = "".join(f"\n  process {rank}: {answer}" for rank, answer in others.items())
         raise ProcessError(
-            f"{named(list(others))} planned another step than process 0, so there is no one plan "
-            "for all. Give each process the same model, budget and shapes, or plan by itself what "
-            f"differs.{lines}"
+            f"{name_processes(list(others))} planned another step than process 0, so there "
+            "is no one plan for all. Give each process the same model, budget and shapes, or plan "
+            f"by itself what differs.{lines}"
         )
     return plan if here == 0 else theirs
 

@@ -194,13 +194,13 @@ def _everywhere() -> list[Device]:
     if process_count() == 1:
         return _own_devices(here)
     group = distributed.group.WORLD
-    found = _warned_programs.get(group)
+    found = _gathered.get(group)
     if found is None:
         answers: list[Any] = [None] * process_count()
         distributed.all_gather_object(answers, _own_devices(here))
-        found = _warned_programs[group] = [device for answer in answers for device in answer]
+        found = _gathered[group] = [device for answer in answers for device in answer]
     return found
 
 
-_warned_programs: weakref.WeakKeyDictionary[Any, list[Device]] = weakref.WeakKeyDictionary()
+_gathered: weakref.WeakKeyDictionary[Any, list[Device]] = weakref.WeakKeyDictionary()
 """What the processes of a group have told each other."""

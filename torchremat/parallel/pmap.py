@@ -31,23 +31,25 @@ from torchremat.errors import (
 )
 from torchremat.parallel.devices import process_count
 from torchremat.parallel.pmap_options import (
-    Options,
+    PmapOptions,
     check_devices,
     check_whole,
-    described,
+    describe_call,
     name_of,
     num_devices_for,
     number_of_own,
 )
 from torchremat.parallel.process_axes import ALONE
-from torchremat.parallel.process_failures import agree, tell_others
+from torchremat.parallel.process_failures import agree, publish_error
 from torchremat.tracing.axes.named_axes import AxisFrame, AxisName, axes_in_scope, in_scope
 
 
 class ProcessMapped:
     """A function under `pmap`. Call it with the examples of this process's devices."""
 
-    def __init__(self, fun: Callable[..., Any], options: Options, donated: tuple[int, ...]) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], options: PmapOptions, donated: tuple[int, ...]
+    ) -> None:
         functools.update_wrapper(self, fun, updated=())
         self.fun = fun
         # names that no other wrapper uses: `jit` of this takes its attributes over
@@ -76,11 +78,13 @@ class ProcessMapped:
             )
         if process_count() == 1 or _torch.is_faking():
             return self._pmap_run(*args, **kwargs)
-        agree(described(self.fun, self._pmap_options, args, kwargs), f"pmap({name_of(self.fun)})")
+        agree(
+            describe_call(self.fun, self._pmap_options, args, kwargs), f"pmap({name_of(self.fun)})"
+        )
         try:
             return self._pmap_run(*args, **kwargs)
         except Exception as error:
-            tell_others(error)
+            publish_error(error)
             raise
 
 
@@ -160,7 +164,7 @@ def pmap(
             f"{sorted(both)}: a static argument has no storage to donate"
         )
     number = None if devices is None else number_of_own(devices)
-    return ProcessMapped(fun, Options(axis_name, in_axes, out_axes, static, number), donated)
+    return ProcessMapped(fun, PmapOptions(axis_name, in_axes, out_axes, static, number), donated)
 
 
 def _as_argnums(given: Any, what: str) -> tuple[int, ...]:
@@ -170,9 +174,9 @@ def _as_argnums(given: Any, what: str) -> tuple[int, ...]:
 # --- a call --------------------------------------------------------------------------------------
 
 
-def _run(fun: Callable[..., Any], options: Options, /, *args: Any, **kwargs: Any) -> Any:
+def _run(fun: Callable[..., Any], options: PmapOptions, /, *args: Any, **kwargs: Any) -> Any:
     """Call `fun` on the examples of this process."""
-    call = _mapped_call(fun, options, args, kwargs)
+    call = _bind_static(fun, options, args, kwargs)
     _refuse_containers(call)
     size = call.size(None)
     frame = _frame(call, options, size)
@@ -190,8 +194,8 @@ def _run(fun: Callable[..., Any], options: Options, /, *args: Any, **kwargs: Any
         return mapping.run(call, size)
 
 
-def _mapped_call(
-    fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _bind_static(
+    fun: Callable[..., Any], options: PmapOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> MappedLeaves:
     """The call of the function of mapped arguments, which static ones are bound to."""
     in_axes = options.in_axes
@@ -210,12 +214,12 @@ def _mapped_call(
         in_axes = tuple(in_axes[i] for i in mapped)
 
     @functools.wraps(fun, updated=())
-    def bound(*rest: Any, **named: Any) -> Any:
+    def call_mapped(*rest: Any, **named: Any) -> Any:
         given = static | dict(zip(mapped, rest, strict=True))
         return fun(*(given[i] for i in range(count)), **named)
 
-    del bound.__wrapped__
-    return MappedLeaves.of(bound, in_axes, tuple(args[i] for i in mapped), kwargs, "pmap")
+    del call_mapped.__wrapped__
+    return MappedLeaves.of(call_mapped, in_axes, tuple(args[i] for i in mapped), kwargs, "pmap")
 
 
 def _refuse_containers(call: MappedLeaves) -> None:
@@ -230,7 +234,7 @@ def _refuse_containers(call: MappedLeaves) -> None:
             )
 
 
-def _frame(call: MappedLeaves, options: Options, size: int) -> AxisFrame:
+def _frame(call: MappedLeaves, options: PmapOptions, size: int) -> AxisFrame:
     """The axis of such a call, after a check that there are devices for it."""
     outer = [f.num_devices for f in axes_in_scope() if f.num_devices]
     tensor = next((t for t in call.leaves if isinstance(t, Tensor)), None)
@@ -250,7 +254,7 @@ def _frame(call: MappedLeaves, options: Options, size: int) -> AxisFrame:
     )
 
 
-def _run_one(call: MappedLeaves, options: Options) -> Any:
+def _run_one(call: MappedLeaves, options: PmapOptions) -> Any:
     """Call the function on the one example that there is, as it is."""
     leaves = [
         leaf if axis is None or leaf is None else leaf.select(axis, 0)
@@ -259,11 +263,11 @@ def _run_one(call: MappedLeaves, options: Options) -> Any:
     args, kwargs = _torch.tree_unflatten(leaves, call.spec)
     outputs, spec = _torch.tree_flatten(call.fun(*args, **kwargs))
     axes = flatten_axes("pmap out_axes", spec, options.out_axes)
-    placed = [_placed(out, axis, call.fun) for out, axis in zip(outputs, axes, strict=True)]
+    placed = [_add_axis(out, axis, call.fun) for out, axis in zip(outputs, axes, strict=True)]
     return _torch.tree_unflatten(placed, spec)
 
 
-def _placed(value: Any, axis: Any, fun: Any) -> Any:
+def _add_axis(value: Any, axis: Any, fun: Any) -> Any:
     """An output with the axis of examples, of which there is one."""
     if axis is None or value is None:
         return value

@@ -22,7 +22,7 @@ from torchremat.tracing.axes.named_axes import AxisName
 
 
 @dataclass(frozen=True)
-class Options:
+class PmapOptions:
     """What `pmap` was asked for."""
 
     axis_name: AxisName
@@ -80,7 +80,7 @@ def num_devices_for(tensor: Tensor | None) -> int:
 
 
 def check_devices(
-    fun: Any, options: Options, size: int, available: int, num_processes: int
+    fun: Any, options: PmapOptions, size: int, available: int, num_processes: int
 ) -> None:
     """Raise if there are not just the devices that `size` examples of a process need."""
     name, at = name_of(fun), current_source() or "an unknown line"
@@ -107,10 +107,10 @@ def check_devices(
         )
 
 
-def described(fun: Any, options: Options, args: Any, kwargs: Any) -> str:
+def describe_call(fun: Any, options: PmapOptions, args: Any, kwargs: Any) -> str:
     """What a call is like: the same text in processes that do the same."""
     leaves, spec = _torch.tree_flatten((args, kwargs))
-    shown = [_shown(leaf) for leaf in leaves]
+    shown = [_describe(leaf) for leaf in leaves]
     code = getattr(fun, "__code__", None)
     line = "" if code is None else f":{code.co_firstlineno}"
     return (
@@ -120,7 +120,7 @@ def described(fun: Any, options: Options, args: Any, kwargs: Any) -> str:
     )
 
 
-def _shown(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         grad = " that requires a gradient" if _torch.requires_grad_at_any_level(leaf) else ""
         return f"{Aval.of(leaf)}{grad}"

@@ -34,14 +34,14 @@ from torchremat.batching.collectives.collective_ops import (
 from torchremat.core.avals import Aval
 from torchremat.core.source import current_source
 from torchremat.errors import AxisNameError, ProcessError
-from torchremat.parallel.process_failures import what_others_say
+from torchremat.parallel.process_failures import describe_peers
 from torchremat.tracing.axes.named_axes import AxisName
 
 ALONE = "this process"
 """The group of this process, where there are no others."""
 
 
-def work_out(
+def run_collective(
     op: CollectiveOp, *tensors: Tensor, axis_name: AxisName, group: str, **params: Any
 ) -> Tensor:
     """A collective among the processes of a group: what `CollectiveOp.over_processes` does."""
@@ -63,7 +63,7 @@ def work_out(
         return y.contiguous()
 
 
-CollectiveOp.over_processes = staticmethod(work_out)
+CollectiveOp.over_processes = staticmethod(run_collective)
 
 
 def _place_in(group: str, axis_name: AxisName) -> tuple[int, int]:
@@ -120,7 +120,7 @@ def _scatter_sum(
     parts = parts.movedim(scatter_dimension, 0)
     carrier = _as_carrier(parts.contiguous())
     found = _torch.process_collectives.reduce_scatter_tensor(carrier, "sum", size, group)
-    return _from_carrier(_waited(found).reshape(carrier.shape[1:]), parts[0])
+    return _from_carrier(_wait(found).reshape(carrier.shape[1:]), parts[0])
 
 
 def _gather_along(
@@ -133,7 +133,7 @@ def _gather_along(
 def _gather(x: Tensor, group: str, size: int) -> Tensor:
     """What all processes have, along a new first dimension."""
     found = _torch.process_collectives.all_gather_into_tensor(_bytes_of(x), size, group)
-    return _from_bytes(_waited(found), (size, *x.shape), x.dtype)
+    return _from_bytes(_wait(found), (size, *x.shape), x.dtype)
 
 
 def _exchange(
@@ -178,14 +178,14 @@ _RULES = {
 
 
 def _reduce(x: Tensor, kind: str, group: str) -> Tensor:
-    return _waited(_torch.process_collectives.all_reduce(x, kind, group))
+    return _wait(_torch.process_collectives.all_reduce(x, kind, group))
 
 
 def _all_to_all(sent: Tensor, gets: list[int], gives: list[int], group: str) -> Tensor:
-    return _waited(_torch.process_collectives.all_to_all_single(sent, gets, gives, group))
+    return _wait(_torch.process_collectives.all_to_all_single(sent, gets, gives, group))
 
 
-def _waited(pending: Tensor) -> Tensor:
+def _wait(pending: Tensor) -> Tensor:
     return _torch.process_collectives.wait_tensor(pending)  # type: ignore[no-any-return]
 
 
@@ -222,6 +222,6 @@ def _failures_explained(
         raise ProcessError(
             f"{op.title} of {Aval.of(x)} over the axis {axis_name!r} failed in process "
             f"{distributed.get_rank()}, at {current_source() or 'an unknown line'}: the processes "
-            f"of the group {group!r} must all call it, with the same shapes. {what_others_say()} "
+            f"of the group {group!r} must all call it, with the same shapes. {describe_peers()} "
             f"From torch.distributed: {str(error).strip().splitlines()[0]}"
         ) from error

@@ -42,7 +42,7 @@ _agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
-def can_tell() -> bool:
+def can_share() -> bool:
     """Whether there are other processes, and they can be told something.
 
     Those of the backend `fake`, with which PyTorch plays many processes in one, cannot.
@@ -60,14 +60,14 @@ def agree(text: str, what: str) -> None:
         ProcessError: if one says something else, is gone, or says nothing for as long as the
             timeout that the process group was made with.
     """
-    if not can_tell():
+    if not can_share():
         return
-    take_word_back()
+    withdraw()
     with _lock:
         agreed = _so_far()
         if text in agreed.texts:
             return
-        said = told_by_all(text, f"calls {what} in a way that is new to it, {text}")
+        said = gather_texts(text, f"calls {what} in a way that is new to it, {text}")
         if len(set(said)) > 1:
             raise ProcessError(_difference(said, what))
         agreed.texts.add(text)
@@ -80,10 +80,10 @@ def _so_far() -> _Agreed:
     return _agreed[group]
 
 
-def told_by_all(text: str, does: str) -> list[str]:
+def gather_texts(text: str, does: str) -> list[str]:
     """The texts of all processes, by number, each of which calls this: what it `does` to users."""
     store, here = _torch.store_of_processes(), process_index()
-    tell_place(store)
+    publish_host(store)
     with _lock:
         agreed = _so_far()
         round_ = f"{_PREFIX}/agree/{agreed.number}/{agreed.num_rounds}"
@@ -95,8 +95,8 @@ def told_by_all(text: str, does: str) -> list[str]:
     except ProcessError as error:
         silent = [rank for rank, key in enumerate(keys) if not has(store, key)]
         raise ProcessError(
-            f"process {here} {does}, and {named(silent)} did not{error}: every process must make "
-            f"the same calls, with the same shapes, in the same order. {what_others_say()}"
+            f"process {here} {does}, and {name_processes(silent)} did not{error}: every process "
+            f"must make the same calls, with the same shapes, in the same order. {describe_peers()}"
         ) from error
     return [store.get(key).decode() for key in keys]
 
@@ -108,8 +108,8 @@ def _difference(said: Sequence[str], what: str) -> str:
     if said.count(most) * 2 <= len(said):
         different = list(range(len(said)))
     return (
-        f"{named(different)} {'differs' if len(different) == 1 else 'differ'} in the call of "
-        f"{what}: every process must make the same calls, with the same shapes, in the same "
+        f"{name_processes(different)} {'differs' if len(different) == 1 else 'differ'} in the call "
+        f"of {what}: every process must make the same calls, with the same shapes, in the same "
         f"order.{lines}"
     )
 
@@ -134,12 +134,12 @@ def wait_for(store: Any, keys: dict[str, int]) -> None:
         except RuntimeError:
             silent = [rank for key, rank in keys.items() if not has(store, key)]
             if gone := [rank for rank in silent if _is_gone(store, rank)]:
-                raise ProcessError(f", as {_said_of(gone, 'gone')}") from None
+                raise ProcessError(f", as {_describe_ranks(gone, 'gone')}") from None
 
 
-def tell_others(error: BaseException) -> None:
+def publish_error(error: BaseException) -> None:
     """Leave word of why this process stops, for others that wait for it."""
-    if not can_tell():
+    if not can_share():
         return
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     with suppress(RuntimeError):  # the store went with the process that had it
@@ -154,14 +154,14 @@ class _OwnWord:
 _own_word = _OwnWord()
 
 
-def take_word_back() -> None:
+def withdraw() -> None:
     """Of a process that was thought to stop, and goes on."""
     if _own_word.is_left:
         _torch.store_of_processes().set(_word_of(process_index()), "")
         _own_word.is_left = False
 
 
-def what_others_say() -> str:
+def describe_peers() -> str:
     """Which of the other processes stopped, and why; which are gone, or have not failed so far."""
     try:
         store, here = _torch.store_of_processes(), process_index()
@@ -175,22 +175,24 @@ def what_others_say() -> str:
         return "The store of the process group cannot be reached: the process that has it is gone."
     said = [f"Process {rank} stopped with {text}." for rank, text in words.items() if text]
     if gone:
-        said.append(f"{_said_of(gone, 'gone').capitalize()}.")
+        said.append(f"{_describe_ranks(gone, 'gone').capitalize()}.")
     silent = [rank for rank in others if rank not in words and rank not in gone]
     if silent:
-        said.append(f"{named(silent).capitalize()}: no failure so far, at work or waiting.")
+        said.append(
+            f"{name_processes(silent).capitalize()}: no failure so far, at work or waiting."
+        )
     return " ".join(said) or "The others have failed here too."
 
 
-def tell_place(store: Any) -> None:
+def publish_host(store: Any) -> None:
     """Let others of this host see whether this process is gone."""
-    if _warned_programs.get(store) is None:
-        _warned_programs[store] = True
+    if _published.get(store) is None:
+        _published[store] = True
         here = json.dumps([socket.gethostname(), os.getpid()])
         store.set(f"{_PREFIX}/place/{process_index()}", here)
 
 
-_warned_programs: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_published: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def _is_gone(store: Any, rank: int) -> bool:
@@ -223,15 +225,15 @@ def has(store: Any, key: str) -> bool:
         return False
 
 
-def named(ranks: Sequence[int]) -> str:
+def name_processes(ranks: Sequence[int]) -> str:
     """What to call processes.
 
-    >>> named([1]), named([1, 2])
+    >>> name_processes([1]), name_processes([1, 2])
     ('process 1', 'processes 1, 2')
     """
     listed = ", ".join(map(str, ranks))
     return f"process {listed}" if len(ranks) == 1 else f"processes {listed}"
 
 
-def _said_of(ranks: Sequence[int], what: str) -> str:
-    return f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {what}"
+def _describe_ranks(ranks: Sequence[int], what: str) -> str:
+    return f"{name_processes(ranks)} {'is' if len(ranks) == 1 else 'are'} {what}"

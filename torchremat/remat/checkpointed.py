@@ -25,28 +25,28 @@ from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Call, flatten_call, wrap_statics
-from torchremat.remat.tracing.effects import traced_without_effects
-from torchremat.remat.tracing.function_trace import FunctionTrace, trace_function, traced_name
+from torchremat.remat.tracing.effects import trace_without_effects
+from torchremat.remat.tracing.function_trace import FunctionTrace, describe_fun, trace_function
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.remat.tracing.trace_cache import (
     PolicyKey,
     Trace,
     TracesByFunction,
-    surroundings,
+    current_state,
     warn_of_retraces,
 )
 from torchremat.remat.tracing.variables import (
-    Variable,
+    Binding,
     modules_in,
     variables_of,
     variables_of_modules,
 )
 from torchremat.remat.values.residual_log import log_residuals
 from torchremat.remat.verify import VerifyingProgram
-from torchremat.tracing.ambient_state import is_off_meta, switches
+from torchremat.tracing.ambient_state import is_meta_as_cpu, switches
 from torchremat.tracing.axes.named_axes import axis_environment
-from torchremat.tracing.dtensors import taken_apart
+from torchremat.tracing.dtensors import unwrap_inputs
 from torchremat.tracing.dynamic_inputs import DynamicInputs, shapes_of
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import trace_lock
@@ -83,7 +83,7 @@ class Checkpointed:
         self.compiler = compiler
         self._key = PolicyKey(policy)
         self._verified_key = PolicyKey(policy, verified=True)
-        self._own = _traces.of(fun, self._cache_key())
+        self._trace_cache = _traces.of(fun, self._cache_key())
         self._last: tuple[FunctionProgram, Sizes | None] | None = None
         self._warned_programs: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
         self._uncompiled = outside_compiler() if policy.is_whole_graph else None
@@ -97,7 +97,7 @@ class Checkpointed:
         bound = copy.copy(self)
         bound.fun = MethodType(self.fun, instance)
         bound.statics = self.statics.without_first()
-        bound._own = _traces.of(bound.fun, self._cache_key())
+        bound._trace_cache = _traces.of(bound.fun, self._cache_key())
         return bound
 
     def _cache_key(self) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ class Checkpointed:
                 return self._uncompiled(self, args, kwargs)
             return checkpoint_in_compiler(self.fun, self.policy, *args, **kwargs)
         call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
-        trace = self._own.recent
+        trace = self._trace_cache.recent
         if trace is not None and trace.key == call.key:
             captured = trace.captured.current()
             tensors = [*call.tensors, *(captured or ())]
@@ -153,16 +153,16 @@ class Checkpointed:
                 and program is not None
                 and (program.is_logged or not config.log_checkpoint_residuals)
                 and (not program.is_warned_of or program in self._warned_programs)
-                and trace.surroundings[0] is torch.is_grad_enabled()
-                and trace.surroundings[1].default_dtype is torch.get_default_dtype()
-                and trace.surroundings[1].switches == switches()
-                and trace.surroundings[1].axes == axis_environment()
-                and trace.surroundings[1].off_meta is is_off_meta()
+                and trace.state[0] is torch.is_grad_enabled()
+                and trace.state[1].default_dtype is torch.get_default_dtype()
+                and trace.state[1].switches == switches()
+                and trace.state[1].axes == axis_environment()
+                and trace.state[1].meta_as_cpu is is_meta_as_cpu()
                 and trace.tensor_guard.check(*tensors)
                 and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
                 and trace.has_offsets_of(tensors)
                 and trace.still_holds()
-                and trace.has_answers_of(tensors)
+                and trace.value_guards_hold(tensors)
             ):
                 if trace.records:
                     self._last = (program, sizes)
@@ -186,15 +186,15 @@ class Checkpointed:
         captured = trace.captured.current()
         assert captured is not None, "the trace has just been made, or found to fit"
         tensors = [*call.tensors, *captured]
-        if trace.is_spread:
-            tensors = taken_apart(tensors, trace.cotangent_placements)
+        if trace.is_sharded:
+            tensors = unwrap_inputs(tensors, trace.cotangent_placements)
         elif (
-            not trace.surroundings[1].autocast
+            not trace.state[1].autocast
             and not _torch.functorch_is_active()
             and not any(isinstance(t, _torch.FakeTensor) for t in tensors)
         ):
             trace.tensor_guard = _torch.tensor_guard(tensors, trace.dynamic_dims)
-            self._own.recent = trace
+            self._trace_cache.recent = trace
         sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
         if trace.records:
             self._last = (program, sizes)
@@ -204,7 +204,7 @@ class Checkpointed:
         self, trace: Trace, program: FunctionProgram, tensors: list[Tensor], sizes: Sizes | None
     ) -> tuple[Any, ...]:
         """Run `program` of `trace`, differentiably."""
-        if trace.records is trace.surroundings[0]:
+        if trace.records is trace.state[0]:
             return apply_program(program, self.fun, tensors, sizes)
         with torch.enable_grad():  # as the function itself does inside a `no_grad`
             return apply_program(program, self.fun, tensors, sizes)
@@ -262,7 +262,7 @@ class Checkpointed:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if shapes_of(specs) is not None:  # such symbols are those of one trace, that around
             return None
-        return self._own.find(call, specs, dynamic=self._may_be_dynamic())
+        return self._trace_cache.find(call, specs, dynamic=self._may_be_dynamic())
 
     def _may_be_dynamic(self) -> bool:
         """Whether a graph for many sizes serves: what a plan keeps fits one size."""
@@ -277,7 +277,7 @@ class Checkpointed:
     ) -> None:
         loudly = config.log_checkpoint_residuals
         labels = functools.partial(self._labels, trace, args, kwargs, call)
-        log_residuals(program, traced_name(self.fun), labels, loudly=loudly)
+        log_residuals(program, describe_fun(self.fun), labels, loudly=loudly)
         program.is_logged = loudly
 
     def _labels(self, trace: Trace, args: Any, kwargs: Any, call: Call) -> list[str]:
@@ -292,19 +292,19 @@ class Checkpointed:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if shapes_of(specs) is not None:  # symbols of the trace around: no other call has them
             return self._trace_with(call, args, kwargs, specs, None)
-        warn_of_retraces(traced_name(self.fun), self._own, call, specs)
+        warn_of_retraces(describe_fun(self.fun), self._trace_cache, call, specs)
         trace = None
         dynamic = None
         if self._may_be_dynamic() and not any(spec.sharding for spec in specs):
-            dynamic = DynamicInputs.of(specs, self._own.varying(call, specs))
+            dynamic = DynamicInputs.of(specs, self._trace_cache.varying(call, specs))
         if dynamic is not None:
             with _torch.dispatch_restored():
                 try:
                     trace = self._trace_with(call, args, kwargs, specs, dynamic)
                 except Exception as error:  # an operator that knows no symbols, or the user's fault
-                    self._own.fix(dynamic.places, error)
+                    self._trace_cache.fix(dynamic.places, error)
         trace = trace or self._trace_with(call, args, kwargs, specs, None)
-        self._own.add(trace)
+        self._trace_cache.add(trace)
         return trace
 
     def _trace_with(
@@ -321,7 +321,7 @@ class Checkpointed:
         variables = self._variables()
         roots = _roots(self.fun, variables)
         inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
-        state = surroundings()
+        state = current_state()
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
         def trace(*, with_gradients: bool) -> FunctionTrace:
@@ -331,8 +331,8 @@ class Checkpointed:
                 only_usual=only_usual,
                 opens_calls=self.policy.is_whole_graph,
             )
-            return traced_without_effects(
-                traced_name(self.fun),
+            return trace_without_effects(
+                describe_fun(self.fun),
                 lambda: trace_function(
                     self.fun,
                     structure,
@@ -357,11 +357,11 @@ class Checkpointed:
             for m in modules
         ]
         captured = CapturedTensors(made.captured, variables, named_modules)
-        made.body.captured = captured.at_hand
+        made.body.captured = captured.current_tensors
         return Trace(
             key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
             specs=specs,
-            surroundings=state,
+            state=state,
             records=made.region.options.with_gradients,
             region=made.region,
             result=made.result,
@@ -371,10 +371,10 @@ class Checkpointed:
             dynamic=dynamic,
             cotangent_placements=made.body.cotangent_placements,
             offsets=_offsets(made.region, [*call.tensors, *made.captured]),
-            questions=tuple(made.body.questions.asked) if made.body.questions else (),
+            value_guards=tuple(made.body.value_guards.guards) if made.body.value_guards else (),
         )
 
-    def _variables(self) -> list[Variable]:
+    def _variables(self) -> list[Binding]:
         return variables_of(self.fun)
 
 

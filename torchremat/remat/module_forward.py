@@ -21,7 +21,7 @@ from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.program.compilers import compiler_named
 from torchremat.remat.program.function_program import FunctionProgram
-from torchremat.remat.tracing.variables import Variable, variables_of
+from torchremat.remat.tracing.variables import Binding, variables_of
 
 
 class RematForward:
@@ -210,7 +210,7 @@ class _CheckpointedForward(Checkpointed):
     def fun(self, value: Callable[..., Any]) -> None:
         """Made anew each time."""
 
-    def _variables(self) -> list[Variable]:
+    def _variables(self) -> list[Binding]:
         forward = self._forward()
         return variables_of(self.fun if forward is None else forward.__wrapped__)
 

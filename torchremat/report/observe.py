@@ -35,12 +35,12 @@ from torchremat.remat.values.scope import (
     op_base_name,
     program_of,
 )
-from torchremat.tracing.ambient_state import off_meta
-from torchremat.tracing.dtensors import Sharding, held_part, put_together
+from torchremat.tracing.ambient_state import meta_as_cpu
+from torchremat.tracing.dtensors import Sharding, local_tensor, wrap_local
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.tracing import Tracing
-from torchremat.tracing.value_guards import Questions
+from torchremat.tracing.value_guards import ValueGuards
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ def observe_saved(call: BoundCall) -> Observation:
 
 
 def _observe_run(call: BoundCall, differentiate_all: bool) -> Observation:
-    with off_meta():
+    with meta_as_cpu():
         try:
             return _Observer(call, differentiate_all).run()
         except RuntimeError as error:
@@ -151,8 +151,8 @@ class _Observer:
         self.differentiate_all = differentiate_all
         self.paths = ModulePaths(call.roots)
         distinct = {id(tensor): tensor for tensor in call.tensors}  # each is one input
-        self.questions = Questions(list(distinct.values()))
-        self.tracing = Tracing(paths=self.paths, questions=self.questions)
+        self.value_guards = ValueGuards(list(distinct.values()))
+        self.tracing = Tracing(paths=self.paths, value_guards=self.value_guards)
         self.records: list[weakref.ref[_SavedHandle]] = []
         self.versions: dict[int, int] = {}
         self.reader: Any = None
@@ -164,11 +164,11 @@ class _Observer:
         with tracing.recording(), torch.enable_grad(), _autocast_cache(caches_casts):
             fakes = self._inputs()
             wholes = [
-                put_together(fake, Sharding.of(tensor), i, tracing.cotangent_placements)
+                wrap_local(fake, Sharding.of(tensor), i, tracing.cotangent_placements)
                 for i, (fake, tensor) in enumerate(zip(fakes, self.call.tensors, strict=True))
             ]
-            bound = tracing.bound(self.call.tensors, wholes)
-            with bound, self._hooks(), self.questions.first():
+            bound = tracing.bind_captured(self.call.tensors, wholes)
+            with bound, self._hooks(), self.value_guards.first():
                 output = self.call.run(wholes)
             records = [r for reference in self.records if (r := reference()) is not None]
             nodes = _autograd_nodes(output)
@@ -204,7 +204,7 @@ class _Observer:
         fake = self.tracing.input(replace(spec, requires_grad=False, is_leaf=True), name)
         if not (spec.requires_grad or (self.differentiate_all and floating)):
             return fake
-        with self.tracing.unrecorded():
+        with self.tracing.pause_recording():
             start = torch.empty(0, requires_grad=True)
         started: Tensor = _MarkDifferentiated.apply(fake, start)  # type: ignore[no-untyped-call]
         self.versions[id(started)] = started._version
@@ -219,7 +219,7 @@ class _Observer:
 
     def _pack(self, tensor: Tensor) -> _SavedHandle:
         # a result comes with its node as grad_fn: kept so, it would be kept by what it keeps
-        tensor = held_part(tensor)
+        tensor = local_tensor(tensor)
         record = _SavedHandle(tensor if tensor.is_leaf else tensor.detach())
         if not isinstance(tensor, _torch.FakeTensor) or tensor.fake_mode is self.tracing.fake_mode:
             self.records.append(weakref.ref(record))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchremat import _torch
-from torchremat.tracing.axes.named_axes import AxisFrame, axis_environment, restored
+from torchremat.tracing.axes.named_axes import AxisFrame, axis_environment, restore_axes
 
 
 class Rules:
@@ -35,29 +35,29 @@ def switches() -> tuple[Any, ...]:
     return (*(ask() for ask in _torch.SWITCHES), Rules.changes, *hooks)
 
 
-class _OffMeta(threading.local):
+class _MetaAsCpu(threading.local):
     is_on = False
 
 
-_off_meta = _OffMeta()
+_meta_as_cpu = _MetaAsCpu()
 
 
 @contextmanager
-def off_meta() -> Iterator[None]:
+def meta_as_cpu() -> Iterator[None]:
     """In the block, a tensor on the meta device is traced as one on the CPU.
 
     On the meta device PyTorch takes other operators than those that will run (attention comes as
     products of whole matrices), and refuses autocast. What a function makes by itself goes where
     its arguments are.
     """
-    before, _off_meta.is_on = _off_meta.is_on, True
+    before, _meta_as_cpu.is_on = _meta_as_cpu.is_on, True
     try:
         with ExitStack() as stack:
             if _default_device().type == "meta":
                 stack.enter_context(torch.device("cpu"))
             yield
     finally:
-        _off_meta.is_on = before
+        _meta_as_cpu.is_on = before
 
 
 def _default_device() -> torch.device:
@@ -66,13 +66,13 @@ def _default_device() -> torch.device:
         return torch.get_default_device()
 
 
-def is_off_meta() -> bool:
+def is_meta_as_cpu() -> bool:
     """Whether this is such a block."""
-    return _off_meta.is_on
+    return _meta_as_cpu.is_on
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class AmbientState:
     """Autocast, the default dtype, and switches that operators and modules ask in Python.
 
     A function may be traced again in the backward pass, where they may be others; and what autograd
@@ -84,11 +84,11 @@ class Surroundings:
     switches: tuple[Any, ...] = ()
     axes: tuple[AxisFrame, ...] = ()
     """The named axes in scope."""
-    off_meta: bool = False
+    meta_as_cpu: bool = False
     """Whether tensors on the meta device are traced as those on the CPU."""
 
     @classmethod
-    def now(cls) -> "Surroundings":
+    def now(cls) -> "AmbientState":
         """What they are."""
         autocast = tuple(
             (device, torch.get_autocast_dtype(device))
@@ -96,20 +96,20 @@ class Surroundings:
             if torch.is_autocast_enabled(device)
         )
         return cls(
-            autocast, torch.get_default_dtype(), switches(), axis_environment(), is_off_meta()
+            autocast, torch.get_default_dtype(), switches(), axis_environment(), is_meta_as_cpu()
         )
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """A block in which they are as they were."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
         try:
-            with without_autocast(), restored(self.axes), ExitStack() as stack:
+            with without_autocast(), restore_axes(self.axes), ExitStack() as stack:
                 for device, dtype in self.autocast:
                     stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
-                if self.off_meta:
-                    stack.enter_context(off_meta())
+                if self.meta_as_cpu:
+                    stack.enter_context(meta_as_cpu())
                 yield
         finally:
             torch.set_default_dtype(before)
@@ -119,6 +119,6 @@ class Surroundings:
 def without_autocast() -> Iterator[None]:
     """A block without autocast: a graph has its casts written down."""
     with ExitStack() as stack:
-        for device, dtype in Surroundings.now().autocast:
+        for device, dtype in AmbientState.now().autocast:
             stack.enter_context(torch.autocast(device, dtype, enabled=False))
         yield

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.core.source import current_source
 from torchremat.errors import EffectError
-from torchremat.tracing.ambient_state import is_off_meta
+from torchremat.tracing.ambient_state import is_meta_as_cpu
 from torchremat.tracing.input_spec import _CPU, _META
 from torchremat.tracing.value_guards import QUESTIONS, question
 
@@ -50,19 +50,19 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
         self,
         tracer: _torch.PythonKeyTracer,
         lift: Callable[[Tensor], Tensor],
-        answer: Callable[[Tensor], bool | None],
+        truth_of: Callable[[Tensor], bool | None],
     ) -> None:
         super().__init__(tracer)
         self._lift = lift
-        self._answer = answer
+        self._truth_of = truth_of
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in QUESTIONS:
+        if func in QUESTIONS and args:
             asked = question(func, map_arguments(self._lift, args))
-            if asked is not None and (answer := self._answer(asked)) is not None:
-                return answer
+            if asked is not None and (value := self._truth_of(asked)) is not None:
+                return value
         if func == _SET_DATA:
             if args[0] is args[1]:  # as `module.to` does with what stays as it is
                 return None
@@ -71,13 +71,13 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
                 "a graph cannot. Write into the tensor: x.copy_(...)."
             )
         # PyTorch's own code, which makes meta tensors for fake ones, runs inside of an operator
-        moves = is_off_meta() and _torch.innermost_proxy_mode() is not None
+        redirects_meta = is_meta_as_cpu() and _torch.innermost_proxy_mode() is not None
         if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
             value = func(*args)  # x.shape needs no input, x.T does
-            return _device_off_meta(value) if moves else value
-        if moves:
-            args = tuple(map(_device_off_meta, args))
-            kwargs = {name: _device_off_meta(value) for name, value in (kwargs or {}).items()}
+            return _redirect_meta(value) if redirects_meta else value
+        if redirects_meta:
+            args = tuple(map(_redirect_meta, args))
+            kwargs = {name: _redirect_meta(value) for name, value in (kwargs or {}).items()}
         if func in _torch.RECURRENT and torch.is_inference_mode_enabled():
             func = _outside_inference_mode(func)
         outside: dict[int, Tensor] = {}
@@ -93,7 +93,7 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
         return outside.get(id(value), value)
 
 
-def _device_off_meta(value: Any) -> Any:
+def _redirect_meta(value: Any) -> Any:
     """The CPU for the meta device, which a function may ask or ask for; all else as it is."""
     if isinstance(value, str | torch.device) and value in ("meta", _META):
         return _CPU

@@ -30,12 +30,12 @@ class Sharding:
     @classmethod
     def of(cls, tensor: Tensor) -> "Sharding | None":
         """That of a `DTensor`; `None` for any other tensor."""
-        if not is_spread(tensor):
+        if not is_sharded(tensor):
             return None
         spread: DTensor = tensor  # type: ignore[assignment]
         return cls(spread.device_mesh, tuple(spread.placements), spread.shape, spread.stride())
 
-    def put_together(self, local: Tensor) -> Tensor:
+    def wrap(self, local: Tensor) -> Tensor:
         """The `DTensor` of which this process holds `local`."""
         whole: Tensor = _dtensor().from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
@@ -53,7 +53,7 @@ class CotangentPlacements:
         self.found: dict[int, tuple[Placement, ...]] = {}
 
 
-def is_spread(tensor: object) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Whether `tensor` is a `DTensor`."""
     kind = _dtensor()
     return kind is not None and isinstance(tensor, kind)
@@ -67,40 +67,40 @@ def _dtensor() -> Any:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a `DTensor`, differentiably; any other tensor is all here."""
-    return tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def held_part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The tensor that a `DTensor` holds; any other is itself. No operator runs."""
-    if not is_spread(tensor):
+    if not is_sharded(tensor):
         return tensor
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     part: Tensor = getattr(tensor, names[0])  # the mesh may come after it
     return part
 
 
-def taken_apart(tensors: Sequence[Tensor], placements: CotangentPlacements) -> list[Tensor]:
+def unwrap_inputs(tensors: Sequence[Tensor], placements: CotangentPlacements) -> list[Tensor]:
     """What this process holds of each input; its cotangent is spread as `placements` say."""
     return [
-        _TakeApart.apply(tensor, placements, number) if is_spread(tensor) else tensor  # type: ignore[no-untyped-call]
+        _Unwrap.apply(tensor, placements, number) if is_sharded(tensor) else tensor  # type: ignore[no-untyped-call]
         for number, tensor in enumerate(tensors)
     ]
 
 
-def put_together(
+def wrap_local(
     local: Tensor, sharding: Sharding | None, number: int, placements: CotangentPlacements
 ) -> Tensor:
     """The tensor that stands in a trace for an input; how its cotangent is spread is noted."""
     if sharding is None:
         return local
-    return _PutTogether.apply(local, sharding, placements, number)  # type: ignore[no-untyped-call,no-any-return]
+    return _Wrap.apply(local, sharding, placements, number)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # PyTorch's own `to_local` and `from_local` sum a cotangent that is spread as summands (`Partial`)
 # at once, which plain autograd leaves to whoever reads it.
 
 
-class _TakeApart(torch.autograd.Function):
+class _Unwrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, placements: CotangentPlacements, number: int) -> Tensor:
         ctx.sharding, ctx.placements, ctx.number = Sharding.of(whole), placements, number
@@ -110,16 +110,16 @@ class _TakeApart(torch.autograd.Function):
     def backward(ctx: Any, local: Tensor) -> tuple[Tensor, None, None]:
         own = ctx.sharding
         spread = Sharding(own.mesh, ctx.placements.found[ctx.number], own.shape, own.stride)
-        return spread.put_together(local), None, None
+        return spread.wrap(local), None, None
 
 
-class _PutTogether(torch.autograd.Function):
+class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, local: Tensor, sharding: Sharding, placements: CotangentPlacements, number: int
     ) -> Tensor:
         ctx.placements, ctx.number = placements, number
-        return sharding.put_together(local)
+        return sharding.wrap(local)
 
     @staticmethod
     def backward(ctx: Any, whole: Any) -> tuple[Tensor, None, None, None]:

@@ -37,7 +37,7 @@ class FunctionCall(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The results for other tensors, always as a tuple."""
         left = iter(tensors)
-        args = _mapped(lambda value: next(left) if value is HOLE else value, self.args)
+        args = _map_tree(lambda value: next(left) if value is HOLE else value, self.args)
         result = self.function.apply(*args)
         return result if isinstance(result, tuple) else (result,)
 
@@ -83,7 +83,7 @@ class FunctionCalls:
             note(node, is_inside_function=True)
         outputs = result if isinstance(result, tuple) else (result,)
         tensors: list[Tensor] = []
-        body = FunctionCall(function, _mapped(lambda value: _holed(value, tensors), args))
+        body = FunctionCall(function, _map_tree(lambda value: _make_hole(value, tensors), args))
         if any(output is tensor for output in outputs for tensor in tensors):
             raise EffectError(
                 f"{function.__qualname__} writes to a tensor that it is given (mark_dirty), which "
@@ -137,16 +137,16 @@ def _nodes_after(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
         yield node
 
 
-def _holed(value: Any, tensors: list[Tensor]) -> Any:
+def _make_hole(value: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(value, Tensor):
         return value
     tensors.append(value)
     return HOLE
 
 
-def _mapped(mapping: Callable[[Any], Any], value: Any) -> Any:
+def _map_tree(mapping: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (tuple, list):
-        return type(value)(_mapped(mapping, item) for item in value)
+        return type(value)(_map_tree(mapping, item) for item in value)
     if type(value) is dict:
-        return {key: _mapped(mapping, item) for key, item in value.items()}
+        return {key: _map_tree(mapping, item) for key, item in value.items()}
     return mapping(value)

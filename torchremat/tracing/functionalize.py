@@ -136,7 +136,7 @@ def _retrace(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.N
             tracing.placeholder_of(fake).meta = dict(placeholder.meta)
         run = _NotedInterpreter(module, tracing).run_flat
         outputs = torch.func.functionalize(run, remove="mutations")(*fakes)
-        tracing.notes = None
+        tracing.node_notes = None
         result = tracing.finish(outputs)
     renamed = {
         old: tracing.placeholder_of(fake) for old, fake in zip(placeholders, fakes, strict=True)
@@ -155,7 +155,7 @@ class _NotedInterpreter(Interpreter):
         return tuple(self.run(*inputs))
 
     def run_node(self, n: fx.Node) -> Any:
-        self.tracing.notes = notes_of(n)
+        self.tracing.node_notes = notes_of(n)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

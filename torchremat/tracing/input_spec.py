@@ -7,8 +7,8 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.errors import DonationError, TraceError
-from torchremat.tracing.ambient_state import is_off_meta
-from torchremat.tracing.dtensors import Sharding, held_part
+from torchremat.tracing.ambient_state import is_meta_as_cpu
+from torchremat.tracing.dtensors import Sharding, local_tensor
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -37,12 +37,12 @@ class InputSpec:
                 _torch.requires_grad_at_any_level(tensor) if any_level else tensor.requires_grad
             )
             is_leaf, sharding = tensor.is_leaf, Sharding.of(tensor)
-            tensor = held_part(tensor)
+            tensor = local_tensor(tensor)
             return cls(
                 tuple(tensor.shape),
                 tensor.stride(),
                 tensor.dtype,
-                _CPU if tensor.is_meta and is_off_meta() else tensor.device,
+                _CPU if tensor.is_meta and is_meta_as_cpu() else tensor.device,
                 requires_grad,
                 is_leaf,
                 _torch.offset_of(tensor),

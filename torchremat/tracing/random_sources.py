@@ -28,7 +28,7 @@ class RandomState:
     def __init__(self, sources: Iterable[RandomSource]) -> None:
         self._states = [(source, source.get()) for source in sources]
 
-    def changed(self) -> RandomSource | None:
+    def find_changed(self) -> RandomSource | None:
         """The first source whose state is another."""
         for source, state in self._states:
             if source.get() != state:
@@ -43,10 +43,10 @@ class RandomState:
 
 def global_sources() -> Iterator[RandomSource]:
     """Those of the whole process: Python's, NumPy's, PyTorch's default generator."""
-    yield _pickled("Python's random module", random.getstate, random.setstate, random.random)
+    yield _pickle_states("Python's random module", random.getstate, random.setstate, random.random)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        yield _pickled("numpy.random", numpy.get_state, numpy.set_state, numpy.random)
+        yield _pickle_states("numpy.random", numpy.get_state, numpy.set_state, numpy.random)
     yield _generator("PyTorch's default generator", torch.default_generator)
 
 
@@ -55,23 +55,23 @@ def source_of(value: Any, label: str) -> RandomSource | None:
     if isinstance(value, torch.Generator):
         return _generator(label, value)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return _pickled(label, value.getstate, value.setstate, value.random)
+        return _pickle_states(label, value.getstate, value.setstate, value.random)
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return None
     if isinstance(value, numpy.RandomState):
-        return _pickled(label, value.get_state, value.set_state, value.random_sample)
+        return _pickle_states(label, value.get_state, value.set_state, value.random_sample)
     if isinstance(value, numpy.Generator):
         bits = value.bit_generator
 
         def set_(state: Any) -> None:
             bits.state = state
 
-        return _pickled(label, lambda: bits.state, set_, value.random)
+        return _pickle_states(label, lambda: bits.state, set_, value.random)
     return None
 
 
-def _pickled(
+def _pickle_states(
     label: str,
     get: Callable[[], Any],
     set_: Callable[[Any], None],

@@ -24,11 +24,11 @@ from torchremat.graph.symbolic_sizes import sizes_as_literals
 from torchremat.tracing.ambient_state import without_autocast
 from torchremat.tracing.axes.named_axes import out_of_reach
 from torchremat.tracing.capture import CaptureMode, map_arguments
-from torchremat.tracing.dtensors import CotangentPlacements, put_together
+from torchremat.tracing.dtensors import CotangentPlacements, wrap_local
 from torchremat.tracing.error_messages import explain_errors
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
-from torchremat.tracing.value_guards import Questions
+from torchremat.tracing.value_guards import ValueGuards
 
 
 def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
@@ -44,8 +44,8 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
 
     def create_noted_node(*args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(*args, **kwargs)
-        if tracing.notes is not None:
-            set_notes(node, tracing.notes.from_trace())
+        if tracing.node_notes is not None:
+            set_notes(node, tracing.node_notes.from_trace())
         else:
             module, source = tracing.paths.current, current_source()
             set_notes(node, Notes(tracing.phase, module, source, tracing.grad_enabled))
@@ -67,7 +67,7 @@ class _InProgress(threading.local):
 _in_progress = _InProgress()
 
 
-def lifted(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def lift_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """`tensors` as the innermost trace in progress in this thread sees them, if there is one."""
     tracings = _in_progress.tracings
     return [tracings[-1].lift(t) for t in tensors] if tracings else tensors
@@ -98,17 +98,16 @@ class Tracing:
     warns: bool = False
     shapes: _torch.ShapeEnv | None = None
     phase: str = "forward"
-    notes: Notes | None = None
+    node_notes: Notes | None = None
     opens_calls: bool = False
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
     """What to do with a call of a user's `autograd.Function`: class, arguments, `apply`."""
-    questions: Questions | None = None
-    """Where questions for a value are answered, those that are."""
+    value_guards: ValueGuards | None = None
 
     def __post_init__(self) -> None:
         self.tracer = _new_tracer(self)
         self.fake_mode = _torch.new_fake_mode(self.shapes)
-        self._capture_mode = CaptureMode(self.tracer, self.lift, self.answer)
+        self._capture_mode = CaptureMode(self.tracer, self.lift, self.truth_of)
         self._last_placeholder: fx.Node | None = None
         self.placeholders: dict[int, fx.Node] = {}
         self._bindings: list[Mapping[int, Tensor]] = [{}]
@@ -122,7 +121,7 @@ class Tracing:
         return torch.is_grad_enabled() if outer is None else outer
 
     @contextmanager
-    def grad_mode_kept(self) -> Iterator[None]:
+    def keep_grad_mode(self) -> Iterator[None]:
         """What runs in the block is noted with the grad mode of now, whatever it is set to."""
         outer, self._outer_grad_mode = self._outer_grad_mode, self.grad_enabled
         try:
@@ -168,7 +167,7 @@ class Tracing:
 
     def input(self, spec: InputSpec, name: str) -> Tensor:
         """Add an input to the graph and return the fake tensor that stands for it."""
-        with self.unrecorded():
+        with self.pause_recording():
             fake = spec.empty()
         graph = self.graph
         after = self._last_placeholder
@@ -185,7 +184,7 @@ class Tracing:
 
     def alias_input(self, fake: Tensor, spec: InputSpec) -> Tensor:
         """One more fake tensor that stands for the input that `fake` stands for."""
-        with self.unrecorded(), torch.no_grad():
+        with self.pause_recording(), torch.no_grad():
             twin = spec.empty().detach()
         proxy = fx.Proxy(self.placeholder_of(fake), self.tracer)
         _torch.track(twin, proxy, self.tracer)
@@ -197,20 +196,20 @@ class Tracing:
         setattr(self.tracer.root, name, value)
         with _torch.without_function_modes():
             proxy = self.tracer.create_proxy("get_attr", name, (), {})
-        with self.unrecorded():
+        with self.pause_recording():
             fake = self.fake_mode.from_tensor(value)
         _torch.track(fake, proxy, self.tracer)
         return fake
 
     @contextmanager
-    def unrecorded(self) -> Iterator[None]:
+    def pause_recording(self) -> Iterator[None]:
         """Fake tensors are made in the block, and nothing is written down."""
         # a tensor that is first met in inference mode may be used outside it too
         with _torch.isolate(), torch.inference_mode(False), self.fake_mode:
             yield
 
     @contextmanager
-    def bound(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[None]:
+    def bind_captured(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[None]:
         """While in the block, each of the captured `tensors` stands for one of `inputs`."""
         self._bindings.append({id(t): i for t, i in zip(tensors, inputs, strict=True)})
         try:
@@ -234,32 +233,32 @@ class Tracing:
         return self.placeholders[id(fake)]
 
     @contextmanager
-    def asked(self, questions: Questions | None) -> Iterator[None]:
-        """While in the block, a function runs of which these are the questions."""
-        before, self.questions = self.questions, questions
-        if questions is not None:
-            questions.begin()
+    def use_value_guards(self, value_guards: ValueGuards | None) -> Iterator[None]:
+        """Answer branches on masks, in the block, by the guards of the function that runs."""
+        before, self.value_guards = self.value_guards, value_guards
+        if value_guards is not None:
+            value_guards.begin()
         try:
             yield
         finally:
-            self.questions = before
+            self.value_guards = before
 
-    def answer(self, tensor: Tensor) -> bool | None:
-        """What a question for the truth value of `tensor` is answered; `None` if it is not."""
-        if self.questions is None:
+    def truth_of(self, tensor: Tensor) -> bool | None:
+        """The truth value of `tensor`, if it is a mask; `None` if it has none."""
+        if self.value_guards is None:
             return None
         inputs = list(self.placeholders.values())
         node = self.node_of(tensor)
         if node in inputs:
             node = self.node_of(tensor.clone())  # fx compiles no graph without an operator
-        return self.questions.answer(node, self.tracer.root, inputs, self.captured)
+        return self.value_guards.truth_of(node, self.tracer.root, inputs, self.captured)
 
-    def ask(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool | None:
-        """What `module` computes of tensors of this trace, as a truth value; `None` if unknown."""
+    def evaluate(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool | None:
+        """The truth value that `module` computes from tensors of this trace, if it is known."""
         modes = _torch.enter_proxy_modes(self.tracer, self.fake_mode)
         with _torch.isolate(), modes, torch.no_grad():
             (value,) = module(*map(self.lift, inputs))
-        return self.answer(value)
+        return self.truth_of(value)
 
     def node_of(self, tensor: Tensor) -> fx.Node | None:
         """The node that computed `tensor`, if this trace did."""
@@ -279,7 +278,7 @@ class Tracing:
         return fx.GraphModule(self.tracer.root, self.graph)
 
     def _call_function(self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]) -> Any:
-        with self.grad_mode_kept():
+        with self.keep_grad_mode():
             is_active = _torch.is_active(self._capture_mode)
             if not is_active and _has_fake_of_other_trace(args, self.fake_mode):
                 return apply(*args)  # Dynamo runs, on fake tensors of its own
@@ -305,7 +304,7 @@ class Tracing:
         self.captured_specs.append(spec)
         number = len(self.placeholders) - 1
         with torch.enable_grad():
-            whole = put_together(fake, spec.sharding, number, self.cotangent_placements)
+            whole = wrap_local(fake, spec.sharding, number, self.cotangent_placements)
         self._bindings[0] = {**self._bindings[0], id(tensor): whole}
         return whole
 

@@ -27,7 +27,7 @@ from torchremat.core.source import current_source
 from torchremat.errors import ConcretizationError
 from torchremat.graph.nodes import ancestors, base_of, nodes_read_by
 from torchremat.graph.slicing import slice_graph
-from torchremat.tracing.dtensors import is_spread
+from torchremat.tracing.dtensors import is_sharded
 
 aten = torch.ops.aten
 
@@ -44,106 +44,106 @@ _MOST_OPERATORS = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """A graph from inputs to one truth value, and the value that a trace took for granted.
+class ValueGuard:
+    """A graph from inputs to one truth value, and its `value` in the call that was traced.
 
-    Without a graph there is but one answer.
+    Without a graph the value is the same in all calls.
     """
 
-    answer: bool
+    value: bool
     module: fx.GraphModule | None = None
     reads: tuple[int, ...] = ()
 
-    def has_answer_of(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the answer is the same for the `inputs` of another call."""
+    def holds_for(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the value is the same for the `inputs` of another call."""
         if self.module is None:
             return True
         read = [inputs[i] for i in self.reads]
-        return all(map(_has_value, read)) and _value(self.module, read) is self.answer
+        return all(map(_has_value, read)) and _run(self.module, read) is self.value
 
 
-def have_answers_of(questions: Sequence[Question], inputs: Sequence[Tensor]) -> bool:
-    """Whether all `questions` have the same answers for the `inputs` of another call."""
-    if not questions:
+def all_hold(guards: Sequence[ValueGuard], inputs: Sequence[Tensor]) -> bool:
+    """Whether all `guards` hold for the `inputs` of another call."""
+    if not guards:
         return True
-    with _isolated():
-        return all(question.has_answer_of(inputs) for question in questions)
+    with _isolate():
+        return all(guard.holds_for(inputs) for guard in guards)
 
 
-Asked = Callable[[fx.GraphModule, Sequence[Tensor]], bool | None]
-"""What a graph computes of tensors, as a truth value; `None` if it cannot be told."""
+Evaluate = Callable[[fx.GraphModule, Sequence[Tensor]], bool | None]
+"""Returns the truth value that a graph computes from tensors; `None` if it is not known."""
 
 
-class Questions:
-    """The questions of one function, in the order in which it asks.
+class ValueGuards:
+    """The guards of one function, in the order in which it branches.
 
-    The first trace is answered from `arguments`, tensors with values, or tensors of a trace around,
-    which is asked (`outer`); traces of its derivatives, in which nothing has a value, get the same
-    answers.
+    The first trace takes truth values from `arguments`, which have values. Those that are tensors
+    of a trace around have none, and `evaluate` asks that trace. Traces of derivatives take the
+    values of the first trace.
     """
 
-    def __init__(self, arguments: Sequence[Tensor], outer: Asked | None = None) -> None:
+    def __init__(self, arguments: Sequence[Tensor], evaluate: Evaluate | None = None) -> None:
         self._arguments: Sequence[Tensor] | None = arguments
-        self._outer = outer
-        self.asked: list[Question] = []
-        self._again: Iterator[Question] = iter(())
+        self._evaluate = evaluate
+        self.guards: list[ValueGuard] = []
+        self._replayed: Iterator[ValueGuard] = iter(())
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """In the block the function is traced first; the arguments are let go of after it."""
+        """Trace the function for the first time in the block; free the arguments after it."""
         try:
             yield
         finally:
             self._arguments = None
 
     def begin(self) -> None:
-        """The function begins to run."""
-        self._again = iter(tuple(self.asked))
+        """Begin to run the function."""
+        self._replayed = iter(tuple(self.guards))
 
-    def answer(
+    def truth_of(
         self,
         node: fx.Node | None,
         root: torch.nn.Module,
         inputs: Sequence[fx.Node],
         captured: Sequence[Tensor],
     ) -> bool | None:
-        """The value of `node` in the trace in progress as a truth value; `None` if it has none.
+        """The truth value of `node` in the trace in progress; `None` if it has none.
 
-        `inputs` are those of the graph: the arguments, then what is `captured`.
+        `inputs` are those of the graph: the arguments, then the inputs for `captured`.
         """
         if self._arguments is None:
-            known = next(self._again, None)
-            return None if known is None else known.answer
+            guard = next(self._replayed, None)
+            return None if guard is None else guard.value
         if node is None:
             return None
         if _is_below_zero(node):
-            found: Question | None = Question(False)
+            guard = ValueGuard(False)
         else:
             tensors = [*self._arguments, *captured]
-            found = self._asked_of(tensors, inputs, node, fx.GraphModule(root, node.graph))
-        if found is None:
+            guard = self._guard(tensors, inputs, node, fx.GraphModule(root, node.graph))
+        if guard is None:
             return None
-        self.asked.append(found)
-        return found.answer
+        self.guards.append(guard)
+        return guard.value
 
-    def _asked_of(
+    def _guard(
         self,
         tensors: Sequence[Tensor],
         inputs: Sequence[fx.Node],
         node: fx.Node,
         module: fx.GraphModule,
-    ) -> Question | None:
+    ) -> ValueGuard | None:
         reads = _inputs_of(node, inputs)
         if reads is None or any(map(_is_trained, read := [tensors[i] for i in reads])):
             return None
         module = slice_graph(module, [inputs[i] for i in reads], [node])
         if all(map(_has_value, read)):
-            with _isolated():
-                return Question(_value(module, read), module if reads else None, reads)
-        answer = None if self._outer is None else self._outer(module, read)
-        if answer is None:
+            with _isolate():
+                return ValueGuard(_run(module, read), module if reads else None, reads)
+        value = None if self._evaluate is None else self._evaluate(module, read)
+        if value is None:
             raise _no_value(next(t for t in read if not _has_value(t)))
-        return Question(answer, module, reads)
+        return ValueGuard(value, module, reads)
 
 
 def _no_value(tensor: Tensor) -> ConcretizationError:
@@ -156,17 +156,18 @@ def _no_value(tensor: Tensor) -> ConcretizationError:
 
 
 def question(func: object, args: Sequence[Any]) -> Tensor | None:
-    """The tensor whose truth value `func(*args)`, one of `QUESTIONS`, asks for, if there is one."""
+    """The mask whose truth value is that of `func(*args)`, for `func` in `QUESTIONS`, if any."""
     tensor = args[0]
     if func is _IS_IN:
         return (tensor == args[1]).any() if isinstance(args[1], int | float) else None
     if func in _IS_EQUAL:
-        return (tensor == args[1]).all() if tensor.shape == args[1].shape else None
+        comparable = len(args) == 2 and tensor.shape == args[1].shape
+        return (tensor == args[1]).all() if comparable else None
     return tensor if func is Tensor.__bool__ or tensor.dtype is torch.bool else None
 
 
 def _is_below_zero(node: fx.Node) -> bool:
-    """Whether `node` asks if a number drawn from [0, 1) is less than 0 or less."""
+    """Whether `node` compares a number drawn from [0, 1) with one that it is never less than."""
     if node.target is not aten.lt.Scalar:
         return False
     drawn, bound = node.args
@@ -175,7 +176,7 @@ def _is_below_zero(node: fx.Node) -> bool:
 
 
 def _inputs_of(node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...] | None:
-    """The positions of the `inputs` that a small computation reads; `None` if it is none."""
+    """The positions of the `inputs` that a guard for `node` reads; `None` if it has no guard."""
     needed = ancestors([node], reads=nodes_read_by)
     operators = [n for n in needed if n.op == "call_function"]
     if len(operators) > _MOST_OPERATORS or not all(map(_is_pure, operators)):
@@ -203,7 +204,6 @@ def _makes_mask(node: fx.Node) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether an operator gives the same each time."""
     return not (
         isinstance(node.target, _torch.OpOverload)
         and torch.Tag.nondeterministic_seeded in node.target.tags
@@ -211,7 +211,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The operators that write in place, each with what it is given to write to."""
+    """Pairs of an operator that writes in place, and the value that it writes to."""
     for node in graph.nodes:
         if isinstance(node.target, _torch.OpOverload) and node.target._schema.is_mutable:
             for given, argument in zip(node.args, node.target._schema.arguments, strict=False):
@@ -220,7 +220,6 @@ def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    """Whether `tensor` is a weight or comes from one, and no mask or the like."""
     return tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
 
 
@@ -229,17 +228,17 @@ def _has_value(tensor: Tensor) -> bool:
         isinstance(tensor, _torch.FakeTensor)
         or tensor.device.type == "meta"
         or _torch.innermost_tensor(tensor) is not tensor
-        or is_spread(tensor)
+        or is_sharded(tensor)
     )
 
 
-def _value(module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
+def _run(module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
     (value,) = module.forward(*inputs)
     return bool(value)
 
 
 @contextmanager
-def _isolated() -> Iterator[None]:
+def _isolate() -> Iterator[None]:
     # entering costs more than a guard, so the guards of a trace share one block
     with _torch.isolate(), torch.no_grad():
         yield

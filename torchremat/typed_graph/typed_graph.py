@@ -18,7 +18,7 @@ from torchremat.core.avals import Aval
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.nodes import results_of
-from torchremat.tracing.tracing import lifted
+from torchremat.tracing.tracing import lift_all
 from torchremat.typed_graph.equations import Eqn, Literal, Names, aval_of, equations
 from torchremat.typed_graph.printing import format_graph
 
@@ -209,7 +209,7 @@ def _consts_beside(inputs: list[Tensor], consts: list[Tensor]) -> list[Tensor]:
     if not consts:
         return consts
     if _torch.innermost_proxy_mode() is not None:
-        return list(lifted(consts))
+        return list(lift_all(consts))
     modes = [t.fake_mode for t in map(_torch.innermost_tensor, inputs) if _is_fake(t)]  # type: ignore[attr-defined]
     if not modes:
         return consts

@@ -142,7 +142,7 @@ def test_a_copy_back_that_is_not_waited_for_is_found_out(late, monkeypatch):
 
 
 def test_memory_that_is_freed_during_its_copy_is_found_out(late, monkeypatch):
-    monkeypatch.setattr(POOL, "hold_source", lambda *args: None)
+    monkeypatch.setattr(POOL, "keep_source", lambda *args: None)
     run_layers()
     late.begun.clear()
     assert late.faults

@@ -112,7 +112,7 @@ def test_a_value_comes_back_as_many_operators_ahead_as_is_said(monkeypatch):
         module = program.backward((True,), needed, with_states=True).module
         nodes = [n for n in module.graph.nodes if n.op == "call_function"]
         starts = [i for i, n in enumerate(nodes) if n.target is host_copies.start_fetch]
-        ends = [i for i, n in enumerate(nodes) if n.target is host_copies.fetched]
+        ends = [i for i, n in enumerate(nodes) if n.target is host_copies.finish_fetch]
         needs_cotangents = [n.name.partition("_")[0] in ("mm", "mul") for n in nodes]
         pairs = zip(starts, ends, strict=True)
         ahead.append([sum(needs_cotangents[start:end]) for start, end in pairs])
@@ -148,7 +148,7 @@ def test_every_layout_comes_back_as_it_was(value):
     kept = host_copies.to_host(value)
     assert host_pool.holds(kept.untyped_storage())
     assert kept.data_ptr() != value.data_ptr() or not value.numel()
-    back = host_copies.fetched_now(kept, value.device)
+    back = host_copies.fetch_value(kept, value.device)
     assert not host_pool.holds(back.untyped_storage())
     assert_same(back, value)
     assert (back.stride(), back.storage_offset()) == (expected.stride(), expected.storage_offset())
@@ -160,7 +160,7 @@ def test_values_in_one_storage_share_the_copy():
     assert host_pool.stats().nbytes == BASE.nbytes
     assert host_pool.stats().num_copied == 1
     fetch = host_copies.start_fetch(kept, BASE.device)
-    a, b = host_copies.fetched(fetch), host_copies.fetched(fetch, other)
+    a, b = host_copies.finish_fetch(fetch), host_copies.finish_fetch(fetch, other)
     assert_same((a, b), (BASE, BASE.t()[1:]))
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     del kept, fetch

@@ -1069,7 +1069,7 @@ def test_of_very_many_traces_the_oldest_go():
     x = torch.ones(2)
     for mode in map(str, range(140)):
         fun(x, mode=mode)
-    assert len(fun._own.traces) == 128
+    assert len(fun._trace_cache.traces) == 128
 
 
 # what a function, or the forward of a module, reads; each is set to another value between calls

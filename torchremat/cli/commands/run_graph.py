@@ -15,7 +15,7 @@ from torchremat.cli.terminal.output import (
 )
 from torchremat.planning.api import plan
 from torchremat.remat.op.make_graph import make_graph
-from torchremat.tracing.ambient_state import off_meta
+from torchremat.tracing.ambient_state import meta_as_cpu
 from torchremat.typed_graph.typed_graph import TypedGraph
 
 
@@ -41,7 +41,7 @@ def run_graph(options: GraphOptions) -> None:
     with show_progress_of(f"loading {options.target}"):
         target = load_target(options.target, options.device)
     fun = apply_policy(target, chosen, options.select)
-    with show_progress_of("tracing"), off_meta():
+    with show_progress_of("tracing"), meta_as_cpu():
         graph = make_graph(fun)(*target.args, **target.kwargs)
     if options.html is None and options.json_path != "-":
         show(graph.text(sources=options.sources))

@@ -21,8 +21,8 @@ from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.memory.timeline import Lifetime, LiveValue, Point, Timeline
 from torchremat.remat.offload.copies import (
     bring_next,
-    copied,
-    fetched,
+    finish_copy,
+    finish_fetch,
     start_copy,
     start_fetch,
     to_host,
@@ -189,10 +189,10 @@ class MemoryInterpreter:
             source = env[node.args[0]]  # type: ignore[index]
             self.hold(source)
             memory = [self._copy_to_host(node, env, path), source]
-        elif node.target is copied:
+        elif node.target is finish_copy:
             memory = env[node.args[0]][0]  # type: ignore[index]
             self.hold(memory)
-        elif node.target is fetched:
+        elif node.target is finish_fetch:
             memory = env[node.args[0]]  # type: ignore[index]
             self.hold(memory)
         elif node.target is bring_next:  # for another graph

@@ -24,7 +24,7 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import flatten_call
 from torchremat.remat.tracing.input_labels import BoundCall
-from torchremat.tracing.ambient_state import off_meta
+from torchremat.tracing.ambient_state import meta_as_cpu
 
 
 class WholeGraphPolicy(Policy):
@@ -80,7 +80,7 @@ def region_of(
     differentiate.
     """
     bound = BoundCall(fun, args, kwargs)
-    with off_meta(), torch.enable_grad():
+    with meta_as_cpu(), torch.enable_grad():
         region = _trace_region(fun, args, kwargs, policy)
         if not region.wrt:
             args, kwargs = _torch.tree_map(_mark_differentiated, (args, dict(kwargs)))

@@ -4,8 +4,8 @@ What a policy offloads is copied to the host as soon as it is made, and the grap
 pass brings it back some operators before it is read. A plan says when each copy is to be done:
 
     policy      y = mm(x, w);  h = to_host(y);  s = sin(y)                        -> s, h
-    plan        y = mm(x, w);  c = start_copy(y);  s = sin(y);  h = copied(c)     -> s, h
-    backward    f = start_fetch(h);  g = mul(dy, c);  y = fetched(f);  dw = mm(g, y)
+    plan        y = mm(x, w);  c = start_copy(y);  s = sin(y);  h = finish_copy(c)     -> s, h
+    backward    f = start_fetch(h);  g = mul(dy, c);  y = finish_fetch(f);  dw = mm(g, y)
 
 A value is copied with the whole storage that it lies in, so that strides, offset and overlap stay.
 The memory is of `remat/host_pool.py`, the streams that copy are of `remat/copy_streams.py`.
@@ -32,10 +32,10 @@ __all__ = [
     "Kept",
     "Sending",
     "bring_next",
-    "copied",
     "expect",
-    "fetched",
-    "fetched_now",
+    "fetch_value",
+    "finish_copy",
+    "finish_fetch",
     "note_kept",
     "start_copy",
     "start_fetch",
@@ -55,10 +55,10 @@ def to_host(value: Tensor, like: Tensor | None = None) -> Tensor:
     copy.
     """
     if like is not None:
-        return _sharing(like, value)
+        return _share_copy(like, value)
     sending = start_copy(value)
     if sending.copy is not None:
-        POOL.hold_source(sending.kept.untyped_storage(), sending.copy, sending.source)
+        POOL.keep_source(sending.kept.untyped_storage(), sending.copy, sending.source)
     return sending.kept
 
 
@@ -85,10 +85,10 @@ def start_copy(value: Tensor) -> Sending:
             return Sending(value, value)
         source = _bytes_of(storage)
         copy = stream_of(value.device).copy(block, source)
-        return Sending(_placed(block.untyped_storage(), value), source, copy)
+        return Sending(_place_in(block.untyped_storage(), value), source, copy)
 
 
-def copied(sending: Sending) -> Tensor:
+def finish_copy(sending: Sending) -> Tensor:
     """What is in the pool; the operators that follow have waited for the copy."""
     if sending.copy is not None:
         sending.copy.wait()
@@ -96,13 +96,13 @@ def copied(sending: Sending) -> Tensor:
     return sending.kept
 
 
-def _sharing(like: Tensor, value: Tensor) -> Tensor:
+def _share_copy(like: Tensor, value: Tensor) -> Tensor:
     """`value` in the memory of `like`, if that is of the pool."""
     storage = like.untyped_storage()
     if type(value) is not Tensor or not holds(storage):
         return value
     with _unseen():
-        return _placed(storage, value)
+        return _place_in(storage, value)
 
 
 def _is_captured(value: Tensor) -> bool:
@@ -158,7 +158,7 @@ def _bring(storage: torch.UntypedStorage, device: torch.device) -> Arrival:
         return Arrival(made, stream_of(device).copy(made, _bytes_of(storage)))
 
 
-def fetched(fetch: Fetch, kept: Tensor | None = None) -> Tensor:
+def finish_fetch(fetch: Fetch, kept: Tensor | None = None) -> Tensor:
     """The value that `fetch` brings back; with `kept`, another that shared its storage."""
     wanted = fetch.kept if kept is None else kept
     arrival = fetch.arrival
@@ -167,15 +167,15 @@ def fetched(fetch: Fetch, kept: Tensor | None = None) -> Tensor:
     if arrival is None or wanted.untyped_storage() is not fetch.kept.untyped_storage():
         # somebody gave back another copy of it
         device = fetch.kept.device if arrival is None else arrival.made.device
-        return fetched_now(wanted, device)
+        return fetch_value(wanted, device)
     arrival.wait()
     with _unseen():
-        return _placed(arrival.made.untyped_storage(), wanted)
+        return _place_in(arrival.made.untyped_storage(), wanted)
 
 
-def fetched_now(kept: Tensor, device: torch.device) -> Tensor:
+def fetch_value(kept: Tensor, device: torch.device) -> Tensor:
     """What `to_host` gave as `kept`, on `device` again."""
-    return fetched(start_fetch(kept, device))
+    return finish_fetch(start_fetch(kept, device))
 
 
 def wait_for_copies() -> None:
@@ -239,7 +239,7 @@ def bring_next() -> None:
             POOL.add_arrival(storage, _bring(storage, device))
 
 
-COPIES = frozenset({to_host, start_copy, copied, start_fetch, fetched, bring_next})
+COPIES = frozenset({to_host, start_copy, finish_copy, start_fetch, finish_fetch, bring_next})
 """What of this is in graphs."""
 
 # --- tensors of storages -------------------------------------------------------------------------
@@ -247,11 +247,11 @@ COPIES = frozenset({to_host, start_copy, copied, start_fetch, fetched, bring_nex
 
 def _unseen() -> AbstractContextManager[Any]:
     """What runs here is no operator of the user's: no mode sees it, autograd records nothing."""
-    return _unwatched() if _torch.is_transformed_or_watched() else torch.no_grad()
+    return _isolate() if _torch.is_transformed_or_watched() else torch.no_grad()
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
+def _isolate() -> Iterator[None]:
     with _torch.isolate(), torch.no_grad():
         yield
 
@@ -260,7 +260,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _placed(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+def _place_in(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     """What `like` is in its storage, in `storage`."""
     made = torch.empty(0, dtype=like.dtype, device=storage.device)
     made.set_(storage, like.storage_offset(), like.size(), like.stride())

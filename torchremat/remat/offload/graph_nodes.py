@@ -2,8 +2,8 @@
 
 forward     y = mm(x, w);  s = sin(y)                -> s, y
             y = mm(x, w);  h = to_host(y);  s = ...  -> s, h
-of a plan   y = mm(x, w);  c = start_copy(y);  s = sin(y);  h = copied(c)     -> s, h
-backward    h, dy;  f = start_fetch(h);  c = cos(x);  y = fetched(f);  g = mul(dy, y)
+of a plan   y = mm(x, w);  c = start_copy(y);  s = sin(y);  h = finish_copy(c)     -> s, h
+backward    h, dy;  f = start_fetch(h);  c = cos(x);  y = finish_fetch(f);  g = mul(dy, y)
 """
 
 import math
@@ -28,8 +28,8 @@ from torchremat.graph.notes import note
 from torchremat.policies.verdicts import Offloadable
 from torchremat.remat.offload.copies import (
     bring_next,
-    copied,
-    fetched,
+    finish_copy,
+    finish_fetch,
     start_copy,
     start_fetch,
     to_host,
@@ -143,7 +143,7 @@ def put_out_copies(
             order[sending] = order[value]
             later = nodes[order[value] + 1 : -1]
             after = next(filter(_is_operator, later), later[-1] if later else sending)
-            copy = _insert(graph, after, copied, sending)
+            copy = _insert(graph, after, finish_copy, sending)
         else:
             after = value
             copy = _insert(graph, after, to_host, value)
@@ -205,7 +205,7 @@ def fetch_copies(
         for i, placeholder in enumerate(group):
             users = list(placeholder.users)
             with graph.inserting_before(min((u for u in users if u in order), key=order.get)):  # type: ignore[arg-type]
-                value = graph.call_function(fetched, (fetch, placeholder) if i else (fetch,))
+                value = graph.call_function(finish_fetch, (fetch, placeholder) if i else (fetch,))
             value.meta = dict(placeholder.meta)
             note(value, phase="backward")
             for user in users:

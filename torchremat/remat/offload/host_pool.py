@@ -65,7 +65,7 @@ def reset_counts() -> None:
 
 def holds(storage: torch.UntypedStorage) -> bool:
     """Whether `storage` is memory of the pool."""
-    return POOL.lent(storage)
+    return POOL.is_lent(storage)
 
 
 # --- the pool ------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ class HostPool:
         """Note that a value begins to come back."""
         with self._lock:
             self.num_fetched += 1
-        self._let_go()
+        self._free_copied()
 
-    def lent(self, storage: torch.UntypedStorage) -> bool:
+    def is_lent(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is of the pool."""
         return self._number_of(storage) is not None
 
@@ -139,14 +139,14 @@ class HostPool:
 
     # --- copies under way ------------------------------------------------------------------------
 
-    def hold_source(self, storage: torch.UntypedStorage, copy: Copy, source: Tensor) -> None:
+    def keep_source(self, storage: torch.UntypedStorage, copy: Copy, source: Tensor) -> None:
         """Hold `source` until it is copied to `storage`, or too many newer copies have begun."""
         number = self._number_of(storage)
         if number is not None:
             self._sources[number] = (copy, source)
-        self._let_go()
+        self._free_copied()
 
-    def _let_go(self) -> None:
+    def _free_copied(self) -> None:
         """Drop what has been copied to the host, the oldest first."""
         numbers = list(self._sources)
         num_too_many = len(numbers) - max(config.offload_copies_at_once, 0)

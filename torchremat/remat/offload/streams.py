@@ -40,7 +40,7 @@ class CopyStream(Protocol):
         """Wait, on the host, until all copies that have begun are done."""
 
 
-class _AtOnce:
+class _CpuStream:
     """The stream of the CPU, whose copies are done at once."""
 
     def copy(self, target: Tensor, source: Tensor) -> Copy | None:
@@ -51,7 +51,7 @@ class _AtOnce:
         """Nothing has only begun."""
 
 
-class _OnGpu:
+class _GpuStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
@@ -61,13 +61,13 @@ class _OnGpu:
         self.stream.wait_stream(operators)
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-            return _CopyOnGpu(self.stream.record_event(), operators)
+            return _GpuCopy(self.stream.record_event(), operators)
 
     def synchronize(self) -> None:
         self.stream.synchronize()
 
 
-class _CopyOnGpu:
+class _GpuCopy:
     __slots__ = ("event", "operators")
 
     def __init__(self, event: torch.cuda.Event, operators: torch.cuda.Stream) -> None:
@@ -85,7 +85,7 @@ class _CopyOnGpu:
 
 
 _streams: dict[torch.device, CopyStream] = {}
-_at_once = _AtOnce()
+_cpu_stream = _CpuStream()
 
 
 def stream_of(device: torch.device) -> CopyStream:
@@ -95,6 +95,6 @@ def stream_of(device: torch.device) -> CopyStream:
     True
     """
     if device.type != "cuda":
-        return _at_once
+        return _cpu_stream
     stream = _streams.get(device)
-    return _streams.setdefault(device, _OnGpu(device)) if stream is None else stream
+    return _streams.setdefault(device, _GpuStream(device)) if stream is None else stream

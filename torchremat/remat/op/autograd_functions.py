@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.graph.symbolic_sizes import Sizes
-from torchremat.remat.offload.copies import expect, fetched_now, note_kept, wait_for_copies
+from torchremat.remat.offload.copies import expect, fetch_value, note_kept, wait_for_copies
 from torchremat.remat.op.remat_op import run_graph, run_program
 from torchremat.remat.program.derived_programs import (
     batch_program,
@@ -28,9 +28,9 @@ from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import draw_now
 from torchremat.remat.program.region import Mask, VmapAxis
 from torchremat.remat.program.split_backward import SplitBackward, split_backward
-from torchremat.tracing.axes.named_axes import frame_being_mapped, mapped_over
+from torchremat.tracing.axes.named_axes import frame_being_mapped, map_over
 from torchremat.tracing.input_spec import InputSpec
-from torchremat.tracing.tracing import lifted
+from torchremat.tracing.tracing import lift_all
 
 
 def apply_program(
@@ -43,13 +43,13 @@ def apply_program(
     higher order traces again.
     """
     if _torch.innermost_proxy_mode() is not None:
-        inputs = lifted(inputs)
+        inputs = lift_all(inputs)
     if not _torch.functorch_is_active():
         if _torch.in_dual_level() and _torch.has_tangents(inputs):
             return _torch.push_dual_numbers_forward(_forward_rule(program, owner), inputs)
         return _direct_apply(program, sizes, owner, *inputs)  # type: ignore[no-any-return]
     if program.axis_names:
-        inputs = mapped_over(program.axis_names, inputs)
+        inputs = map_over(program.axis_names, inputs)
     level = _torch.innermost_transform()
     if level == _torch.TransformType.Jvp:
         return _torch.push_forward_at_current_level(_forward_rule(program, owner), inputs)
@@ -275,7 +275,7 @@ def _apply_vjp_differentiably(
         for i in program.replayed_random:
             residuals[i] = draw_now(program.residuals[i], residuals[i])
         for i in program.offloaded:
-            residuals[i] = fetched_now(residuals[i], program.residuals[i].meta["val"].device)
+            residuals[i] = fetch_value(residuals[i], program.residuals[i].meta["val"].device)
     body, known = inputs[:num_body], inputs[num_body:]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
     return (None, None, None, *_scatter(found, vjp.wrt, count))

@@ -64,7 +64,7 @@ def _apply(body: fx.GraphModule, *inputs: Tensor, call: int | None = None) -> tu
     tracing = current_tracing()
     if tracing is None:
         return apply_program(program, body, inputs)
-    with tracing.grad_mode_kept():
+    with tracing.keep_grad_mode():
         return apply_program(program, body, inputs)
 
 

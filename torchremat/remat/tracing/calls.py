@@ -13,7 +13,7 @@ from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.core.trees import Structure
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
-from torchremat.tracing.dtensors import Sharding, is_spread, local_part
+from torchremat.tracing.dtensors import Sharding, is_sharded, local_part
 
 _SCALARS = (int, float, bool, complex, str, type(None))
 _CONSTANTS = (
@@ -154,7 +154,7 @@ class Result:
         numbers: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                if _torch.is_traceable_wrapper_subclass(leaf) and not is_spread(leaf):
+                if _torch.is_traceable_wrapper_subclass(leaf) and not is_sharded(leaf):
                     raise TraceError(
                         f"{describe()} made and returned a {type(leaf).__name__}, which a graph of "
                         "plain tensors cannot. Return what it is made of (x.values()), and put it "
@@ -188,7 +188,7 @@ class Result:
         if self._shardings:
             shardings = (self._shardings.get(i) for i in range(len(tensors)))
             tensors = tuple(
-                tensor if sharding is None else sharding.put_together(tensor)
+                tensor if sharding is None else sharding.wrap(tensor)
                 for tensor, sharding in zip(tensors, shardings, strict=True)
             )
         if self.is_tensor:

@@ -13,13 +13,18 @@ from torch import nn
 
 from torchremat.core.source import Source, first_line_where, warn_user
 from torchremat.errors import EffectError, EffectWarning
-from torchremat.remat.tracing.variables import Variable, variables_of
-from torchremat.tracing.modules.attribute_changes import MISSING, Change, is_of_trace, same_items
+from torchremat.remat.tracing.variables import Binding, variables_of
+from torchremat.tracing.modules.attribute_changes import (
+    MISSING,
+    AttributeChange,
+    is_of_trace,
+    same_items,
+)
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.random_sources import RandomSource, RandomState, global_sources, source_of
 
 
-class Traced(Protocol):
+class HasPaths(Protocol):
     """What a trace gives."""
 
     @property
@@ -29,11 +34,11 @@ class Traced(Protocol):
 
 _logger = logging.getLogger("torchremat")
 
-T = TypeVar("T", bound=Traced)
+T = TypeVar("T", bound=HasPaths)
 
 
-def traced_without_effects(
-    name: str, trace: Callable[[], T], variables: Sequence[Variable], modules: Sequence[nn.Module]
+def trace_without_effects(
+    name: str, trace: Callable[[], T], variables: Sequence[Binding], modules: Sequence[nn.Module]
 ) -> T:
     """The result of `trace`, which traces the function `name`; raises for what cannot be replayed.
 
@@ -46,7 +51,7 @@ def traced_without_effects(
     made = trace()
     of_hooks.warn_of_changes(name)
     containers.take_out_traced_tensors(name)
-    drawn = states.changed()
+    drawn = states.find_changed()
     if drawn is not None and (line := _line_that_draws(drawn, trace)) is not None:
         states.restore()
         raise EffectError(
@@ -72,18 +77,18 @@ def traced_without_effects(
     where = "" if line is None else f" at {line}"
     was = ", which it did not have" if change.before is MISSING else f", from {change.before!r}"
     raise EffectError(
-        f"{name} changes {_described(change, made)}{where}{was}: a checkpoint "
+        f"{name} changes {_describe(change, made)}{where}{was}: a checkpoint "
         "replays a graph, which would leave it as it is. Keep it in a buffer that is written in "
         "place (self.count.add_(1)), return it, or change it outside what is checkpointed."
     )
 
 
-def _lasting(made: Traced) -> list[Change]:
+def _lasting(made: HasPaths) -> list[AttributeChange]:
     """Changes of other things than tensors, which a trace has said."""
     return [change for change in made.paths.changes if not change.is_tensor]
 
 
-def _described(change: Change, made: Traced) -> str:
+def _describe(change: AttributeChange, made: HasPaths) -> str:
     owner = made.paths.name_of(change.module) or type(change.module).__name__
     return f"the attribute {change.name!r} of the module {owner}"
 
@@ -92,18 +97,18 @@ def _line_that_draws(source: RandomSource, trace: Callable[[], Any]) -> Source |
     """The user's line that draws; none if it was another thread, which draws when it likes."""
     before = RandomState([source])
     time.sleep(0.02)  # long enough for a thread that draws in a loop to get its turn
-    if before.changed() is not None:
+    if before.find_changed() is not None:
         return None
     lines = []
     for _ in range(2):
         source.draw()  # else setting the seed that it has would change nothing
         before = RandomState([source])
-        lines.append(first_line_where(lambda s=before: s.changed() is not None, trace))  # type: ignore[misc]
+        lines.append(first_line_where(lambda s=before: s.find_changed() is not None, trace))  # type: ignore[misc]
     return lines[0] if lines[0] == lines[1] else None
 
 
 def _sources_among(
-    variables: Iterable[Variable], modules: Iterable[nn.Module]
+    variables: Iterable[Binding], modules: Iterable[nn.Module]
 ) -> Iterator[RandomSource]:
     found: dict[int, RandomSource] = {}
     for variable in variables:
@@ -119,7 +124,7 @@ def _sources_among(
     return iter(found.values())
 
 
-def _variables_of_hooks(modules: Iterable[nn.Module]) -> list[Variable]:
+def _variables_of_hooks(modules: Iterable[nn.Module]) -> list[Binding]:
     hooks = {
         id(hook): hook
         for module in modules
@@ -132,7 +137,7 @@ def _variables_of_hooks(modules: Iterable[nn.Module]) -> list[Variable]:
 class _Containers:
     """The lists and dicts that a function can reach, with what they hold."""
 
-    def __init__(self, variables: Iterable[Variable]) -> None:
+    def __init__(self, variables: Iterable[Binding]) -> None:
         self._held: dict[int, tuple[str, Any, Any]] = {}
         for variable in variables:
             value = variable.get()
@@ -141,7 +146,7 @@ class _Containers:
 
     def take_out_traced_tensors(self, name: str) -> None:
         """Give containers back what they held, where a tensor of the trace was put in; warn."""
-        for label, value, before in self._changed():
+        for label, value, before in self._find_changed():
             if _put_back(value, before):
                 warn_user(
                     f"{name} puts a tensor into the {label}: a checkpoint replays a graph, which "
@@ -154,7 +159,7 @@ class _Containers:
 
         Tensors of the trace are taken out again, with a warning.
         """
-        for label, value, before in self._changed():
+        for label, value, before in self._find_changed():
             message = (
                 f"a forward hook on a module inside {name} changes the {label}: forward hooks "
                 "inside a checkpoint run when it is traced, and not at each call. Put the hook on "
@@ -165,7 +170,7 @@ class _Containers:
             else:
                 _logger.warning("%s", message)
 
-    def _changed(self) -> Iterator[tuple[str, Any, Any]]:
+    def _find_changed(self) -> Iterator[tuple[str, Any, Any]]:
         return (held for held in self._held.values() if not same_items(held[2], held[1]))
 
 

@@ -22,7 +22,7 @@ from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.tracing import current_tracing
-from torchremat.tracing.value_guards import Questions
+from torchremat.tracing.value_guards import ValueGuards
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +48,9 @@ def trace_function(
 ) -> FunctionTrace:
     """Trace `fun`, called as `structure` says with tensors of `specs`, or of `dynamic` sizes.
 
-    It does not keep `fun` alive. Questions that are answered are answered of `values`, the tensors
-    of the call. `roots` are the modules that it starts from, by name. What runs
-    is `around(fun, *args, **kwargs)`, if given.
+    It does not keep `fun` alive. Branches on masks are answered by `values`, the tensors of the
+    call. `roots` are the modules that it starts from, by name. If `around` is given, what runs is
+    `around(fun, *args, **kwargs)`.
     """
     paths = ModulePaths({})
     for name, module in roots:
@@ -65,27 +65,27 @@ def trace_function(
         value = around(function, *args, **kwargs) if around else function(*args, **kwargs)
         if before is not None:
             _warn_of_changed_arguments(function, before, parts_of_call(structure, args, kwargs))
-        result = Result(value, lambda: traced_name(function))
+        result = Result(value, lambda: describe_fun(function))
         if not results:  # a trace of a derivative runs this again
             results.append(result)
         return list(result.tensors)
 
     around_it = current_tracing()
-    outer = None if around_it is None else around_it.ask
-    questions = Questions(values, outer) if dynamic is None else None
-    body = FunctionBody(lambda: flat, specs, questions)
+    outer = None if around_it is None else around_it.evaluate
+    value_guards = ValueGuards(values, outer) if dynamic is None else None
+    body = FunctionBody(lambda: flat, specs, value_guards)
     names = [f"arg{i}" for i in range(len(specs))]
     traced_specs = specs if dynamic is None else dynamic.specs
     try:
-        with nullcontext() if questions is None else questions.first():
+        with nullcontext() if value_guards is None else value_guards.first():
             region = Region.trace(body, traced_specs, names, paths, options, dynamic)
     except RuntimeError as error:
         if not re.match(_NO_DEVICE, str(error)):
             raise
         raise DeviceError(
-            f"{traced_name(fun)} at {source_of_error(error)}: {error}. This machine, or this build "
-            "of PyTorch, has no such device. Ask torch.accelerator.is_available() first, or make "
-            "tensors where the arguments are (device=x.device)"
+            f"{describe_fun(fun)} at {source_of_error(error)}: {error}. This machine, or "
+            "this build of PyTorch, has no such device. Ask torch.accelerator.is_available() "
+            "first, or make tensors where the arguments are (device=x.device)"
         ) from error
     assert body.captured is not None
     return FunctionTrace(region, results[0], body, body.captured(), paths)
@@ -102,14 +102,14 @@ def _warn_of_changed_arguments(
         leaves_after, structure_after = after[label]
         if structure != structure_after or any(map(operator.is_not, leaves, leaves_after)):
             warn_user(
-                f"{traced_name(fun)} changes {label}, a list or dict that it is given: a "
+                f"{describe_fun(fun)} changes {label}, a list or dict that it is given: a "
                 "checkpoint replays a graph, which leaves the caller's as it is. Return what is "
                 "new (a cache, say), or change it outside the checkpoint",
                 EffectWarning,
             )
 
 
-def traced_name(fun: Callable[..., Any]) -> str:
+def describe_fun(fun: Callable[..., Any]) -> str:
     """What to call a traced function in a message."""
     return getattr(fun, "__qualname__", None) or type(fun).__name__
 

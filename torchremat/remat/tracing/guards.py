@@ -18,7 +18,7 @@ from torchremat.errors import RetraceError
 from torchremat.remat.tracing.variables import (
     _OF_EVERY_MODULE,
     MISSING,
-    Variable,
+    Binding,
     _entries_of,
     _is_plain,
 )
@@ -112,10 +112,10 @@ def _is_same(reference: Reference, value: Any) -> bool:
 class VariableGuard:
     """Whether variables have the values that they had: numbers and strings, modules, functions."""
 
-    def __init__(self, variables: Iterable[Variable]) -> None:
-        self._values: list[tuple[Variable, Any]] = []
-        self._objects: list[tuple[Variable, Reference]] = []
-        self._entries: list[tuple[Variable, Any]] = []
+    def __init__(self, variables: Iterable[Binding]) -> None:
+        self._values: list[tuple[Binding, Any]] = []
+        self._objects: list[tuple[Binding, Reference]] = []
+        self._entries: list[tuple[Binding, Any]] = []
         for variable in variables:
             value = variable.get()
             if _is_plain(value) and type(value) is not Generator:
@@ -151,7 +151,7 @@ class VariableGuard:
         return None
 
 
-def _has_entries(variable: Variable, entries: Any) -> bool:
+def _has_entries(variable: Binding, entries: Any) -> bool:
     """Whether a list is as long as it was, a dict has the keys that it had."""
     value = variable.get()
     if type(value) is dict:
@@ -159,7 +159,7 @@ def _has_entries(variable: Variable, entries: Any) -> bool:
     return type(value) is list and len(value) == entries
 
 
-def _is_unchanged(variable: Variable, value: Any) -> bool:
+def _is_unchanged(variable: Binding, value: Any) -> bool:
     return same_value(variable.get(), value)
 
 
@@ -169,10 +169,10 @@ class CapturedTensors:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        variables: Sequence[Variable],
+        variables: Sequence[Binding],
         modules: Sequence[tuple[str, nn.Module]],
     ) -> None:
-        places: dict[int, list[Variable]] = {}
+        places: dict[int, list[Binding]] = {}
         for variable in variables:
             places.setdefault(id(variable.get()), []).append(variable)
         for prefix, module in modules:
@@ -181,12 +181,12 @@ class CapturedTensors:
                 for name, tensor in held.items():
                     if tensor is not None:
                         label = ".".join(p for p in (prefix, name) if p)
-                        variable = Variable(f"{kind[1:-1]} {label}", held, name)
+                        variable = Binding(f"{kind[1:-1]} {label}", held, name)
                         places.setdefault(id(tensor), []).append(variable)
             attributes = vars(module)
             for name in [n for n in attributes if n not in _OF_EVERY_MODULE]:
                 label = ".".join(p for p in (prefix, name) if p)
-                own = Variable(f"attribute {label}", attributes, name)
+                own = Binding(f"attribute {label}", attributes, name)
                 for variable in (own, *_entries_of(own)):
                     if isinstance(variable.get(), Tensor):
                         places.setdefault(id(variable.get()), []).append(variable)
@@ -223,7 +223,7 @@ class CapturedTensors:
             for tensor, place in zip(self._tensors, self._places, strict=True)
         ]
 
-    def at_hand(self) -> list[Any]:
+    def current_tensors(self) -> list[Any]:
         """What the function reads if it is traced again now."""
         found = self.current()
         if found is None:

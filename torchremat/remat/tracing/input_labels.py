@@ -54,7 +54,7 @@ class BoundCall:
         if not callable(fun):
             raise ArgumentTypeError(
                 f"the first argument must be a function of tensors or an nn.Module, but it is "
-                f"{_described(fun)}. Give the function itself, then its arguments: "
+                f"{_describe(fun)}. Give the function itself, then its arguments: "
                 "saved_residuals(f, x), not saved_residuals(f(x))"
             )
         self.fun = fun
@@ -74,7 +74,7 @@ class BoundCall:
         if isinstance(owner, nn.Module):
             self._modules.insert(0, ("", owner))
         self._closed_over: dict[str, Any] = {}
-        for name, leaf in _closed_over(fun):
+        for name, leaf in _find_closed_over(fun):
             self._closed_over.setdefault(name, leaf)
         self._modules += [(n, v) for n, v in self._closed_over.items() if isinstance(v, nn.Module)]
 
@@ -92,10 +92,10 @@ class BoundCall:
         """Call the function on other tensors."""
         left = iter(tensors)
 
-        def replaced(value: Any) -> Any:
+        def replace(value: Any) -> Any:
             return next(left) if isinstance(value, Tensor) else value
 
-        args, kwargs = _torch.tree_map(replaced, (self._args, self._kwargs))
+        args, kwargs = _torch.tree_map(replace, (self._args, self._kwargs))
         return self.fun(*args, **kwargs)
 
     def is_known_to_require_grad(self) -> bool:
@@ -132,7 +132,7 @@ class BoundCall:
     def _parameter_names(self) -> dict[Any, str]:
         """What takes each argument, by its position or keyword: `x`, `args[1]`, `kwargs['y']`."""
         try:
-            declared = list(inspect.signature(_signed(self.fun)).parameters.values())
+            declared = list(inspect.signature(_find_signed(self.fun)).parameters.values())
         except (TypeError, ValueError):  # builtins have none
             declared = []
         by_kind = {kind: [p.name for p in declared if p.kind is kind] for kind in _KINDS}
@@ -176,19 +176,19 @@ def refuse_misspelt(
 
 def _parameters_of(fun: Callable[..., Any], *kinds: Any) -> list[str]:
     try:
-        declared = inspect.signature(_signed(fun)).parameters.values()
+        declared = inspect.signature(_find_signed(fun)).parameters.values()
     except (TypeError, ValueError):  # builtins have none
         return []
     return [p.name for p in declared if p.kind in kinds]
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r} ({type(value).__name__})"
 
 
-def _signed(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _find_signed(fun: Callable[..., Any]) -> Callable[..., Any]:
     """What has the signature of `fun`: a module's is that of its `forward`."""
     inner = fun if isinstance(fun, functools.partial) else unwrap_function(fun)
     return inner.forward if isinstance(inner, nn.Module) else fun
@@ -211,7 +211,7 @@ def _labels_in(root: str, module: nn.Module) -> dict[int, InputLabel]:
     }
 
 
-def _closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+def _find_closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """The tensors and modules that `fun`, and user's functions that it calls, close over.
 
     Those that stand in lists, tuples and dicts are found too, as `layers[0]`; what a partial holds
@@ -222,7 +222,7 @@ def _closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     while stack:
         fun = stack.pop()
         while isinstance(fun, functools.partial):
-            yield from _named_leaves(fun.keywords)
+            yield from _name_leaves(fun.keywords)
             fun = fun.func
         inner = unwrap_function(fun)
         if id(inner) in seen:
@@ -232,12 +232,12 @@ def _closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
             value = variable.get()
             name = variable.label.removeprefix("closed-over ")
             if isinstance(value, Tensor | nn.Module | list | tuple | dict):
-                yield from _named_leaves({name: value})
+                yield from _name_leaves({name: value})
             elif callable(value) and _is_of_user(unwrap_function(value)):
                 stack.append(value)
 
 
-def _named_leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _name_leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         for path, leaf in _torch.tree_flatten_with_path(value)[0]:
             if isinstance(leaf, Tensor | nn.Module):

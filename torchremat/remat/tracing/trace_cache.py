@@ -17,11 +17,11 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Call, Result
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
-from torchremat.tracing.ambient_state import Surroundings
+from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.dtensors import CotangentPlacements
 from torchremat.tracing.dynamic_inputs import DynamicInputs, is_alike
 from torchremat.tracing.input_spec import InputSpec
-from torchremat.tracing.value_guards import Question, have_answers_of
+from torchremat.tracing.value_guards import ValueGuard, all_hold
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class Trace:
 
     key: tuple[Any, ...]
     specs: tuple[InputSpec, ...]
-    surroundings: tuple[bool, Surroundings]
+    state: tuple[bool, AmbientState]
     records: bool
     """Whether autograd records the call: in grad mode, or where the function enables it."""
     region: Region
@@ -41,14 +41,14 @@ class Trace:
     dynamic: DynamicInputs | None = None
     offsets: tuple[int, ...] | None = None
     """Where in their storages the inputs began, if the graph depends on it."""
-    questions: tuple[Question, ...] = ()
+    value_guards: tuple[ValueGuard, ...] = ()
     """What it took for granted of the values of its inputs."""
     cotangent_placements: CotangentPlacements = field(default_factory=CotangentPlacements)
     tensor_guard: Any = None
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether an input is spread over processes."""
         return any(spec.sharding for spec in self.region.specs)
 
@@ -66,9 +66,9 @@ class Trace:
             return True
         return self.offsets == tuple(InputSpec.of(t).storage_offset for t in tensors)
 
-    def has_answers_of(self, tensors: Sequence[Tensor]) -> bool:
+    def value_guards_hold(self, tensors: Sequence[Tensor]) -> bool:
         """Whether what was asked of the values of the inputs has the same answers for `tensors`."""
-        return have_answers_of(self.questions, tensors)
+        return all_hold(self.value_guards, tensors)
 
     def still_holds(self) -> bool:
         """Whether what the trace took for granted, besides the arguments, is as it was."""
@@ -80,7 +80,7 @@ class Trace:
 
     def fits(self, call: Call, specs: tuple[InputSpec, ...], state: Any) -> bool:
         """Whether the trace is of such a call."""
-        if self.key != call.key or self.surroundings != state:
+        if self.key != call.key or self.state != state:
             return False
         if self.dynamic is None:
             alike = self.specs == specs
@@ -97,7 +97,7 @@ class Trace:
         return all(
             isinstance(t, Tensor) and InputSpec.of(t, any_level=True) == spec
             for t, spec in zip(captured, recorded, strict=True)
-        ) and self.has_answers_of([*call.tensors, *captured])
+        ) and self.value_guards_hold([*call.tensors, *captured])
 
 
 class PolicyKey:
@@ -124,9 +124,9 @@ class PolicyKey:
         )
 
 
-def surroundings() -> tuple[bool, Surroundings]:
+def current_state() -> tuple[bool, AmbientState]:
     """Whether gradients are enabled, and the state of PyTorch that changes what is computed."""
-    return torch.is_grad_enabled(), Surroundings.now()
+    return torch.is_grad_enabled(), AmbientState.now()
 
 
 _MOST_TRACES = 128
@@ -141,9 +141,9 @@ class Traces:
         self.warned = False
         self.fixed: dict[tuple[int, int], str] = {}
         """Inputs and dimensions whose size cannot be a symbol, with what was said of it."""
-        self.met: set[Any] = set()
+        self.seen_keys: set[Any] = set()
         """Kinds of calls that were met once, where only what repeats is traced."""
-        self.untraceable: set[Any] = set()
+        self.untraceable_keys: set[Any] = set()
         """Kinds of calls that are not traced again, since they could not be."""
 
     def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
@@ -158,7 +158,7 @@ class Traces:
 
     def find(self, call: Call, specs: tuple[InputSpec, ...], *, dynamic: bool) -> Trace | None:
         """The trace of such a call in the present surroundings; of any size if `dynamic`."""
-        state = surroundings()
+        state = current_state()
         for trace in self.traces:
             if (dynamic or trace.dynamic is None) and trace.fits(call, specs, state):
                 return trace
@@ -166,11 +166,11 @@ class Traces:
 
     def varying(self, call: Call, specs: tuple[InputSpec, ...]) -> tuple[frozenset[int], ...]:
         """The dimensions of each input in which calls like this one differed from it."""
-        state = surroundings()
+        state = current_state()
         dims: list[set[int]] = [set() for _ in specs]
         fixed = set(self.fixed)
         for trace in self.traces:
-            if trace.key != call.key or trace.surroundings != state or not trace.still_holds():
+            if trace.key != call.key or trace.state != state or not trace.still_holds():
                 continue
             known = trace.specs
             if len(known) != len(specs) or not all(map(is_alike, known, specs)):
@@ -218,8 +218,8 @@ def warn_of_retraces(name: str, known: Traces, call: Call, specs: Sequence[Input
     """Warn when `call` of the function `name` makes for one more of many similar traces."""
     if known.warned or len(known.traces) < _MANY_TRACES:
         return
-    state = surroundings()
-    similar = [trace for trace in known.traces if trace.surroundings == state]
+    state = current_state()
+    similar = [trace for trace in known.traces if trace.state == state]
     for count, reason in (
         _for_numbers(similar, call, specs),
         _for_state(similar, call, specs),
@@ -268,7 +268,7 @@ def _for_state(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) 
 
 def _for_values(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) -> tuple[int, str]:
     same = [t for t in traces if t.key == call.key and t.specs == specs and t.still_holds()]
-    return sum(bool(t.questions) for t in same), (
+    return sum(bool(t.value_guards) for t in same), (
         "calls that differ in the truth values of masks that it branches on. Each combination "
         "costs a trace: choose by torch.where or torch.cond."
     )

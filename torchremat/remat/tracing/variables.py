@@ -31,7 +31,7 @@ def _is_plain(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class Binding:
     """A variable that a function reads: an entry of a dict or list, or a cell of its closure."""
 
     label: str
@@ -56,7 +56,7 @@ MISSING = _Missing()
 _DEPTH = 3
 
 
-def variables_of(fun: Callable[..., Any]) -> list[Variable]:
+def variables_of(fun: Callable[..., Any]) -> list[Binding]:
     """The variables that `fun` reads from its closure, its module and the object it belongs to.
 
     Looked into are functions that it calls, lists, tuples, dicts and plain objects among them, a
@@ -66,12 +66,12 @@ def variables_of(fun: Callable[..., Any]) -> list[Variable]:
     owner = getattr(fun, "__self__", None)
     level = list(_read_by(fun))
     if owner is not None and not isinstance(owner, nn.Module):
-        level += _entries_of(Variable("", [owner], 0))
-    return _followed(level, seen)
+        level += _entries_of(Binding("", [owner], 0))
+    return _follow(level, seen)
 
 
-def _followed(level: list[Variable], seen: set[int]) -> list[Variable]:
-    found: list[Variable] = []
+def _follow(level: list[Binding], seen: set[int]) -> list[Binding]:
+    found: list[Binding] = []
     for _ in range(_DEPTH):
         found += level
         inner = [v for v in level if id(v.get()) not in seen]
@@ -80,7 +80,7 @@ def _followed(level: list[Variable], seen: set[int]) -> list[Variable]:
     return found + level
 
 
-def variables_of_modules(modules: Iterable[nn.Module]) -> list[Variable]:
+def variables_of_modules(modules: Iterable[nn.Module]) -> list[Binding]:
     """The variables that the methods of `modules` read: globals, class attributes, configurations.
 
     Of classes and configurations those entries count that some method names. A module's own plain
@@ -91,11 +91,9 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Variable]:
     methods = [f for c in classes for f in vars(c).values() if isinstance(f, FunctionType)]
     names = {name for f in methods for name in f.__code__.co_names}
     level = [v for f in methods for v in _read_by(f)]
-    level += [
-        Variable(f"{c.__name__}.{n}", vars(c), n) for c in classes for n in names & {*vars(c)}
-    ]
-    found = _followed(level, {id(m) for m in modules})
-    held = [Variable(n, vars(m), n) for m in modules for n in {*vars(m)} - _OF_EVERY_MODULE]
+    level += [Binding(f"{c.__name__}.{n}", vars(c), n) for c in classes for n in names & {*vars(c)}]
+    found = _follow(level, {id(m) for m in modules})
+    held = [Binding(n, vars(m), n) for m in modules for n in {*vars(m)} - _OF_EVERY_MODULE]
     found += [v for v in held if not _is_plain(v.get())]
     for _ in range(_DEPTH):
         distinct = {id(v.get()): v for v in held}.values()
@@ -104,31 +102,31 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Variable]:
     return list({(id(v.holder), v.key): v for v in found}.values())
 
 
-def _read_by(fun: Any) -> Iterator[Variable]:
+def _read_by(fun: Any) -> Iterator[Binding]:
     fun = inspect.unwrap(getattr(fun, "__func__", fun))
     code = getattr(fun, "__code__", None)
     if not isinstance(code, CodeType):
         return
     for name, cell in zip(code.co_freevars, fun.__closure__ or (), strict=True):
-        yield Variable(f"closed-over {name}", cell)
+        yield Binding(f"closed-over {name}", cell)
     for name in code.co_names:
         if name in fun.__globals__:
-            yield Variable(f"closed-over {name}", fun.__globals__, name)
+            yield Binding(f"closed-over {name}", fun.__globals__, name)
 
 
-def _entries_of(variable: Variable) -> list[Variable]:
+def _entries_of(variable: Binding) -> list[Binding]:
     """What a function, a container, a class or a plain object in `variable` leads to."""
     value, label = variable.get(), variable.label
     prefix = f"{label}." if label else ""
     if isinstance(value, type):
-        return [Variable(f"{prefix}{k}", vars(c), k) for c, k in _class_attributes(value)]
+        return [Binding(f"{prefix}{k}", vars(c), k) for c, k in _class_attributes(value)]
     if isinstance(value, FunctionType):
         own = not is_user_file(value.__code__.co_filename)
         return [] if own else list(_read_by(value))
     if type(value) in (list, tuple):
-        return [Variable(f"{label}[{i}]", value, i) for i in range(min(len(value), _MANY))]
+        return [Binding(f"{label}[{i}]", value, i) for i in range(min(len(value), _MANY))]
     if type(value) is dict:
-        return [Variable(f"{label}[{k!r}]", value, k) for k in list(value)[:_MANY]]
+        return [Binding(f"{label}[{k!r}]", value, k) for k in list(value)[:_MANY]]
     attributes = getattr(value, "__dict__", None)
     if type(attributes) is not dict or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
         return []
@@ -137,8 +135,8 @@ def _entries_of(variable: Variable) -> list[Variable]:
     inherited = [(c, k) for c, k in _class_attributes(type(value)) if k not in attributes]
     names = [*list(attributes)[:_MANY], *dict.fromkeys(k for _, k in inherited)]
     return [
-        *(Variable(f"{prefix}{k}", attributes, k) for k in names),  # of the last, none as yet
-        *(Variable(f"{prefix}{k}", vars(c), k) for c, k in inherited),
+        *(Binding(f"{prefix}{k}", attributes, k) for k in names),  # of the last, none as yet
+        *(Binding(f"{prefix}{k}", vars(c), k) for c, k in inherited),
     ]
 
 
@@ -161,7 +159,7 @@ def is_user_written(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in {"torch", "builtins", "torchremat"}
 
 
-def modules_in(variables: Iterable[Variable]) -> Iterator[tuple[str, nn.Module]]:
+def modules_in(variables: Iterable[Binding]) -> Iterator[tuple[str, nn.Module]]:
     """The modules among the variables, by the names that the function knows them by."""
     for variable in variables:
         value = variable.get()

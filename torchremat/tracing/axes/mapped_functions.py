@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.tracing.axes.named_axes import AxisFrame, AxisName, bound_at_innermost, frame_at
+from torchremat.tracing.axes.named_axes import AxisFrame, AxisName, bind_at_innermost, frame_at
 
 
 @cache
@@ -35,15 +35,15 @@ def _with_named_axis(function: Any) -> Any:
             )
         return function.backward(ctx, *cotangents)
 
-    def named(method: Callable[..., Any]) -> Any:
+    def call_with_axis(method: Callable[..., Any]) -> Any:
         def call(*args: Any) -> Any:
-            with bound_at_innermost(frame):
+            with bind_at_innermost(frame):
                 return method(*args)
 
         return staticmethod(call)
 
-    methods = {"forward": named(forward), "backward": named(backward)}
-    methods |= {key: named(getattr(function, key)) for key in ("setup_context", "jvp")}
+    methods = {"forward": call_with_axis(forward), "backward": call_with_axis(backward)}
+    methods |= {key: call_with_axis(getattr(function, key)) for key in ("setup_context", "jvp")}
     return type(function.__name__, (function,), methods)
 
 
@@ -64,11 +64,11 @@ def run_mapped(
     What is returned takes the tensors, and gives the outputs and where the axis is in each.
     """
 
-    def named(*values: Any) -> Any:
+    def call_with_axis(*values: Any) -> Any:
         if name is None and spmd_axis_name is None:
             return function(*values)
         _let_functions_know_axes()
-        with bound_at_innermost(AxisFrame(name, axis_size, None, spmd_axis_name)):
+        with bind_at_innermost(AxisFrame(name, axis_size, None, spmd_axis_name)):
             return function(*values)
 
-    return _torch.restore_vmap(named, in_dims, axis_size, randomness)
+    return _torch.restore_vmap(call_with_axis, in_dims, axis_size, randomness)

@@ -147,13 +147,13 @@ def out_of_reach() -> AbstractContextManager[None]:
     return _in_scope(tuple(replace(f, level=None) for f in _frames.innermost_last))
 
 
-def restored(axes: tuple[AxisFrame, ...]) -> AbstractContextManager[None]:
+def restore_axes(axes: tuple[AxisFrame, ...]) -> AbstractContextManager[None]:
     """A block with the axes of an earlier trace, inside them those that this trace maps over."""
     reached = tuple(f for f in _frames.innermost_last if f.level is not None)
     return _in_scope((*axes, *reached))
 
 
-def bound_at_innermost(frame: AxisFrame) -> AbstractContextManager[None]:
+def bind_at_innermost(frame: AxisFrame) -> AbstractContextManager[None]:
     """A block in which the axis is that of the innermost level, a `vmap`."""
     reached = replace(frame, level=_torch.transform_depth())
     return _in_scope((*_frames.innermost_last, reached))
@@ -184,7 +184,7 @@ def axis_names_in(module: fx.GraphModule) -> frozenset[AxisName]:
     return frozenset(found)
 
 
-def mapped_over(names: Iterable[AxisName], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def map_over(names: Iterable[AxisName], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """`tensors`, of which for each axis that can be reached one at least varies along it.
 
     `torch.vmap` leaves out a function none of whose arguments varies, and with it the operators

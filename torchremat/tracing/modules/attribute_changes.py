@@ -17,15 +17,15 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks"
 """Where a module has its hooks: one that is there after a trace makes the next call trace anew."""
 
 
-class _Missing:
+class _NoAttribute:
     """No attribute."""
 
 
-MISSING = _Missing()
+MISSING = _NoAttribute()
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class AttributeChange:
     """One attribute of a module before a trace and after it.
 
     `place` is the dictionary that holds it. Of a container the items are compared, and kept as
@@ -88,13 +88,13 @@ class ModuleState:
             return
         places = [dict(place) for place in _places(module)]
         items = {
-            name: _copied(value)
+            name: value.copy()
             for name, value in places[0].items()
             if _is_container(value) and name not in ("_buffers", "_parameters", *_HOOKS)
         }
         self._noted[id(module)] = (module, places, items)
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[AttributeChange]:
         """What is not as it was noted."""
         for module, noted, items in self._noted.values():
             for place, values in zip(_places(module), noted, strict=True):
@@ -114,17 +114,17 @@ def _change(
     place: dict[str, Any],
     values: dict[str, Any],
     items: dict[str, Any],
-) -> Change | None:
+) -> AttributeChange | None:
     before, after = values.get(name, MISSING), place.get(name, MISSING)
     if before is after:
         if name not in items or not _is_container(after) or same_items(items[name], after):
             return None
-        return Change(module, name, place, before, after, items[name], _copied(after))
+        return AttributeChange(module, name, place, before, after, items[name], after.copy())
     if is_of_trace(before):
         return None  # `torch.func.functional_call` puts back what it changed itself
     if not is_of_trace(after) and _is_same(before, after):
         return None
-    return Change(module, name, place, before, after)
+    return AttributeChange(module, name, place, before, after)
 
 
 def is_of_trace(value: Any) -> bool:

@@ -39,7 +39,7 @@ class HookCall:
             return _torch.apply_to_functional(lambda inner: self(*inner), tensors)  # type: ignore[no-any-return]
         mode = _torch.innermost_proxy_mode()
         if mode is not None:
-            return _written_down(self, tensors, mode.tracer)
+            return _record_call(self, tensors, mode.tracer)
         if _torch.is_faking():  # a graph that contains the call is traced as a whole
             return tuple(map(torch.empty_like, tensors[: sum(self._present[: self._num_inputs])]))
         left = iter(tensors)
@@ -64,7 +64,7 @@ class HookCall:
         )
 
 
-def _written_down(call: HookCall, tensors: Sequence[Tensor], tracer: Any) -> tuple[Tensor, ...]:
+def _record_call(call: HookCall, tensors: Sequence[Tensor], tracer: Any) -> tuple[Tensor, ...]:
     count = sum(call._present[: call._num_inputs])
     proxies = tuple(_torch.proxy_of(tensor, tracer) for tensor in tensors)
     proxy = tracer.create_proxy("call_function", call, proxies, {})
@@ -75,7 +75,7 @@ def _written_down(call: HookCall, tensors: Sequence[Tensor], tracer: Any) -> tup
 
 
 @contextmanager
-def hooks_written_down(modules: Iterable[nn.Module]) -> Iterator[None]:
+def record_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let the backward hooks of `modules` write their calls into the graph of a trace."""
     changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in modules:
@@ -98,19 +98,19 @@ def hooks_written_down(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _for_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
     def stand_in(module: nn.Module, inputs: Gradients, outputs: Gradients) -> Any:
-        return _called(hook, module, inputs, outputs)
+        return _call_hook(hook, module, inputs, outputs)
 
     return stand_in
 
 
 def _for_pre_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
     def stand_in(module: nn.Module, outputs: Gradients) -> Any:
-        return _called(hook, module, outputs, ())
+        return _call_hook(hook, module, outputs, ())
 
     return stand_in
 
 
-def _called(
+def _call_hook(
     hook: Callable[..., Any], module: nn.Module, inputs: Gradients, outputs: Gradients
 ) -> Any:
     if torch.is_grad_enabled():  # of a derivative that is differentiated again: as it computes

@@ -10,8 +10,8 @@ from torch import fx, nn
 from torchremat import _torch
 from torchremat.core.source import current_source
 from torchremat.errors import TraceError
-from torchremat.tracing.modules.attribute_changes import Change, ModuleState
-from torchremat.tracing.modules.backward_hooks import hooks_written_down
+from torchremat.tracing.modules.attribute_changes import AttributeChange, ModuleState
+from torchremat.tracing.modules.backward_hooks import record_hooks
 from torchremat.tracing.modules.parallel_kind import parallel_kind
 
 _COMPILED = "_orig_mod"
@@ -31,7 +31,7 @@ class ModulePaths:
         self._stack: list[nn.Module] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state = ModuleState()
-        self.changes: list[Change] = []
+        self.changes: list[AttributeChange] = []
 
     @property
     def current(self) -> str:
@@ -93,7 +93,7 @@ class ModulePaths:
         for module in known:
             self._state.note(module)
         try:
-            with _torch.call_around_modules(self._enter, self._exit), hooks_written_down(known):
+            with _torch.call_around_modules(self._enter, self._exit), record_hooks(known):
                 yield self
         finally:
             self._stack.clear()

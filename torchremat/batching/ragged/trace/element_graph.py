@@ -26,7 +26,7 @@ from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import format_size, literal_size
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.tracing.variables import modules_in, variables_of, variables_of_modules
-from torchremat.tracing.ambient_state import Surroundings
+from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.no_grad_op import mark_no_grad
@@ -251,7 +251,7 @@ class _Key:
     specs: tuple[ElementSpec, ...]
     key: Any
     grad_enabled: bool
-    surroundings: Surroundings
+    surroundings: AmbientState
 
 
 _cache: "weakref.WeakKeyDictionary[Any, dict[_Key, list[ElementGraph]]]" = (
@@ -266,7 +266,7 @@ def element_graph(
     key: Any,
 ) -> tuple[ElementGraph, list[Tensor]]:
     """The graph of one element, traced now if there is none of such a call; what it closes over."""
-    full_key = _Key(tuple(specs), key, torch.is_grad_enabled(), Surroundings.now())
+    full_key = _Key(tuple(specs), key, torch.is_grad_enabled(), AmbientState.now())
     try:
         graphs = _cache.setdefault(owner, {}).setdefault(full_key, [])
     except TypeError:  # some callables cannot be referred to weakly, some keys not be hashed

@@ -14,7 +14,12 @@ from torch import nn
 from torchremat.core.source import Source, line_that_makes, warn_user
 from torchremat.errors import EffectError, EffectWarning
 from torchremat.remat.tracing.variables import Variable, variables_of
-from torchremat.tracing.modules.attribute_changes import MISSING, Change, is_of_trace, same_items
+from torchremat.tracing.modules.attribute_changes import (
+    MISSING,
+    AttributeChange,
+    is_of_trace,
+    same_items,
+)
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.random_sources import RandomSource, RandomState, global_sources, source_of
 
@@ -78,12 +83,12 @@ def traced_without_effects(
     )
 
 
-def _lasting(made: Traced) -> list[Change]:
+def _lasting(made: Traced) -> list[AttributeChange]:
     """Changes of other things than tensors, which a trace has said."""
     return [change for change in made.paths.changes if not change.is_tensor]
 
 
-def _described(change: Change, made: Traced) -> str:
+def _described(change: AttributeChange, made: Traced) -> str:
     owner = made.paths.name_of(change.module) or type(change.module).__name__
     return f"the attribute {change.name!r} of the module {owner}"
 

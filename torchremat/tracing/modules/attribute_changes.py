@@ -25,7 +25,7 @@ MISSING = _Missing()
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class AttributeChange:
     """One attribute of a module before a trace and after it.
 
     `place` is the dictionary that holds it. Of a container the items are compared, and kept as
@@ -94,7 +94,7 @@ class ModuleState:
         }
         self._noted[id(module)] = (module, places, items)
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[AttributeChange]:
         """What is not as it was noted."""
         for module, noted, items in self._noted.values():
             for place, values in zip(_places(module), noted, strict=True):
@@ -114,17 +114,17 @@ def _change(
     place: dict[str, Any],
     values: dict[str, Any],
     items: dict[str, Any],
-) -> Change | None:
+) -> AttributeChange | None:
     before, after = values.get(name, MISSING), place.get(name, MISSING)
     if before is after:
         if name not in items or not _is_container(after) or same_items(items[name], after):
             return None
-        return Change(module, name, place, before, after, items[name], _copied(after))
+        return AttributeChange(module, name, place, before, after, items[name], _copied(after))
     if is_of_trace(before):
         return None  # `torch.func.functional_call` puts back what it changed itself
     if not is_of_trace(after) and _is_same(before, after):
         return None
-    return Change(module, name, place, before, after)
+    return AttributeChange(module, name, place, before, after)
 
 
 def is_of_trace(value: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torchremat import _torch
 from torchremat.core.source import current_source
 from torchremat.errors import TraceError
-from torchremat.tracing.modules.attribute_changes import Change, ModuleState
+from torchremat.tracing.modules.attribute_changes import AttributeChange, ModuleState
 from torchremat.tracing.modules.backward_hooks import hooks_written_down
 from torchremat.tracing.modules.parallel_kind import parallel_kind
 
@@ -31,7 +31,7 @@ class ModulePaths:
         self._stack: list[nn.Module] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state = ModuleState()
-        self.changes: list[Change] = []
+        self.changes: list[AttributeChange] = []
 
     @property
     def current(self) -> str:

@@ -111,6 +111,11 @@ def values_used(problem: Problem, schedule: Schedule) -> frozenset[int]:
     return frozenset(used.intersection((*schedule.saved, *schedule.offloaded)))
 
 
+# Operators to place times places, up to which each place is tried. One more operator takes a pass
+# over the whole order, so beyond that they run as early as they can.
+_MOST_PLACES = 20_000
+
+
 def forward_order(
     problem: Problem, saved: Iterable[int], offloaded: Iterable[int] = ()
 ) -> tuple[int, ...]:
@@ -135,9 +140,6 @@ def forward_order(
     for o in sorted(extra):
         order.insert(_find_place(problem, order, o, kept), o)
     return tuple(order)
-
-
-_MOST_PLACES = 20_000
 
 
 def _insert_early(problem: Problem, extra: set[int]) -> tuple[int, ...]:

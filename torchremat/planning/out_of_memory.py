@@ -13,6 +13,7 @@ from torchremat.planning.step.traced_step import graphs_of
 from torchremat.policies.policy import FailedOperator
 from torchremat.remat.program.function_program import FunctionProgram
 
+# Values that the message names, the largest first; the rest is one line.
 _SHOWN = 5
 
 

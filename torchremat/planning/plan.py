@@ -25,7 +25,7 @@ from torchremat.planning.step.fingerprint import (
 
 FORMAT = "torchremat plan"
 
-
+# The version of the files, which changes when older ones cannot be read: they are refused.
 VERSION = 1
 
 

@@ -93,6 +93,11 @@ class PlannedStep:
         return sum(self.step.problem.nbytes[v] for v in self.schedule.offloaded)
 
 
+# Times the peak without rematerialisation, where only saved bytes are limited: with so much room
+# everything may be recomputed.
+_ENOUGH = 4
+
+
 class Planner:
     """Plans of one joint graph under several budgets."""
 
@@ -203,10 +208,6 @@ class Planner:
         order = (*solution.lowest.forward, *solution.lowest.backward)
         call = self.step.calls[order[max(range(len(live)), key=live.__getitem__)]]
         return "" if call is None else f"At that peak runs {_describe_call(call)}. "
-
-
-_ENOUGH = 4
-"""Times the peak without rematerialisation: with so much all may be computed again."""
 
 
 @functools.lru_cache(maxsize=64)  # layers of a model that are wrapped one by one are alike

@@ -30,6 +30,68 @@ from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.local_search import LocalSearch
 from torchremat.planning.search.min_cut import cut_saved_sets
 
+# The shares below divide the time of a search. They were chosen by hand: a part with a larger share
+# may find better schedules, and leaves less time to the parts after it.
+
+# Of the whole time, the search that uses the link to a host. The search without it gets the rest.
+_LINKED_SHARE = 0.6
+# Of the search without the link, the part in which nothing is offloaded. The rest improves its
+# answer with offloading allowed.
+_ALONE_SHARE = 0.7
+# Of the whole time, the pass that saves what is offloaded in vain. It comes on top of the limit.
+_TIDY_SHARE = 0.1
+# More time, as a part of the first search, where no schedule was found that fits.
+_SPARE = 0.5
+# The point of the first search by which eviction and a search from the last step end.
+_EVICTION_SHARE = 0.3
+# The same for a problem of more than `_MOST_OPERATORS`: its programs get more of the time.
+_LARGE_SHARE = 0.1
+# The point by which local moves end that start from nothing saved, where a budget is low.
+_LOW_SHARE = 0.3
+# Of the whole time, the first search of a small problem. What follows improves its answer.
+_FIRST_SHARE = 0.5
+# Of the time that is left then, the wider searches from the last step.
+_BACK_SHARE = 0.6
+# Of the time that is left after them, the program with all moments.
+_REFINE_SHARE = 0.8
+# Of the time for one larger budget, the search for it. The rest brings its answer under ours.
+_EASIER_SHARE = 0.6
+# Times the budget: the larger budgets whose plans are brought under it. A budget near the
+# floor, where few schedules fit, needs them most. The factors were chosen by hand.
+_EASIER = (1.04, 1.1, 1.2)
+# Times the floor of the order. Budgets below are met best from nothing saved, so local moves run
+# from there before any integer program.
+_LOW = 1.06
+# The searches after the first run only where the best is further from its bound: 3 %, by hand.
+_FAR = 0.03
+# Values times steps of the largest problem that is searched from the last step to the first. The
+# sets of values grow with both. Chosen by hand; docs/explanation/planner.md names it.
+_MOST_SEARCHED = 20_000
+# Sets that the first search from the last step goes on with. A wider one takes longer, and others
+# follow; chosen by hand.
+_FIRST_WIDTH = 50
+# The widths of the later searches, each twice the last. They end once no set was left out.
+_WIDTHS = (25, 50, 100, 200, 400, 800)
+# Sets that all these searches may look at together. This limit ends them at the same set on every
+# machine, which the clock does not.
+_MOST_STATES = 150_000
+# Operators of the largest problem that gets the searches after the first. With more, the first
+# search gets all of the time.
+_MOST_OPERATORS = 3000
+# Minimum cuts that are tried even when the time is over, so that there is a start to improve.
+_LEAST_CUTS = 4
+# Schedules above the budget that are repaired, and answers of one search that are simulated.
+_MOST_STARTS = 4
+# Seconds on the wall for one second of the processor, at most. A busy machine then changes plans
+# little, and a search takes no more than twice its time.
+_STRETCH = 2.0
+# Operators up to which the processor's time counts. Up to it a search takes 11 s by default, and at
+# most 22 s if it is stretched.
+_MOST_STRETCHED = 1000
+# HiGHS answers to within a tolerance of 1e-7. A bound is lowered by as much, so that it does not
+# claim more than was proved.
+_SAFETY = 1 - 1e-7
+
 
 @dataclass(frozen=True)
 class SolverOptions:
@@ -305,31 +367,3 @@ def _build_solution(problem: Problem, incumbent: Incumbent) -> Solution:
     costs = costs_of(problem, schedule)
     bound = min(incumbent.bound * _SAFETY, costs.added_seconds)
     return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest)
-
-
-_LINKED_SHARE = 0.6
-_ALONE_SHARE = 0.7
-_TIDY_SHARE = 0.1
-_SPARE = 0.5
-_EVICTION_SHARE = 0.3
-_LARGE_SHARE = 0.1
-_LOW_SHARE = 0.3
-_FIRST_SHARE = 0.5
-_BACK_SHARE = 0.6
-_MOST_SEARCHED = 20_000
-"""Values times steps of the largest problem that is searched from the last step to the first."""
-_FIRST_WIDTH = 50
-_WIDTHS = (25, 50, 100, 200, 400, 800)
-_MOST_STATES = 150_000
-_REFINE_SHARE = 0.8
-_FAR = 0.03
-_EASIER = (1.04, 1.1, 1.2)
-_EASIER_SHARE = 0.6
-_MOST_OPERATORS = 3000
-_LOW = 1.06
-"""Times the floor of the order: budgets below are met best from nothing saved."""
-_LEAST_CUTS = 4
-_MOST_STARTS = 4
-_STRETCH = 2.0
-_MOST_STRETCHED = 1000
-_SAFETY = 1 - 1e-7  # HiGHS answers to within a tolerance

@@ -123,6 +123,7 @@ def load_rates(device: torch.device, *, again: bool = False) -> Rates:
     return rates
 
 
+# The version of the files. It changes with the meaning of a rate: others are measured again.
 _VERSION = 1
 
 

@@ -9,6 +9,9 @@ from torchremat.core.formatting import human_bytes
 
 __all__ = ["Lifetime", "LiveValue", "Point"]
 
+# Values that the text names, the largest first; the rest is one line.
+_SHOWN = 5
+
 
 def __dir__() -> list[str]:
     return sorted(__all__)
@@ -16,8 +19,6 @@ def __dir__() -> list[str]:
 
 CATEGORIES = ("output", "gradient", "saved", "recomputed", "temporary", "cotangent")
 """What a value is. `saved`: kept from the forward pass for the backward pass, and not an output."""
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,16 @@ from torchremat.planning.problem.trial import Floats
 
 Integers = NDArray[np.int64]
 
+# The kinds of neighbourhoods, which take turns; `_free` says what each leaves free.
+_KINDS = 5
+# Neighbourhoods in a row without a better answer that end the search: four of each kind.
+_PATIENCE = 4 * _KINDS
+# Seconds of one neighbourhood at most; chosen by hand.
+_SLICE = 1.0
+# Nodes of its search tree at most. Unlike the clock they end a search at the same place on every
+# machine; chosen by hand.
+_SLICE_NODES = 1000
+
 
 @dataclass(frozen=True)
 class Neighbourhoods:
@@ -111,9 +121,3 @@ class Neighbourhoods:
             centre = random.random()
             free |= np.abs(self.ranks - centre) < size / 2 / (kind or 1)
         return free
-
-
-_KINDS = 5
-_PATIENCE = 20
-_SLICE = 1.0
-_SLICE_NODES = 1000

@@ -19,6 +19,44 @@ from torchremat.planning.search.eviction import Evictor, try_evictions
 from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.local_search import LocalSearch
 
+# Operators of the largest problem whose program has no window. Beyond it a
+# window keeps programs small: "Why it is solved in seconds" in docs/explanation/planner.md.
+_WHOLE = 260
+# The least window, in operators. A narrower one forbids more schedules; chosen by hand.
+_LEAST_WINDOW = 100
+# Values times steps of the largest program that gets all moments as rows. Its variables grow with
+# the product; chosen by hand.
+_MOST_FINE = 6000
+# Integers up to which HiGHS solves the program as a whole. Beyond that it solves
+# one neighbourhood of the relaxation. Chosen by hand.
+_SMALL = 1200
+# Variables, as estimated, beyond which the program of the final bound has a window too. It is the
+# smaller one, and its bound the weaker; chosen by hand.
+_LARGE = 40_000
+# Variables up to which the final bound comes from integers. Beyond that it is the relaxation's,
+# which needs no search tree. Chosen by hand.
+_SOLVABLE = 9_000
+# Variables that the first neighbourhood leaves free. The number doubles until there is an answer.
+_LEAST_FREE = 250
+# Rounds of integer programs at most; the clock may end them before. Chosen by hand.
+_MOST_ROUNDS = 16
+# Moments in the program of the final bound, where there is a window: those found first matter most.
+_MOST_PROVED = 8
+
+# Shares of the time of the search, chosen by hand: a part that gets more leaves less to the next.
+# The bound of the root, from the end of the forward pass alone, is a small program.
+_ROOT_SHARE = 0.1
+# The rounds in fractions end at this part of the time.
+_RELAX_SHARE = 0.35
+# One repair of an answer: each round may need one.
+_REPAIR_SHARE = 0.04
+# One repair of a start, without which there may be no schedule at all.
+_FEASIBLE_SHARE = 0.2
+# The rounds in integers end at this part. The rest is for the bound.
+_SOLVE_SHARE = 0.85
+# They end earlier where the best is within 5 % of the bound, so that a proof gets more time.
+_PROVABLE_SHARE = 0.5
+
 
 class RowGeneration:
     """The rounds of a search; what they find goes to `incumbent`."""
@@ -126,9 +164,9 @@ class RowGeneration:
         """Find some schedule that fits: from the relaxation, or by computing everything again."""
         relaxed = self.incumbent.trials[-1]
         if not relaxed.fits:
-            self._repair(relaxed, _RESCUE_SHARE)
+            self._repair(relaxed, _FEASIBLE_SHARE)
         if self.incumbent.best is None:
-            self._repair(self.incumbent.trials[1], _RESCUE_SHARE)
+            self._repair(self.incumbent.trials[1], _FEASIBLE_SHARE)
 
     # --- in integers -----------------------------------------------------------------------------
 
@@ -212,7 +250,7 @@ class RowGeneration:
         program = SavingProgram(
             self.index, self.evaluator.budget, [], positions, timer=self.clock.timer
         )
-        seconds = self.clock.seconds_until(_AT_ONCE_SHARE)
+        seconds = self.clock.seconds_until(_ROOT_SHARE)
         self.incumbent.prove(program.linear.relax(seconds=seconds).answer.bound)
 
     def _prove(self) -> None:
@@ -281,21 +319,3 @@ class RowGeneration:
 
 def _is_optimal(answer: Answer, gap: float) -> bool:
     return answer.value <= answer.bound * (1 + gap) + 1e-12
-
-
-_WHOLE = 260
-_MOST_FINE = 6000
-"""Values times steps of the largest program with all moments."""
-_AT_ONCE_SHARE = 0.1
-_LEAST_WINDOW = 100
-_SMALL = 1200
-_LARGE = 40_000
-_SOLVABLE = 9_000
-_LEAST_FREE = 250
-_MOST_ROUNDS = 16
-_MOST_PROVED = 8
-_RELAX_SHARE = 0.35
-_REPAIR_SHARE = 0.04
-_RESCUE_SHARE = 0.2
-_SOLVE_SHARE = 0.85
-_PROVABLE_SHARE = 0.5

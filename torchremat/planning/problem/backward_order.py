@@ -1,7 +1,7 @@
 """The order of the backward pass: what only makes gradients of inputs comes as early as it can.
 
 autograd    dx = mm(dy, w.T);  dw = mm(dy.T, x)      dy, dx, x and dw are alive together
-here        dw = mm(dy.T, x);  dx = mm(dy, w.T)      dy, dx, dw: x is let go before
+here        dw = mm(dy.T, x);  dx = mm(dy, w.T)      dy, dx, dw: x is freed before
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,9 @@ from torchremat.planning.problem.replay import Decisions, replay_of
 def reorder_backward(problem: Problem) -> Problem:
     """`problem` with the order of the backward pass in which operators need the least memory.
 
-    Of orders in which they need as much, the one that leaves more room for what is computed again;
-    with a link to a host the first: what comes back an operator ahead has less room in the other.
+    Where both orders need as much, it is the one that leaves more room for recomputation. With a
+    link to a host it is then the first: values that come back an operator ahead have less room in
+    the other.
     """
     early = with_backward(problem, _gradients_early(problem))
     if problem.offloadable:
@@ -31,7 +32,7 @@ def orders_of(problem: Problem) -> tuple[Problem, ...]:
 
 
 def _beside_recomputation(problem: Problem) -> int:
-    """The bytes that are alive before what may be computed again is read, over all steps."""
+    """The bytes alive before each step that reads what may be recomputed, summed over steps."""
     before = BackwardBytes.of(problem).before
     return sum(
         nbytes
@@ -48,8 +49,9 @@ def with_backward(problem: Problem, order: Sequence[int]) -> Problem:
 def floor_of(problem: Problem) -> int:
     """The least peak that the order allows: what operators of the backward pass need at once.
 
-    That is what one of them reads and writes, and what of its likes is alive beside it; whatever
-    else the forward pass makes could be computed again.
+    An operator needs what it reads and writes, and what other operators of the backward pass have
+    made that is alive beside it. Values of the forward pass that it does not read could be
+    recomputed, so they do not count.
     """
     replay = replay_of(problem, Decisions(problem.needed))
     live = list(costs_unchecked(problem, replay.schedule).live)

@@ -16,7 +16,7 @@ class ForwardBytes:
 
     Attributes:
         live: the bytes alive while each operator runs.
-        at_end: the bytes that are held at its end.
+        at_end: the bytes that are alive at its end.
         made: the position of the operator that makes each value.
         last: the last position at which each value is alive anyway.
     """
@@ -28,7 +28,6 @@ class ForwardBytes:
 
     @classmethod
     def of(cls, problem: Problem) -> "ForwardBytes":
-        """Those of `problem`; a value held to the end of the pass is alive until then."""
         operators, nbytes = problem.operators, problem.nbytes
         made: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -37,13 +36,13 @@ class ForwardBytes:
             last.update((v, i) for v in (*operators[o].reads, *operators[o].writes))
         last.update((v, len(problem.forward)) for v in problem.written)
         live = costs_unchecked(problem, Schedule((), problem.forward, ())).live
-        held = problem.written | (problem.outputs & problem.known)
-        return cls(live, problem.constant + sum(nbytes[v] for v in held), made, last)
+        lasting = problem.written | (problem.outputs & problem.known)
+        return cls(live, problem.constant + sum(nbytes[v] for v in lasting), made, last)
 
 
 @dataclass(frozen=True)
 class BackwardBytes:
-    """The steps of the backward pass, without the values that could be computed again.
+    """The steps of the backward pass, without the values that could be recomputed.
 
     Attributes:
         at: while the operator of each step runs, with the values that it reads.
@@ -55,22 +54,21 @@ class BackwardBytes:
 
     @classmethod
     def of(cls, problem: Problem) -> "BackwardBytes":
-        """Those of `problem`."""
         nbytes = problem.nbytes
-        held = problem.gradients | problem.outputs
-        passing = list(_sum_passing(problem, held))
+        lasting = problem.gradients | problem.outputs
+        passing = list(_sum_passing(problem, lasting))
         made = problem.constant + problem.backward_constant
         made += sum(nbytes[v] for v in problem.outputs)
         at, before = [], []
         for (during, ahead), o in zip(reversed(passing), problem.backward, strict=True):
             before.append(made + ahead)
-            made += sum(nbytes[v] for v in problem.operators[o].writes if v in held)
+            made += sum(nbytes[v] for v in problem.operators[o].writes if v in lasting)
             at.append(made + during)
         return cls(tuple(at), tuple(before))
 
 
-def _sum_passing(problem: Problem, held: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """From the last step to the first, the bytes of what is not held: while it runs and before."""
+def _sum_passing(problem: Problem, lasting: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """From the last step to the first, the bytes of other values: while it runs and before it."""
     nbytes, known = problem.nbytes, problem.known
     wanted: set[int] = set()
     total = 0
@@ -79,8 +77,8 @@ def _sum_passing(problem: Problem, held: frozenset[int]) -> Iterator[tuple[int, 
         read = 0
         for v in op.reads:
             if v in known:
-                read += 0 if v in held else nbytes[v]
-            elif v not in held and v not in wanted:
+                read += 0 if v in lasting else nbytes[v]
+            elif v not in lasting and v not in wanted:
                 wanted.add(v)
                 total += nbytes[v]
         during = total + read + op.nbytes_inside
@@ -88,6 +86,6 @@ def _sum_passing(problem: Problem, held: frozenset[int]) -> Iterator[tuple[int, 
             if v in wanted:
                 wanted.discard(v)
                 total -= nbytes[v]
-            elif v not in held:
+            elif v not in lasting:
                 during += nbytes[v]
         yield during, total

@@ -1,9 +1,9 @@
 """A training step as numbers, and what a schedule of it costs. No tensors, no graphs.
 
 A step is a list of operators that read and write *values*: storages of so many bytes. Some
-operators run forward; some run backward and need cotangents; and some, between them, run backward
-and need none (the cosine for the derivative of a sine), and so might as well run forward. What is
-there before the step and after it, inputs and parameters, is no value.
+operators run forward; some run backward and need cotangents. Others, between them, run backward and
+need none, as the cosine for the derivative of a sine: these may run in either pass. Inputs and
+parameters, which live longer than the step, are no values.
 
     operators   0 forward   reads -    writes 0        y = mm(x, w)
                 1 forward   reads 0    writes 1        z = sin(y)       1 is an output
@@ -11,17 +11,18 @@ there before the step and after it, inputs and parameters, is no value.
                 3 backward  reads 2    writes 3        g = mul(ct, c)
                 4 backward  reads 3    writes 4        dw = mm(x.T, g)  4 is a gradient
 
-A schedule says which values are kept from the forward pass, and in which order operators run
-backward: those of the backward pass once, the others as often as it takes.
+A schedule says which values the forward pass saves, and in which order operators run backward:
+those of the backward pass once, the others as often as needed.
 
 Where there is a link to a host, values may be offloaded: copied to the host when they are made, and
 back before they are read again, while operators run.
 
-    forward     a = f(x)    b = g(a)     c = h(b)       a is there until b is made, and its copy
+    forward     a = f(x)    b = g(a)     c = h(b)       a is alive until b and its copy are made
     backward    dc          db           da, reads a    a is fetched while db runs
 """
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,8 +46,8 @@ class Operator:
         seconds: the time that it takes.
         part: when it runs.
         repeatable: whether it may run a second time.
-        draws: whether it draws random numbers, again if it must from the state of the generator;
-            its values, once drawn in the backward pass, are kept to their last use.
+        draws: whether it draws random numbers. It may draw them a second time, from the state of
+            the generator; values drawn in the backward pass are alive to their last use.
         nbytes_inside: bytes that it needs while it runs, besides what it reads and writes.
     """
 
@@ -66,13 +67,13 @@ class Problem:
     Attributes:
         operators: first those of the forward pass, then the others.
         nbytes: of each value.
-        outputs: values that the caller holds from when they are made to the end of the step.
+        outputs: values that the caller has from when they are made to the end of the step.
         gradients: likewise, of the backward pass.
-        written: values held to the end of the forward pass: they are written back to inputs then.
-        constant: bytes that are held in the forward and the backward pass, whatever is decided.
-        backward_constant: those held in the backward pass besides: cotangents.
-        backward_order: the operators that need cotangents in the order in which they are to run, if
-            not that of `operators`.
+        written: values alive to the end of the forward pass, where they are written to inputs.
+        constant: bytes that are alive in the forward and the backward pass, whatever is decided.
+        backward_constant: those alive in the backward pass besides: cotangents.
+        backward_order: the order in which the operators run that need cotangents, if not that of
+            `operators`.
         host_bytes_per_second: of the link to the host, each way; without one nothing is offloaded.
         least_offload: bytes of the smallest value that is worth a copy.
     """
@@ -141,13 +142,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is kept from the forward pass, and the operators of both passes in order.
+    """The values that the forward pass saves, and the operators of both passes in order.
 
     Attributes:
-        saved: the values that are kept where they are.
+        saved: the values that stay on the device.
         forward: the operators of the forward pass.
         backward: those of the backward pass.
-        offloaded: the values that are kept by the host.
+        offloaded: the values that are copied to the host.
     """
 
     saved: tuple[int, ...]
@@ -158,7 +159,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a schedule costs.
+    """Bytes and seconds of a schedule.
 
     Attributes:
         live: bytes alive while each operator runs, forward and then backward.
@@ -185,8 +186,8 @@ def costs_of(problem: Problem, schedule: Schedule) -> Costs:
     """The bytes alive at each operator of `schedule`, and the time that it adds.
 
     A value is alive from when it is written to the last operator that reads it, or that it is
-    saved for; one that is written again is another from then on. Raises `ScheduleError` if a value
-    is read that is not there.
+    saved for. If it is written a second time, it counts as another value from then on. Raises
+    `ScheduleError` if a value is read that is not alive.
 
     An offloaded value is alive to its last operator in the forward pass. It is alive at least to
     the end of the next `Part.FORWARD` operator, by when its copy is done. In the backward pass it
@@ -199,10 +200,23 @@ def costs_of(problem: Problem, schedule: Schedule) -> Costs:
 
 
 def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
-    """`costs_of` a schedule that is known to be right."""
+    """`costs_of` a schedule that was checked, or made by `replay_of`."""
+    live = _count_live(problem, schedule)
+    _add_lasting(problem, schedule, live)
+    counts = Counter((*schedule.forward, *schedule.backward))
+    added = sum((counts[o] - 1) * op.seconds for o, op in enumerate(problem.operators) if counts[o])
+    link = _link_seconds(problem, schedule) if schedule.offloaded else 0.0
+    return Costs(tuple(live), added + link, link)
+
+
+def _count_live(problem: Problem, schedule: Schedule) -> list[int]:
+    """The bytes alive at each operator, without outputs, gradients and constants.
+
+    It goes from the last operator to the first, so that what is read later is known.
+    """
     num_forward = len(schedule.forward)
     order = (*schedule.forward, *schedule.backward)
-    held = problem.outputs | problem.gradients
+    lasting = problem.outputs | problem.gradients
     live = [0] * len(order)
     wanted: set[int] = set()  # values that are read later
     nbytes = problem.nbytes
@@ -212,12 +226,12 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
     for i in range(len(order) - 1, -1, -1):
         if i in ends:
             for v in ends[i]:
-                if v not in wanted and v not in held:
+                if v not in wanted and v not in lasting:
                     wanted.add(v)
                     total += nbytes[v]
         op = problem.operators[order[i]]
         for v in op.reads:
-            if v not in wanted and v not in held:
+            if v not in wanted and v not in lasting:
                 wanted.add(v)
                 total += nbytes[v]
         own = total + op.nbytes_inside
@@ -231,30 +245,20 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
         if i in fetched:
             wanted.difference_update(fetched[i])
             total -= sum(nbytes[v] for v in fetched[i])
-    _add_lasting(problem, schedule, live)
-    counts = [0] * len(problem.operators)
-    for o in order:
-        counts[o] += 1
-    added = sum(
-        (count - 1) * op.seconds
-        for count, op in zip(counts, problem.operators, strict=True)
-        if count
-    )
-    link = _link_seconds(problem, schedule) if schedule.offloaded else 0.0
-    return Costs(tuple(live), added + link, link)
+    return live
 
 
 def _add_lasting(problem: Problem, schedule: Schedule, live: list[int]) -> None:
-    """Add what is held until the end: it counts from when it is first written."""
+    """Add what is alive until the end: it counts from when it is first written."""
     num_forward, nbytes = len(schedule.forward), problem.nbytes
-    held = problem.outputs | problem.gradients
+    lasting = problem.outputs | problem.gradients
     made = problem.constant
     first: set[int] = set()
     for i, o in enumerate((*schedule.forward, *schedule.backward)):
         if i == num_forward:
             made += problem.backward_constant
         for v in problem.operators[o].writes:
-            if v in held and v not in first:
+            if v in lasting and v not in first:
                 first.add(v)
                 live[i] -= nbytes[v]
                 made += nbytes[v]

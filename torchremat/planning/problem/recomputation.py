@@ -1,4 +1,4 @@
-"""When values are wanted again in the backward pass, and what it takes to compute them."""
+"""When the backward pass wants a value again, and the operators that recompute it."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
@@ -8,12 +8,12 @@ from torchremat.planning.problem.problem import Part, Problem
 
 
 class Recomputation:
-    """What there is to compute again in `problem`.
+    """The values of `problem` that may be recomputed.
 
     Attributes:
-        reads: for each operator, what it reads that could be computed again.
-        writes: likewise, what it writes.
-        bytes_of_steps: what is alive whatever is decided.
+        reads: for each operator, those of them that it reads.
+        writes: likewise, those that it writes.
+        bytes_of_steps: the bytes that are alive whatever is decided.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -26,7 +26,7 @@ class Recomputation:
 
     @cached_property
     def last(self) -> Mapping[int, int]:
-        """The last step that reads each value, or may read what is computed from it."""
+        """The last step that reads each value, or may read a value that is recomputed from it."""
         found: dict[int, int] = {}
         for step, b in enumerate(self.problem.backward):
             found.update((v, step) for v in self.reads[b])
@@ -38,7 +38,7 @@ class Recomputation:
 
     @cached_property
     def lasting(self) -> frozenset[int]:
-        """The values that are never let go: they cannot be made again, or not alike."""
+        """The values that are never freed early: they cannot be recomputed, or not alike."""
         operators = self.problem.operators
         once = (op for op in operators if op.draws or not op.repeatable)
         return frozenset(v for op in once for v in op.writes)
@@ -72,7 +72,7 @@ class Recomputation:
         return found
 
     def seconds_again(self, v: int, there: Collection[int]) -> float:
-        """The time that it takes to compute `v` again from what else is `there`."""
+        """The time to recompute `v` from the other values that are `there`."""
         producers = self.problem.producers
         found: set[int] = set()
         stack = [producers[v]]

@@ -1,7 +1,7 @@
-"""From what is kept to a schedule: what is not there is computed again just before it is read.
+"""From decisions to a schedule: what is not saved is recomputed just before it is read.
 
-kept    x                      backward    dz, dy (reads y), dx (reads x)
-forward x -> y -> z            y is computed again before dy, and let go after it
+saved   x                      backward    dz, dy (reads y), dx (reads x)
+forward x -> y -> z            y is recomputed before dy, and freed after it
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,16 +12,16 @@ from torchremat.planning.problem.problem import Part, Problem, Schedule, costs_u
 
 @dataclass(frozen=True)
 class Decisions:
-    """What is kept. Steps are positions among the operators of the backward pass.
+    """Decisions of a search. Steps are positions among the operators of the backward pass.
 
     Attributes:
-        saved: the values that the forward pass hands to the backward pass.
-        drops: values that are let go in the middle of the backward pass, to be computed again if
-            they are read once more; by the step after which they are let go. What is not let go is
-            kept to its last use.
-        early: operators that run again before the one of a step though it does not need them, while
-            what they read is there.
-        offloaded: the values that the forward pass leaves to the host; they are not let go before
+        saved: the values that the forward pass saves for the backward pass.
+        drops: values that are freed in the middle of the backward pass, by the step after which
+            they are freed. They are recomputed if they are read once more; other values stay alive
+            to their last use.
+        early: operators that are recomputed before a step that does not need them, while what they
+            read is alive.
+        offloaded: the values that the forward pass copies to the host; they are not freed before
             they are read.
     """
 
@@ -50,9 +50,9 @@ class Replay:
 
 
 def replay_of(problem: Problem, decisions: Decisions) -> Replay:
-    """The schedule in which everything is computed again as late as it can be.
+    """The schedule of `decisions`, which recomputes everything as late as it can.
 
-    What one step needs runs in the order of the forward pass.
+    Operators that one step needs run in the order of the forward pass.
     """
     operators = problem.operators
     known = problem.known
@@ -101,7 +101,7 @@ def _find_missing(problem: Problem, wanted: list[int], there: set[int]) -> list[
 
 
 def values_used(problem: Problem, schedule: Schedule) -> frozenset[int]:
-    """The kept values that the backward pass reads before it computes them again."""
+    """The saved or offloaded values that the backward pass reads before it recomputes them."""
     operators = problem.operators
     made: set[int] = set()
     used: set[int] = set()
@@ -111,17 +111,22 @@ def values_used(problem: Problem, schedule: Schedule) -> frozenset[int]:
     return frozenset(used.intersection((*schedule.saved, *schedule.offloaded)))
 
 
+# Operators to place times places, up to which each place is tried. One more operator takes a pass
+# over the whole order, so beyond that they run as early as they can.
+_MOST_PLACES = 20_000
+
+
 def forward_order(
     problem: Problem, saved: Iterable[int], offloaded: Iterable[int] = ()
 ) -> tuple[int, ...]:
-    """The operators of the forward pass, with those that only values that are kept need among them.
+    """The operators of the forward pass, and those of either pass that saved values need.
 
-    Each of those runs where the bytes alive are least, of equal places the first.
+    Each of the latter runs where the bytes alive are least, of equal places the first.
     """
     operators = problem.operators
-    kept = frozenset(saved)
+    chosen = frozenset(saved)
     extra: set[int] = set()
-    stack = [problem.producers[v] for v in kept.union(offloaded)]
+    stack = [problem.producers[v] for v in chosen.union(offloaded)]
     while stack:
         o = stack.pop()
         if o not in extra and operators[o].part is Part.EITHER_PASS:
@@ -133,11 +138,8 @@ def forward_order(
         return _insert_early(problem, extra)
     order = list(problem.forward)
     for o in sorted(extra):
-        order.insert(_find_place(problem, order, o, kept), o)
+        order.insert(_find_place(problem, order, o, chosen), o)
     return tuple(order)
-
-
-_MOST_PLACES = 20_000
 
 
 def _insert_early(problem: Problem, extra: set[int]) -> tuple[int, ...]:
@@ -154,15 +156,15 @@ def _find_place(problem: Problem, order: list[int], o: int, saved: frozenset[int
     operators, nbytes = problem.operators, problem.nbytes
     op = operators[o]
     live = list(costs_unchecked(problem, Schedule(tuple(saved), tuple(order), ())).live)
-    held = saved | problem.outputs | problem.written
+    lasting = saved | problem.outputs | problem.written
     last = {v: i for i, p in enumerate(order) for v in (*operators[p].reads, *operators[p].writes)}
-    last.update((v, len(order)) for v in held if v in last)
+    last.update((v, len(order)) for v in lasting if v in last)
     made = {v: i for i, p in enumerate(order) for v in operators[p].writes}
     least = max((made[v] + 1 for v in op.reads), default=0)
     own = sum(nbytes[v] for v in op.writes)
     kept = sum(nbytes[v] for v in op.writes if v in saved)
-    later = _suffix_maxima(live)  # with what `o` writes kept beside
-    ends: dict[int, int] = {}  # bytes that are let go after each position
+    later = _suffix_maxima(live)  # what `o` writes comes on top, if it is saved
+    ends: dict[int, int] = {}  # bytes that are freed after each position
     for v, i in last.items():
         ends[i] = ends.get(i, 0) + nbytes[v]
     best, best_peak, before = least, None, 0

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torchremat.planning.problem.problem import Costs, Part, Problem, costs_unchecked
 from torchremat.planning.problem.replay import Decisions, Replay, replay_of, values_used
 
+Floats = NDArray[np.float64]
+
 FORBIDDEN = 1 << 60
 """The excess of a schedule in which something runs more often than it may."""
 
@@ -19,9 +21,9 @@ class Evaluated:
     """Decisions with what they cost under a budget.
 
     Attributes:
-        decisions: what is kept.
-        replay: the schedule.
-        costs: what it costs.
+        decisions: without values that are saved in vain.
+        replay: their schedule.
+        costs: of the schedule.
         excess: bytes above the budget, summed over all moments.
     """
 
@@ -37,12 +39,12 @@ class Evaluated:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether what may run only once does."""
+        """Whether operators that may run only once do."""
         return self.excess < FORBIDDEN
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """What is to be small, first what matters most."""
+        """Less is better: first the excess, then added seconds, then the number of copies."""
         return (self.excess, self.costs.added_seconds, len(self.decisions.offloaded))
 
     def find_peaks_above(self, budget: int, distance: int) -> Iterator[int]:
@@ -65,7 +67,7 @@ class Evaluator:
 
     @cached_property
     def fixed(self) -> frozenset[int]:
-        """The values that are always kept, if they are needed."""
+        """The values that must be saved if they are needed, as they cannot be recomputed."""
         operators, producers = self.problem.operators, self.problem.producers
         once = (
             v
@@ -76,7 +78,7 @@ class Evaluator:
         return frozenset(once) | (self.problem.outputs & self.problem.known)
 
     def __call__(self, decisions: Decisions) -> Evaluated:
-        """What `decisions` cost, without what is kept in vain."""
+        """Replay `decisions` without values that are saved in vain."""
         self.count += 1
         replay = replay_of(self.problem, decisions)
         used = values_used(self.problem, replay.schedule)
@@ -96,7 +98,7 @@ class Evaluator:
         return Evaluated(decisions, replay, costs, excess)
 
     def _is_allowed(self, replay: Replay) -> bool:
-        """Whether what may run once does."""
+        """Whether operators that may run only once do."""
         if not self._once and not self._draws:
             return True
         schedule = replay.schedule
@@ -112,6 +114,3 @@ class Evaluator:
     def _once(self) -> frozenset[int]:
         operators = self.problem.operators
         return frozenset(o for o, op in enumerate(operators) if not op.repeatable)
-
-
-Floats = NDArray[np.float64]

@@ -31,6 +31,20 @@ from torchremat.planning.search.clock import NEVER, Deadline
 ValueSet: TypeAlias = int
 """A set of values: bit i is `BackwardSearch.values[i]`."""
 
+# Sets that a search for the least peak goes on with. More of them take longer; chosen by hand.
+_LOWEST_WIDTH = 50
+# Answers of one such search that are simulated. The first one that fits ends it.
+_MOST_TRIED = 4
+# Of the budget, the part below which a value is reckoned as no bytes in a proof. That keeps the
+# sets few, and the proof valid: what does not fit without small values does not fit with them.
+_SMALL_PART = 200
+# Sets after which a proof is given up; chosen by hand.
+_PROOF_STATES = 20_000
+# Classes by bytes, from each of which the cheapest sets stay, so that large and small ones do.
+_SIZES = 16
+# Sets up to which all pairs are compared to drop the worse: the comparisons grow as the square.
+_MOST_COMPARED = 3000
+
 
 @dataclass(frozen=True)
 class Suffix:
@@ -447,11 +461,3 @@ def least_peak_bound(problem: Problem, high: int) -> int:
         else:
             high = budget
     return low
-
-
-_LOWEST_WIDTH = 50
-_MOST_TRIED = 4
-_SMALL_PART = 200
-_PROOF_STATES = 20_000
-_SIZES = 16
-_MOST_COMPARED = 3000

@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# Seconds that count as worked at the least: a search that has just begun is not slowed down.
+_LEAST_SECONDS = 0.05
+
 
 class CpuTimer:
     """Seconds of this thread on the processor; at least a part of those on the wall.
@@ -94,6 +97,3 @@ class TimeSlice:
         self.told = max(self.told, min(self.elapsed_fraction, 1.0))
         if self.progress is not None:
             self.progress(self.told)
-
-
-_LEAST_SECONDS = 0.05

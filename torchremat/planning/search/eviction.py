@@ -24,6 +24,10 @@ from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.clock import NEVER, Deadline
 
+# Times that one walk goes back a step before it gives up. More of them take longer, and may meet a
+# lower budget; chosen by hand.
+_MOST_RETURNS = 200
+
 
 @dataclass(frozen=True)
 class EvictionRule:
@@ -74,7 +78,7 @@ class Evictor:
                 return None
             if stuck is None:
                 step += 1
-            elif holds == _MOST_HOLDS or not backward.hold(step, stuck):
+            elif holds == _MOST_RETURNS or not backward.hold(step, stuck):
                 return None
             else:
                 holds += 1
@@ -373,6 +377,3 @@ def _group_by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, frozenset[int]
     for step, member in pairs:
         found.setdefault(step, set()).add(member)
     return {step: frozenset(found[step]) for step in sorted(found)}
-
-
-_MOST_HOLDS = 200

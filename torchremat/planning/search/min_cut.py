@@ -20,6 +20,8 @@ from scipy.sparse import csgraph  # type: ignore[import-untyped]
 from torchremat.planning.problem.problem import Part, Problem
 from torchremat.planning.problem.trial import Floats
 
+# The capacity of an edge that no cut takes: the edges that may be cut sum to half of it at most.
+# SciPy's maximum flow takes integers of 32 bits.
 _ENDLESS = 1 << 29
 
 

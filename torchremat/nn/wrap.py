@@ -72,7 +72,7 @@ def wrap(
         check_backend(compile, "compile")
     check_prevent_cse(prevent_cse)
     for name, submodule, chosen in assign_policies(module, policy, select):
-        vars(submodule)["forward"] = RematForward(submodule, name, chosen, prevent_cse, compile)
+        RematForward(submodule, name, chosen, prevent_cse, compile).install()
     return module
 
 
@@ -89,10 +89,7 @@ def unwrap(module: AnyModule) -> AnyModule:
     for submodule in module.modules():
         forward = remat_forward_of(submodule)
         if forward is not None:
-            forward.forget()
-            del vars(submodule)["forward"]
-            if forward.hidden:
-                vars(submodule)["forward"] = forward.hidden[0]
+            forward.uninstall()
     return module
 
 

@@ -76,7 +76,7 @@ def schedule_joint(
 
 
 def _run_backward(
-    builder: Replayed, order: Sequence[fx.Node], joint: Joint, once: Collection[fx.Node]
+    builder: ReplayBuilder, order: Sequence[fx.Node], joint: Joint, once: Collection[fx.Node]
 ) -> None:
     """Run the calls of the backward pass, but those in `once`, and mark each with run and step."""
     runs: dict[fx.Node, int] = {}

@@ -278,9 +278,9 @@ def jit(
         TypeError: for a `fun` that cannot be called, or argument numbers that are none.
         ValueError: for an unknown backend, an argument that `fun` does not have, or one that is
             both static and donated.
-        DonationError: (a `RuntimeError`) at a call, if a donated tensor is a parameter, a view, the
-            base of a view, passed twice, or needed for the backward. Later, at any use of the
-            values of a donated tensor.
+        DonationError: (a `RuntimeError`) at a call, if a donated tensor is a parameter, a view, a
+            base of views, passed twice, or needed for the backward. Later, at any use of the values
+            of a donated tensor.
 
     Warns:
         DonationWarning: if no output can use the storage of a donated tensor.

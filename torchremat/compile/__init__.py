@@ -1,5 +1,4 @@
 """Compilers: `jit`, donated inputs, the backend of `torch.compile`, graphs for inductor.
-
-It takes programs of `remat` and hands their graphs to a compiler. Begin with `lowering.py`,
+The room takes programs of `remat` and passes their graphs to a compiler. Begin with `lowering.py`,
 then choose `jit/` or `dynamo/`.
 """

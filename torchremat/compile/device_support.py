@@ -1,4 +1,4 @@
-"""What compilers need of the machine: the devices of a graph, and Triton for GPUs."""
+"""Requirements of compilers on the machine: the devices of a graph, and Triton for GPUs."""
 
 from collections.abc import Iterable
 
@@ -28,7 +28,7 @@ def _nodes_by_device(module: fx.GraphModule) -> dict[torch.device, fx.Node]:
 def check_devices(module: fx.GraphModule) -> None:
     """Raise `DeviceError` (a `RuntimeError`) if the graph has tensors where this machine has none.
 
-    Code can be made only for a device that can be asked what it is.
+    Inductor generates code for a device by its properties, which it reads from the device itself.
     """
     for device, node in _nodes_by_device(module).items():
         if device.type in ("cpu", "meta"):
@@ -37,10 +37,10 @@ def check_devices(module: fx.GraphModule) -> None:
         if (device.index or 0) >= count:
             has = f"only {count} of that kind" if count else "none of that kind"
             raise DeviceError(
-                f"inductor is to compile a graph with tensors on {device} (the first is "
-                f"{node.name}, from {notes_of(node).source}), but this machine has {has}. Move "
-                "the model and the arguments to a device that is here, or compile where the graph "
-                "is to run"
+                f"inductor cannot compile this graph with tensors on {device} (the first is "
+                f"{node.name}, from {notes_of(node).source}): this machine has {has}. Move "
+                "the model and the arguments to a device of this machine, or compile on the "
+                "machine that will run the graph"
             )
 
 
@@ -52,7 +52,7 @@ def lacks_triton(module: fx.GraphModule) -> bool:
 
 
 def warn_of_triton(who: str, otherwise: str) -> None:
-    """Tell that operators run one after the other; `otherwise` says so without a warning."""
+    """Warn that operators run one after the other; `otherwise` is the option that asks for it."""
     warn_user(
         f"{who} needs Triton to make kernels for a GPU, and it is not installed: the operators run "
         "one after the other. Install it (pip install triton; PyTorch for CUDA and ROCm brings it "

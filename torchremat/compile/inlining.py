@@ -1,11 +1,11 @@
-"""A graph for a compiler: the checkpoints in it opened, recomputation kept apart or merged.
+"""A graph for a compiler: the body of each checkpoint stands in its place.
 
     y = remat_p[sin] x                      y = sin(x)
     g = remat_p[sin, cos, mul] x, ct        z = sin(x);  c = cos(z);  g = mul(ct, c)
 
-Without the boundary a compiler sees that z is y, may compute it once, and so keep it: then nothing
-is rematerialised. `prevent_cse` says of each input of a checkpoint whether what is computed from it
-again is kept apart.
+Without the boundary a compiler sees that z is y, may compute it once, and then saves it: nothing is
+rematerialised. `prevent_cse` says of each input of a checkpoint whether the values that are
+recomputed from it must stay unmerged.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torchremat.graph.notes import notes_of
 def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
     """`module` with the bodies of its checkpoints in their place.
 
-    What they compute twice is computed once where `prevent_cse=False` allows it.
+    Equal operators are merged, across the bodies only where `prevent_cse=False` allows it.
     """
     if not any(is_checkpoint(node) for node in module.graph.nodes):
         return module
@@ -39,7 +39,7 @@ def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def merge_barrier(x: Any) -> Any:
-    """Stands for `x` where what is computed from it must not be merged with the same elsewhere."""
+    """Return `x` as a value of its own, so that its readers do not merge with readers of `x`."""
     return x
 
 
@@ -49,7 +49,7 @@ class _Inliner:
         self.attributes: dict[str, Any] = {}
 
     def copy(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Write down what `module` does with `inputs`; its results."""
+        """Copy the operators of `module`, run on `inputs`, into the graph; return the results."""
         env: dict[fx.Node, Any] = {}
         remaining = iter(inputs)
         for node in module.graph.nodes:
@@ -59,7 +59,7 @@ class _Inliner:
                 return list(fx.node.map_arg(node.args[0], env.__getitem__))
             elif node.op == "get_attr":
                 if not all(is_checkpoint(user) for user in node.users):
-                    env[node] = self._attribute(module, node)
+                    env[node] = self._copy_attribute(module, node)
             elif is_checkpoint(node):
                 reference, *operands = node.args
                 assert isinstance(reference, fx.Node)
@@ -67,21 +67,21 @@ class _Inliner:
                 given = [env.get(o) if isinstance(o, fx.Node) else o for o in operands]
                 inner = body.graph.find_nodes(op="placeholder")
                 pairs = zip(given, inner, strict=True)
-                env[node] = self.copy(body, [self._apart(*pair) for pair in pairs])
+                env[node] = self.copy(body, [self._add_barrier(*pair) for pair in pairs])
             elif is_item(node) and isinstance(env[node.args[0]], list):
                 env[node] = env[node.args[0]][node.args[1]]
             else:
                 env[node] = self.graph.node_copy(node, env.__getitem__)
         raise AssertionError("a graph has an output")
 
-    def _apart(self, value: Any, inner: fx.Node) -> Any:
+    def _add_barrier(self, value: Any, inner: fx.Node) -> Any:
         if not notes_of(inner).is_kept_apart or not isinstance(value, fx.Node):
             return value
         copy = self.graph.call_function(merge_barrier, (value,))
         copy.meta = dict(value.meta)
         return copy
 
-    def _attribute(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    def _copy_attribute(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
         name = f"constant_{len(self.attributes)}"
         self.attributes[name] = attribute(module, str(node.target))
         copy = self.graph.get_attr(name)

@@ -55,7 +55,7 @@ def lower(module: fx.GraphModule, backend: str) -> Runner:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend by its name, as what compiles the graphs of programs."""
+    """A backend by its name: a compiler for the graphs of programs."""
 
     name: str
 
@@ -64,12 +64,12 @@ class Backend:
 
     @property
     def takes_symbols(self) -> bool:
-        """See `Compiler`. Inductor is given a graph for each size."""
+        """Whether one graph serves many sizes. Inductor compiles a graph for each size."""
         return self.name != "inductor"
 
     @property
     def fuses(self) -> bool:
-        """See `Compiler`."""
+        """Whether it makes one kernel of pointwise operators and their readers."""
         return self.name == "inductor"
 
     def __call__(self, module: fx.GraphModule) -> Runner:
@@ -95,15 +95,12 @@ class _ByInductor:
         self._source = ""
 
     def _find_strides(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The tensors among the inputs, with the strides that the graph is for.
+        """Positions of the tensors among the inputs, with the strides that the code is for.
 
-        Cotangents lie as they come; in a derivative of higher order they are inputs like any other.
+        Any input may be a cotangent, which comes with strides of its own.
         """
-        found = []
-        for at, fake in enumerate(self._fakes):
-            if isinstance(fake, Tensor):
-                found.append((at, tuple(fake.stride())))
-        return found
+        fakes = enumerate(self._fakes)
+        return [(i, tuple(fake.stride())) for i, fake in fakes if isinstance(fake, Tensor)]
 
     @property
     def source(self) -> str:
@@ -125,7 +122,7 @@ class _ByInductor:
 
     @cached_property
     def _operator_by_operator(self) -> Runner:
-        """For `torch.func`, fake tensors, and modes that want to see each operator."""
+        """The graph for `torch.func`, fake tensors, and modes that want to see each operator."""
         return compile_graph(self.module)
 
     def _compile(self) -> Callable[[list[Any]], Sequence[Any]]:
@@ -152,6 +149,6 @@ class _ByInductor:
 
 
 def _lay_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy of `tensor` with strides `stride`: a cotangent may lie otherwise than when traced."""
+    """Copy `tensor` into strides `stride`."""
     copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

@@ -1,4 +1,8 @@
-"""What the callbacks for trainers have in common: a policy for the time of a training."""
+"""The common part of the callbacks for trainers: a policy on a model while it is trained.
+
+`choose_policy` reads the options, `Session` has the policy, its report and the measured step, and
+`SessionCallback` is the base class of both callbacks. `StepPeak` measures.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -21,19 +25,18 @@ from torchremat.report.report import Report
 
 _logger = logging.getLogger("torchremat")
 
-
+# The number of the step that is measured, from 0: the first one also traces and plans.
 _MEASURED = 1
-"""The step that is measured, from 0: the first also traces and plans."""
 
 
 def choose_policy(
-    policy: PolicyLike | PolicyByPattern | None, budget: BudgetLike | None, asked: str
+    policy: PolicyLike | PolicyByPattern | None, budget: BudgetLike | None, caller: str
 ) -> Policy | PolicyByPattern:
     """The one of both that is given, as a policy; `OptionError` (a `ValueError`) else."""
     if (policy is None) == (budget is None):
         given = "gives neither" if policy is None else f"gives both {policy!r} and {budget!r}"
         raise OptionError(
-            f"{asked} {given}: give policy= (what may be saved: 'dots', 'names:attn', 'full' for "
+            f"{caller} {given}: give policy= (what may be saved: 'dots', 'names:attn', 'full' for "
             "nothing) or budget= (bytes of peak memory: '8GiB'), one of them"
         )
     if budget is not None:
@@ -50,10 +53,10 @@ class Session:
 
     Attributes:
         policy: what may be saved, or a dict from selections to that.
-        select: which submodules are meant.
-        report: what the first step kept, once it has run.
-        peak_bytes: the most bytes alive at one time of what the second step's forward and backward
-            passes made, once they have run.
+        select: the submodules that the policy is for.
+        report: the report of the first step, once it has run.
+        peak_bytes: the most bytes alive at one time that the second step's forward and backward
+            passes allocated, once they have run.
     """
 
     def __init__(self, policy: Policy | PolicyByPattern, select: Select | None) -> None:
@@ -74,7 +77,7 @@ class Session:
     def begin(
         self, model: nn.Module, apply: Callable[[], list[str]], undo: Callable[[], object]
     ) -> None:
-        """Put the policy on `model` by `apply`; what an earlier training that failed left goes."""
+        """Put the policy on `model` by `apply`, after the end of a training that failed before."""
         self.end()
         self.report = self.peak_bytes = None
         self._steps = 0
@@ -83,19 +86,19 @@ class Session:
         _logger.info("%s is on %s", _spell(self.policy), _list_names(names, model))
 
     def step_begins(self) -> None:
-        """A step begins."""
+        """Begin to measure, in the second step."""
         if self._model is not None and self._steps == _MEASURED:
             self._peak = StepPeak(_device_of(self._model))
             self._peak.start()
 
     def passes_end(self) -> None:
-        """The forward and backward passes of a step have run."""
+        """Stop to measure: the forward and backward passes of a step have run."""
         if self._peak is not None and self._peak.is_running:
             self.peak_bytes = self._peak.stop()
             _logger.info("%s", self.summary())
 
     def step_ends(self) -> None:
-        """The step is over."""
+        """Take the report, after the first step."""
         self.passes_end()
         if self._model is not None and self._steps == 0:
             self._take_report(self._model)
@@ -124,7 +127,7 @@ class Session:
         self._model = self._undo = None
 
     def figures(self) -> dict[str, int]:
-        """What is known so far, for a trainer's log: bytes.
+        """Bytes for a trainer's log, as far as the steps have run.
 
         `remat_saved_bytes` and `remat_recomputed_bytes` of the report, and `remat_peak_bytes`.
         """
@@ -137,7 +140,7 @@ class Session:
         return found
 
     def summary(self) -> str:
-        """A line that says what is kept, and what the measured peak is.
+        """A line with the bytes saved and recomputed, and the measured peak.
 
         >>> Session(as_policy("dots"), None).summary()
         'dots: no step has run yet'
@@ -147,18 +150,18 @@ class Session:
             return f"{_spell(self.policy)}: no step has run yet"
         parts = []
         if "remat_saved_bytes" in figures:
-            kept, again = figures["remat_saved_bytes"], figures["remat_recomputed_bytes"]
-            parts.append(f"{human_bytes(kept)} kept, {human_bytes(again)} computed again")
+            saved, recomputed = figures["remat_saved_bytes"], figures["remat_recomputed_bytes"]
+            parts.append(f"{human_bytes(saved)} saved, {human_bytes(recomputed)} recomputed")
         if "remat_peak_bytes" in figures:
             parts.append(f"measured peak of a step {human_bytes(figures['remat_peak_bytes'])}")
         return f"{_spell(self.policy)}: {', '.join(parts)}"
 
 
 class SessionCallback:
-    """What a callback for a trainer is made with, and what can be asked of it.
+    """The options and the results of a callback for a trainer.
 
-    Inside `with callback:` the policy goes from the model also where a trainer leaves it after an
-    error.
+    After `with callback:` the model is without the policy, also where a trainer fails and leaves it
+    on.
     """
 
     def __init__(
@@ -173,12 +176,12 @@ class SessionCallback:
 
     @property
     def policy(self) -> Policy | PolicyByPattern:
-        """What may be saved."""
+        """The policy, or a dict from selections to policies."""
         return self._session.policy
 
     @property
     def report(self) -> Report | None:
-        """What the first step kept, once it has run."""
+        """The report of the first step, once it has run."""
         return self._session.report
 
     @property
@@ -210,10 +213,10 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 class StepPeak:
-    """The most bytes alive at one time of what is made between `start` and `stop`.
+    """The most bytes alive at one time that are allocated between `start` and `stop`.
 
-    On a GPU those asked of the allocator beyond what was there at the start; elsewhere those of
-    `LiveBytes`, which counts each operator: for a step, not for a training.
+    On a GPU the allocator counts them, beyond those that were allocated at the start. Elsewhere
+    `LiveBytes` does, at each operator: for a step, not for a training.
 
     >>> peak = StepPeak(torch.device("cpu"))
     >>> peak.start()
@@ -233,7 +236,7 @@ class StepPeak:
         return self._memory is not None or self._before is not None
 
     def start(self) -> None:
-        """Begin to count."""
+        """Begin to count bytes from here."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = _read_requested_nbytes(self._device, "current")
@@ -242,7 +245,7 @@ class StepPeak:
             self._memory.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> int:
-        """End, and the peak."""
+        """End, and return the peak in bytes."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
             memory.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -2,8 +2,8 @@
 
     trainer = lightning.Trainer(callbacks=[RematCallback(budget="8GiB")])
 
-Which of the two packages the callback belongs to is that which is imported already, else the one
-that is installed; it serves the trainers of both.
+The callback is a class of the package that is imported already, else of the one that is installed.
+It serves the trainers of both.
 """
 
 import sys
@@ -34,7 +34,7 @@ def _callback_class() -> Any:
         try:
             return import_module(name).Callback
         except ModuleNotFoundError as error:
-            if error.name not in (name, name.partition(".")[0]):  # it is there, and broken
+            if error.name not in (name, name.partition(".")[0]):  # installed, and broken
                 raise
     raise ImportError(
         "torchremat.integrations.lightning needs lightning (or pytorch_lightning), which is not "
@@ -51,18 +51,18 @@ class RematCallback(SessionCallback, _callback_class()):  # type: ignore[misc]
     error, the module is as it was.
 
     Without `select` the model is meant: the only submodule with parameters, as in
-    `self.model = ...`, else the `LightningModule` itself, if it has a `forward`. A loss that
-    `training_step` computes after the model has run is not in it.
+    `self.model = ...`, else the `LightningModule` itself, if it has a `forward`. The policy does
+    not reach a loss that `training_step` computes after the model has run.
 
     Args:
         policy: what may be saved: a policy, its spelling, or a dict from selections to those.
         budget: instead of it bytes of peak memory, as `memory_budget` takes them.
-        select: which submodules are meant, as `torchremat.nn.wrap` has it.
+        select: the submodules that it is for, as `torchremat.nn.wrap` takes it.
 
     Attributes:
-        report: what the first step kept.
-        peak_bytes: the most bytes alive at one time of what the second step's forward and backward
-            passes made.
+        report: the report of the first step.
+        peak_bytes: the most bytes alive at one time that the second step's forward and backward
+            passes allocated.
 
     Raises:
         OptionError: (a `ValueError`) unless one of `policy` and `budget` is given.
@@ -130,5 +130,5 @@ def _model_in(module: nn.Module) -> nn.Module:
 
 
 def _is_of_the_library(forward: Any) -> bool:
-    """Whether it is that of `LightningModule`, which only raises."""
+    """Whether `forward` is the one of `LightningModule`, which only raises."""
     return str(forward.__module__).startswith(("lightning.", "pytorch_lightning."))

@@ -1,7 +1,7 @@
-"""Modules under `checkpoint` only while they train, and as they were again afterwards.
+"""Modules under `checkpoint` only while they train, and unchanged afterwards.
 
 A library that trains a model also evaluates it and generates with it, from caches that are changed
-in place: there a layer runs as it would without, as under the library's own checkpointing.
+in place. A layer then runs without `checkpoint`, as under the library's own checkpointing.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from torchremat.remat.module_policies import PolicyByPattern, assign_policies
 
 @dataclass(frozen=True, eq=False)
 class TrainingPolicy:
-    """What is asked for: a policy and what `nn.wrap` takes besides.
+    """A policy, with the other options of `nn.wrap`.
 
     Attributes:
         policy: what may be saved, or a dict from selections to that.
         select: which submodules are meant; `None` for the module itself.
         prevent_cse: as `checkpoint` takes it.
         compile: a backend for the graphs, as `nn.wrap` takes it.
-        hint: what to add to the error of a module that cannot be traced.
+        hint: a note for the error of a module that cannot be traced.
     """
 
     policy: PolicyLike | PolicyByPattern | None = None
@@ -39,9 +39,9 @@ class TrainingPolicy:
     hint: str = ""
 
     def apply_to(self, model: nn.Module) -> list[str]:
-        """Put it on `model`, in place of what there is; the names of the modules it is on now.
+        """Replace the policies on `model` by this one; return the names of the modules it is on.
 
-        Nothing is changed if there is an error: those of `nn.wrap`.
+        Errors are those of `nn.wrap`, and change nothing.
         """
         check_prevent_cse(self.prevent_cse)
         if self.compile is not None:
@@ -49,21 +49,18 @@ class TrainingPolicy:
         assigned = assign_policies(model, self.policy, self.select)
         remove(model)
         for name, module, policy in assigned:
-            self.install(module, name, policy)
+            TrainingOnlyForward(module, name, policy, self).install()
         return [name for name, _, _ in assigned]
-
-    def install(self, module: nn.Module, name: str, policy: Policy) -> None:
-        """Put `policy` on `module` itself."""
-        vars(module)["forward"] = TrainingOnlyForward(module, name, policy, self)
 
 
 class TrainingOnlyForward(RematForward):
     """A forward under `checkpoint` while the module is in train mode.
 
     Attributes:
-        is_on: whether it is; what another library put around the forward may outlive its removal.
+        is_on: whether it checkpoints. After its removal another library's wrapper may still call
+            it.
         replaced: the forward under `checkpoint` that the module had before, if any.
-        hint: see `TrainingPolicy`.
+        hint: a note for the error of a module that cannot be traced.
     """
 
     __slots__ = ("hint", "is_on", "replaced")
@@ -73,13 +70,13 @@ class TrainingOnlyForward(RematForward):
     hint: str
 
     def __init__(
-        self, module: nn.Module, name: str, policy: Policy, applied: TrainingPolicy
+        self, module: nn.Module, name: str, policy: Policy, options: TrainingPolicy
     ) -> None:
         before = vars(module).get("forward")
-        super().__init__(module, name, policy, applied.prevent_cse, applied.compile)
+        super().__init__(module, name, policy, options.prevent_cse, options.compile)
         self.replaced = before if isinstance(before, RematForward) else None
         self.is_on = True
-        self.hint = applied.hint
+        self.hint = options.hint
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module, under `checkpoint` while it trains."""
@@ -102,13 +99,11 @@ class TrainingOnlyForward(RematForward):
         module = self.__self__
         self.is_on = False
         self.forget()
-        if vars(module).get("forward") is not self:  # something was put around it: it stays, off
+        if vars(module).get("forward") is not self:  # a wrapper around it stays, and calls it
             return
-        del vars(module)["forward"]
+        self.uninstall()
         if self.replaced is not None:
-            vars(module)["forward"] = self.replaced
-        elif self.hidden:
-            vars(module)["forward"] = self.hidden[0]
+            self.replaced.install()
 
     def __getstate__(self) -> dict[str, Any]:
         more = {name: getattr(self, name) for name in ("is_on", "replaced", "hint")}
@@ -116,7 +111,7 @@ class TrainingOnlyForward(RematForward):
 
 
 def remove(model: nn.Module) -> int:
-    """Undo `TrainingPolicy.apply_to` in `model` and its submodules: of how many modules.
+    """Undo `TrainingPolicy.apply_to` in `model` and its submodules; return how many there were.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     >>> TrainingPolicy("dots", "*").apply_to(model)

@@ -6,9 +6,9 @@ policy, and with it all that calls it, such as `TrainingArguments(gradient_check
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"policy": "budget:8GiB"})
 
 Keys are those of `torchremat.nn.wrap`: `policy`, `select`, `prevent_cse`, `compile`. A policy that
-decides on one value at a time is on each layer that the library would checkpoint; a budget or a
-plan is on the model as a whole; with `select` either is on each module that it means. Without one
-of these keys the library does what it always did.
+decides on one value at a time is on each layer that the library would checkpoint. A budget or a
+plan is on the model as a whole, and with `select` any policy is on each selected module. Without
+these keys the library does what it always did.
 """
 
 import inspect
@@ -114,7 +114,7 @@ def gradient_checkpointing_disable(self: Any) -> None:
 
 
 def enable_remat(model: Any, applied: TrainingPolicy) -> list[str]:
-    """Put `applied` on `model` of `transformers`, and tell the model that it is checkpointed.
+    """Put `applied` on `model` of `transformers`, and set the model's own switch.
 
     So the model itself turns off `use_cache`, with its own warning, and `is_gradient_checkpointing`
     is true. Returns the names of the modules that run under a checkpoint now.
@@ -130,7 +130,7 @@ def enable_remat(model: Any, applied: TrainingPolicy) -> list[str]:
 
 
 def call_through(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What layers call where the library would checkpoint: they run under `checkpoint` already.
+    """Call `function`. Layers that run under `checkpoint` call this in place of the library's own.
 
     >>> call_through(max, 1, 2)
     2
@@ -143,12 +143,12 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _is_for_the_whole(policy: PolicyLike | PolicyByPattern | None) -> bool:
-    """Whether the policy needs no layers: it plans the model, or says itself what it is for."""
+    """Whether the policy needs no layers: it plans the model, or has selections of its own."""
     return isinstance(policy, Mapping) or as_policy(policy).is_whole_graph
 
 
 def _accepts_function(model: Any) -> bool:
-    """Whether the model, and not old code that came with it, can be told to checkpoint."""
+    """Whether `_set_gradient_checkpointing` takes a function, as it does but in old model code."""
     parameters = inspect.signature(model._set_gradient_checkpointing).parameters
     return bool(model.supports_gradient_checkpointing) and "value" not in parameters
 
@@ -172,7 +172,7 @@ def _layers_of(model: Any) -> type:
 
 
 def _read_options(given: Mapping[str, Any] | str | None) -> TrainingPolicy | None:
-    """What `gradient_checkpointing_kwargs` asks of us; `None` if it is for the library."""
+    """Read `gradient_checkpointing_kwargs`; `None` if they are for the library's own."""
     if isinstance(given, str):
         given = {"policy": given}
     if not given:
@@ -201,7 +201,7 @@ def _read_options(given: Mapping[str, Any] | str | None) -> TrainingPolicy | Non
 
 
 def _check_of_pytorch(given: Mapping[str, Any]) -> None:
-    """Refuse, or say that it is ignored, what a policy takes the place of."""
+    """Refuse options of torch.utils.checkpoint that have no effect, or warn of them."""
     refused = [key for key in _OF_PYTORCH[2:] if key in given]
     if refused:
         cure = (
@@ -242,13 +242,13 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
     Args:
         policy: what may be saved: a policy, its spelling, or a dict from selections to those.
         budget: instead of it bytes of peak memory, as `memory_budget` takes them.
-        select: which modules are meant, as `torchremat.nn.wrap` has it, by their names in the model
-            of `transformers` (also where `peft` is around it).
+        select: the modules that it is for, as `torchremat.nn.wrap` takes it, by their names in the
+            model of `transformers` (also where `peft` is around it).
 
     Attributes:
-        report: what the first step kept.
-        peak_bytes: the most bytes alive at one time of what the second step's forward and backward
-            passes made (with `gradient_accumulation_steps`, all of them).
+        report: the report of the first step.
+        peak_bytes: the most bytes alive at one time that the second step's forward and backward
+            passes allocated (with `gradient_accumulation_steps`, all of them).
 
     Raises:
         OptionError: (a `ValueError`) unless one of `policy` and `budget` is given.

@@ -1,5 +1,4 @@
 """Whole modules under `checkpoint`: `wrap`, `unwrap`, `report` and `split_budget`.
-
 A wrapped module keeps its class, its names and its `state_dict`. It uses plans and compilers,
 and knows no trainer. Begin with `wrap.py`.
 """

@@ -1,10 +1,10 @@
 """One budget for a model whose layers are wrapped one by one.
 
-A layer that is sharded, or compiled, by itself is a checkpoint by itself, and decides for itself.
-What each may keep comes from one rule for all: first goes what is cheapest, by the byte, to compute
-again.
+A layer that is sharded, or compiled, by itself is a checkpoint of its own, with a policy of its
+own. One rule sets the limits of all: the values that cost the least time per byte are recomputed
+first.
 
-    layer       keeps, and then computes again for so long
+    layer       bytes saved, and the time to recompute the rest
     layers.0    2.3 MiB, 0    1.3 MiB, 36 us    0.3 MiB, 135 us    0, 172 us
     layers.1    the same, if it is alike
 
@@ -41,20 +41,24 @@ from torchremat.remat.module_policies import copy_with_same_state
 from torchremat.remat.tracing.input_labels import refuse_misspelt
 from torchremat.tracing.modules.parallel_kind import parallel_kind
 
+# Traces of the whole model, which take most of the time. The search aims at the budget by the bytes
+# saved, and so needs few; the limit, chosen by hand, ends one that does not converge.
 _MOST_TRACES = 8
-"""The whole model is traced so often at most."""
+
+_Lines = tuple[str, ...]
+"""A graph, a line for each node: layers that are alike have one curve."""
 
 
 @dataclass(frozen=True)
 class LayerShare:
-    """What one layer may keep: a row of `BudgetSplit`.
+    """A layer with its limit and policy: a row of `BudgetSplit`.
 
     Attributes:
         name: qualified name of the layer.
-        saved_bytes: what it keeps for the backward pass at most; its inputs, which are there
-            anyway, do not count.
-        plain_saved_bytes: what it keeps without rematerialisation.
-        policy: what `nn.wrap` takes to keep to that.
+        saved_bytes: the most bytes that it saves for the backward pass, without its inputs, which
+            are alive anyway.
+        plain_saved_bytes: the bytes that it saves without rematerialisation.
+        policy: the policy for `nn.wrap` that keeps to this limit.
     """
 
     name: str
@@ -65,13 +69,13 @@ class LayerShare:
 
 @dataclass(frozen=True)
 class BudgetSplit(Mapping[Select, Policy]):
-    """What `split_budget` finds: a policy for each layer, by its name, as `nn.wrap` takes them.
+    """A policy for each layer, by its name, as `nn.wrap` takes them: the result of `split_budget`.
 
     Attributes:
-        budget: what the step was to keep within, in bytes.
+        budget: the budget of the step in bytes.
         peak_bytes: the most bytes alive at one time with these policies.
         plain_peak_bytes: without rematerialisation.
-        recompute_seconds: the time that is added, by the cost model.
+        recompute_seconds: the time that recomputation adds, by the cost model.
         layers: a `LayerShare` each.
     """
 
@@ -117,16 +121,16 @@ def split_budget(
     device: str | torch.device | None = None,
     **kwargs: Any,
 ) -> BudgetSplit:
-    """What each layer may keep so that a step of the whole model keeps within one `budget`.
+    """Find a policy for each layer so that a step of the whole model keeps within one `budget`.
 
-    For layers that are checkpoints one by one, since each is sharded (`fully_shard`) or compiled
-    by itself; where the model can be wrapped as a whole, `wrap(model, "budget:8GiB")` and `plan`
-    choose more freely. Nothing is run, and `module` stays as it is: it may be on the meta device.
-    Give it before it is sharded.
+    It is for layers that are checkpoints one by one, since each is sharded (`fully_shard`) or
+    compiled by itself. Where the model can be wrapped as a whole, `wrap(model, "budget:8GiB")` and
+    `plan` choose more freely. Nothing is run, and `module` stays as it is: it may be on the meta
+    device. Give it before it is sharded.
 
     The peak is that of the unsharded step: values, outputs and all gradients. Parameters and inputs
-    do not count. It is found by simulation, with the cotangent of the largest layer added, since
-    autograd may hold one more than the simulation knows of.
+    do not count. A simulation finds it; the cotangent of the largest layer is added, since autograd
+    may keep one more alive than the simulation has.
 
     Args:
         module: the model.
@@ -157,17 +161,17 @@ def split_budget(
     >>> model = wrap(model, split)
     """
     refuse_misspelt(split_budget, module, kwargs)
-    asked = Budget.of(budget)
+    limit = Budget.of(budget)
     layers = _Layers(module, select, args, kwargs, {"cost_model": cost_model, "device": device})
     most = layers.peak(_Steps(0))
-    nbytes = asked.bytes_of(most)
+    nbytes = limit.bytes_of(most)
     done = layers.least_steps(nbytes)
     if done is None:
         least = layers.peak(_Steps(len(layers.steps)))
         raise BudgetError(
             f"split_budget(budget={budget!r}, select={select!r}): a peak of {human_bytes(nbytes)} "
-            f"cannot be met. With nothing but their inputs kept by the {len(layers.curves)} layers "
-            f"it is {human_bytes(least)} ({least} bytes), of {human_bytes(most)} without "
+            f"cannot be met. If the {len(layers.curves)} layers save nothing but their inputs, it "
+            f"is {human_bytes(least)} ({least} bytes), of {human_bytes(most)} without "
             "rematerialisation. Give a budget of at least that, a smaller batch, or select more",
             least,
         )
@@ -183,19 +187,19 @@ def split_budget(
 
 @dataclass(frozen=True)
 class _Steps:
-    """How many steps are done, and the bytes that the last of them need not have given up."""
+    """How many steps are done, and the bytes that the last of them may save all the same."""
 
     count: int
     spare: int = 0
 
 
 class _Layers:
-    """The layers of a model, and the steps from keeping all of their values to keeping none.
+    """The layers of a model, and the steps from saving all of their values to saving none.
 
     Attributes:
-        curves: of each layer that has a backward pass, by name.
-        steps: the names of the layers that step down their curves, in the order in which they do.
-        estimates: what a step of the model takes, by what is done.
+        curves: by the name of each layer that has a backward pass.
+        steps: the name of the layer that steps down its curve, for each step in order.
+        estimates: peak and time of the model's training step, by the steps that are done.
     """
 
     def __init__(
@@ -220,8 +224,8 @@ class _Layers:
                 "these arguments. Select layers that its forward calls, with parameters to train"
             )
         model = options["cost_model"] or CostModel.of(options["device"])
-        known: dict[_Lines, _Curve] = {}
-        self.curves = {name: _Curve.of(found, model, known) for name, found in joints.items()}
+        cache: dict[_Lines, _Curve] = {}
+        self.curves = {name: _Curve.of(found, model, cache) for name, found in joints.items()}
         self._cotangent_bytes = max(curve.cotangent_nbytes for curve in self.curves.values())
         self.steps = [name for _, name in sorted(self._slopes(), key=lambda pair: pair[0])]
 
@@ -231,8 +235,8 @@ class _Layers:
             for a, b in pairwise(curve.points):
                 yield (b.added_seconds - a.added_seconds) / (a.saved_bytes - b.saved_bytes), name
 
-    def saved_bytes(self, done: _Steps) -> dict[str, int]:
-        """What each layer may keep."""
+    def limits(self, done: _Steps) -> dict[str, int]:
+        """The most bytes that each layer saves."""
         steps = Counter(self.steps[: done.count])
         saved = {name: c.points[steps[name]].saved_bytes for name, c in self.curves.items()}
         if done.spare:
@@ -242,8 +246,8 @@ class _Layers:
         return saved
 
     def shares(self, done: _Steps) -> Iterator[LayerShare]:
-        """What each layer keeps, with the policy for it."""
-        for name, nbytes in self.saved_bytes(done).items():
+        """Each layer's limit, with the policy for it."""
+        for name, nbytes in self.limits(done).items():
             plain = self.curves[name].points[0].saved_bytes
             yield LayerShare(name, nbytes, plain, _policy_of(nbytes, plain))
 
@@ -264,11 +268,11 @@ class _Layers:
     def least_steps(self, nbytes: int) -> _Steps | None:
         """The fewest steps that were found to bring the peak down to `nbytes`; `None` if none do.
 
-        Until it is known better, the peak is what it was at the nearest count, less what is no
-        longer saved.
+        The peak at a count is predicted from that at a smaller one, by the bytes that are no longer
+        saved.
         """
         last = len(self.steps)
-        saved = [sum(self.saved_bytes(_Steps(k)).values()) for k in range(last + 1)]
+        saved = [sum(self.limits(_Steps(k)).values()) for k in range(last + 1)]
         above, within = 0, last + 1
         if self.peak(_Steps(0)) <= nbytes:
             return _Steps(0)
@@ -290,7 +294,7 @@ class _Layers:
         return _Steps(min(within, last))
 
     def with_spare_bytes(self, done: _Steps, nbytes: int) -> _Steps:
-        """The last step without giving up what need not be, if the peak is as low as it seems."""
+        """Let the last step save the bytes that the budget leaves, if its peak is within it."""
         spare = nbytes - self.peak(done)
         if not done.count or not spare:
             return done
@@ -312,7 +316,7 @@ def _check_whole(module: object) -> None:
 
 
 class _JointRecorder(WholeGraphPolicy):
-    """Keeps what plain autograd does, and notes what it was asked of."""
+    """A policy that saves what plain autograd saves, and records the joint graphs it meets."""
 
     def __init__(self) -> None:
         self.joints: list[Joint] = []
@@ -321,7 +325,7 @@ class _JointRecorder(WholeGraphPolicy):
         return self  # a model off the meta device is a copy
 
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
-        """See `Policy.schedule`."""
+        """Record `joint`, and schedule it as plain autograd runs it."""
         del fuses
         if not differentiates(joint):
             return forward_only(joint)
@@ -331,29 +335,25 @@ class _JointRecorder(WholeGraphPolicy):
 
 @dataclass(frozen=True)
 class _Curve:
-    """What a layer may keep, the most first, and the bytes of the cotangents of its outputs."""
+    """The points of a layer, most bytes saved first, and the bytes of its outputs' cotangents."""
 
     points: tuple[SavedPoint, ...]
     cotangent_nbytes: int
 
     @classmethod
     def of(
-        cls, joints: Sequence[Joint], model: CostModel, known: "dict[_Lines, _Curve]"
+        cls, joints: Sequence[Joint], model: CostModel, cache: "dict[_Lines, _Curve]"
     ) -> "_Curve":
-        """That of a layer; of one that is called in several ways, the one with the most bytes."""
+        """Trace the curve of a layer; if it is called in several ways, that with the most bytes."""
         found = []
         for joint in joints:
             lines = lines_of(joint.module.graph)
-            if lines not in known:
+            if lines not in cache:
                 planner = Planner(joint, cost_model=model)
                 nbytes = planner.step.problem.backward_constant
-                known[lines] = cls(tuple(trace_saved_curve(planner)), nbytes)
-            found.append(known[lines])
+                cache[lines] = cls(tuple(trace_saved_curve(planner)), nbytes)
+            found.append(cache[lines])
         return max(found, key=lambda curve: curve.points[0].saved_bytes)
-
-
-_Lines = tuple[str, ...]
-"""A graph, a line for each node: layers that are alike have one curve."""
 
 
 def _policy_of(saved_bytes: int, plain: int) -> Policy:

@@ -1,4 +1,4 @@
-"""Modules that run under `checkpoint`, and are in every other way what they were."""
+"""Modules that run under `checkpoint`, and are otherwise unchanged."""
 
 from typing import Any, TypeVar
 
@@ -43,8 +43,8 @@ def wrap(
             `select_modules` has the rules. `None` is `module` itself.
         prevent_cse: as `checkpoint` takes it.
         compile: a backend that compiles the forward and backward graphs of each checkpoint:
-            `"inductor"`, or `"aot_eager"` to look for what goes wrong. Random masks are then kept,
-            not drawn again, and each new size is compiled anew. (`torch.compile(model)` around a
+            `"inductor"`, or `"aot_eager"` to look for errors. Random masks are then saved, not
+            replayed, and each new size is compiled anew. (`torch.compile(model)` around a
             wrapped model compiles what lies between the checkpoints, too.)
 
     Returns:
@@ -72,7 +72,7 @@ def wrap(
         check_backend(compile, "compile")
     check_prevent_cse(prevent_cse)
     for name, submodule, chosen in assign_policies(module, policy, select):
-        vars(submodule)["forward"] = RematForward(submodule, name, chosen, prevent_cse, compile)
+        RematForward(submodule, name, chosen, prevent_cse, compile).install()
     return module
 
 
@@ -89,18 +89,15 @@ def unwrap(module: AnyModule) -> AnyModule:
     for submodule in module.modules():
         forward = remat_forward_of(submodule)
         if forward is not None:
-            forward.forget()
-            del vars(submodule)["forward"]
-            if forward.hidden:
-                vars(submodule)["forward"] = forward.hidden[0]
+            forward.uninstall()
     return module
 
 
 def report(module: nn.Module) -> Report:
-    """What the last step kept, recomputed and offloaded, per wrapped module in `module`.
+    """Report what the last step saved, recomputed and offloaded, per wrapped module in `module`.
 
-    Of each the last call that could be differentiated, one under `no_grad` keeps nothing. A wrapped
-    module that ran inside another is a part of that one.
+    Of each module the last call that recorded gradients counts: one under `no_grad` saves nothing.
+    A wrapped module that ran inside another is a part of that one.
 
     Raises `NoMatchError` (a `ValueError`) if nothing in `module` is wrapped, and `RuntimeError` if
     nothing that is wrapped has run yet.

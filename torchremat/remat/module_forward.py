@@ -150,6 +150,18 @@ class RematForward:
         run = _running.get(self._key)
         return None if run is None else run.last_program
 
+    def install(self) -> None:
+        """Make this the `forward` of the module."""
+        # past the class of the module, whose `__setattr__` may do more
+        object.__setattr__(self.__self__, "forward", self)
+
+    def uninstall(self) -> None:
+        """Give the module the `forward` back that it had before."""
+        self.forget()
+        object.__delattr__(self.__self__, "forward")
+        if self.hidden:
+            object.__setattr__(self.__self__, "forward", self.hidden[0])
+
     def forget(self) -> None:
         """Forget what was traced."""
         _running.pop(self._key, None)

@@ -38,7 +38,7 @@ def under_policy(
     model = copy_with_same_state(f)
     for name, _, chosen in assigned:
         module = model.get_submodule(name)
-        vars(module)["forward"] = RematForward(module, name, chosen, True)
+        RematForward(module, name, chosen, True).install()
     return model
 
 

@@ -375,7 +375,7 @@ REFUSED = {
     detached: "another tensor or an array shares its storage",
     with_an_array: "another tensor or an array shares its storage",
     of_an_array: "its memory is not PyTorch's alone",
-    saved_by_autograd: "what autograd keeps for a backward pass",
+    saved_by_autograd: "what autograd saves for a backward pass",
     requires_grad: "needed for the backward pass",
 }
 

@@ -1,8 +1,8 @@
-"""The backend of `torch.compile` in which a policy decides what is kept for the backward pass.
+"""The backend of `torch.compile` in which a policy decides what is saved for the backward pass.
 
     torch.compile(model, backend="torchremat", options={"policy": "dots"})
 
-Dynamo captures the program: guards, graph breaks and changing shapes are its work. AOTAutograd
+Dynamo captures the program, with its guards, graph breaks and changing shapes. AOTAutograd
 traces the joint graph, the policy says where it is cut, and inductor compiles both halves.
 """
 
@@ -52,14 +52,18 @@ def __dir__() -> list[str]:
 
 CODEGENS = ("inductor", "eager")
 OWN_OPTIONS = ("policy", "codegen", "report", "mode")
+# A value that is computed of three others and read twice or more is written to memory, as the plan
+# counts it. Inductor by itself recomputes it for each reader, of up to four others, all of which
+# then stay alive.
+_WRITTEN_ONCE = {"realize_reads_threshold": 2}
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What `torch.compile(..., options=)` says.
+    """The options of `torch.compile(..., options=)`, checked.
 
     Attributes:
-        policy: what is kept; `None` leaves it to the checkpoints inside, and else to PyTorch.
+        policy: what is saved; `None` leaves it to the checkpoints inside, and else to PyTorch.
         codegen: what runs the graphs: "inductor", or "eager" for one operator after the other.
         report: called with the `Report` of each graph that is compiled for a backward pass, if a
             policy decides.
@@ -73,35 +77,19 @@ class BackendOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> "BackendOptions":
-        """Read `options`. Raises `OptionError` for a key or a value that means nothing."""
-        given: dict[Any, Any] = {"mode": mode} | dict(options or {})
-        policy = given.pop("policy", None)
-        codegen = given.pop("codegen", "inductor")
-        report = given.pop("report", None)
+        """Read `options`; raise `OptionError` for an unknown key, or a value of the wrong kind."""
+        rest: dict[Any, Any] = {"mode": mode} | dict(options or {})
+        policy = rest.pop("policy", None)
+        codegen = rest.pop("codegen", "inductor")
+        report = rest.pop("report", None)
         if codegen not in CODEGENS:
             raise OptionError(
                 f"codegen={codegen!r} is no code generator; {nearest_names(str(codegen), CODEGENS)}"
             )
         if report is not None and not callable(report):
             raise OptionError(f"report={report!r} is not callable: it is called with each Report")
-        settings = _mode_settings(given.pop("mode"))
-        known = _torch.inductor_option_names()
-        for key, value in given.items():
-            name = str(key).replace("-", "_")
-            if name not in known:
-                names = [*OWN_OPTIONS, *get_close_matches(name, known)]
-                raise OptionError(
-                    f"options={{{key!r}: ...}} is no option of the backend 'torchremat', "
-                    f"{nearest_names(name, names)}. There are "
-                    f"{', '.join(map(repr, OWN_OPTIONS))} and the settings of inductor"
-                )
-            kind = _torch.inductor_option_type(name)
-            if kind is not None and not isinstance(value, kind):
-                raise OptionError(
-                    f"options={{{key!r}: {value!r}}}: this setting of inductor is "
-                    f"{getattr(kind, '__name__', kind)}, not {type(value).__name__}"
-                )
-            settings[name] = value
+        settings = _read_mode(rest.pop("mode"))
+        settings |= dict(_read_setting(key, value) for key, value in rest.items())
         return cls(_read_policy(policy), codegen, report, settings)
 
 
@@ -112,7 +100,8 @@ def _read_policy(given: PolicyLike | None) -> Policy | None:
         raise OptionError(f"options={{'policy': {given!r}}} cannot be read: {error}") from error
 
 
-def _mode_settings(mode: str | None) -> dict[str, Any]:
+def _read_mode(mode: str | None) -> dict[str, Any]:
+    """The settings of inductor that a mode of `torch.compile` stands for."""
     if mode in (None, "default"):
         return {}
     modes = _torch.inductor_modes()
@@ -121,6 +110,26 @@ def _mode_settings(mode: str | None) -> dict[str, Any]:
             f"mode={mode!r} is no mode of torch.compile; {nearest_names(str(mode), modes)}"
         )
     return dict(modes[mode])
+
+
+def _read_setting(key: object, value: object) -> tuple[str, object]:
+    """A setting of inductor: its name and value."""
+    name = str(key).replace("-", "_")
+    known = _torch.inductor_option_names()
+    if name not in known:
+        names = [*OWN_OPTIONS, *get_close_matches(name, known)]
+        raise OptionError(
+            f"options={{{key!r}: ...}} is no option of the backend 'torchremat', "
+            f"{nearest_names(name, names)}. There are "
+            f"{', '.join(map(repr, OWN_OPTIONS))} and the settings of inductor"
+        )
+    kind = _torch.inductor_option_type(name)
+    if kind is not None and not isinstance(value, kind):
+        raise OptionError(
+            f"options={{{key!r}: {value!r}}}: this setting of inductor is "
+            f"{getattr(kind, '__name__', kind)}, not {type(value).__name__}"
+        )
+    return name, value
 
 
 def torchremat(
@@ -164,16 +173,16 @@ def _compile_chosen(
     if chosen.codegen == "inductor" and lacks_triton(module):
         warn_of_triton("the backend 'torchremat'", "options={'codegen': 'eager'}")
         chosen = replace(chosen, codegen="eager")
-    if not _differentiates(inputs) or _leaves_it_to_pytorch(module, chosen):
+    if not _differentiates(inputs) or _suits_pytorch(module, chosen):
         return _compile_as_pytorch_does(module, inputs, chosen)
     with record_names():
         return _compile(module, inputs, chosen)
 
 
-def _leaves_it_to_pytorch(module: fx.GraphModule, chosen: BackendOptions) -> bool:
-    """Whether PyTorch's own partition does as the policy says: there is none, or it saves all.
+def _suits_pytorch(module: fx.GraphModule, chosen: BackendOptions) -> bool:
+    """Whether PyTorch's own partition does what the options say: no policy, or one that saves all.
 
-    It is not so of eager code, nor with checkpoints inside, where the policy around them decides.
+    Eager code needs ours, and so do checkpoints inside: the policy around them decides.
     """
     if chosen.policy is None:
         return True
@@ -222,13 +231,6 @@ def _compile(
     )
 
 
-_WRITTEN_ONCE = {"realize_reads_threshold": 2}
-"""What is computed of three values and read repeatedly is written, as a plan counts it.
-
-Inductor by itself computes it anew for each reader, of up to four, all of which then stay alive.
-"""
-
-
 @dataclass(frozen=True)
 class _Cut:
     """A partition function for AOTAutograd."""
@@ -248,11 +250,11 @@ class _Cut:
         if is_eager:
             return cut_joint(partition, inputs, **options)
         if self.policy.is_whole_graph:
-            scheduled = cut_as_scheduled(partition, inputs, decompose_for_inductor, **options)
+            scheduled = cut_as_scheduled(partition, inputs, **options)
             if scheduled is not None:
                 return scheduled
         if self.policy == everything_saveable or self.policy.is_whole_graph:
-            return cut_for_fusion(partition, inputs, decompose_for_inductor, **options)
+            return cut_for_fusion(partition, inputs, **options)
         forward, backward = cut_joint(partition, inputs, **options)
         return decompose_for_inductor(forward), decompose_for_inductor(backward)
 
@@ -261,24 +263,24 @@ def _differentiates(inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(getattr(i, "requires_grad", False) for i in inputs)
 
 
-_numbers = itertools.count()
+_unique_numbers = itertools.count()
 
 
 def _cache_key(chosen: BackendOptions) -> str:
-    """What compiled graphs are cached under: equal for equal policies, in other processes too.
+    """The key of compiled graphs: equal for equal policies, in other processes too.
 
-    A policy without a spelling, or that is in a file, which may change, or someone who waits for
-    the report, has the graph cut anew.
+    It is a new one each time, so that the graph is cut anew, where a report is wanted. It also is
+    for a policy without a spelling, and for one in a file, which may change.
     """
     spelling = None if chosen.policy is None else chosen.policy.spelling
-    in_file = spelling is not None and spelling.startswith("plan:")
-    is_known = spelling is not None and not in_file and chosen.report is None
-    return f"torchremat {_version()}, {spelling if is_known else (os.getpid(), next(_numbers))}"
+    if spelling is None or spelling.startswith("plan:") or chosen.report is not None:
+        return f"torchremat {_version()}, {os.getpid()}, {next(_unique_numbers)}"
+    return f"torchremat {_version()}, {spelling}"
 
 
 @functools.cache
 def _version() -> str:
-    """What differs where this package does: a digest of its sources."""
+    """A digest of the sources of this package: other code may cut a graph otherwise."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Graphs in the operators that inductor compiles well.
+"""Graphs in inductor's operators.
 
-A graph is cut in the operators that policies know: `gelu`, `native_layer_norm`. Inductor wants them
-broken into arithmetic, which it fuses.
+Policies decide about `gelu` or `native_layer_norm`. Inductor wants these decomposed into
+arithmetic, which it fuses.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
 
 
 def find_random_decompositions() -> dict[Any, Any]:
-    """How inductor breaks operators that draw random numbers: to be done before a graph is cut.
+    """Inductor's decompositions of random operators, which must run before a graph is cut.
 
-    A number is then a function of a seed, which is what the forward pass keeps.
+    A random number is then a function of a seed, and the forward pass saves the seed.
     """
     table = _torch.inductor_decompositions()
     seeded = torch.Tag.nondeterministic_seeded
@@ -24,7 +24,7 @@ def find_random_decompositions() -> dict[Any, Any]:
 
 
 def decompose_for_inductor(module: fx.GraphModule) -> fx.GraphModule:
-    """`module` in inductor's operators, with the same inputs by the same names and same outputs."""
+    """Trace `module` anew in inductor's operators; inputs keep their names, outputs their order."""
     old = module.graph.find_nodes(op="placeholder")
     (old_output,) = module.graph.find_nodes(op="output")
     fakes = [node.meta["val"] for node in old]

@@ -1,8 +1,8 @@
-"""Copies in AOTAutograd's joint graph: those that are in the way, and those that are missing.
+"""Copies in AOTAutograd's joint graph: redundant ones are dropped, missing ones are added.
 
-What a function writes to an input is in its joint graph as a new value, which is copied to the
-input at the end, or by whoever runs the graph. What is computed again in the backward pass would
-find the new value, where the forward pass found the old one.
+A joint graph has a write to an input as a new value. The graph, or whoever runs it, copies that to
+the input at the end of the forward pass. A recomputed operator would then read the new value, where
+the forward pass read the old one: it needs a copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,20 +17,28 @@ from torchremat.graph.notes import note
 
 aten = torch.ops.aten
 
+# the module and the line of a copy are read from these, as `build_joint` does of any operator
+_KEYS_OF_READER = {"nn_module_stack", "stack_trace"}
+
+# a copy by an operator that inductor does not know: see `_is_pointwise`
+_library = torch.library.Library("torchremat", "FRAGMENT")
+_library.define("copied(Tensor x) -> Tensor")
+_library.impl("copied", torch.clone, "CompositeExplicitAutograd")
+
 
 def find_written_inputs(module: fx.GraphModule) -> list[fx.Node]:
-    """The inputs that the function writes to, by itself or by who runs the graph."""
+    """The inputs that the function writes to, in the graph or through whoever runs it."""
     inside = [node.args[0] for node in module.graph.nodes if writes_input(node)]
     return list(dict.fromkeys([*_torch.written_inputs(module).values(), *inside]))
 
 
 def writes_input(node: fx.Node) -> bool:
-    """Whether `node` writes to an input: what a compiler is left to write is at the end."""
+    """Whether `node` writes to an input: such writes end a graph that a compiler runs."""
     return node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def copy_written_inputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
-    """Let all read copies of inputs that are written to, which are kept if one is needed."""
+    """Let operators read a copy of each input that is written to; a needed copy is saved."""
     copies = []
     hidden = {n.args[0] for n in module.graph.nodes if writes_input(n) and not _is_pointwise(n)}
     for node in find_written_inputs(module):
@@ -42,7 +50,7 @@ def copy_written_inputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
 
 
 def drop_copies_for(graph: fx.Graph, is_late: Callable[[fx.Node], bool]) -> None:
-    """Take out copies of inputs that are written to which nothing reads that `is_late`."""
+    """Drop the copies of written inputs that no operator reads for which `is_late` is true."""
     for target in (torch.ops.torchremat.copied.default, aten.clone.default):
         for node in graph.find_nodes(op="call_function", target=target):
             source = node.args[0]
@@ -53,7 +61,7 @@ def drop_copies_for(graph: fx.Graph, is_late: Callable[[fx.Node], bool]) -> None
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads `node`, also through views."""
+    """The operators that read `node` or a view of it."""
     for user in node.users:
         yield user
         if is_view(user):
@@ -61,45 +69,36 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_pointwise(write: fx.Node) -> bool:
-    """Whether what is written to an input is computed element by element.
+    """Whether the value that is written to an input is computed element by element.
 
-    Inductor 2.13 else lets an operator that scatters, or that a user wrote, work on the input
-    itself, though what it was before, or the result, is kept for the backward pass: unless it is
-    given a copy by an operator that inductor does not know.
+    Inductor 2.13 runs any other operator, one that scatters or a user's own, in place on the input.
+    It does so even if the backward pass needs the old value or the result. It does not where the
+    operator reads a copy by an operator that inductor does not know.
     """
     value = write.args[1]
     target = call_of(value).target if isinstance(value, fx.Node) else None
     return isinstance(target, _torch.OpOverload) and torch.Tag.pointwise in target.tags
 
 
-_library = torch.library.Library("torchremat", "FRAGMENT")
-_library.define("copied(Tensor x) -> Tensor")
-_library.impl("copied", torch.clone, "CompositeExplicitAutograd")
-
-
-_WHERE_IT_IS_READ = {"nn_module_stack", "stack_trace"}
-
-
 def _copy_of(node: fx.Node, copy_op: _torch.OpOverloadPacket) -> fx.Node:
-    """A copy of an input, which all read in its place."""
+    """A copy of the input `node`; all operators read the copy from now on."""
     last = node.graph.find_nodes(op="placeholder")[-1]
     with node.graph.inserting_after(last):
         copy = node.graph.call_function(copy_op.default, (node,))
     copy.meta = {"val": node.meta["val"], "partitioner_tag": "is_forward"}
     note(copy, phase="forward")
     users = [u for u in node.users if u is not copy and u.op != "output" and not writes_input(u)]
-    for key in _WHERE_IT_IS_READ.intersection(users[0].meta):
-        copy.meta[key] = users[0].meta[key]
+    copy.meta |= {k: v for k, v in users[0].meta.items() if k in _KEYS_OF_READER}
     for user in users:
         user.replace_input_with(node, copy)
     return copy
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Take out copies that lie in memory as what they are copies of: a dropout of 0 makes one.
+    """Drop copies with the layout of the original: a dropout of 0 makes one.
 
-    Nothing that is computed in a joint graph is written to. Copies of outputs and copies that are
-    outputs stay, and so do views of them: whoever is given both may write to one.
+    Nothing writes to a value that a joint graph computes. Copies of outputs and copies that are
+    outputs stay, and so do views of them: a caller that gets both may write to one.
     """
     (output,) = graph.find_nodes(op="output")
     given = {base_of(node) for node in output.all_input_nodes}

@@ -1,8 +1,8 @@
-"""What of AOTAutograd's joint graph is kept from the forward pass: a policy decides.
+"""The cut of AOTAutograd's joint graph into a forward and a backward graph: a policy decides.
 
-PyTorch's partitioner cuts the joint graph in two, and honours marks on its nodes: keep this,
-compute that again. A policy is asked as in eager mode, about the operators of the joint graph
-before they are broken into those of a compiler, and its answers become such marks.
+PyTorch's partitioner cuts the joint graph, and obeys marks on its nodes: save this, recompute that.
+A policy decides as in eager mode, about the operators that a user wrote, and before a compiler
+decomposes them. Its decisions become such marks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +16,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals
+from torchremat.compile.dynamo.inductor_decompositions import decompose_for_inductor
 from torchremat.compile.dynamo.input_copies import (
     copy_written_inputs,
     drop_copies,
@@ -32,216 +33,17 @@ from torchremat.remat.program.decisions import PolicyDecisions
 from torchremat.tracing.functionalize import drop_running_statistics
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of
 
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+"""The forward and the backward graph."""
 
-@dataclass(frozen=True)
-class Partition:
-    """A joint graph cut in two, and why it was cut so.
-
-    Attributes:
-        joint: the graph, names of values still in it.
-        decisions: what the policy says of each value.
-        residuals: what the backward half needs, as the policy says.
-        kept: the values that are handed on.
-        replayed_random: the first value of each operator of which a generator's state is handed on.
-    """
-
-    joint: Joint
-    decisions: PolicyDecisions
-    residuals: Residuals
-    saved: frozenset[fx.Node]
-    replayed_random: frozenset[fx.Node]
+_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 
-def decide(
-    module: fx.GraphModule, num_forward_outputs: int, policy: Policy, *, fuses: bool
-) -> Partition:
-    """What `policy` says of the joint graph `module`.
-
-    `fuses`: inductor runs it. Without it random operators may be in the backward graph, for PyTorch
-    to give them the state that they drew from.
-    """
-    drop_copies(module.graph)
-    drop_running_statistics(module.graph)
-    module.graph.eliminate_dead_code()
-    copies = copy_written_inputs(module)
-    joint = build_joint(module, num_forward_outputs)
-    decisions = PolicyDecisions(joint, policy, fuses=fuses)
-    decisions.warn_of_unmatched()
-    decisions.warn_of_places(is_compiled=True)
-    residuals = _add_needed_copies(decisions.residuals(joint), copies)
-    draws: set[fx.Node] = set()
-    if not fuses:
-        draws = {
-            node for node in decisions.forced.intersection(residuals.values) if _may_draw(node)
-        }
-    kept = frozenset(residuals.values) - draws
-    first = {call_of(node): node for node in reversed(residuals.values) if node in draws}
-    return Partition(joint, decisions, residuals, kept, frozenset(first.values()))
-
-
-def _add_needed_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
-    """`residuals`, with copies of inputs that are written to kept, where they are needed."""
-    needed = [copy for copy in copies if copy in residuals.recomputed]
-    written = {copy.args[0] for copy in needed}
-    inputs = tuple(node for node in residuals.inputs if node not in written)
-    return Residuals((*needed, *residuals.values), inputs, residuals.recomputed - {*needed})
-
-
-def partition_as_autograd_does(
-    module: fx.GraphModule, inputs: Sequence[object], **options: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """PyTorch's partition that keeps what autograd keeps, but for checkpoints inside."""
-    copy_written_inputs(module)
-    return _torch.default_partition(module, inputs, **options)
-
-
-def partition_as_pytorch_does(
-    module: fx.GraphModule, inputs: Sequence[object], **options: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """PyTorch's minimum cut of a graph in inductor's operators, where no policy says more.
-
-    What it has computed again reads inputs as they were before the function wrote to them. (Without
-    the copies, PyTorch 2.13 reads what is there when the backward pass runs.)
-    """
-    copy_written_inputs(module)
-    return _torch.min_cut_partition(module, inputs, **options)
-
-
-def cut_joint(
-    partition: Partition, inputs: Sequence[object], **options: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward graph; `options` are those of AOTAutograd for a partitioner."""
-    module = partition.joint.module
-    _move_forward(module.graph, partition.saved)
-    for node in module.graph.nodes:
-        if node.op != "placeholder" and is_forward(node) and not writes_input(node):
-            _mark(node, keeps=node in partition.saved)
-    erase_names(module.graph)
-    with _hide_drawless(module.graph) as restore:
-        forward, backward = _torch.default_partition(module, inputs, **options)
-        restore(forward.graph)
-        restore(backward.graph)
-    return forward, backward
-
-
-def cut_for_fusion(
-    partition: Partition,
-    inputs: Sequence[object],
-    break_up: Callable[[fx.GraphModule], fx.GraphModule],
-    **options: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The same for a compiler that fuses: `break_up` gives the joint graph in its operators.
-
-    What the policy has computed again is; of the rest PyTorch's minimum cut hands on what is least:
-    the bytes of offsets in place of indices of eight bytes, an input of pointwise work in place of
-    several outputs.
-    """
-    module = partition.joint.module
-    _move_forward(module.graph, partition.saved)
-    again = partition.residuals.recomputed
-    for node in module.graph.nodes:
-        for key in ("ac_graph_id", "has_backward_hook", "recompute"):
-            node.meta.pop(key, None)
-        if node in again:
-            node.meta["recompute"] = _torch.MUST_RECOMPUTE
-    erase_names(module.graph)
-    return partition_as_pytorch_does(break_up(module), inputs, **options)
-
-
-def cut_as_scheduled(
-    partition: Partition,
-    inputs: Sequence[object],
-    break_up: Callable[[fx.GraphModule], fx.GraphModule],
-    **options: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-    """The same for a plan that says what runs when; `None` where only what it keeps can be told."""
-    schedule = partition.decisions.schedule
-    if schedule is None:
-        return None
-    written = find_written_inputs(partition.joint.module)
-    once = {user for node in written for user in node.users if user in partition.saved}
-    once |= partition.decisions.forced
-    module = schedule_joint(partition.joint, schedule, options["num_fwd_outputs"], once)
-    if module is None:
-        return None
-    erase_names(module.graph)
-    return partition_as_pytorch_does(break_up(module), inputs, merges=False, **options)
-
-
-def _may_draw(node: fx.Node) -> bool:
-    """Whether the operator of `node` is one that draws random numbers, if with a dropout of 0."""
-    target = call_of(node).target
-    return isinstance(target, _torch.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in target.tags
-    )
-
-
-class _Drawless:
-    """An operator that PyTorch's partitioner takes for one that draws, and here does not."""
-
-    def __init__(self, op: _torch.OpOverload) -> None:
-        self.op = op
-        self.__name__ = op.name()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        return self.op(*args, **kwargs)
-
-
-@contextmanager
-def _hide_drawless(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
-    """Within, attention without dropout is no random operator, of which a state would be kept.
-
-    What is given brings a graph that was copied back to the operators as they are.
-    """
-    for node in graph.nodes:
-        if node.op == "call_function" and _may_draw(node) and reason_not_replayable(node) is None:
-            node.target = _Drawless(node.target)
-
-    def restore(copy: fx.Graph) -> None:
-        for node in copy.nodes:
-            if isinstance(node.target, _Drawless):
-                node.target = node.target.op
-
-    yield restore
-    restore(graph)
-
-
-def _move_forward(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
-    """Let the forward pass compute what a plan keeps of what else the backward would: a cosine."""
-    wanted = [node for node in kept if not is_forward(node)]
-    found = ancestors(wanted, stop=lambda node: notes_of(node).phase != "backward")
-    moved = [node for node in graph.nodes if node in found]
-    last = next(
-        node
-        for node in reversed(graph.nodes)
-        if node.op == "placeholder" or (is_forward(node) and not writes_input(node))
-    )
-    for node in moved:
-        note(node, phase="forward")
-        node.meta["partitioner_tag"] = "is_forward"
-        last.append(node)
-        last = node
-
-
-def _mark(node: fx.Node, *, keeps: bool) -> None:
-    # marks of an inner checkpoint's: the policy around it has looked inside and decided
-    node.meta.pop("ac_graph_id", None)
-    node.meta.pop("has_backward_hook", None)
-    node.meta["recompute"] = _torch.MUST_SAVE if keeps else _torch.MUST_RECOMPUTE
-
-
-def erase_names(graph: fx.Graph) -> None:
-    """Take the names of values out of `graph`: they have done their work, and no compiler knows
-    them.
-    """
-    for node in graph.find_nodes(op="call_function", target=name_p):
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
+# --- AOTAutograd's graph as a joint graph of ours ------------------------------------------------
 
 
 def build_joint(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
-    """The joint graph `module` of AOTAutograd; notes the phase, module and line of each node."""
+    """Read the joint graph `module`, and note the phase, module and line of each node."""
     inputs: list[fx.Node] = []
     cotangents: list[fx.Node] = []
     for node in module.graph.find_nodes(op="placeholder"):
@@ -266,7 +68,7 @@ def build_joint(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
 
 
 def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:
-    """Whether a node was traced forward or backward; one that is no older than a pass, by need."""
+    """Note the pass that traced each node; without such a tag, a reader of cotangents is late."""
     late = set(cotangents)
     for node in graph.nodes:
         is_late = node.meta.get("partitioner_tag") in _BACKWARD_TAGS
@@ -276,4 +78,205 @@ def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:
             note(node, phase="backward" if node in late else "forward")
 
 
-_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+# --- what the policy decides ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph cut in two, and why it was cut so.
+
+    Attributes:
+        joint: the graph, names of values still in it.
+        decisions: the decision of the policy on each value.
+        residuals: the values that the backward graph needs by these decisions.
+        saved: those of them that the forward graph returns.
+        replayed_random: the first value of each operator that the backward graph runs from the
+            state of the generator, which the forward graph returns.
+    """
+
+    joint: Joint
+    decisions: PolicyDecisions
+    residuals: Residuals
+    saved: frozenset[fx.Node]
+    replayed_random: frozenset[fx.Node]
+
+
+def decide(
+    module: fx.GraphModule, num_forward_outputs: int, policy: Policy, *, fuses: bool
+) -> Partition:
+    """Apply `policy` to the joint graph `module`.
+
+    `fuses`: inductor runs it. Without it random operators may be in the backward graph, for PyTorch
+    to give them the state that they drew from.
+    """
+    drop_copies(module.graph)
+    drop_running_statistics(module.graph)
+    module.graph.eliminate_dead_code()
+    copies = copy_written_inputs(module)
+    joint = build_joint(module, num_forward_outputs)
+    decisions = PolicyDecisions(joint, policy, fuses=fuses)
+    decisions.warn_of_unmatched()
+    decisions.warn_of_places(is_compiled=True)
+    residuals = _add_needed_copies(decisions.residuals(joint), copies)
+    draws: set[fx.Node] = set()
+    if not fuses:
+        draws = {
+            node for node in decisions.forced.intersection(residuals.values) if _may_draw(node)
+        }
+    saved = frozenset(residuals.values) - draws
+    first = {call_of(node): node for node in reversed(residuals.values) if node in draws}
+    return Partition(joint, decisions, residuals, saved, frozenset(first.values()))
+
+
+def _add_needed_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
+    """Save the copies of written inputs that the backward graph reads, in place of the inputs."""
+    needed = [copy for copy in copies if copy in residuals.recomputed]
+    written = {copy.args[0] for copy in needed}
+    inputs = tuple(node for node in residuals.inputs if node not in written)
+    return Residuals((*needed, *residuals.values), inputs, residuals.recomputed - {*needed})
+
+
+# --- cuts by PyTorch's partitioners --------------------------------------------------------------
+
+
+def partition_as_autograd_does(
+    module: fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> Halves:
+    """Cut with PyTorch's partitioner that saves what autograd saves, but for checkpoints inside."""
+    copy_written_inputs(module)
+    return _torch.default_partition(module, inputs, **options)
+
+
+def partition_as_pytorch_does(
+    module: fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> Halves:
+    """Cut a graph in inductor's operators with PyTorch's minimum cut, where no mark says more.
+
+    Recomputed operators read inputs as they were before the function wrote to them. (Without the
+    copies, PyTorch 2.13 reads what is there when the backward pass runs.)
+    """
+    copy_written_inputs(module)
+    return _torch.min_cut_partition(module, inputs, **options)
+
+
+def cut_joint(partition: Partition, inputs: Sequence[object], **options: Any) -> Halves:
+    """Cut exactly as the policy decides; `options` are those of AOTAutograd for a partitioner."""
+    module = partition.joint.module
+    _move_forward(module.graph, partition.saved)
+    for node in module.graph.nodes:
+        if node.op != "placeholder" and is_forward(node) and not writes_input(node):
+            is_saved = node in partition.saved
+            _mark(node, _torch.MUST_SAVE if is_saved else _torch.MUST_RECOMPUTE)
+    erase_names(module.graph)
+    with _hide_drawless(module.graph) as restore:
+        forward, backward = _torch.default_partition(module, inputs, **options)
+        restore(forward.graph)
+        restore(backward.graph)
+    return forward, backward
+
+
+def cut_for_fusion(partition: Partition, inputs: Sequence[object], **options: Any) -> Halves:
+    """Cut for inductor, which fuses: only the values that the policy recomputes are marked.
+
+    For the rest PyTorch's minimum cut saves the fewest bytes. It may save offsets in place of
+    indices of eight bytes, or an input of pointwise operators in place of several outputs.
+    """
+    module = partition.joint.module
+    _move_forward(module.graph, partition.saved)
+    for node in module.graph.nodes:
+        is_recomputed = node in partition.residuals.recomputed
+        _mark(node, _torch.MUST_RECOMPUTE if is_recomputed else None)
+    erase_names(module.graph)
+    return partition_as_pytorch_does(decompose_for_inductor(module), inputs, **options)
+
+
+def cut_as_scheduled(
+    partition: Partition, inputs: Sequence[object], **options: Any
+) -> Halves | None:
+    """Cut for inductor in the order of a plan; `None` where the joint graph cannot be reordered."""
+    schedule = partition.decisions.schedule
+    if schedule is None:
+        return None
+    written = find_written_inputs(partition.joint.module)
+    once = {user for node in written for user in node.users if user in partition.saved}
+    once |= partition.decisions.forced
+    module = schedule_joint(partition.joint, schedule, options["num_fwd_outputs"], once)
+    if module is None:
+        return None
+    erase_names(module.graph)
+    decomposed = decompose_for_inductor(module)
+    return partition_as_pytorch_does(decomposed, inputs, merges=False, **options)
+
+
+# --- edits of the graph before a cut -------------------------------------------------------------
+
+
+def _move_forward(graph: fx.Graph, saved: Iterable[fx.Node]) -> None:
+    """Move saved values that only the backward traced, a cosine say, to the forward pass."""
+    wanted = [node for node in saved if not is_forward(node)]
+    found = ancestors(wanted, stop=lambda node: notes_of(node).phase != "backward")
+    moved = [node for node in graph.nodes if node in found]
+    last = next(
+        node
+        for node in reversed(graph.nodes)
+        if node.op == "placeholder" or (is_forward(node) and not writes_input(node))
+    )
+    for node in moved:
+        note(node, phase="forward")
+        node.meta["partitioner_tag"] = "is_forward"
+        last.append(node)
+        last = node
+
+
+def _mark(node: fx.Node, mark: Any) -> None:
+    # marks of a checkpoint inside: the policy around it has looked inside and decided
+    node.meta.pop("ac_graph_id", None)
+    node.meta.pop("has_backward_hook", None)
+    node.meta.pop("recompute", None)
+    if mark is not None:
+        node.meta["recompute"] = mark
+
+
+def erase_names(graph: fx.Graph) -> None:
+    """Take out the operators that name values: the policy has read them, and no compiler can."""
+    for node in graph.find_nodes(op="call_function", target=name_p):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+def _may_draw(node: fx.Node) -> bool:
+    """Whether the operator draws random numbers for some arguments, if not for a dropout of 0."""
+    target = call_of(node).target
+    return isinstance(target, _torch.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+class _Drawless:
+    """A stand-in for an operator of a random kind that draws nothing with these arguments."""
+
+    def __init__(self, op: _torch.OpOverload) -> None:
+        self.op = op
+        self.__name__ = op.name()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+
+@contextmanager
+def _hide_drawless(graph: fx.Graph) -> Iterator[Callable[[fx.Graph], None]]:
+    """Hide attention without dropout from the partitioner, which would save a generator's state.
+
+    Yields a function that puts the operators back into a copy of the graph.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and _may_draw(node) and reason_not_replayable(node) is None:
+            node.target = _Drawless(node.target)
+
+    def restore(copy: fx.Graph) -> None:
+        for node in copy.nodes:
+            if isinstance(node.target, _Drawless):
+                node.target = node.target.op
+
+    yield restore
+    restore(graph)

@@ -1,4 +1,4 @@
-"""What a compiled graph keeps, in the words of `explain`."""
+"""Reports of graphs that `torch.compile` cut, with the rows of `explain`."""
 
 from torch import fx
 
@@ -14,9 +14,9 @@ from torchremat.tracing.modules.module_paths import ModulePaths
 
 
 def build_report(partition: Partition) -> Report:
-    """What is kept and what is computed again of the values of a graph: a row each, in order.
+    """Build the report of a graph: a row for each saved or recomputed value, in order.
 
-    Inputs go by the names that the compiler has for them, and have no row unless they are kept.
+    Inputs have the names that the compiler gave them, and a row only where they are saved.
     """
     joint = partition.joint
     scope = Scope(list(joint.module.graph.nodes), joint.inputs, (), ModulePaths({}))

@@ -1,8 +1,8 @@
 """A joint graph in the order of a plan, in which some operators run repeatedly.
 
-A compiler's partitioner knows of each value whether it is kept or computed again. A plan says more:
-a value may be let go and computed once more, so that it is not held between two distant readers.
-Each such run is a node of its own, which nothing merges with another.
+A compiler's partitioner saves a value or recomputes it. A plan says more: a value may be freed and
+recomputed once more, so that it does not stay alive between two distant readers. Each such run is a
+node of its own, which nothing merges with another.
 
     plan        backward  x = conv(a), dy(x), ..., x = conv(a), dz(x)
     graph       x_again = conv(a);  dy(x_again);  ...;  x_again_1 = conv(a);  dz(x_again_1)
@@ -23,7 +23,16 @@ from torchremat.graph.nodes import is_forward, is_item
 from torchremat.graph.notes import note
 from torchremat.graph.schedule import GraphSchedule, ReplayBuilder
 
+# PyTorch copies `node.meta["custom"]` when it decomposes a graph; the note (run, step) is under:
 _RUN = "torchremat_run"
+
+# Two kernels that run as many steps apart, or fewer, may be one; farther apart, the values of the
+# earlier one would stay alive for too long. Chosen by hand.
+FAR = 6
+
+# A reduction that shrinks what it reads to this share, or less, does not run again where its result
+# is saved anyway: the result is small. Chosen by hand.
+LITTLE = 1 / 16
 
 
 def schedule_joint(
@@ -31,7 +40,7 @@ def schedule_joint(
 ) -> fx.GraphModule | None:
     """The joint graph in the order of `schedule`; calls in `once` run in the forward pass alone.
 
-    `None` if the graph is not told by what it computes: sizes vary, or something has an effect.
+    `None` if the values do not determine the graph: sizes vary, or an operator has an effect.
     """
     graph = joint.module.graph
     if not schedule.backward or not _is_determined_by_values(joint, schedule):
@@ -51,16 +60,7 @@ def schedule_joint(
         if node.op == "call_function":
             note(node, phase="forward")
             node.meta["partitioner_tag"] = "is_forward"
-    runs: dict[fx.Node, int] = {}
-    steps = _steps_of(schedule.backward, joint)
-    for call, step in zip(schedule.backward, steps, strict=True):
-        if call in once:
-            continue
-        last = next(reversed(builder.graph.nodes))
-        builder.run(call)
-        again = is_forward(call) or call in runs
-        runs[call] = runs.get(call, 0) + again
-        _mark_after(last, runs[call], step)
+    _run_backward(builder, schedule.backward, joint, once)
     found += [_copy_of_result(builder, r) for r in results[num_forward_outputs:]]
     for node, value in zip(writes, written, strict=True):
         place = builder.value(node.args[0])
@@ -75,10 +75,25 @@ def schedule_joint(
     return module
 
 
-def _forget_statistics(graph: fx.Graph) -> None:
-    """Let batch normalisations in training that run again take no running statistics.
+def _run_backward(
+    builder: ReplayBuilder, order: Sequence[fx.Node], joint: Joint, once: Collection[fx.Node]
+) -> None:
+    """Run the calls of the backward pass, but those in `once`, and mark each with run and step."""
+    runs: dict[fx.Node, int] = {}
+    for call, step in zip(order, _steps_of(order, joint), strict=True):
+        if call in once:
+            continue
+        last = next(reversed(builder.graph.nodes))
+        builder.run(call)
+        is_recompute = is_forward(call) or call in runs
+        runs[call] = runs.get(call, 0) + is_recompute
+        _mark_after(last, runs[call], step)
 
-    They read those of the batch alone, and what the statistics were before need not be kept.
+
+def _forget_statistics(graph: fx.Graph) -> None:
+    """Let batch normalisations in training that are recomputed take no running statistics.
+
+    They read only those of the batch, so the old running statistics need not be saved.
     """
     aten = torch.ops.aten
     full = aten._native_batch_norm_legit_functional.default
@@ -123,9 +138,9 @@ def _steps_of(order: Sequence[fx.Node], joint: Joint) -> list[int]:
 
 
 def _mark_after(node: fx.Node, run: int, step: int) -> None:
-    """Note when the nodes after `node` run, and that the forward pass does nothing of it.
+    """Note when the nodes after `node` run, and that none of them moves to the forward pass.
 
-    A compiler else has it do what needs no cotangent, and hand on one mask more.
+    A compiler moves operators there that need no cotangent, and then saves one mask more.
     """
     node = node.next
     while node.op != "root":
@@ -139,25 +154,21 @@ def _run_of(node: fx.Node) -> tuple[int, int] | None:
     return run
 
 
-FAR = 6
-"""Steps from which on it is a loss to run something earlier so that it shares a kernel."""
-
-
 def may_fuse(one: list[AbstractSet[fx.Node]], other: list[AbstractSet[fx.Node]]) -> bool:
-    """Whether two kernels, of which each loop computes these nodes, may be one.
+    """Whether two kernels may be one; each is given as the nodes that each of its loops computes.
 
-    Not if one computes something again long before it is read.
+    They may not if one recomputes a value long before its reader runs.
     """
-    moments = [[*filter(None, map(_find_step, loops))] for loops in (one, other)]
+    steps, other_steps = ([*filter(None, map(_find_step, loops))] for loops in (one, other))
     return not any(
-        (again or also_again) and abs(step - also) > FAR
-        for step, again in moments[0]
-        for also, also_again in moments[1]
+        (is_recompute or other_is_recompute) and abs(step - other_step) > FAR
+        for step, is_recompute in steps
+        for other_step, other_is_recompute in other_steps
     )
 
 
 def _find_step(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
-    """The step for which a loop runs, and whether all in it runs again."""
+    """The step for which a loop runs, and whether it only recomputes."""
     runs = [run for node in nodes if (run := _run_of(node)) is not None]
     if not runs:
         return None
@@ -165,9 +176,9 @@ def _find_step(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
 
 
 def merge_within_runs(graph: fx.Graph) -> fx.Graph:
-    """A copy of `graph` in which what is computed twice in one run is computed once.
+    """A copy of `graph` in which operators that compute the same in one run are merged.
 
-    What reduces to little, as normalisations do, is one value in all runs if it is kept anyway.
+    Reductions to little, as in normalisations, are merged across runs if the result is saved.
     """
     for node in graph.nodes:
         run = _run_of(node)
@@ -181,12 +192,8 @@ def merge_within_runs(graph: fx.Graph) -> fx.Graph:
     return merged
 
 
-LITTLE = 1 / 16
-"""Of what it reads: a reduction to no more is not done again where it is kept anyway."""
-
-
 def _reduce_once(graph: fx.Graph) -> None:
-    """Let reductions that run again, to little, be those that ran before, if these are kept.
+    """Let a recomputed reduction to little be the first one, if the result of that is saved.
 
     forward     m = mean(x);  y = x - m
     backward    m_again = mean(x_again);  y_again = x_again - m_again;  dx = f(dy, m)
@@ -198,8 +205,8 @@ def _reduce_once(graph: fx.Graph) -> None:
         if not _is_determined_by_arguments(node):
             continue
         leaves, structure = _torch.tree_flatten((node.args, node.kwargs))
-        told = [equal.get(i, i) if isinstance(i, fx.Node) else (type(i), repr(i)) for i in leaves]
-        before = first.setdefault((node.target, *told, structure), node)
+        read = [equal.get(i, i) if isinstance(i, fx.Node) else (type(i), repr(i)) for i in leaves]
+        before = first.setdefault((node.target, *read, structure), node)
         if before is node:
             continue
         equal[node] = before
@@ -227,7 +234,7 @@ def _reduces_to_little(node: fx.Node) -> bool:
 
 
 def _is_read_backward(reduction: fx.Node) -> bool:
-    """Whether what runs once in the backward pass reads it, or what is as little of it."""
+    """Whether an operator of the backward pass's first run reads it, or as small a value of it."""
     most, left, found = _nbytes(reduction.meta["val"]), [reduction], {reduction}
     while left:
         for user in left.pop().users:
@@ -248,7 +255,7 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class _RecomputeRun:
-    """An operator in one of its runs, which is not that in another."""
+    """An operator in one of its runs, unequal to itself in another run: nothing merges them."""
 
     op: Callable[..., Any]
     run: int

@@ -1,4 +1,4 @@
-"""Tensors whose storage was given away: which may be, and what is left of them."""
+"""Tensors whose storage was donated: the conditions, and what is left of them."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -12,9 +12,9 @@ from torchremat.errors import DonationError
 
 
 class DonatedTensor(Tensor):
-    """What a tensor is once it was donated: its shape, dtype and device can still be read.
+    """A tensor after its donation: its shape, dtype and device can still be read.
 
-    Any use of its values raises `DonationError`, which says which call it was donated to.
+    Any use of its values raises `DonationError`, which names the call that took it.
     """
 
     donated_to: str
@@ -28,7 +28,7 @@ class DonatedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what only asks for metadata; refuse the rest."""
+        """Run functions that only read metadata; refuse the others."""
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return cls._refuse(func, args, kwargs or {})
@@ -41,7 +41,7 @@ class DonatedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse what PyTorch's own code does with the values: `torch.tensor`, `torch.func`."""
+        """Refuse uses that do not pass `__torch_function__`: `torch.tensor`, `torch.func`."""
         cls._refuse(func, args, kwargs or {})
 
     @staticmethod
@@ -54,7 +54,6 @@ class DonatedTensor(Tensor):
         raise AssertionError(f"{func} was called for a donated tensor without one")
 
     def describe_misuse(self, use: str) -> str:
-        """What to say to `use`, which wants the values."""
         return (
             f"{use} uses the values of a tensor {Aval.of(self)} that was donated to "
             f"{self.donated_to}: its storage may be that of an output now. Use what the call "
@@ -93,7 +92,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 def reason_not_donatable(tensor: Tensor) -> str | None:
     """Why `tensor` must not be donated, if so.
 
-    It must be the only one that has its storage: no view, no base of one, not kept by autograd.
+    It must be the only owner of its storage: no view, no base of one, not saved by autograd.
     """
     if type(tensor) is not Tensor:
         if isinstance(tensor, nn.Parameter):
@@ -116,12 +115,12 @@ _OWNERSHIP: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
     (_torch.is_view, "it is a view of another tensor, which would lose its values. Donate a copy"),
     (
         lambda tensor: _torch.tensor_uses(tensor) > 1,
-        "something else refers to it: a view of it, or what autograd keeps for a backward pass. "
+        "something else refers to it: a view of it, or what autograd saves for a backward pass. "
         "Drop that first (del), or donate a copy",
     ),
     (
         lambda tensor: _torch.storage_uses(tensor) > 1,
-        "another tensor or an array shares its storage (detach(), numpy(), what autograd keeps). "
+        "another tensor or an array shares its storage (detach(), numpy(), what autograd saves). "
         "Drop that first (del), or donate a copy",
     ),
     (

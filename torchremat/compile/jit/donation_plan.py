@@ -4,13 +4,14 @@
     p, g -> sub.out(p, mul(g, 0.1), out=as_strided(p, ...))
 
 Operators that run one after the other write into the storage themselves, by their `out=` variants,
-once nobody reads it any more. A compiler is told with `copy_(p, output)` at the end, as for a
-function that writes to its argument: it fuses that into the kernel that computes the output.
+once nobody reads it any more. For a compiler the graph ends in `copy_(p, output)`, as that of a
+function that writes to its argument: it fuses the copy into the kernel that computes the output.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,15 +21,25 @@ from torchremat.graph.nodes import base_of, is_view, results_of
 
 aten = torch.ops.aten
 
+# operators that return what they read if the other operand is this number
+_NEUTRAL: dict[object, int] = {aten.add: 0, aten.sub: 0, aten.mul: 1, aten.div: 1, aten.pow: 1}
+# PyTorch tags these as pointwise, but they only copy
+_COPIES = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.copy.default,
+    aten.lift_fresh_copy.default,
+}
+
 
 @dataclass(frozen=True)
 class Donation:
-    """What becomes of the donated inputs of a graph.
+    """The use of the donated inputs of a graph.
 
     Attributes:
         taken: positions of the inputs whose storage is taken: some output has its size and dtype.
             It is freed after the last read where it is not written to.
-        written: by the position of an output, that of the taken input in whose storage it goes.
+        written: by the position of an output, that of the taken input whose storage it takes.
         unusable: positions of the other donated inputs.
     """
 
@@ -44,41 +55,58 @@ class Donation:
 
         `fuses`: a compiler runs the graph, and not one operator after the other.
         """
+        donated = tuple(donated)
         inputs = module.graph.find_nodes(op="placeholder")
         results = results_of(module)
-        outputs = [o if isinstance(o, fx.Node) else None for o in results[:num_outputs]]
-        others = {base_of(o) for o in results[num_outputs:] if isinstance(o, fx.Node)}
-        bases = [None if o is None else base_of(o) for o in outputs]
+        outputs, residuals = results[:num_outputs], results[num_outputs:]
+        bases = [base_of(o) if isinstance(o, fx.Node) else None for o in outputs]
+        # the backward pass reads the residuals, whose storage must stay as it is
+        saved = {base_of(r) for r in residuals if isinstance(r, fx.Node)}
+        candidates = {i: inputs[i] for i in donated if inputs[i] not in saved}
+        returned = [i for i, place in candidates.items() if place in bases]
+        places = {i: place for i, place in candidates.items() if place not in bases}
+        free = _find_free_outputs(outputs, bases)
         readers = _Readers(module.graph)
-        left = [i for i in donated if inputs[i] not in others]  # kept for a backward pass
-        returned = [i for i in left if inputs[i] in bases]
-        free = {
-            i: o
-            for i, o in enumerate(outputs)
-            if o is not None and bases[i].op == "call_function" and bases.count(bases[i]) == 1  # type: ignore[union-attr]
-        }
-        written: dict[int, int] = {}
-        freed: list[int] = []
         may_write = _may_fuse if fuses else _may_write
-        for number in [i for i in left if i not in returned]:
-            place = inputs[number]
-            for i, output in free.items():
-                if _same_size(place, output) and may_write(place, output, readers):
-                    written[i] = number
-                    del free[i]
-                    break
-        for number in [i for i in left if i not in returned and i not in written.values()]:
-            for i, output in free.items():
-                if _same_size(inputs[number], output):
-                    freed.append(number)
-                    del free[i]
-                    break
-        taken = tuple(sorted([*returned, *written.values(), *freed]))
+        written = _match(places, free, lambda place, output: may_write(place, output, readers))
+        rest = {i: place for i, place in places.items() if i not in written.values()}
+        freed = _match(rest, free, lambda place, output: True)
+        taken = tuple(sorted([*returned, *written.values(), *freed.values()]))
         return cls(taken, written, tuple(i for i in donated if i not in taken))
 
 
+def _find_free_outputs(
+    outputs: Sequence[Any], bases: Sequence[fx.Node | None]
+) -> dict[int, fx.Node]:
+    """The outputs, by position, whose storage the graph allocates for this output alone."""
+    return {
+        i: output
+        for i, (output, base) in enumerate(zip(outputs, bases, strict=True))
+        if base is not None and base.op == "call_function" and bases.count(base) == 1
+    }
+
+
+def _match(
+    places: Mapping[int, fx.Node],
+    free: dict[int, fx.Node],
+    suits: Callable[[fx.Node, fx.Node], bool],
+) -> dict[int, int]:
+    """Give each input the first free output of its size that suits: inputs by their outputs.
+
+    A matched output is no longer in `free`.
+    """
+    found: dict[int, int] = {}
+    for number, place in places.items():
+        for i, output in free.items():
+            if _same_size(place, output) and suits(place, output):
+                found[i] = number
+                del free[i]
+                break
+    return found
+
+
 class _Readers:
-    """Which operators read a value or a view of it, and in which order they run."""
+    """The operators that read a value or a view of it, and the order in which they run."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
@@ -133,10 +161,6 @@ def _may_vanish(node: fx.Node) -> bool:
     return neutral is not None and len(node.all_input_nodes) == 1 and neutral in literals
 
 
-_NEUTRAL: dict[object, int] = {aten.add: 0, aten.sub: 0, aten.mul: 1, aten.div: 1, aten.pow: 1}
-"""Operators that give what they read if the other operand is this number."""
-
-
 def is_pointwise(target: object) -> bool:
     """Whether an operator computes each element from those in its place, and does not only copy.
 
@@ -145,14 +169,6 @@ def is_pointwise(target: object) -> bool:
     """
     tags = getattr(target, "tags", ())
     return torch.Tag.pointwise in tags and target not in _COPIES
-
-
-_COPIES = {
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.copy.default,
-    aten.lift_fresh_copy.default,
-}
 
 
 def _reads_in_place(writer: fx.Node, place: fx.Node) -> bool:
@@ -219,7 +235,7 @@ def write_by_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx
 
 
 def write_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-    """A copy of `module` that copies outputs to inputs, and gives nothing in their place."""
+    """A copy of `module` that copies outputs to inputs, and returns `None` in their place."""
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")

@@ -1,6 +1,6 @@
 """`jit`: a function whose graphs are compiled, and which may use up its arguments.
 
-It is a checkpoint whose policy keeps what plain autograd keeps, traced and cached as any other.
+It is a checkpoint whose policy saves what plain autograd saves, traced and cached as any other.
 """
 
 import functools
@@ -49,9 +49,9 @@ class Lowered:
     """A function compiled for arguments like those it was given: see `jit`.
 
     Attributes:
-        graph: the forward graph, of ATen operators: from inputs and closed-over tensors to outputs,
-            new values of what is written to, and what is kept for the backward pass.
-        backward_graph: from what was kept and the cotangents to gradients, if autograd records.
+        graph: the forward graph, of ATen operators. From inputs and closed-over tensors it computes
+            outputs, new values of what is written to, and residuals.
+        backward_graph: from residuals and cotangents to gradients, if autograd records.
     """
 
     graph: fx.GraphModule
@@ -88,12 +88,12 @@ class Jitted(Checkpointed):
 
     @property
     def donated(self) -> ArgumentSelection:
-        """Which arguments are donated."""
+        """The selection of the arguments that are donated."""
         return self._jit_options[0]
 
     @property
     def backend(self) -> str:
-        """What compiles the graphs."""
+        """The name of the backend that compiles the graphs."""
         return self._jit_options[1]
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class Jitted(Checkpointed):
         return bound
 
     def _may_be_dynamic(self) -> bool:
-        """Whether a graph for many sizes serves: none that writes to what it is given does."""
+        """Whether one graph may serve many sizes: one that writes to its inputs never does."""
         return not self.donated and super()._may_be_dynamic()
 
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
@@ -125,7 +125,7 @@ class Jitted(Checkpointed):
         return program
 
     def _find_donated_inputs(self, args: Any, kwargs: Any) -> list[tuple[int, str]]:
-        """Of the tensors of such a call, those that are donated, with what to call them."""
+        """Positions of the tensors of such a call that are donated, with their labels."""
         static = self.statics.positions(len(args), kwargs)
         names = self.statics.all_names
         dynamic = tuple(a for i, a in enumerate(args) if i not in static)
@@ -174,7 +174,7 @@ class Jitted(Checkpointed):
         found = found[: program.num_outputs]
         return program.as_no_views(found) if notes_views else found
 
-    # --- what it would run ----------------------------------------------------------------------
+    # --- graphs and code ------------------------------------------------------------------------
 
     def trace(self, *args: Any, **kwargs: Any) -> TypedGraph:
         """The function as a typed graph, as `make_graph` gives it."""
@@ -200,7 +200,7 @@ class Jitted(Checkpointed):
 
 
 def _donate(program: JitProgram, tensors: list[Tensor], fun: Any) -> list[Tensor]:
-    """The inputs, those that are donated in tensors of their own; the user's are gone."""
+    """The inputs, with the storage of donated ones in new tensors; the user's can't be read."""
     twice = len(set(map(id, tensors))) < len(tensors)
     for i, label in program.donated:
         reason = reason_not_donatable(tensors[i])
@@ -248,8 +248,8 @@ def jit(
 ) -> Any:
     """Compile `fun`, a function of trees of tensors, and its derivative.
 
-    It is traced and compiled once for each kind of call, as `tr.checkpoint` traces it, with the
-    same meaning for closures, writes, random numbers and modules; dropping `fun` frees all of it.
+    It is traced and compiled once for each kind of call, as `tr.checkpoint` traces it. Closures,
+    writes, random numbers and modules mean the same as there; dropping `fun` frees all of it.
     `jit(fun).trace(*args)` is its graph, as of `make_graph`; `jit(fun).lower(*args)` shows both
     compiled graphs and the generated code (`.as_text()`). Inside another transformation (`vmap`, a
     checkpoint, another `jit`) it is part of that, and donates nothing.
@@ -267,10 +267,9 @@ def jit(
             saves, and leaves a checkpoint inside to its own policy.
         backend: what runs the graphs. `"inductor"` compiles them, anew for each size: where sizes
             vary, pad to a few, or let `torch.compile(fun, dynamic=True, backend="torchremat")`
-            make code for many. One graph serves many sizes in the others, unless arguments are
-            donated: in `"eager"` and `"aot_eager"`
-            their operators run one after the other, in the latter as a compiler sees them, with
-            those of checkpoints inside among them.
+            make code for many. In `"eager"` and `"aot_eager"` operators run one after the other,
+            and one graph serves many sizes unless arguments are donated. The graph of `"aot_eager"`
+            is that of a compiler: checkpoints inside it are replaced by their operators.
 
     Returns:
         The compiled function.
@@ -279,9 +278,9 @@ def jit(
         TypeError: for a `fun` that cannot be called, or argument numbers that are none.
         ValueError: for an unknown backend, an argument that `fun` does not have, or one that is
             both static and donated.
-        DonationError: (a `RuntimeError`) at a call, if a donated tensor is a parameter, a view or
-            the base of one, passed twice, or needed for the backward pass; and later, where the
-            values of a donated tensor are used.
+        DonationError: (a `RuntimeError`) at a call, if a donated tensor is a parameter, a view, a
+            base of views, passed twice, or needed for the backward. Later, at any use of the values
+            of a donated tensor.
 
     Warns:
         DonationWarning: if no output can use the storage of a donated tensor.

@@ -55,11 +55,11 @@ class JitProgram(FunctionProgram):
         self.written = written or {}
         """By the position of an output, that of the input in whose storage it is written."""
         self.has_warned = False
-        """Whether it has been said which of them are of no use."""
+        """Whether a call has warned of those that are of no use."""
 
     @cached_property
     def donating(self) -> "JitProgram":
-        """The same program, which may write outputs to the storage of the inputs it is given."""
+        """A program that writes outputs to the storage of the donated inputs."""
         chosen = self.root_joint, self.decisions
         return self._replace(self.region, chosen, written=self.donation.written)
 
@@ -81,7 +81,7 @@ class JitProgram(FunctionProgram):
 
     @cached_property
     def donation(self) -> Donation:
-        """What becomes of the donated inputs; none are in `donating`'s derivatives."""
+        """The use of the donated inputs; derivatives of `donating` have none."""
         positions = [i for i, _ in self.donated if i not in self.writes]
         module = super()._compile_forward(()).module
         found = Donation.of(module, self.num_outputs, positions, fuses=self.backend == "inductor")
@@ -90,14 +90,14 @@ class JitProgram(FunctionProgram):
 
     @cached_property
     def needed_backward(self) -> frozenset[int]:
-        """The inputs whose values, or whose places in autograd's graph, the backward needs."""
+        """The inputs that the backward needs: their values, or their nodes in autograd's graph."""
         wrt = self.region.wrt
         return frozenset((*wrt, *self.saved_inputs)) if wrt else frozenset()
 
     def as_no_views(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`outputs`, those that were written to an input's storage as tensors of their own.
+        """`outputs`, each of those in an input's storage as a tensor that is no view.
 
-        They were views of the input if the graph ran in sight of autograd.
+        Above autograd they would be views of the input.
         """
         with _torch.below_autograd():
             return tuple(_alias(t) if i in self.written else t for i, t in enumerate(outputs))
@@ -122,7 +122,7 @@ class JitProgram(FunctionProgram):
 
 
 def _compile_writes(module: fx.GraphModule, backend: str, written: Mapping[int, int]) -> Runner:
-    """Compile `module` so that it writes outputs to inputs as `written` says, if that can be."""
+    """Compile `module` so that it writes outputs to inputs, by `written`, if that can be."""
     if backend != "inductor":
         return lower(write_by_operators(module, written), backend)
     run = lower(write_at_the_end(module, written), backend)

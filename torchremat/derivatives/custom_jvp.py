@@ -1,8 +1,7 @@
 """`custom_jvp`: a function with a rule of its own for forward mode, and so for reverse mode."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,16 +9,12 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.core.avals import Aval
-from torchremat.core.trees import Structure
+from torchremat.derivatives.custom_function import CustomFunction, FlatCall
 from torchremat.derivatives.rule_arguments import (
-    RuleArguments,
-    Signature,
     aval_of_value,
-    leaves_up_to,
+    describe_tree,
+    flatten_up_to,
     name_of,
-    outline,
-    put_together,
-    take_apart,
 )
 from torchremat.derivatives.rule_dispatch import CustomJvpCall, uncompiled
 from torchremat.derivatives.rules import Cotangents, JvpRule, Tensors
@@ -27,18 +22,18 @@ from torchremat.derivatives.symbolic_zeros import SymbolicZero, zero_of
 from torchremat.errors import MissingRuleError, RuleTypeError
 
 
-class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)
+class custom_jvp(CustomFunction):  # noqa: N801 (JAX's name, used as a decorator)
     """A function whose derivative is given by a rule for tangents.
 
         out, out_tangent = jvp(primals, tangents)       linear in the tangents
 
-    Reverse mode is the transpose of the rule, which runs once, in the forward pass, and keeps what
+    Reverse mode is the transpose of the rule, which runs once, in the forward pass, and saves what
     its linear part needs. Where nothing is differentiated `fun` runs. The rule is differentiated
     itself for derivatives of higher order, mapped under `vmap`, and runs inside a checkpoint, whose
     policy sees the operators in it. In a graph a call is one `function_p`, whose rule survives.
 
-    Under plain autograd the arguments are kept too: a derivative of the backward pass runs the rule
-    again.
+    Under plain autograd the arguments are saved too: a derivative of the backward pass runs the
+    rule a second time.
 
     Args:
         fun: a function of trees of tensors and Python values. It is called with positional
@@ -68,12 +63,7 @@ class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)
     """
 
     def __init__(self, fun: Callable[..., Any], nondiff_argnums: int | Sequence[int] = ()) -> None:
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            if hasattr(fun, name):
-                setattr(self, name, getattr(fun, name))
-        self.__wrapped__ = self.fun = fun
-        self._signature = Signature(fun, nondiff_argnums)
-        self.nondiff_argnums = self._signature.nondiff_argnums
+        super().__init__(fun, nondiff_argnums)
         self._jvp: Callable[..., Any] | None = None
         self._symbolic_zeros = False
 
@@ -82,8 +72,9 @@ class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)
 
         Args:
             jvp: takes arguments that are not differentiated, a tuple of the others, and one of
-                their tangents, in the same structure (zeros where there is none; `None` for
-                integers). It gives a pair of the result and its tangents, in one structure.
+                their tangents, in the same structure. Tangents are zeros where there are none,
+                `None` for integers. It gives a pair of the result and its tangents, in one
+                structure.
             symbolic_zeros: give the rule a `SymbolicZero` for each tangent that is zero.
 
         Returns:
@@ -121,12 +112,6 @@ class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)
 
         self.defjvp(jvp)
 
-    def __repr__(self) -> str:
-        return f"custom_jvp({name_of(self.fun)})"
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
-
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -135,68 +120,56 @@ class custom_jvp:  # noqa: N801 (JAX's name, used as a decorator)
                 f"No JVP defined for custom_jvp function {name_of(self.fun)} using defjvp."
             )
         arguments = self._signature.resolve(args, kwargs)
-        call = _JvpCall(self.fun, self._jvp, self._symbolic_zeros, arguments)
-        rule = JvpRule(name_of(self.fun), call.primal, call.jvp)
-        outputs = CustomJvpCall.apply(rule, *arguments.tensors)
-        assert call.out_structure is not None, "the function has run"
-        return put_together(call.out_structure, outputs)
+        call = _JvpCall(self.fun, arguments, self._jvp, self._symbolic_zeros)
+        return call.apply(CustomJvpCall, JvpRule(name_of(self.fun), call.primal, call.jvp))
 
 
 @dataclass(eq=False)
-class _JvpCall:
-    """One call: the function and its rule as functions of flat tensors."""
-
-    fun: Callable[..., Any]
+class _JvpCall(FlatCall):
     rule: Callable[..., Any]
     symbolic_zeros: bool
-    arguments: RuleArguments
-    out_structure: Structure | None = field(default=None, init=False)
-
-    def primal(self, inputs: Tensors) -> list[Tensor]:
-        """The function itself."""
-        result = self.fun(*self.arguments.all(inputs))
-        self.out_structure, outputs = take_apart(result)
-        return outputs
 
     def jvp(
         self, primals: Tensors, tangents: Cotangents
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The rule."""
+        """Return outputs and their tangents, `None` for zero."""
         others = self.arguments.others(primals)
         leaves, spec = _torch.tree_flatten(others)
         given = iter(tangents)
-        found = [
-            zero_of(leaf, symbolic=self.symbolic_zeros)
-            if not isinstance(leaf, Tensor) or (tangent := next(given)) is None
-            else tangent
-            for leaf in leaves
-        ]
+        found = []
+        for leaf in leaves:
+            tangent = next(given) if isinstance(leaf, Tensor) else None
+            if tangent is None:
+                tangent = zero_of(aval_of_value(leaf), symbolic=self.symbolic_zeros)
+            found.append(tangent)
         pair = self.rule(*self.arguments.nondiff, others, _torch.tree_unflatten(found, spec))
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise RuleTypeError(
-                f"{self._what} must produce a pair (list or tuple of length two) representing "
-                f"primal and tangent outputs, but got {outline(pair)}"
+                f"{self._subject} must produce a pair (list or tuple of length two) representing "
+                f"primal and tangent outputs, but got {describe_tree(pair)}"
             )
         result, tangent_tree = pair
-        self.out_structure, outputs = take_apart(result)
+        outputs = self.flatten_result(result)
         try:
-            out_tangents = leaves_up_to(tangent_tree, result)
+            out_tangents = flatten_up_to(tangent_tree, result)
         except ValueError:
             raise RuleTypeError(
-                f"{self._what} must produce primal and tangent outputs with equal container "
-                f"(pytree) structures, but got {outline(result)} and {outline(tangent_tree)} "
-                "respectively."
+                f"{self._subject} must produce primal and tangent outputs with equal container "
+                f"(pytree) structures, but got {describe_tree(result)} and "
+                f"{describe_tree(tangent_tree)} respectively."
             ) from None
         pairs = zip(_torch.tree_flatten(result)[0], out_tangents, strict=True)
         return outputs, [
-            self._tangent(value, tangent) for value, tangent in pairs if isinstance(value, Tensor)
+            self._check_tangent(value, tangent)
+            for value, tangent in pairs
+            if isinstance(value, Tensor)
         ]
 
     @property
-    def _what(self) -> str:
+    def _subject(self) -> str:
         return f"Custom JVP rule {name_of(self.rule)} for function {name_of(self.fun)}"
 
-    def _tangent(self, value: Tensor, tangent: Any) -> Tensor | None:
+    def _check_tangent(self, value: Tensor, tangent: Any) -> Tensor | None:
         if tangent is None or isinstance(tangent, SymbolicZero):
             return None
         if not (value.is_floating_point() or value.is_complex()):
@@ -207,8 +180,8 @@ class _JvpCall:
         wanted = Aval.of(value)
         if given is None or (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
             raise RuleTypeError(
-                f"{self._what} must produce primal and tangent outputs with corresponding shapes "
-                f"and dtypes. Expected {wanted} (tangent type of {wanted}) but got "
+                f"{self._subject} must produce primal and tangent outputs with corresponding "
+                f"shapes and dtypes. Expected {wanted} (tangent type of {wanted}) but got "
                 f"{aval_of_value(tangent)}."
             )
         return tangent  # type: ignore[no-any-return]
@@ -217,7 +190,7 @@ class _JvpCall:
 def _sum_of_trees(like: Any, trees: Sequence[Any]) -> Any:
     """The sum of trees of tangents; `None` where all are zero."""
     leaves, spec = _torch.tree_flatten(like)
-    columns = [leaves_up_to(tree, like) for tree in trees]
+    columns = [flatten_up_to(tree, like) for tree in trees]
     sums: list[Any] = [None] * len(leaves)
     for column in columns:
         for i, tangent in enumerate(column):

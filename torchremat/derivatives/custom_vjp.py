@@ -1,8 +1,7 @@
 """`custom_vjp`: a function with a rule of its own for reverse mode."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,16 +10,15 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.core.trees import Structure
+from torchremat.derivatives.custom_function import CustomFunction, FlatCall
 from torchremat.derivatives.rule_arguments import (
-    RuleArguments,
-    Signature,
     aval_of_value,
-    holes_of,
-    leaves_up_to,
+    describe_tree,
+    flatten_tensors,
+    flatten_up_to,
+    mark_tensors,
     name_of,
-    outline,
-    put_together,
-    take_apart,
+    unflatten_tensors,
 )
 from torchremat.derivatives.rule_dispatch import CustomVjpCall, uncompiled
 from torchremat.derivatives.rules import Cotangents, Tensors, VjpRule
@@ -29,20 +27,20 @@ from torchremat.errors import MissingRuleError, RuleTypeError, RuleValueError
 from torchremat.remat.op.make_graph import is_traced_whole
 
 
-class custom_vjp:  # noqa: N801 (JAX's name, used as a decorator)
+class custom_vjp(CustomFunction):  # noqa: N801 (JAX's name, used as a decorator)
     """A function whose derivative in reverse mode is given by rules.
 
-        out, residuals = fwd(*args)         the function, and what the way back needs
+        out, residuals = fwd(*args)         the function, and what `bwd` needs
         cotangents = bwd(residuals, ct)     a tuple, one entry an argument
 
-    Where nothing is differentiated `fun` runs; else `fwd`. The rules are differentiated themselves
-    for derivatives of higher order, mapped under `vmap` (cotangents of an argument that all
-    examples share are summed), and run inside a checkpoint, whose policy sees the operators in
-    them. In a graph a call is one `function_p`, whose rules survive. Nothing is conjugated:
+    Where nothing is differentiated `fun` runs; else `fwd`. Derivatives of higher order
+    differentiate the rules themselves. Under `vmap` the rules are mapped, and cotangents of an
+    argument that all examples share are summed. Inside a checkpoint the policy sees the operators
+    in them. In a graph a call is one `function_p`, whose rules survive. Nothing is conjugated:
     `bwd` multiplies with the transpose of the Jacobian. Forward mode raises `TypeError`.
 
-    Under plain autograd a residual that is a floating-point tensor and neither an argument nor an
-    output makes the arguments be kept too: a derivative of the backward pass runs `fwd` again.
+    Under plain autograd a derivative of the backward pass runs `fwd` a second time. The arguments
+    are therefore saved too if a floating-point residual is neither an argument nor an output.
 
     Args:
         fun: a function of trees of tensors and Python values. It is called with positional
@@ -52,8 +50,9 @@ class custom_vjp:  # noqa: N801 (JAX's name, used as a decorator)
 
     Raises:
         AttributeError: if it is called before `defvjp`.
-        TypeError: by a call, if a rule gives no result of the right structure, or the function is
-            differentiated in forward mode; `ValueError`, if the shapes are wrong.
+        TypeError: by a call, if a rule gives no result of the right structure, or in forward
+            mode.
+        ValueError: by a call, if a rule gives tensors of the wrong shape or dtype.
         ClosureError: (a `RuntimeError`) if a tensor that `fun` closes over has a gradient.
 
     After `jax.custom_vjp`.
@@ -74,12 +73,7 @@ class custom_vjp:  # noqa: N801 (JAX's name, used as a decorator)
     """
 
     def __init__(self, fun: Callable[..., Any], nondiff_argnums: int | Sequence[int] = ()) -> None:
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            if hasattr(fun, name):
-                setattr(self, name, getattr(fun, name))
-        self.__wrapped__ = self.fun = fun
-        self._signature = Signature(fun, nondiff_argnums)
-        self.nondiff_argnums = self._signature.nondiff_argnums
+        super().__init__(fun, nondiff_argnums)
         self._rules: _Rules | None = None
 
     def defvjp(
@@ -94,20 +88,14 @@ class custom_vjp:  # noqa: N801 (JAX's name, used as a decorator)
         Args:
             fwd: takes the arguments; gives a pair of the result and residuals, any tree.
             bwd: takes arguments that are not differentiated, residuals and the cotangents of the
-                result, in its structure, zeros where there is none; gives a tuple with a tree for
-                each other argument, in which `None` stands for zeros.
+                result. These have its structure, with zeros where there is none. It gives a tuple
+                with a tree for each other argument, in which `None` stands for zeros.
             symbolic_zeros: give `fwd` each leaf as a `CustomVJPPrimal`, with whether it is
                 differentiated, and `bwd` a `SymbolicZero` for each cotangent that is zero.
-            optimize_remat: in a checkpoint let `fun` compute the result, so that `fwd` runs only
-                where its residuals are needed, in the backward pass if they are not saved.
+            optimize_remat: in a checkpoint let `fun` compute the result. Then `fwd` runs only
+                where its residuals are needed: in the backward pass if they are not saved.
         """
         self._rules = _Rules(fwd, bwd, symbolic_zeros, optimize_remat)
-
-    def __repr__(self) -> str:
-        return f"custom_vjp({name_of(self.fun)})"
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,11 +104,9 @@ class custom_vjp:  # noqa: N801 (JAX's name, used as a decorator)
             raise MissingRuleError(
                 f"No VJP defined for custom_vjp function {name_of(self.fun)} using defvjp."
             )
-        call = _VjpCall(self.fun, self._rules, self._signature.resolve(args, kwargs))
+        call = _VjpCall(self.fun, self._signature.resolve(args, kwargs), self._rules)
         rule = VjpRule(name_of(self.fun), call.primal, call.fwd, call.bwd)
-        outputs = CustomVjpCall.apply(rule, *call.arguments.tensors)
-        assert call.out_structure is not None, "the function has run"
-        return put_together(call.out_structure, outputs)
+        return call.apply(CustomVjpCall, rule)
 
 
 @dataclass(frozen=True)
@@ -133,46 +119,39 @@ class _Rules:
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """What the way back must know besides the values of the residuals."""
+    """The part of the residuals that is no tensor, and the avals of outputs and inputs.
+
+    A leaf of the result that is no tensor stands among `outputs` itself.
+    """
 
     residuals: Structure
-    outputs: Structure
-    out_leaves: tuple[Any, ...]
+    out_spec: _torch.TreeSpec
+    outputs: tuple[Any, ...]
     inputs: tuple[Aval, ...]
 
 
 @dataclass(eq=False)
-class _VjpCall:
-    """One call: the function and its rules as functions of flat tensors."""
-
-    fun: Callable[..., Any]
+class _VjpCall(FlatCall):
     rules: _Rules
-    arguments: RuleArguments
-    out_structure: Structure | None = field(default=None, init=False)
-
-    def primal(self, inputs: Tensors) -> list[Tensor]:
-        """The function itself."""
-        result = self.fun(*self.arguments.all(inputs))
-        self.out_structure, outputs = take_apart(result)
-        return outputs
 
     def fwd(
         self, inputs: Tensors, perturbed: Sequence[bool]
     ) -> tuple[list[Tensor], list[Tensor], _Rest]:
-        """The forward rule: outputs, residuals, and the rest."""
-        given = self._fwd_arguments(inputs, perturbed)
-        pair = self.rules.fwd(*given)
+        """Return outputs, residuals, and what else `bwd` needs."""
+        pair = self.rules.fwd(*self._fwd_arguments(inputs, perturbed))
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise RuleTypeError(self._no_pair(f"instead the fwd rule output was {outline(pair)}"))
+            raise RuleTypeError(
+                self._describe_no_pair(f"instead the fwd rule output was {describe_tree(pair)}")
+            )
         result, residuals = pair
         in_trace = _torch.innermost_proxy_mode() is not None
         if self.rules.optimize_remat and in_trace and not is_traced_whole():
             result = self.fun(*self.arguments.all(inputs))
-        self.out_structure, outputs = take_apart(result)
-        structure, values = take_apart(residuals)
-        leaves = tuple(map(aval_of_value, _torch.tree_flatten(result)[0]))
-        rest = _Rest(structure, self.out_structure, leaves, tuple(map(Aval.of, inputs)))
-        return outputs, values, rest
+        outputs = self.flatten_result(result)
+        structure, values = flatten_tensors(residuals)
+        leaves, spec = _torch.tree_flatten(result)
+        avals = tuple(map(aval_of_value, leaves))
+        return outputs, values, _Rest(structure, spec, avals, tuple(map(Aval.of, inputs)))
 
     def _fwd_arguments(self, inputs: Tensors, perturbed: Sequence[bool]) -> tuple[Any, ...]:
         if not self.rules.symbolic_zeros:
@@ -190,7 +169,7 @@ class _VjpCall:
         others = iter(found)
         return tuple(nondiff[i] if i in nondiff else next(others) for i in range(len(args.args)))
 
-    def _no_pair(self, but: str) -> str:
+    def _describe_no_pair(self, but: str) -> str:
         name, fwd = name_of(self.fun), name_of(self.rules.fwd)
         return (
             f"Custom VJP fwd rule {fwd} for function {name} must produce a pair (list or tuple of "
@@ -201,46 +180,47 @@ class _VjpCall:
         )
 
     def bwd(self, rest: _Rest, residuals: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
-        """The backward rule: a cotangent for each tensor among the arguments."""
-        symbolic = self.rules.symbolic_zeros
+        """Return a cotangent for each tensor among the arguments."""
         given = iter(cotangents)
-        leaves = [
-            _zero_like(aval, symbolic) if not isinstance(aval, Aval) or (ct := next(given)) is None
-            else ct
-            for aval in rest.out_leaves
-        ]  # fmt: skip
-        ct = _torch.tree_unflatten(leaves, _torch.tree_flatten(rest.outputs.tree)[1])
-        kept = put_together(rest.residuals, residuals)
-        result = self.rules.bwd(*self.arguments.nondiff, kept, ct)
-        return self._checked(result, rest)
+        leaves = []
+        for aval in rest.outputs:
+            ct = next(given) if isinstance(aval, Aval) else None
+            if ct is None:
+                ct = zero_of(aval, symbolic=self.rules.symbolic_zeros)
+            leaves.append(ct)
+        result = self.rules.bwd(
+            *self.arguments.nondiff,
+            unflatten_tensors(rest.residuals, residuals),
+            _torch.tree_unflatten(leaves, rest.out_spec),
+        )
+        return self._check_cotangents(result, rest)
 
-    def _checked(self, result: Any, rest: _Rest) -> list[Tensor | None]:
-        """What `bwd` gives, for each tensor among the arguments."""
+    def _check_cotangents(self, result: Any, rest: _Rest) -> list[Tensor | None]:
         tree = self.arguments.structure.tree
         if isinstance(result, list) and len(result) == len(tree):
             result = tuple(result)
         try:
             if result is None:
                 raise ValueError("None stands for an argument, not for all")
-            leaves = leaves_up_to(result, tree)
+            leaves = flatten_up_to(result, tree)
         except ValueError:
             raise RuleTypeError(
                 "Custom VJP bwd rule must produce an output with the same container (pytree) "
-                "structure as the args tuple of the primal function, and in particular must "
-                "produce a tuple of length equal to the number of arguments to the primal "
-                f"function, but got bwd output structure {outline(result)} for primal input "
-                f"structure {tree}. The rule is {name_of(self.rules.bwd)} of "
-                f"{name_of(self.fun)}; None stands for an argument that gets no cotangent."
+                "structure as the args tuple of the primal function: a tuple with an entry "
+                "for each argument. Instead got bwd output structure "
+                f"{describe_tree(result)} for primal input structure {tree}. The rule is "
+                f"{name_of(self.rules.bwd)} of {name_of(self.fun)}; None stands for an argument "
+                "that gets no cotangent."
             ) from None
-        are_tensors = holes_of(self.arguments.structure)
+        are_tensors = mark_tensors(self.arguments.structure)
         found = [leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True) if is_tensor]
         paths = self.arguments.structure.paths()
         return [
-            self._cotangent(value, aval, path)
+            self._check_cotangent(value, aval, path)
             for value, aval, path in zip(found, rest.inputs, paths, strict=True)
         ]
 
-    def _cotangent(self, value: Any, aval: Aval, path: Any) -> Tensor | None:
+    def _check_cotangent(self, value: Any, aval: Aval, path: Any) -> Tensor | None:
         if value is None or isinstance(value, SymbolicZero):
             return None
         if not (aval.dtype.is_floating_point or aval.dtype.is_complex):
@@ -251,19 +231,9 @@ class _VjpCall:
         if shape != aval.shape or value.dtype != aval.dtype:
             raise RuleValueError(
                 "Custom VJP bwd rule must produce an output with the same shape/dtypes as the args "
-                f"tuple of the primal function, but at output{_torch.keystr(path)} the bwd rule "
+                f"tuple of the primal function: at output{_torch.keystr(path)} the bwd rule "
                 f"produced an output of shape/dtype {aval_of_value(value)} corresponding to an "
-                f"input of shape/dtype {aval}. The rule is {name_of(self.rules.bwd)} of "
-                f"{name_of(self.fun)}"
+                f"input of shape/dtype {aval}. The rule is "
+                f"{name_of(self.rules.bwd)} of {name_of(self.fun)}"
             )
         return value  # type: ignore[no-any-return]
-
-
-def _zero_like(aval: Any, symbolic: bool) -> Any:
-    """A cotangent of zero for an output, given its aval, or the Python value that it is."""
-    if not isinstance(aval, Aval):
-        return zero_of(aval, symbolic=symbolic)
-    if not (aval.dtype.is_floating_point or aval.dtype.is_complex):
-        return None
-    zero = SymbolicZero(aval)
-    return zero if symbolic else zero.instantiate()

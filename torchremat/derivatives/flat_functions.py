@@ -12,13 +12,13 @@ from torchremat import _torch
 from torchremat.api_util import as_argnums
 from torchremat.core.avals import Aval
 from torchremat.core.trees import HOLE, Structure
-from torchremat.derivatives.rule_arguments import leaves_up_to, name_of, outline
+from torchremat.derivatives.rule_arguments import describe_tree, flatten_up_to, name_of
 from torchremat.derivatives.rules import is_inexact, scatter_values
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError
 
 
 def check_callable(fun: Any, what: str) -> None:
-    """Raise `TypeError` if `fun` is no function."""
+    """Raise `TypeError` unless `fun` can be called; `what` names the transformation."""
     if not callable(fun):
         raise DerivativeTypeError(
             f"{what} takes a function or an nn.Module, but it was given {fun!r} "
@@ -26,8 +26,8 @@ def check_callable(fun: Any, what: str) -> None:
         )
 
 
-def positions(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
-    """The arguments to differentiate, counted from 0."""
+def resolve_argnums(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of the arguments to differentiate, counted from 0."""
     numbers = as_argnums(argnums, "argnums")
     least = max((n + 1 if n >= 0 else -n for n in numbers), default=0)
     if least > len(args):
@@ -40,7 +40,7 @@ def positions(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, .
 
 
 def as_value(leaf: Any) -> Any:
-    """A Python number with derivatives as a tensor."""
+    """Make a tensor of a Python number that has derivatives."""
     return torch.tensor(leaf) if isinstance(leaf, float | complex) else leaf
 
 
@@ -48,8 +48,8 @@ def as_value(leaf: Any) -> Any:
 class Flattened:
     """`fun` as a function of the floating-point tensors among the arguments at `argnums`.
 
-    It gives a tuple of those outputs that have derivatives, and one of all other tensors. After a
-    call `result_of` puts such values back in the trees.
+    It returns a tuple of the outputs that have derivatives, and one of all other tensors. After a
+    call `unflatten_result` makes trees of such values.
     """
 
     fun: Callable[..., Any]
@@ -58,13 +58,12 @@ class Flattened:
     argnums: tuple[int, ...]
     has_aux: bool
     check: Callable[[Any], None] | None = None
-    """What to do with the result, in the function."""
+    """It is called with the result, and raises if that cannot be differentiated."""
     out: Structure | None = field(default=None, init=False)
     aux: Structure | None = field(default=None, init=False)
     out_avals: list[Aval] = field(default_factory=list, init=False)
-    """Of all tensors in the result."""
     is_inexact: list[bool] = field(default_factory=list, init=False)
-    """Which of these have derivatives."""
+    """For each of `out_avals`, whether it has derivatives."""
 
     def __post_init__(self) -> None:
         chosen = tuple(self.args[i] for i in self.argnums)
@@ -88,7 +87,7 @@ class Flattened:
             args[i] = arg
         result, aux = self.fun(*args, **self.kwargs), None
         if self.has_aux:
-            result, aux = self._pair(result)
+            result, aux = self._check_pair(result)
         if self.check is not None:
             self.check(result)
         self.out, self.aux = Structure.of(result), Structure.of(aux)
@@ -100,8 +99,8 @@ class Flattened:
             (*(o for o in outputs if not is_inexact(o)), *self.aux.flatten(aux)),
         )
 
-    def at(self, values: Sequence[Tensor]) -> "Flattened":
-        """The same for other values of the tensors that are differentiated."""
+    def replace_values(self, values: Sequence[Tensor]) -> "Flattened":
+        """Make a copy in which the tensors that are differentiated have other values."""
         other = copy.copy(self)
         other.leaves = list(self.leaves)
         for i, value in zip(self.wrt, values, strict=True):
@@ -113,55 +112,55 @@ class Flattened:
         """The number of outputs that have derivatives."""
         return sum(self.is_inexact)
 
-    def _pair(self, result: Any) -> Any:
+    def _check_pair(self, result: Any) -> Any:
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise DerivativeTypeError(
                 f"with has_aux=True, {name_of(self.fun)} must return a pair of the value to "
-                f"differentiate and auxiliary data, but it returned {outline(result)}"
+                f"differentiate and auxiliary data, but it returned {describe_tree(result)}"
             )
         return result
 
-    def result_of(self, inexact: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
-        """The result and the auxiliary data, of what a call gives."""
+    def unflatten_result(self, inexact: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
+        """Make the result and the auxiliary data of the two tuples that a call returns."""
         assert self.out is not None and self.aux is not None, "the function has run"
         ours, others = iter(inexact), iter(rest)
         result = self.out.unflatten([next(ours if yes else others) for yes in self.is_inexact])
         return result, self.aux.unflatten(list(others))
 
-    def tangents_of_result(self, found: Sequence[Any]) -> Any:
-        """Values for the outputs that have derivatives, in the tree; `None` for all others."""
+    def unflatten_tangents(self, found: Sequence[Any]) -> Any:
+        """Put values for the outputs that have derivatives in the tree, `None` for all others."""
         assert self.out is not None, "the function has run"
         tangents = iter(found)
         holes = iter([next(tangents) if yes else None for yes in self.is_inexact])
         leaves, spec = _torch.tree_flatten(Structure.of(self.out.tree, _is_hole).tree)
         return _torch.tree_unflatten([next(holes) if _is_hole(x) else None for x in leaves], spec)
 
-    def in_trees(self, found: Sequence[Any]) -> tuple[Any, ...]:
-        """Values for the tensors that are differentiated, in the trees of the arguments."""
+    def unflatten_inputs(self, found: Sequence[Any]) -> tuple[Any, ...]:
+        """Put values for the tensors that are differentiated in the trees of the arguments."""
         return _torch.tree_unflatten(  # type: ignore[no-any-return]
             scatter_values(found, self.wrt, len(self.leaves)), self.spec
         )
 
-    def cotangents(self, given: Any) -> list[Tensor]:
-        """The cotangents of the outputs, checked."""
+    def flatten_cotangents(self, given: Any) -> list[Tensor]:
+        """Check cotangents of the result, and return those of outputs with derivatives."""
         assert self.out is not None, "the function has run"
         try:
-            leaves = leaves_up_to(given, self.out.tree)
+            leaves = flatten_up_to(given, self.out.tree)
         except ValueError:
             raise DerivativeTypeError(
                 "unexpected tree structure of argument to vjp function: got "
-                f"{outline(given)}, but expected to match {self.out.tree}"
+                f"{describe_tree(given)}, but expected to match {self.out.tree}"
             ) from None
         kinds = _torch.tree_flatten(self.out.tree)[0]
         values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if _is_hole(kind)]
         return [
-            self._cotangent(value, aval)
+            self._check_cotangent(value, aval)
             for value, aval, yes in zip(values, self.out_avals, self.is_inexact, strict=True)
             if yes
         ]
 
-    def _cotangent(self, value: Any, aval: Aval) -> Tensor:
-        value = like(value, aval)
+    def _check_cotangent(self, value: Any, aval: Aval) -> Tensor:
+        value = as_scalar_tensor(value, aval)
         if not isinstance(value, Tensor) or not fits(value, aval):
             raise DerivativeShapeError(
                 "unexpected type (e.g. shape/dtype) for argument to vjp function: got "
@@ -175,8 +174,8 @@ def _is_hole(leaf: Any) -> bool:
     return leaf is HOLE
 
 
-def like(value: Any, aval: Aval) -> Any:
-    """A Python number as a tensor of that aval, if it is a scalar."""
+def as_scalar_tensor(value: Any, aval: Aval) -> Any:
+    """Make a tensor of a Python number where `aval` is a scalar; return else `value` itself."""
     if isinstance(value, int | float | complex) and not aval.shape:
         return torch.tensor(value, dtype=aval.dtype, device=aval.device)
     return value
@@ -188,5 +187,5 @@ def fits(tensor: Tensor, aval: Aval) -> bool:
 
 
 def conjugate_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What autograd calls a gradient is the conjugate of the cotangent."""
+    """Conjugate complex tensors: autograd's gradients are the conjugates of cotangents."""
     return [t.conj().resolve_conj() if t.is_complex() else t for t in tensors]

@@ -12,14 +12,14 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.derivatives.flat_functions import (
     Flattened,
+    as_scalar_tensor,
     check_callable,
     conjugate_leaves,
     fits,
-    like,
-    positions,
+    resolve_argnums,
 )
 from torchremat.derivatives.linearize import pull_back_graph
-from torchremat.derivatives.rule_arguments import name_of, outline
+from torchremat.derivatives.rule_arguments import describe_tree, name_of
 from torchremat.derivatives.rules import is_inexact
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError
 from torchremat.typed_graph.typed_graph import TypedGraph
@@ -36,8 +36,8 @@ def grad(
 
     Args:
         fun: a function of trees of tensors and Python values, or an `nn.Module`, that returns a
-            real tensor of shape (), or a pair of it and auxiliary data. Keyword arguments are
-            handed on, and not differentiated.
+            real tensor of shape (). With `has_aux` it returns a pair of it and auxiliary data.
+            Keyword arguments are passed to it, and not differentiated.
         argnums: the position, or positions, of the arguments to differentiate.
         has_aux: whether `fun` returns a pair, of which only the first is differentiated.
         holomorphic: whether `fun` is a holomorphic function of complex arguments; the gradient is
@@ -46,8 +46,8 @@ def grad(
             gradient is `None`.
 
     Returns:
-        A function of the arguments of `fun`, which gives a tree like the argument, with zeros for
-        what has no part in the result, or a tuple of such if `argnums` is a sequence. With
+        A function of the arguments of `fun`. It gives a tree like the argument, with zeros for
+        what has no part in the result. It is a tuple of such trees if `argnums` is a sequence. With
         `has_aux`, a pair of it and the auxiliary data.
 
     Raises:
@@ -100,13 +100,13 @@ def value_and_grad(
     check_callable(fun, "grad")
 
     def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
-        chosen = positions(argnums, args)
+        chosen = resolve_argnums(argnums, args)
         check = _ScalarCheck(holomorphic)
         flat = Flattened(fun, args, kwargs, chosen, has_aux, check)
         _check_inputs(flat, holomorphic=holomorphic, allow_int=allow_int)
-        found, rest, pull = pull_back_of(flat)
-        gradients = flat.in_trees(pull([torch.ones_like(t) for t in found]))
-        value, aux = flat.result_of(found, rest)
+        found, rest, pull = build_pull_back(flat)
+        gradients = flat.unflatten_inputs(pull([torch.ones_like(t) for t in found]))
+        value, aux = flat.unflatten_result(found, rest)
         gradient = gradients[0] if isinstance(argnums, int) else gradients
         return ((value, aux) if has_aux else value), gradient
 
@@ -130,7 +130,7 @@ class _ScalarCheck:
         if not isinstance(result, Tensor):
             if isinstance(result, int | float | complex):
                 return
-            raise DerivativeTypeError(f"{only}Output was {outline(result)}.")
+            raise DerivativeTypeError(f"{only}Output was {describe_tree(result)}.")
         if result.dim():
             raise DerivativeTypeError(f"{only}Output had shape: {_shape_text(result)}.")
         if self.holomorphic and not result.is_complex():
@@ -191,7 +191,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         like `out` (anything for what has no derivatives), any number of times, and gives a tuple,
         one entry an argument: trees with zeros for what has no part in the result, and `None` for
         what has no derivatives. `pull_back.graph` is the same as a `TypedGraph`, made when it is
-        asked for, which runs no operator of the forward pass.
+        first read, which runs no operator of the forward pass.
 
     Raises:
         TypeError: by `pull_back`, if the cotangents are another tree; `ValueError`, if they have
@@ -206,33 +206,36 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """
     check_callable(fun, "vjp")
     flat = Flattened(fun, primals, {}, tuple(range(len(primals))), has_aux)
-    found, rest, pull = pull_back_of(flat)
-    out, aux = flat.result_of(found, rest)
+    found, rest, pull = build_pull_back(flat)
+    out, aux = flat.unflatten_result(found, rest)
     pull_back = PullBack(flat, pull)
     return (out, pull_back, aux) if has_aux else (out, pull_back)
 
 
 @dataclass(eq=False)
 class PullBack:
-    """What `vjp` gives: the function from cotangents of the result to those of the arguments."""
+    """The function of `vjp`: from cotangents of the result to those of the arguments."""
 
     flat: Flattened
     pull: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
     def __call__(self, cotangents: Any) -> tuple[Any, ...]:
         """The cotangents of the arguments, a tuple."""
-        return self.flat.in_trees(self.pull(self.flat.cotangents(cotangents)))
+        return self.flat.unflatten_inputs(self.pull(self.flat.flatten_cotangents(cotangents)))
 
     @cached_property
     def graph(self) -> TypedGraph:
-        """The function as a graph, whose constants are what the forward pass keeps for it."""
-        return pull_back_graph(self.flat, pull_back_of)
+        """The function as a graph, whose constants the forward pass saves for it."""
+        return pull_back_graph(self.flat, build_pull_back)
 
 
-def pull_back_of(
+def build_pull_back(
     flat: Flattened,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Callable[[Sequence[Tensor]], Sequence[Tensor]]]:
-    """Outputs that have derivatives, all others, and the function from cotangents of the former."""
+    """Compute outputs with derivatives, all others, and the function of cotangents.
+
+    y = f(x):       (y with derivatives, the rest of y, ct_y -> ct_x)
+    """
     values = flat.values
     if not values:
         found, rest = flat()
@@ -240,7 +243,7 @@ def pull_back_of(
 
     def function(*tensors: Tensor) -> Any:
         outputs, others = flat(*tensors)
-        return outputs or (torch.zeros(()),), others  # there must be one
+        return outputs or (torch.zeros(()),), others  # torch.func takes no empty tuple
 
     found, pull, rest = torch.func.vjp(function, *values, has_aux=True)  # type: ignore[misc]
     if not flat.num_inexact:
@@ -295,15 +298,15 @@ def jvp(
     flat = Flattened(fun, tuple(primals), {}, tuple(range(len(primals))), has_aux)
     given = _check_tangents(flat, tuple(tangents))
     found, found_tangents, rest = push_forward(flat, given)
-    out, aux = flat.result_of(found, rest)
-    out_tangent = flat.tangents_of_result(found_tangents)
+    out, aux = flat.unflatten_result(found, rest)
+    out_tangent = flat.unflatten_tangents(found_tangents)
     return (out, out_tangent, aux) if has_aux else (out, out_tangent)
 
 
 def push_forward(
     flat: Flattened, tangents: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """Outputs that have derivatives, their tangents, and all other outputs."""
+    """Compute outputs with derivatives, their tangents, and all other outputs."""
     values = flat.values
     if not values:
         found, rest = flat()
@@ -311,7 +314,7 @@ def push_forward(
 
     def function(*tensors: Tensor) -> Any:
         outputs, others = flat(*tensors)
-        return outputs or (torch.zeros(()),), others  # there must be one
+        return outputs or (torch.zeros(()),), others  # torch.func takes no empty tuple
 
     with _torch.dual_level_as_functorch_level():
         found, moved, rest = torch.func.jvp(  # type: ignore[misc]
@@ -326,8 +329,8 @@ def _check_tangents(flat: Flattened, tangents: tuple[Any, ...]) -> list[Tensor]:
     if spec != flat.spec:
         raise DerivativeTypeError(
             "primal and tangent arguments to jvp must have the same tree structure; primals have "
-            f"tree structure {outline(flat.args)} whereas tangents have tree structure "
-            f"{outline(tangents)}."
+            f"tree structure {describe_tree(flat.args)} whereas tangents have tree structure "
+            f"{describe_tree(tangents)}."
         )
     paths = [_path(p) for p, _ in _torch.tree_flatten_with_path(tangents)[0]]
     found = []
@@ -350,7 +353,7 @@ def _path(path: Any) -> str:
 
 def _check_tangent(primal: Tensor, tangent: Any, path: str) -> Tensor:
     aval = Aval.of(primal)
-    tangent = like(tangent, aval)
+    tangent = as_scalar_tensor(tangent, aval)
     if isinstance(tangent, Tensor) and tuple(tangent.shape) != aval.shape:
         raise DerivativeShapeError(
             f"jvp called with different primal and tangent shapes; at {path} got primal shape "

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.derivatives.flat_functions import Flattened, check_callable, positions
-from torchremat.derivatives.gradients import pull_back_of, push_forward
+from torchremat.derivatives.flat_functions import Flattened, check_callable, resolve_argnums
+from torchremat.derivatives.gradients import build_pull_back, push_forward
 from torchremat.derivatives.rule_arguments import name_of
 from torchremat.derivatives.rules import is_inexact
 from torchremat.errors import DerivativeTypeError
@@ -26,9 +26,10 @@ def jacfwd(
         has_aux: whether `fun` returns a pair, of which only the first is differentiated.
 
     Returns:
-        A function of the arguments of `fun`. It gives a tree like the result, in which each tensor
-        is a tree like the argument, or a tuple of such if `argnums` is a sequence, of tensors of
-        shape `(*output.shape, *input.shape)`. With `has_aux`, a pair of it and the auxiliary data.
+        A function of the arguments of `fun`. It gives a tree like the result, with a tree like
+        the argument in place of each tensor: a tuple of such if `argnums` is a sequence. Their
+        tensors have shape `(*output.shape, *input.shape)`. With `has_aux`, a pair of it and the
+        auxiliary data.
 
     Raises:
         TypeError: for an argument or result without derivatives, or `argnums` out of range.
@@ -40,7 +41,7 @@ def jacfwd(
     tensor([[2., 0.],
             [0., 4.]])
     """
-    return _jacobian(fun, argnums, has_aux, "jacfwd", _columns)
+    return _jacobian(fun, argnums, has_aux, "jacfwd", _compute_columns)
 
 
 def jacrev(
@@ -56,7 +57,7 @@ def jacrev(
     >>> jacrev(lambda x, y: {"sum": x.sum() * y}, argnums=(0, 1))(torch.ones(2), torch.tensor(3.0))
     {'sum': (tensor([3., 3.]), tensor(2.))}
     """
-    return _jacobian(fun, argnums, has_aux, "jacrev", _rows)
+    return _jacobian(fun, argnums, has_aux, "jacrev", _compute_rows)
 
 
 def hessian(
@@ -87,7 +88,7 @@ def _jacobian(
     check_callable(fun, what)
 
     def jacobian(*args: Any, **kwargs: Any) -> Any:
-        chosen = positions(argnums, args)
+        chosen = resolve_argnums(argnums, args)
         flat = Flattened(fun, args, kwargs, chosen, has_aux, _check_result(what))
         for leaf in flat.leaves:
             if not is_inexact(leaf):
@@ -97,10 +98,10 @@ def _jacobian(
                     f"floating-point or complex), but got {given}."
                 )
         blocks, rest = blocks_of(flat)
-        rows = [flat.in_trees(row) for row in blocks]
+        rows = [flat.unflatten_inputs(row) for row in blocks]
         if isinstance(argnums, int):
             rows = [row[0] for row in rows]
-        result, aux = flat.result_of(rows, rest)
+        result, aux = flat.unflatten_result(rows, rest)
         return (result, aux) if has_aux else result
 
     jacobian.__name__ = jacobian.__qualname__ = f"{what}({name_of(fun)})"
@@ -120,11 +121,14 @@ def _check_result(what: str) -> Callable[[Any], None]:
     return check
 
 
-def _rows(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
-    """For each output, the derivative with respect to each input."""
-    outputs, rest, pull = pull_back_of(flat)
+def _compute_rows(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
+    """Compute, for each output, the derivative with respect to each input.
+
+    The rows of the Jacobian are the cotangents that unit vectors are pulled back to.
+    """
+    outputs, rest, pull = build_pull_back(flat)
     sizes = [t.numel() for t in outputs]
-    found = torch.func.vmap(lambda *cts: tuple(pull(cts)))(*_basis(outputs))
+    found = torch.func.vmap(lambda *cts: tuple(pull(cts)))(*_generate_basis(outputs))
     blocks = []
     for i, output in enumerate(outputs):
         rows = [t.split(sizes)[i] for t in found]
@@ -134,7 +138,7 @@ def _rows(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
     return blocks, rest
 
 
-def _columns(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
+def _compute_columns(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
     def push(*tangents: Tensor) -> Any:
         found, moved, others = push_forward(flat, tangents)
         return tuple(moved), tuple(found), tuple(others)
@@ -142,7 +146,7 @@ def _columns(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
     values = flat.values
     sizes = [t.numel() for t in values]
     out_dims: Any = (-1, None, None)
-    mapped, outputs, rest = torch.func.vmap(push, out_dims=out_dims)(*_basis(values))
+    mapped, outputs, rest = torch.func.vmap(push, out_dims=out_dims)(*_generate_basis(values))
     blocks = [
         [
             part.reshape((*output.shape, *t.shape))
@@ -153,8 +157,12 @@ def _columns(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
     return blocks, rest
 
 
-def _basis(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """For each tensor, all unit vectors of the space of all, one after the other."""
+def _generate_basis(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield, for each tensor, its part of all unit vectors of the space of all tensors.
+
+    >>> [unit.tolist() for unit in _generate_basis([torch.ones(1), torch.ones(2)])]
+    [[[1.0], [0.0], [0.0]], [[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]]
+    """
     total = sum(t.numel() for t in tensors)
     start = 0
     for tensor in tensors:

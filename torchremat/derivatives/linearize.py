@@ -19,8 +19,8 @@ from torchremat.autodiff.jvp_graph import jvp_graph
 from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.core.avals import Aval
 from torchremat.core.trees import HOLE, Structure
-from torchremat.derivatives.flat_functions import Flattened, check_callable, fits, like
-from torchremat.derivatives.rule_arguments import leaves_up_to, name_of, outline
+from torchremat.derivatives.flat_functions import Flattened, as_scalar_tensor, check_callable, fits
+from torchremat.derivatives.rule_arguments import describe_tree, flatten_up_to, name_of
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError, GraphError
 from torchremat.remat.op.make_graph import trace_graph
 from torchremat.remat.op.partial_eval_graph import partial_eval_graph
@@ -77,7 +77,7 @@ def _linearize(flat: Flattened) -> tuple[Any, "Linearized", Any]:
     pushed = jvp_graph(g)
     outputs, staged = stage(pushed, values, len(values))
     found, rest = g.out_structure.unflatten(outputs[:count])
-    out, aux = flat.result_of(found, rest)
+    out, aux = flat.unflatten_result(found, rest)
     return out, Linearized(flat, replace(staged, outputs=outputs[count:])), aux
 
 
@@ -86,15 +86,15 @@ _LATER = object()
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """What is left of a graph once some of its inputs are known."""
+    """A graph in which all that depends on known inputs alone has been computed."""
 
     graph: TypedGraph
     residuals: Sequence[Tensor]
     outputs: Sequence[Any]
-    """Those of the whole, for as far as they are known."""
+    """The outputs of the whole graph; `_LATER` for those that `graph` computes."""
 
     def __call__(self, *inputs: Tensor) -> list[Any]:
-        """The outputs, for the other inputs."""
+        """Compute the outputs, given the other inputs."""
         found = iter(eval_graph(self.graph, *self.residuals, *inputs))
         return [next(found) if value is _LATER else value for value in self.outputs]
 
@@ -102,18 +102,22 @@ class Staged:
 def stage(
     g: TypedGraph, known_inputs: Sequence[Tensor], num_later: int
 ) -> tuple[list[Any], Staged]:
-    """Run of a graph what its first inputs let run: outputs, as far as they are known; the rest."""
+    """Run what depends on the first inputs alone, and return its outputs and the rest.
+
+    y, dy = sin(x), cos(x) * dx         x known:    y and c = cos(x) are computed
+                                        rest:       dy = c * dx
+    """
     unknown = [False] * len(known_inputs) + [True] * num_later
     known, staged, are_unknown, residuals = partial_eval_graph(g, unknown, policy="none")
     results = list(eval_graph(known, *known_inputs))
-    kept = results[len(results) - len(residuals) :]
+    saved = results[len(results) - len(residuals) :]
     left = iter(results)
     outputs = [_LATER if later else next(left) for later in are_unknown]
-    return outputs, Staged(_tidy(staged), kept, outputs)
+    return outputs, Staged(_tidy(staged), saved, outputs)
 
 
 def _tidy(g: TypedGraph) -> TypedGraph:
-    """`g` without what forward mode leaves of sums with zero: expansions and copies to the same.
+    """Remove expansions and copies that change nothing: forward mode leaves them of `0 + t`.
 
     t' = expand(t);  t" = _to_copy(t')      t" is t
     """
@@ -138,45 +142,45 @@ def _is_same(value: Tensor, source: Tensor) -> bool:
 
 @dataclass(eq=False)
 class Linearized:
-    """What `linearize` gives: a linear function from tangents of the arguments to the result's."""
+    """The function of `linearize`: from tangents of the arguments to those of the result."""
 
     flat: Flattened
     staged: Staged
 
     def __call__(self, *tangents: Any) -> Any:
         """The tangents of the result."""
-        return self._run(*self._checked(tangents))
+        return self._run(*self._check_tangents(tangents))
 
     def _run(self, *tangents: Tensor) -> Any:
         found = self.staged(*tangents)
-        return self.flat.tangents_of_result(found[: self.flat.num_inexact])
+        return self.flat.unflatten_tangents(found[: self.flat.num_inexact])
 
     @cached_property
     def graph(self) -> TypedGraph:
         """The function as a graph."""
-        examples = self.flat.in_trees(self.flat.values)
+        examples = self.flat.unflatten_inputs(self.flat.values)
         return trace_graph(self._of_trees, examples, {}, StaticArguments(self._of_trees, (), ()))
 
     def _of_trees(self, *tangents: Any) -> Any:
         leaves = _torch.tree_flatten(tangents)[0]
         return self._run(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
 
-    def _checked(self, tangents: tuple[Any, ...]) -> list[Tensor]:
+    def _check_tangents(self, tangents: tuple[Any, ...]) -> list[Tensor]:
         leaves, spec = _torch.tree_flatten(tangents)
         if spec != self.flat.spec:
             raise DerivativeTypeError(
                 "linearized function called with tangents of another structure than the primal "
-                f"values: got {outline(tangents)}, expected {outline(self.flat.args)}"
+                f"values: got {describe_tree(tangents)}, expected {describe_tree(self.flat.args)}"
             )
         wrt = self.flat.wrt
         return [
-            _tangent(leaves[i], Aval.of(value))
+            _check_tangent(leaves[i], Aval.of(value))
             for i, value in zip(wrt, self.flat.values, strict=True)
         ]
 
 
-def _tangent(tangent: Any, aval: Aval) -> Tensor:
-    tangent = like(tangent, aval)
+def _check_tangent(tangent: Any, aval: Aval) -> Tensor:
+    tangent = as_scalar_tensor(tangent, aval)
     if not isinstance(tangent, Tensor) or not fits(tangent, aval):
         given = Aval.of(tangent) if isinstance(tangent, Tensor) else repr(tangent)
         raise DerivativeShapeError(
@@ -189,31 +193,30 @@ def _tangent(tangent: Any, aval: Aval) -> Tensor:
 def pull_back_graph(
     flat: Flattened, value_and_pull_back: Callable[[Flattened], tuple[Any, Any, Any]]
 ) -> TypedGraph:
-    """The graph from cotangents of the result to those of the arguments, in their trees.
+    """Make the graph from cotangents of the result to those of the arguments, in their trees.
 
-    What the backward pass computes from the arguments alone is computed now.
+    Values of the backward pass that depend on the arguments alone are computed now.
     """
 
     def pull(values: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Any:
-        _, _, back = value_and_pull_back(flat.at(values))
+        _, _, back = value_and_pull_back(flat.replace_values(values))
         return tuple(back(cotangents))
 
     avals = [a for a, yes in zip(flat.out_avals, flat.is_inexact, strict=True) if yes]
-    examples = tuple(map(_example, avals))
+    examples = tuple(map(_make_example, avals))
     values = tuple(flat.values)
     g = trace_graph(pull, (values, examples), {}, StaticArguments(pull, (), ()))
     _, staged = stage(g, values, len(examples))
 
     def of_trees(cotangents: Any) -> Any:
         leaves = _torch.tree_flatten(cotangents)[0]
-        return flat.in_trees(staged(*(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+        return flat.unflatten_inputs(staged(*(leaf for leaf in leaves if isinstance(leaf, Tensor))))
 
-    tree = flat.tangents_of_result(examples)
+    tree = flat.unflatten_tangents(examples)
     return trace_graph(of_trees, (tree,), {}, StaticArguments(of_trees, (), ()))
 
 
 def _transpose(g: TypedGraph, in_tree: Any) -> TypedGraph:
-    """The transpose of a linear graph, with results in the trees of its arguments."""
     return replace(transpose_graph(g), out_structure=Structure(in_tree))
 
 
@@ -248,7 +251,7 @@ def linear_transpose(fun: Callable[..., Any], *primals: Any) -> "Transposed":
     (tensor([6., 6.]),)
     """
     check_callable(fun, "linear_transpose")
-    examples = _torch.tree_map(_example, primals)
+    examples = _torch.tree_map(_make_example, primals)
     for leaf in _torch.tree_flatten(examples)[0]:
         if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
             raise DerivativeTypeError(
@@ -262,7 +265,7 @@ def linear_transpose(fun: Callable[..., Any], *primals: Any) -> "Transposed":
     return Transposed(g, graph)
 
 
-def _example(value: Any) -> Tensor:
+def _make_example(value: Any) -> Tensor:
     if isinstance(value, float | complex):
         return torch.tensor(value)
     if isinstance(value, Aval):
@@ -279,26 +282,25 @@ def _example(value: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Transposed:
-    """What `linear_transpose` gives."""
+    """The function of `linear_transpose`: from cotangents of the result to the arguments'."""
 
     forward: TypedGraph
-    """The function that was transposed."""
     graph: TypedGraph
 
     def __call__(self, cotangents: Any) -> tuple[Any, ...]:
         """The cotangents of the arguments, a tuple."""
         tree = self.forward.out_structure.tree
         try:
-            leaves = leaves_up_to(cotangents, tree)
+            leaves = flatten_up_to(cotangents, tree)
         except ValueError:
             raise DerivativeTypeError(
                 f"cotangent tree does not match function output, expected {tree} but got "
-                f"{outline(cotangents)}"
+                f"{describe_tree(cotangents)}"
             ) from None
         kinds = _torch.tree_flatten(tree)[0]
         given = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is HOLE]
         checked = [
-            _cotangent(value, aval)
+            _check_cotangent(value, aval)
             for value, aval in zip(given, self.forward.out_avals, strict=True)
         ]
         ct = self.graph.in_structure.tree[0][0]
@@ -307,10 +309,10 @@ class Transposed:
         return eval_graph(self.graph, Structure(ct).unflatten(found))  # type: ignore[no-any-return]
 
 
-def _cotangent(value: Any, aval: Aval) -> Tensor | None:
+def _check_cotangent(value: Any, aval: Aval) -> Tensor | None:
     if not (aval.dtype.is_floating_point or aval.dtype.is_complex):
         return None
-    value = like(value, aval)
+    value = as_scalar_tensor(value, aval)
     if not isinstance(value, Tensor) or not fits(value, aval):
         given = Aval.of(value) if isinstance(value, Tensor) else repr(value)
         raise DerivativeShapeError(

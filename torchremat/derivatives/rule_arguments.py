@@ -1,4 +1,4 @@
-"""Arguments of functions with rules: bound to the signature, and taken apart into tensors."""
+"""Arguments of functions with rules: bound to the signature, and flattened into tensors."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torchremat.errors import RuleTypeError
 
 
 def name_of(fun: Callable[..., Any]) -> str:
-    """What to call a function or module in an error."""
+    """The name of a function or module, for errors."""
     return getattr(fun, "__name__", None) or type(fun).__name__
 
 
@@ -37,7 +37,7 @@ class Signature:
         self._num_positional = sum(p.kind in kinds for p in parameters)
 
     def resolve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "RuleArguments":
-        """All arguments by position, with defaults; rules take none by keyword."""
+        """Bind all arguments by position, with defaults: rules take none by keyword."""
         if self._signature is not None and (kwargs or len(args) < self._num_positional):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
@@ -67,28 +67,28 @@ class RuleArguments:
 
     @property
     def nondiff(self) -> tuple[Any, ...]:
-        """Those that are handed to rules first, as they are."""
+        """The arguments that rules take first, as they are."""
         return tuple(self.args[i] for i in self.nondiff_argnums)
 
     @cached_property
-    def _apart(self) -> tuple[Structure, list[Tensor]]:
-        return take_apart(
+    def _flat(self) -> tuple[Structure, list[Tensor]]:
+        return flatten_tensors(
             tuple(a for i, a in enumerate(self.args) if i not in self.nondiff_argnums)
         )
 
     @property
     def structure(self) -> Structure:
-        """The others, a tuple of trees with holes for tensors."""
-        return self._apart[0]
+        """The other arguments, a tuple of trees with holes for tensors."""
+        return self._flat[0]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of the others."""
-        return self._apart[1]
+        """The tensors of the other arguments."""
+        return self._flat[1]
 
     def others(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments that are differentiated, with other tensors."""
-        return put_together(self.structure, tensors)  # type: ignore[no-any-return]
+        """The other arguments, with other tensors."""
+        return unflatten_tensors(self.structure, tensors)  # type: ignore[no-any-return]
 
     def all(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """All arguments, in the order of the function."""
@@ -100,8 +100,8 @@ class RuleArguments:
         )
 
 
-def take_apart(tree: Any) -> tuple[Structure, list[Tensor]]:
-    """The structure of a tree and its tensors; quickly for a tensor, and a tuple of some."""
+def flatten_tensors(tree: Any) -> tuple[Structure, list[Tensor]]:
+    """Split a tree into its structure and its tensors; quickly for a tensor or a tuple of some."""
     if isinstance(tree, Tensor):
         return _TENSOR, [tree]
     if type(tree) is tuple and all(isinstance(item, Tensor) for item in tree):
@@ -113,8 +113,8 @@ def take_apart(tree: Any) -> tuple[Structure, list[Tensor]]:
 _TENSOR = Structure(HOLE)
 
 
-def put_together(structure: Structure, values: Sequence[Any]) -> Any:
-    """The tree of a structure with `values` for its tensors."""
+def unflatten_tensors(structure: Structure, values: Sequence[Any]) -> Any:
+    """Make the tree of a structure with `values` for its tensors."""
     tree = structure.tree
     if tree is HOLE:
         return values[0]
@@ -123,10 +123,13 @@ def put_together(structure: Structure, values: Sequence[Any]) -> Any:
     return structure.unflatten(values)
 
 
-def leaves_up_to(given: Any, like: Any) -> list[Any]:
-    """The leaves of `given`, which is a tree as `like`, or has `None` for subtrees of that.
+def flatten_up_to(given: Any, like: Any) -> list[Any]:
+    """Flatten `given` as `like`, where `None` may stand for a whole subtree.
 
-    Raises `ValueError` if it is not.
+    Raises `ValueError` if the trees differ otherwise.
+
+    >>> flatten_up_to({"a": None, "b": 3.0}, {"a": (1.0, 2.0), "b": 4.0})
+    [None, None, 3.0]
     """
     if like is HOLE or isinstance(like, Tensor):
         if given is not None and not _torch.tree_flatten(given)[1].is_leaf():
@@ -141,19 +144,19 @@ def leaves_up_to(given: Any, like: Any) -> list[Any]:
     if kind.is_leaf():
         return [given]
     pairs = zip(ours, children, strict=True)
-    return list(chain.from_iterable(leaves_up_to(g, c) for g, c in pairs))
+    return list(chain.from_iterable(flatten_up_to(g, c) for g, c in pairs))
 
 
-def outline(tree: Any) -> str:
-    """The structure of a tree, with `*` for tensors."""
+def describe_tree(tree: Any) -> str:
+    """The structure of a tree as text, with `*` for tensors."""
     return repr(Structure.of(tree).tree)
 
 
 def aval_of_value(value: Any) -> Any:
-    """The aval of a tensor, or what else stands in its place."""
+    """The aval of a tensor; of anything else, itself."""
     return Aval.of(value) if isinstance(value, Tensor) else value
 
 
-def holes_of(structure: Structure) -> list[bool]:
-    """For each leaf of a structure, whether it is a tensor."""
+def mark_tensors(structure: Structure) -> list[bool]:
+    """Whether each leaf of a structure is a tensor."""
     return [leaf is HOLE for leaf in _torch.tree_flatten(structure.tree)[0]]

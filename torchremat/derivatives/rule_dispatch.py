@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
-from torchremat.derivatives.rules import FlatRule, MappedAxis, Recorded, is_inexact
+from torchremat.derivatives.rules import FlatRule, Recorded, RuleAxis, is_inexact
 from torchremat.errors import ClosureError
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.axes.named_axes import frame_being_mapped
@@ -45,7 +45,7 @@ class CustomCall(torch.autograd.Function):
         if level == kinds.Grad:
             return _record(cls, rule, inputs)
         if level == kinds.Jvp:
-            return _pushed(rule, inputs)
+            return _push(rule, inputs)
         if level == kinds.Vmap:
             return _map(cls, rule, inputs)
         if level == kinds.Functionalize:
@@ -63,7 +63,7 @@ class CustomCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rule: FlatRule, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the rule, and keep the residuals; and the inputs, if it must run again."""
+        """Run the rule, and save the residuals; also the inputs, if it must run again."""
         perturbed = ctx.needs_input_grad[1:]
         values = [tensor.detach() for tensor in inputs]
         tracing = current_tracing()
@@ -75,18 +75,18 @@ class CustomCall(torch.autograd.Function):
                 recorded = rule.record(values, perturbed)
         if records:
             _refuse_closures(rule, [*recorded.outputs, *recorded.residuals])
-        outputs = _distinct(recorded.outputs, values)
+        outputs = _copy_aliases(recorded.outputs, values)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in outputs if not is_inexact(t)))
         if any(perturbed):
-            _keep(ctx, rule, recorded, inputs, values, outputs)
+            _save(ctx, rule, recorded, inputs, values, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        """Run the rule's way back; differentiably, if that is to be differentiated again."""
+        """Run the derivative of the rule; differentiably, if autograd makes a graph of it."""
         count = ctx.num_residuals
-        saved = ctx.saved_tensors  # hooks may refuse to be asked twice
+        saved = ctx.saved_tensors  # saved-tensor hooks may refuse to unpack twice
         residuals, inputs = saved[:count], saved[count:]
         with _as_in_forward(ctx):
             if torch.is_grad_enabled() and ctx.reruns:
@@ -95,7 +95,7 @@ class CustomCall(torch.autograd.Function):
             if ctx.pull is None:
                 raise RuntimeError(
                     "Trying to backward through the graph a second time: what the rule of "
-                    f"{ctx.rule.name} kept has been freed. Specify retain_graph=True for the first"
+                    f"{ctx.rule.name} saved has been freed. Specify retain_graph=True for the first"
                 )
             gradients = ctx.pull(residuals, cotangents)
         if ctx.reruns and not _torch.keeps_graph_after_backward():
@@ -111,7 +111,7 @@ class CustomJvpCall(CustomCall):
     """A call of a `custom_jvp` function."""
 
 
-def _keep(
+def _save(
     ctx: Any,
     rule: FlatRule,
     recorded: Recorded,
@@ -121,9 +121,9 @@ def _keep(
 ) -> None:
     """Save what the backward pass reads.
 
-    A residual that is an input or output has a place in autograd's graph, so that a derivative of
-    the backward pass flows on through it. What flows through others is found by running the rule
-    again, for which the inputs are kept.
+    A residual that is an input or output has a place in autograd's graph: a derivative of the
+    backward pass flows through it. What flows through other residuals is found by running the rule
+    again, which needs the inputs.
     """
     places = {id(v): t for v, t in zip(values, inputs, strict=True)}
     places |= {id(v): t for v, t in zip(recorded.outputs, outputs, strict=True)}
@@ -138,7 +138,7 @@ def _keep(
 
 @contextmanager
 def _as_in_forward(ctx: Any) -> Iterator[None]:
-    """A block with the autocast that the forward pass had."""
+    """Enter the autocast of the forward pass."""
     if ctx.state is None:
         yield
         return
@@ -146,8 +146,11 @@ def _as_in_forward(ctx: Any) -> Iterator[None]:
         yield
 
 
-def _distinct(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs as tensors of their own, none an input or another output."""
+def _copy_aliases(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Make a view of each output that is an input or another output.
+
+    Autograd allows an output to be only one of these.
+    """
     seen = set(map(id, inputs))
     result = []
     for output in outputs:
@@ -167,21 +170,21 @@ def _record(cls: type[CustomCall], rule: FlatRule, inputs: Sequence[Tensor]) -> 
         if any(perturbed) and rule.records_at_level:
             recorded = rule.record(inner, perturbed)
             _refuse_closures(rule, recorded.outputs)
-            return _distinct(recorded.outputs, inner), recorded.residuals, recorded.pull
-        with lower(), _Below(rule, level):
+            return _copy_aliases(recorded.outputs, inner), recorded.residuals, recorded.pull
+        with lower(), _ClosuresBelow(rule, level):
             if not any(perturbed):
                 return cls.apply(rule, *inner), [], lambda *_: [None] * len(inner)
             recorded = rule.record(inner, perturbed)
-        return _distinct(recorded.outputs, inner), recorded.residuals, recorded.pull
+        return _copy_aliases(recorded.outputs, inner), recorded.residuals, recorded.pull
 
     return _torch.record_at_current_level(record, inputs)
 
 
-def _pushed(rule: FlatRule, inputs: Sequence[Tensor]) -> Any:
+def _push(rule: FlatRule, inputs: Sequence[Tensor]) -> Any:
     level = _torch.transform_depth()
 
     def push(primals: list[Tensor], tangents: list[Tensor | None]) -> Any:
-        with _Below(rule, level):
+        with _ClosuresBelow(rule, level):
             return rule.push(primals, tangents)
 
     return _torch.push_forward_at_current_level(push, inputs)
@@ -193,17 +196,17 @@ def _map(cls: type[CustomCall], rule: FlatRule, inputs: Sequence[Tensor]) -> Any
     def apply(inner: Sequence[Tensor], in_dims: Any, size: int, randomness: str) -> Any:
         frame = frame_being_mapped()
         name = None if frame is None else frame.name
-        mapped = rule.mapped(MappedAxis(tuple(in_dims), size, randomness, name, level))
-        return cls.apply(mapped, *inner), mapped.out_dims
+        over_axis = rule.map_over(RuleAxis(tuple(in_dims), size, randomness, name, level))
+        return cls.apply(over_axis, *inner), over_axis.out_dims
 
     return _torch.map_at_current_level(apply, inputs)
 
 
-# --- what a function closes over ------------------------------------------------------------------
+# --- tensors that a function closes over ----------------------------------------------------------
 
 
-class _Below(TorchFunctionMode):
-    """Code of a rule runs below `level`: it sees what it closes over as the levels there do."""
+class _ClosuresBelow(TorchFunctionMode):
+    """Code of a rule runs below `level`: it sees closed-over tensors as the levels there do."""
 
     def __init__(self, rule: FlatRule, level: int) -> None:
         super().__init__()
@@ -216,23 +219,25 @@ class _Below(TorchFunctionMode):
         kwargs = kwargs or {}
         if _torch.transform_depth() >= self.level:
             return func(*args, **kwargs)  # the code has opened levels of its own, of this number
-        return func(*map_arguments(self._lowered, args), **map_arguments(self._lowered, kwargs))
+        return func(
+            *map_arguments(self._remove_level, args), **map_arguments(self._remove_level, kwargs)
+        )
 
-    def _lowered(self, tensor: Tensor) -> Tensor:
+    def _remove_level(self, tensor: Tensor) -> Tensor:
         below, varies = _torch.without_level(tensor, self.level)
         if varies:
-            raise _closure_error(self.rule, tensor)
+            raise _make_closure_error(self.rule, tensor)
         return below
 
 
 def _refuse_closures(rule: FlatRule, results: Sequence[Tensor]) -> None:
-    """Raise if results that come of inputs without a gradient have one."""
+    """Raise if results have a gradient though no input has one."""
     for tensor in results:
         if tensor.requires_grad:
-            raise _closure_error(rule, tensor)
+            raise _make_closure_error(rule, tensor)
 
 
-def _closure_error(rule: FlatRule, tensor: Tensor) -> ClosureError:
+def _make_closure_error(rule: FlatRule, tensor: Tensor) -> ClosureError:
     kind, rules = ("custom_jvp", "JVP") if hasattr(rule, "jvp") else ("custom_vjp", "VJP")
     return ClosureError(
         f"Detected differentiation of a {kind} function with respect to a closed-over value. That "

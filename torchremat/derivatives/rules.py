@@ -1,17 +1,17 @@
 """Functions of flat tensors that bring their own derivative, and what `vmap` makes of them.
 
-A rule knows nothing of the levels of `torch.func` around it: `calls.py` applies it level by level,
-on tensors as the levels below see them. Mapped over an axis a rule is a rule again:
+A rule knows nothing of the levels of `torch.func` around it. `rule_dispatch.py` applies it level by
+level, on tensors as the levels below see them. Mapped over an axis, a rule is another rule:
 
-    bwd(residuals, ct)      -> ct of inputs
-    mapped                  -> each example's; summed for an input that all examples share
+    y_i = f(x_i, w)         x: mapped, w: shared by all examples
+    bwd:                    dx_i = dy_i df/dx_i,    dw = sum_i dy_i df/dw
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,14 +26,16 @@ from torchremat.tracing.capture import map_arguments
 Tensors = Sequence[Tensor]
 Cotangents = Sequence[Tensor | None]
 Dims = tuple[int | None, ...]
+Pushed = tuple[list[Tensor], list[Tensor | None]]
+"""Outputs and their tangents, `None` for zero."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A function as it runs to be differentiated: its outputs, and the way back.
+    """The outputs of a function that is differentiated, its residuals and its derivative.
 
-    `pull(residuals, cotangents)` gives the cotangents of the inputs, `None` for zero. Beside
-    `residuals` it may hold tensors of its own (`holds_more`).
+    `pull(residuals, cotangents)` gives the cotangents of the inputs, `None` for zero. It
+    `holds_more` if it refers to tensors that are not among `residuals`.
     """
 
     outputs: list[Tensor]
@@ -43,7 +45,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class MappedAxis:
+class RuleAxis:
     """An axis that a rule is mapped over, and where it is in each input."""
 
     in_dims: Dims
@@ -56,18 +58,21 @@ class MappedAxis:
     def run(self, function: Callable[..., Any], dims: Dims, values: Tensors) -> tuple[Any, Dims]:
         """Map `function`: outputs, and where the axis is in each, `None` if they do not vary."""
 
-        def seen(*inputs: Tensor) -> Any:
-            with _Mapped(self.level, _torch.transform_depth()):
+        def run_at_level(*inputs: Tensor) -> Any:
+            with _MappedClosures(self.level, _torch.transform_depth()):
                 return function(*inputs)
 
-        outputs, found = run_mapped(seen, dims, self.size, self.randomness, self.name)(*values)
+        outputs, found = run_mapped(run_at_level, dims, self.size, self.randomness, self.name)(
+            *values
+        )
         return outputs, tuple(found)
 
 
-class _Mapped(TorchFunctionMode):
-    """What a function closes over is mapped by the level that runs it, not that of its call.
+class _MappedClosures(TorchFunctionMode):
+    """Tensors that a function closes over are mapped by the level that runs it.
 
-    In between levels have been set aside, so that its number is another.
+    They were mapped by the level of its call. Levels between the two have been removed since, so
+    that the number of the level has changed from `level` to `now`.
     """
 
     def __init__(self, level: int, now: int) -> None:
@@ -81,44 +86,64 @@ class _Mapped(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.now == self.level or _torch.transform_depth() >= self.level:
             return func(*args, **kwargs)
-        return func(*map_arguments(self._seen, args), **map_arguments(self._seen, kwargs))
+        return func(*map_arguments(self._move_axis, args), **map_arguments(self._move_axis, kwargs))
 
-    def _seen(self, tensor: Tensor) -> Tensor:
+    def _move_axis(self, tensor: Tensor) -> Tensor:
         return _torch.with_batch_at(tensor, self.level, self.now)
 
 
+@dataclass(eq=False, repr=False)
 class FlatRule(ABC):
     """A function of tensors with a derivative of its own."""
 
-    name: str
-    records_at_level = False
+    records_at_level: ClassVar[bool] = False
     """Whether `record` runs in the level of `torch.func` that differentiates, not below it."""
-    out_dims: Dims = ()
+    out_dims: Dims = field(default=(), init=False)
     """After a run of a mapped rule, where the axis is in each output."""
 
-    @abstractmethod
-    def primal(self, inputs: Tensors) -> list[Tensor]:
-        """The function where nothing is differentiated."""
+    name: str
+    primal: Callable[[Tensors], list[Tensor]]
+    """The function where nothing is differentiated."""
 
     @abstractmethod
     def record(self, inputs: Tensors, perturbed: Sequence[bool]) -> Recorded:
-        """The function where its `perturbed` inputs are differentiated, in reverse mode.
+        """Run the function, whose `perturbed` inputs are differentiated in reverse mode.
 
         It runs below the level that differentiates, unless it `records_at_level`.
         """
 
-    @abstractmethod
-    def push(
-        self, primals: Tensors, tangents: Cotangents
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs and tangents of the outputs, `None` for zero."""
+    def push(self, primals: Tensors, tangents: Cotangents) -> Pushed:
+        """Compute outputs and tangents of the outputs, `None` for zero."""
+        if all(tangent is None for tangent in tangents):
+            outputs = self.primal(primals)
+            return outputs, [None] * len(outputs)
+        return self._push(primals, tangents)
 
     @abstractmethod
-    def mapped(self, axis: MappedAxis) -> "FlatRule":
-        """The rule of the function mapped over an axis."""
+    def _push(self, primals: Tensors, tangents: Cotangents) -> Pushed: ...
+
+    @abstractmethod
+    def map_over(self, axis: RuleAxis) -> "FlatRule":
+        """Make the rule of the function mapped over an axis."""
 
     def __repr__(self) -> str:
         return self.name
+
+
+@dataclass(eq=False)
+class _RuleOverAxis:
+    """The functions of a rule, mapped. `rule` is made of them, and notes its `out_dims`."""
+
+    of: Any
+    axis: RuleAxis
+    rule: FlatRule = field(init=False)
+
+    def primal(self, inputs: Tensors) -> list[Tensor]:
+        def function(*values: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.of.primal(values))
+
+        outputs, self.rule.out_dims = self.axis.run(function, self.axis.in_dims, inputs)
+        return list(outputs)
 
 
 # --- a rule for reverse mode ----------------------------------------------------------------------
@@ -128,63 +153,40 @@ class FlatRule(ABC):
 class VjpRule(FlatRule):
     """A function with forward and backward rules.
 
-    `fwd(inputs, perturbed)` gives outputs, residuals and what else `bwd(rest, residuals,
-    cotangents)` has to know.
+    outputs, residuals, rest = fwd(inputs, perturbed)       rest: any Python value
+    cotangents of inputs = bwd(rest, residuals, cotangents)
     """
 
-    name: str
-    primal_fun: Callable[[Tensors], list[Tensor]]
     fwd: Callable[[Tensors, Sequence[bool]], tuple[list[Tensor], list[Tensor], Any]]
     bwd: Callable[[Any, Tensors, Cotangents], list[Tensor | None]]
 
-    def primal(self, inputs: Tensors) -> list[Tensor]:
-        """The function where nothing is differentiated."""
-        return self.primal_fun(inputs)
-
     def record(self, inputs: Tensors, perturbed: Sequence[bool]) -> Recorded:
-        """The forward rule, and the way back that the backward rule is."""
+        """Run the forward rule; the backward rule is the derivative."""
         outputs, residuals, rest = self.fwd(inputs, perturbed)
         return Recorded(outputs, residuals, partial(self._pull, rest))
 
     def _pull(self, rest: Any, residuals: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
-        # autograd hands over, and wants, the conjugates
+        # autograd's gradients are the conjugates of cotangents
         found = self.bwd(rest, residuals, [_conjugate(ct) for ct in cotangents])
         return [_conjugate(gradient) for gradient in found]
 
-    def push(
-        self, primals: Tensors, tangents: Cotangents
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs and tangents of the outputs."""
-        if all(tangent is None for tangent in tangents):
-            outputs = self.primal(primals)
-            return outputs, [None] * len(outputs)
+    def _push(self, primals: Tensors, tangents: Cotangents) -> Pushed:
         raise ForwardModeError(
             "can't apply forward-mode differentiation (jvp) to a custom_vjp function. "
             f"{self.name} has only a rule for reverse mode: give it one for forward mode, from "
             "which reverse mode follows, with custom_jvp."
         )
 
-    def mapped(self, axis: MappedAxis) -> "FlatRule":
-        """The rule of the function mapped over an axis."""
-        return _map_vjp(self, axis)
+    def map_over(self, axis: RuleAxis) -> "VjpRule":
+        """Make the rule of the function mapped over an axis."""
+        over = _VjpOverAxis(self, axis)
+        over.rule = rule = VjpRule(self.name, over.primal, over.fwd, over.bwd)
+        return rule
 
 
 @dataclass(eq=False)
-class _VjpOverAxis:
-    """The functions of a `VjpRule`, mapped."""
-
+class _VjpOverAxis(_RuleOverAxis):
     of: VjpRule
-    axis: MappedAxis
-    rule: VjpRule = field(init=False)
-
-    def primal(self, inputs: Tensors) -> list[Tensor]:
-        """The function where nothing is differentiated."""
-
-        def function(*values: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.of.primal(values))
-
-        outputs, self.rule.out_dims = self.axis.run(function, self.axis.in_dims, inputs)
-        return list(outputs)
 
     def fwd(
         self, inputs: Tensors, perturbed: Sequence[bool]
@@ -224,16 +226,10 @@ class _VjpOverAxis:
         return scatter_values(placed, found, len(self.axis.in_dims))
 
     def _like_input(self, gradient: Tensor, dim: int | None, in_dim: int | None) -> Tensor:
-        """A cotangent with the axis where its input has it; summed if that is nowhere."""
+        """Put the axis where the input has it; sum over it if the input has none."""
         if in_dim is None:
             return gradient if dim is None else gradient.sum(dim)
         return place_axis(gradient, dim, in_dim, self.axis.size)
-
-
-def _map_vjp(rule: VjpRule, axis: MappedAxis) -> VjpRule:
-    over = _VjpOverAxis(rule, axis)
-    over.rule = VjpRule(rule.name, over.primal, over.fwd, over.bwd)
-    return over.rule
 
 
 # --- a rule for forward mode ----------------------------------------------------------------------
@@ -241,32 +237,24 @@ def _map_vjp(rule: VjpRule, axis: MappedAxis) -> VjpRule:
 
 @dataclass(eq=False, repr=False)
 class JvpRule(FlatRule):
-    """A function with a rule for tangents. In reverse mode, that is transposed."""
+    """A function with a rule for tangents, which is transposed in reverse mode.
+
+    y, dy = jvp(x, dx),  dy = J dx:     ct_x = ct_y J
+    """
 
     records_at_level = True
 
-    name: str
-    primal_fun: Callable[[Tensors], list[Tensor]]
-    jvp: Callable[[Tensors, Cotangents], tuple[list[Tensor], list[Tensor | None]]]
+    jvp: Callable[[Tensors, Cotangents], Pushed]
 
-    def primal(self, inputs: Tensors) -> list[Tensor]:
-        """The function where nothing is differentiated."""
-        return self.primal_fun(inputs)
-
-    def push(
-        self, primals: Tensors, tangents: Cotangents
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs and tangents of the outputs."""
-        if all(tangent is None for tangent in tangents):
-            outputs = self.primal(primals)
-            return outputs, [None] * len(outputs)
+    def _push(self, primals: Tensors, tangents: Cotangents) -> Pushed:
         return self.jvp(primals, tangents)
 
     def record(self, inputs: Tensors, perturbed: Sequence[bool]) -> Recorded:
-        """Run the rule on tangents of zero, which are what is differentiated: it is linear there.
+        """Run the rule on tangents of zero, and differentiate it with respect to these.
 
-        What depends on the primals alone is a constant to that. Inside of a level of `torch.func`,
-        it is that level that differentiates.
+        The rule is linear in them, so that its derivative anywhere is the rule. To that what
+        depends on the primals alone is a constant. Inside of a level of `torch.func`, that level
+        differentiates.
         """
         wrt = [i for i, chosen in enumerate(perturbed) if chosen]
         is_level = _torch.innermost_transform() == _torch.TransformType.Grad
@@ -283,17 +271,17 @@ class JvpRule(FlatRule):
 
         return Recorded(outputs, [], pull, holds_more=True)
 
-    def mapped(self, axis: MappedAxis) -> "FlatRule":
-        """The rule of the function mapped over an axis."""
+    def map_over(self, axis: RuleAxis) -> "JvpRule":
+        """Make the rule of the function mapped over an axis."""
         over = _JvpOverAxis(self, axis)
-        over.rule = JvpRule(self.name, over.primal, over.push)
-        return over.rule
+        over.rule = rule = JvpRule(self.name, over.primal, over.push)
+        return rule
 
 
 def _transpose_rule(
     leaves: Tensors, tangents: Cotangents, cotangents: Cotangents
 ) -> Sequence[Tensor | None]:
-    """The cotangents of `leaves`, of which `tangents` are a linear function."""
+    """Compute the cotangents of `leaves`, of which `tangents` are a linear function."""
     pairs = [
         (tangent, ct)
         for tangent, ct in zip(tangents, cotangents, strict=True)
@@ -312,26 +300,10 @@ def _transpose_rule(
 
 
 @dataclass(eq=False)
-class _JvpOverAxis:
-    """The functions of a `JvpRule`, mapped."""
-
+class _JvpOverAxis(_RuleOverAxis):
     of: JvpRule
-    axis: MappedAxis
-    rule: JvpRule = field(init=False)
 
-    def primal(self, inputs: Tensors) -> list[Tensor]:
-        """The function where nothing is differentiated."""
-
-        def function(*values: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.of.primal(values))
-
-        outputs, self.rule.out_dims = self.axis.run(function, self.axis.in_dims, inputs)
-        return list(outputs)
-
-    def push(
-        self, primals: Tensors, tangents: Cotangents
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs and tangents of the outputs."""
+    def push(self, primals: Tensors, tangents: Cotangents) -> Pushed:
         given = [i for i, t in enumerate(tangents) if t is not None]
         nonzero: list[int] = []
         count = len(primals)
@@ -348,12 +320,12 @@ class _JvpOverAxis:
         values = [*primals, *(t for t in tangents if t is not None)]
         results, at = self.axis.run(function, dims, values)
         num_outputs = len(results) - len(nonzero)
-        return self._aligned(results, at, nonzero, num_outputs)
+        return self._align_axes(results, at, nonzero, num_outputs)
 
-    def _aligned(
+    def _align_axes(
         self, results: Tensors, at: Dims, nonzero: Sequence[int], num_outputs: int
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Each output and its tangent with the axis in the same place."""
+    ) -> Pushed:
+        """Put the axis of each output and of its tangent in the same place."""
         tangents = scatter_values(results[num_outputs:], nonzero, num_outputs)
         tangent_dims = scatter_values(at[num_outputs:], nonzero, num_outputs)
         out_dims = [
@@ -372,11 +344,11 @@ class _JvpOverAxis:
         return outputs, moved
 
 
-# --- what both share -----------------------------------------------------------------------------
+# --- shared by both ------------------------------------------------------------------------------
 
 
 def place_axis(tensor: Tensor, dim: int | None, to: int | None, size: int) -> Tensor:
-    """`tensor` with its axis moved from `dim` to `to`; repeated along a new one if it has none."""
+    """Move the axis of `tensor` from `dim` to `to`; repeat it along a new one if it has none."""
     if to is None or dim == to:
         return tensor
     if dim is not None:
@@ -387,7 +359,11 @@ def place_axis(tensor: Tensor, dim: int | None, to: int | None, size: int) -> Te
 
 
 def scatter_values(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
-    """`values` at `positions` of a list of `count`, `None` elsewhere."""
+    """Put `values` at `positions` of a list of `count`, and `None` elsewhere.
+
+    >>> scatter_values(["a", "b"], [2, 0], 3)
+    ['b', None, 'a']
+    """
     result: list[Any] = [None] * count
     for position, value in zip(positions, values, strict=True):
         result[position] = value
@@ -400,7 +376,7 @@ def is_inexact(value: Any) -> bool:
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros of that shape in the memory of one."""
+    """Make zeros that take the memory of one number."""
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 

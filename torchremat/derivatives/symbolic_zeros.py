@@ -61,10 +61,12 @@ class CustomVJPPrimal:
 
 
 def zero_of(value: Any, *, symbolic: bool) -> Any:
-    """A tangent of zero for `value`, a tensor or a Python number; `None` if it can have none."""
+    """Zero for an `Aval` or a Python number; `None` if it can have no tangent."""
     if isinstance(value, float | complex):
         return type(value)(0)
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+    if not isinstance(value, Aval):
         return None
-    zero = SymbolicZero(Aval.of(value))
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return None
+    zero = SymbolicZero(value)
     return zero if symbolic else zero.instantiate()

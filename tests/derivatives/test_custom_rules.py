@@ -14,8 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import torchremat as tr
-from torchremat.derivatives.custom_jvp import custom_jvp
-from torchremat.derivatives.custom_vjp import custom_vjp
+from torchremat import custom_jvp, custom_vjp
 from torchremat.derivatives.symbolic_zeros import SymbolicZero
 
 X = torch.tensor(0.7, dtype=torch.float64)

@@ -8,12 +8,20 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchremat as tr
+from torchremat import (
+    custom_jvp,
+    custom_vjp,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linear_transpose,
+    linearize,
+    value_and_grad,
+    vjp,
+)
 from torchremat.core.avals import Aval
-from torchremat.derivatives.custom_jvp import custom_jvp
-from torchremat.derivatives.custom_vjp import custom_vjp
-from torchremat.derivatives.gradients import grad, jvp, value_and_grad, vjp
-from torchremat.derivatives.jacobians import hessian, jacfwd, jacrev
-from torchremat.derivatives.linearize import linear_transpose, linearize
 
 f64 = torch.float64
 X = torch.tensor([0.1, 0.7, 2.0], dtype=f64)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchremat import name_p
 from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.graph import ops
@@ -19,7 +20,6 @@ from torchremat.graph.ops import (
     split_arguments,
     why_unknown,
 )
-from torchremat.policies.checkpoint_name import name_p
 
 aten = torch.ops.aten
 X = Aval((2, 3), torch.float32)

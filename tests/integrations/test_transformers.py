@@ -22,7 +22,7 @@ from torchremat.errors import (
     OptionError,
     PolicyValueError,
 )
-from torchremat.report.live_bytes import LiveBytes
+from torchremat.measure import LiveBytes
 
 transformers = pytest.importorskip("transformers")
 

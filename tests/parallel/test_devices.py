@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
-from torchremat.errors import DeviceError
-from torchremat.parallel import devices as module
-from torchremat.parallel.devices import (
-    Device,
+from torchremat import (
     device_count,
     devices,
     host_count,
@@ -23,6 +20,9 @@ from torchremat.parallel.devices import (
     process_count,
     process_index,
 )
+from torchremat.errors import DeviceError
+from torchremat.parallel import devices as module
+from torchremat.parallel.devices import Device
 
 ROOT = Path(__file__).parents[2]
 CPU = Device(0, torch.device("cpu"))

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import torchremat as tr
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions, trace_joint
-from torchremat.planning import cost_model
-from torchremat.planning.cost_model import CostModel, measure
+from torchremat.planning import CostModel, cost_model
+from torchremat.planning.cost_model import measure
 from torchremat.planning.costs import measured_rates as measuring
 from torchremat.planning.costs import op_timer as profiling
 from torchremat.planning.costs.device_rates import KNOWN_DEVICES, Rates, rates_of

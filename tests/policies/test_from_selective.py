@@ -10,12 +10,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchremat import NotSaved, Offloadable, Recompute, Saveable
 from torchremat.checkpoint_policies import from_selective
 from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError
 from torchremat.graph.ops import split_arguments
 from torchremat.policies.policy import Value
-from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Saveable
 
 aten = torch.ops.aten
 X = Aval((2, 3), torch.float32)

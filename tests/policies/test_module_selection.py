@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import NoMatchError
-from torchremat.policies.module_selection import select_modules
+from torchremat.nn import select_modules
 
 
 class Block(nn.Module):

@@ -7,8 +7,8 @@ import torch
 
 import torchremat as tr
 from torchremat import checkpoint_policies as cp
+from torchremat import name_p
 from torchremat.errors import PolicyError, PolicyValueError, UnmatchedWarning
-from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import Value
 
 aten = torch.ops.aten

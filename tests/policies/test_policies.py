@@ -4,12 +4,11 @@ import pickle
 import pytest
 import torch
 
+from torchremat import NotSaved, Offloadable, Recompute, Saveable, name_p
 from torchremat import checkpoint_policies as cp
 from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError
-from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import Policy, Value, as_policy
-from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Saveable
 
 aten = torch.ops.aten
 X = Aval((2, 3), torch.float32)

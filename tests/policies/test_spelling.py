@@ -3,8 +3,9 @@ import torch
 
 import torchremat as tr
 from torchremat import checkpoint_policies as cp
+from torchremat import policy
 from torchremat.errors import PolicyError, PolicyValueError
-from torchremat.policies.policy import as_policy, policy
+from torchremat.policies.policy import as_policy
 from torchremat.policies.spelling import list_spellings
 
 

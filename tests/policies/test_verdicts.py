@@ -6,18 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from torchremat import NotSaved, Offloadable, Recompute, Saveable
 from torchremat.errors import PolicyError, PolicyValueError
-from torchremat.policies.verdicts import (
-    NotSaved,
-    Offloadable,
-    Recompute,
-    Saveable,
-    as_answer,
-    as_verdict,
-    complement,
-    intersection,
-    union,
-)
+from torchremat.policies.verdicts import as_answer, as_verdict, complement, intersection, union
 
 OFFLOAD = Offloadable("device", "pinned_host")
 ELSEWHERE = Offloadable("device", torch.device("cpu"))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torchremat.report.live_bytes import HeldBytes, HeldTensor, LiveBytes, storages_in
+from torchremat.measure import HeldBytes, HeldTensor, LiveBytes
+from torchremat.report.live_bytes import storages_in
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 

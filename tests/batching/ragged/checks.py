@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchremat.batching.ragged.pile import Pile, pile_axis
+from torchremat.batching import Pile, pile_axis
 from torchremat.batching.ragged.run import Dense, as_pile, run_ragged
 
 LENGTHS = (3, 0, 1, 4)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchremat import _torch
-from torchremat.batching.ragged.pile import Pile, pile_axis
-from torchremat.batching.ragged.pile_type import PileTy
+from torchremat.batching import Pile, PileTy, pile_axis
 from torchremat.batching.ragged.run import as_pile, run_ragged
 from torchremat.errors import RaggedError, RaggedTypeError
 

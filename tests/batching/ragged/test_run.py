@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.batching.ragged.checks import LENGTHS, check, looped, mapped, pile_of
 from torchremat import checkpoint, jit
-from torchremat.batching import axis_index, psum, vmap
-from torchremat.batching.ragged.pile import Pile, pile_axis
+from torchremat.batching import Pile, axis_index, pile_axis, psum, vmap
 from torchremat.batching.ragged.run import Dense, as_pile, run_ragged
 from torchremat.errors import LoopWarning, RaggedError, RaggedTypeError
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import torchremat as tr
 from torchremat.autodiff.joint import Joint
 from torchremat.checkpoint_policies import from_plan, memory_budget
-from torchremat.planning.cost_model import CostModel
+from torchremat.planning import CostModel
 from torchremat.planning.planner import Planner
 from torchremat.report.report import Report
 

@@ -24,8 +24,8 @@ from tests.programs import BUFFERS, DRAWS, WRITES, Program, inputs
 from torchremat.errors import GraphError
 from torchremat.graph.codegen import compile_graph
 from torchremat.measure import LiveBytes
-from torchremat.planning.memory.simulate import simulate
-from torchremat.planning.memory.timeline import CATEGORIES, Timeline
+from torchremat.planning import Timeline, simulate
+from torchremat.planning.memory.timeline import CATEGORIES
 
 # --- models --------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from torchremat.remat.offload import host_pool
 from torchremat.remat.offload import streams as copy_streams
 from torchremat.remat.offload.host_pool import POOL
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 
 pytestmark = pytest.mark.usefixtures("small_values")

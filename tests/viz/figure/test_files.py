@@ -15,7 +15,8 @@ import torchremat as tr
 from tests.viz.steps import mlp_plan
 from torchremat import viz
 from torchremat.core.formatting import human_bytes
-from torchremat.planning.memory.timeline import Lifetime, LiveValue, Point, Timeline
+from torchremat.planning import Timeline
+from torchremat.planning.memory.timeline import Lifetime, LiveValue, Point
 from torchremat.viz.figure.figure import Figure
 from torchremat.viz.pareto_figure import pareto_figure
 

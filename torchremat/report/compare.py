@@ -1,4 +1,4 @@
-"""Several policies side by side: bytes held, peak, and the time that recomputation adds."""
+"""Several policies side by side: bytes saved, peak, and the time that recomputation adds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+# The best of so many runs is compared: one may be disturbed, and `compare` stays interactive.
+# Chosen by hand; nothing depends on the exact value.
 _ROUNDS = 3
 
 
@@ -31,9 +33,9 @@ class Compared:
 
     Attributes:
         name: `plain`, or the policy.
-        report: what `explain` says of it.
-        held: bytes that autograd holds, `report.total`.
-        recomputed: bytes of the values that are computed again.
+        report: the report of `explain`.
+        held: bytes that autograd saves, `report.total`.
+        recomputed: bytes of the recomputed values.
         peak: the most bytes alive at one time of what a forward and backward pass make, gradients
             included; inputs and parameters are not. `None` where nothing was run.
         seconds: best time of a forward and backward pass, `None` where nothing was run.
@@ -48,12 +50,12 @@ class Compared:
 
     @property
     def held(self) -> int:
-        """The bytes that autograd holds."""
+        """The bytes that autograd saves."""
         return self.report.total
 
     @property
     def recomputed(self) -> int:
-        """The bytes of the values that are computed again."""
+        """The bytes of the recomputed values."""
         return self.report.by_decision().get("recomputed", 0)
 
 
@@ -92,7 +94,7 @@ def compare(
     select: Select | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """The bytes held, the peak and the time of `f` as it is and under each of `policies`.
+    """The bytes saved, the peak and the time of `f` as it is and under each of `policies`.
 
     With real tensors each is run: forward, and backward from the sum of all floating-point outputs.
     The time is the best of three, taken in turn; the peak is the bytes of live storages as a
@@ -112,8 +114,8 @@ def compare(
         A `Comparison`; `print` shows it as a table.
 
     Raises:
-        TypeError: if `f` is not callable, if `policies` is no list of policies, if there is nothing
-            to differentiate, or if there is a `select` and `f` is no `nn.Module`.
+        TypeError: if `f` is not callable, or no `nn.Module` where `select` is given; if `policies`
+            is no list of policies; if there is nothing to differentiate.
         ValueError: where `nn.wrap` raises it: `NoMatchError` if `select` matches nothing.
 
     >>> import torch
@@ -158,7 +160,7 @@ def _check_policies(policies: Any) -> list[Any]:
 
 
 def _best_seconds(steps: Mapping[str, MeasuredStep]) -> dict[str, float]:
-    """The best time of each, taken in turn so that what slows the machine slows all."""
+    """The best time of each; the steps take turns, so that a slow machine slows all of them."""
     best = dict.fromkeys(steps, float("inf"))
     for _ in range(_ROUNDS):
         for name, step in steps.items():

@@ -59,7 +59,7 @@ def explain(
     select: Select | None = None,
     **kwargs: Any,
 ) -> Report:
-    """What becomes of every value of the forward pass of `f` that matters to the backward, and why.
+    """The decision, with its reason, on each value of `f` that matters to the backward pass.
 
     `f` is traced on fake tensors and not run. Differentiated are the inputs that require a
     gradient, or all floating-point arguments if none does.
@@ -74,9 +74,9 @@ def explain(
         **kwargs: its keyword arguments.
 
     Returns:
-        A `Report`, with a row for each value that is kept or computed again. Its `total` is the
-        bytes that autograd really holds. How large the workspace of an LSTM's kernel on a CPU is,
-        only the kernel knows: it runs once on zeros, and is left out where `args` are fake or meta.
+        A `Report`, with a row for each value that is saved or recomputed. Its `total` is the
+        bytes that autograd really saves. Only the kernel of an LSTM on a CPU knows the size of its
+        workspace: it runs once on zeros, and is left out where `args` are fake or meta.
 
     Raises:
         TypeError: if `f` is not callable, if there is nothing to differentiate, or if there is a
@@ -98,7 +98,7 @@ def explain(
       2.00 KiB  w  f32[16,32]
     """
     refuse_misspelt(explain, f, kwargs)
-    call = BoundCall(f, args, kwargs)  # before it is wrapped: a wrong `f` is told about by name
+    call = BoundCall(f, args, kwargs)  # before it is wrapped, so that an error names `f`
     if policy is not None or select is not None:
         call = BoundCall(under_policy(f, policy, select), args, kwargs)
     observation = observe_saved(call)
@@ -140,10 +140,10 @@ class ExplainedCall:
         return cls(fun, *_torch.tree_map(make_fake, (args, kwargs)))
 
     def check_still(self, report: Report) -> None:
-        """Raise `TraceError` if the call is no longer what `report` tells of."""
+        """Raise `TraceError` if the call no longer is as in `report`."""
         again = explain(self.fun, *self.args, **self.kwargs)
         known = {(row.name, row.decision) for row in report}
-        # the workspace of a kernel is not known of fake tensors
+        # fake tensors lack the rows of a kernel's workspace
         changed = [row for row in again if (row.name, row.decision) not in known]
         if changed:
             raise TraceError(
@@ -159,7 +159,7 @@ def _only_program(observation: Observation) -> FunctionProgram | None:
 
 
 def report_of(observation: Observation) -> Report:
-    """The report of what was observed."""
+    """The report of an observation, with a row for each input and value."""
     labels = ValueLabels.of(observation.scope)
     inputs: list[tuple[ObservedInput, Row]] = []
     found = _Rows(labels)
@@ -173,13 +173,13 @@ def report_of(observation: Observation) -> Report:
         if call.kwargs["call"] in observation.live_calls and program is not None:
             found.add_replayed(observation.scope.whole_inside(call), program)
     inputs.sort(key=lambda pair: observation.inputs.index(pair[0]))
-    return Report((*(row for _, row in inputs), *found.in_order()))
+    return Report((*(row for _, row in inputs), *found.sort()))
 
 
 def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Report:
     """The report of programs that have run, each of the module of that name.
 
-    What is an input of one and was kept by another is counted by the other.
+    A value that one program saved and another reads as an input is counted once, for the first.
     """
     rows: list[Row] = []
     for name, program in programs:
@@ -188,7 +188,7 @@ def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Repor
         found.add_residuals(scope, program)
         found.add_replayed(scope, program)
         rows += _program_inputs(name, program)
-        rows += found.in_order()
+        rows += found.sort()
     return Report(tuple(rows), RanPrograms(tuple(programs)))
 
 
@@ -206,27 +206,24 @@ class _Rows:
         self.labels = labels
         self._rows: dict[Any, tuple[int, Row]] = {}
 
-    def in_order(self) -> list[Row]:
-        """The rows."""
+    def sort(self) -> list[Row]:
         return [row for _, row in sorted(self._rows.values(), key=lambda pair: pair[0])]
 
     def add_saved(self, saved: SavedStorage) -> None:
-        """What autograd holds."""
         value = saved.value
         if value is None:
             row = Row("literal", "", "", None, saved.aval.shape, saved.aval.dtype, saved.nbytes,
                       "constant", "a number")  # fmt: skip
             self._rows[id(saved)] = (-1, row)
             return
-        decision = _decision_on(saved) or Decision("saved", _reason_saved(saved))
+        decision = _decision_on(saved) or Decision("saved", _reason_of_saved(saved))
         if decision.outcome == "offloaded" and not saved.offloaded_to:
-            decision = Decision("saved", "under torch.func what is kept is an output: it stays")
+            decision = Decision("saved", "under torch.func residuals are outputs, which stay")
         if value.is_constant:
             decision = Decision("constant", decision.reason)
         self._add(value, decision, saved.nbytes, saved.aval)
 
     def add_residuals(self, scope: Scope, program: FunctionProgram) -> None:
-        """What a program hands on to its derivative."""
         for i, node in enumerate(program.residuals):
             tensor = node.meta["val"]
             decision = _decision_of(program, node)
@@ -238,9 +235,9 @@ class _Rows:
             self._add(scope.value_of(node), decision, nbytes, aval)
 
     def add_replayed(self, scope: Scope, program: FunctionProgram) -> None:
-        """What the derivative of a program, which runs in `scope`, computes again.
+        """Add the values that the derivative of a program, which runs in `scope`, recomputes.
 
-        It is what of the forward pass is in its backward graph.
+        They are the operators of the forward pass in its backward graph.
         """
         given = (True,) * len(program.differentiable)
         needed = tuple(spec.requires_grad for spec in program.region.specs)
@@ -250,7 +247,7 @@ class _Rows:
     def _add_replays(
         self, scope: Scope, backward: fx.GraphModule, program: FunctionProgram | None
     ) -> None:
-        """Those in a `backward` graph, whose forward half is that of `scope`."""
+        """Add the values of a `backward` graph, whose forward half is that of `scope`."""
         decisions = {} if program is None else program.decisions.by_value
         reasons = {node.name: decision.reason for node, decision in decisions.items()}
         calls = {call.kwargs["call"]: call for call in scope.calls}
@@ -265,17 +262,17 @@ class _Rows:
                     self._add_replays(inner, body_of(node), self.labels.programs.get(inner.path))
             elif is_computed(node) and is_forward(node) and not draws_again(node):
                 reason = reasons.get(node.name, "the backward pass needs it")
-                self._add_again(ScopedValue(node, scope), reason)
+                self._add_recomputed(ScopedValue(node, scope), reason)
 
     def _add_body(self, scope: Scope, body: fx.GraphModule, reason: str) -> None:
-        """All that a body computes, which the derivative around it runs again."""
+        """Add the values of a body, which the derivative around it runs again."""
         for node in body.graph.nodes:
             if is_checkpoint(node):
                 self._add_body(scope.whole_inside(node), body_of(node), reason)
             elif is_computed(node):
-                self._add_again(ScopedValue(node, scope), reason)
+                self._add_recomputed(ScopedValue(node, scope), reason)
 
-    def _add_again(self, value: ScopedValue, reason: str) -> None:
+    def _add_recomputed(self, value: ScopedValue, reason: str) -> None:
         aval = value.aval
         if aval is not None and not value.is_constant:
             self._add(value, Decision("recomputed", reason), aval.nbytes, aval)
@@ -295,8 +292,8 @@ class _Rows:
 # --- reasons -------------------------------------------------------------------------------------
 
 
-def _reason_saved(saved: SavedStorage) -> str:
-    """Which node of autograd's graph holds a value: a checkpoint's last, if there are others."""
+def _reason_of_saved(saved: SavedStorage) -> str:
+    """The reason names the node of autograd that saves the value; a checkpoint's comes last."""
     plain = [node for node in saved.readers if not hasattr(node, "program")]
     if plain:
         return f"no checkpoint decides: {plain[0].name()} reads it"
@@ -306,13 +303,12 @@ def _reason_saved(saved: SavedStorage) -> str:
 
 
 def _decision_on(saved: SavedStorage) -> Decision | None:
-    """What a policy said of a value that a checkpoint keeps."""
     decisions = map(decision_inside, map(base_of, saved.nodes))
     return next((decision for decision in decisions if decision is not None), None)
 
 
 def decision_inside(node: fx.Node) -> Decision | None:
-    """What a policy said of `node`, if that is what a checkpoint keeps."""
+    """A policy's decision on `node`, if that is a residual of a checkpoint."""
     if not (is_item(node) and is_checkpoint(call_of(node))):
         return None
     program = program_of(call_of(node))

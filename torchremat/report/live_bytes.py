@@ -1,8 +1,8 @@
-"""Bytes as they are: those alive at each moment, and those autograd holds for the backward pass.
+"""Counts of bytes: alive at each moment, and saved by autograd for the backward pass.
 
-Both count *storages*, each once however many tensors look into it, at its full size. PyTorch keeps
-one Python object for a storage from the first time it is asked for until the storage is freed, also
-when only C++ refers to it: a weak reference to that object says to the byte when it is gone.
+Both count *storages* at their full size, each once however many tensors lie in it. PyTorch creates
+one Python object for a storage, at its first use. It lives until the storage is freed, even if only
+C++ refers to the storage. So a weak reference to that object tells when the storage is freed.
 """
 
 import weakref
@@ -11,7 +11,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from torchremat._torch import HigherOrderOperator, TorchDispatchMode, tree_flatten
+from torchremat._torch import (
+    HigherOrderOperator,
+    TorchDispatchMode,
+    parts_of_coo,
+    tree_flatten,
+    version_of,
+)
 from torchremat.remat.offload.host_pool import holds
 
 # torch.tensor(...) makes its storage unseen by dispatch modes and then passes it through this one
@@ -19,9 +25,9 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class HeldTensor(NamedTuple):
-    """A storage that autograd holds, as the first tensor saved in it looks; `nbytes` is all of it.
+    """A storage that autograd saves: shape and dtype of the first tensor in it, and all its bytes.
 
-    A view that is saved holds its whole base: `nbytes` may be more than `shape` needs.
+    A saved view keeps its whole base alive: `nbytes` may be more than `shape` needs.
     """
 
     shape: tuple[int, ...]
@@ -33,11 +39,11 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live storages made by operators inside a `with` block, and their peak.
 
     A storage counts from the operator that returns it until it is freed, on every device but
-    `meta`. One that was there before the block counts only once `add` has been told of it. Freed
-    storages are taken off also after the block. What a kernel allocates and frees within itself is
-    not seen, nor are storages that no operator made (`torch.from_numpy`) until they are added; a
-    storage resized through `UntypedStorage.resize_` counts at its new size from the next
-    operator that returns a tensor in it.
+    `meta`. An older one counts from a call of `add`. Storages that are freed after the block stop
+    counting, too. Memory that a kernel allocates and frees within itself is not seen, nor are
+    storages that no operator made (`torch.from_numpy`), unless they are added. A storage resized
+    through `UntypedStorage.resize_` counts at its new size from the next operator that returns a
+    tensor in it.
 
     The peak is taken after each operator, when what it read and what it wrote are both alive.
     Operators inside `torch.cond` and other higher-order operators are seen.
@@ -76,8 +82,8 @@ class LiveBytes(TorchDispatchMode):
     def add(self, *trees: Any) -> None:
         """Count the storages of the tensors in `trees` too; a module stands for its state.
 
-        `trees` are pytrees of tensors, `nn.Module`s (parameters and buffers), and anything else,
-        which is passed over.
+        `trees` are pytrees of tensors and `nn.Module`s (parameters and buffers); other leaves do
+        not count.
 
         >>> memory = LiveBytes()
         >>> memory.add(torch.nn.Linear(3, 2).requires_grad_(False))
@@ -115,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
             self._peak = max(self._peak, self.live)
 
     def _watch(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """`body`, which a higher-order operator calls, with its operators counted again."""
+        """`body`, which a higher-order operator calls outside this mode, under this mode."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -125,19 +131,19 @@ class LiveBytes(TorchDispatchMode):
 
 
 class HeldBytes:
-    """Counts the bytes that autograd holds of what runs inside a `with` block.
+    """Counts the bytes that autograd saves for operators inside a `with` block.
 
-    Arguments are what does not count although it is saved: trees of tensors, `nn.Module`s for
-    their parameters and buffers. Everything else that a node saves for its backward counts, through
-    `torch.autograd.graph.saved_tensors_hooks`, from when it is saved until the node has run
-    backward or is freed. The tensors are kept and given back as they are, so the numbers of the
-    training do not change; one that is changed in place still raises when the backward reads it.
-    Not counted is what is offloaded: it is in the host's memory, and `host_stats` tells.
-    What an `autograd.Function` stores on its `ctx` in another way is not seen. PyTorch refuses
-    such hooks under `torch.func.grad`, `vjp` and `jacrev`.
+    Tensors among the arguments do not count: trees of tensors, and `nn.Module`s for their
+    parameters and buffers. Every other saved tensor counts until its node has run backward or is
+    freed; `torch.autograd.graph.saved_tensors_hooks` finds it. The hooks return the same tensors,
+    so that the numbers of the training do not change. A tensor that is changed in place still
+    raises when the backward pass reads it. Offloaded values are in the host's memory and do not
+    count; `host_stats` counts them. Tensors that an `autograd.Function` stores on its `ctx` in
+    another way are not seen. PyTorch refuses such hooks under `torch.func.grad`, `vjp` and
+    `jacrev`.
 
-    Inside the block `total` and `tensors` tell of now, after it of the moment when it ended: put
-    the forward pass in it, and the backward pass after it. Each block counts anew.
+    Inside the block `total` and `tensors` are those of now, after it those of its end: put the
+    forward pass in it, and the backward pass after it. Each block counts anew.
 
     >>> w = torch.ones(4, 4, requires_grad=True)
     >>> x = torch.ones(8, 4)
@@ -158,12 +164,12 @@ class HeldBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of the storages that autograd holds, each once."""
+        """Bytes of the storages that autograd saves, each once."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def tensors(self) -> list[HeldTensor]:
-        """One entry for each storage that autograd holds, in the order in which it was saved."""
+        """One entry for each saved storage, in the order in which they were saved."""
         return self._list_saved() if self._at_exit is None else self._at_exit
 
     def __enter__(self) -> Self:
@@ -201,34 +207,34 @@ class HeldBytes:
 
 
 class _Saved:
-    """What autograd holds in place of a tensor; it dies when autograd lets go of the tensor."""
+    """Autograd stores this object in place of a tensor, and frees it as it would the tensor."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # of a result PyTorch gives an alias with the node as its grad_fn: kept so, it would be kept
-        # by the node that it keeps, for ever. Detached, it has the same storage and version
+        # A saved result has the node that saves it as grad_fn: a cycle that nothing would free.
+        # Detached, it has the same storage and version.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor; PyTorch leaves the check of its version to the hooks where there are any."""
-        if self.tensor._version != self.version:
+        """The tensor, after the check of its version that PyTorch leaves to hooks."""
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at "
-                f"version {self.tensor._version}; expected version {self.version}. Change a copy "
-                "of it, or change it after the backward pass"
+                f"version {version_of(self.tensor)}; expected version {self.version}. Change a "
+                "copy of it, or change it after the backward pass"
             )
         return self.tensor
 
 
 class _Storages:
-    """A set of living storages and the sum of their bytes; the dead leave by themselves."""
+    """A set of storages and the sum of their bytes; a freed storage leaves by itself."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        # by id, which is another storage's only after the reference's callback has run
+        # By id: Python reuses it for another storage only after the reference's callback ran.
         self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
@@ -241,12 +247,12 @@ class _Storages:
         if key in self._entries:
             reference, old_nbytes = self._entries[key]
         else:
-            reference, old_nbytes = weakref.ref(storage, self._remover(key)), 0
+            reference, old_nbytes = weakref.ref(storage, self._make_remover(key)), 0
         self._entries[key] = reference, nbytes
         self.nbytes += nbytes - old_nbytes
 
-    def _remover(self, key: int) -> Callable[[object], None]:
-        # through a weak reference: a long-lived parameter must not keep every set it was put in
+    def _make_remover(self, key: int) -> Callable[[object], None]:
+        # A weak reference, so that a long-lived parameter does not keep every set alive.
         myself = weakref.ref(self)
 
         def remove(_: object) -> None:
@@ -285,8 +291,7 @@ def _parts(tensor: torch.Tensor) -> list[Any] | None:
         names, _ = tensor.__tensor_flatten__()
         return [getattr(tensor, name) for name in names]
     if tensor.layout is torch.sparse_coo:
-        # indices() and values() of one that is not coalesced raise
-        return [tensor._indices(), tensor._values()]
+        return list(parts_of_coo(tensor))
     if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:

@@ -1,4 +1,4 @@
-"""Steps that run: a forward and a backward pass, measured, after which all is as before."""
+"""Steps that run: a forward and a backward pass, measured, without a lasting effect."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ from torchremat.report.observe import Observation
 class MeasuredStep:
     """A forward and a backward pass of `call` that leave no gradients behind.
 
-    Differentiated is what `observation` found, of the same arguments: the backward pass begins at
-    the sum of all floating-point outputs.
+    The inputs that `observation` of the same call differentiates get a gradient. The backward pass
+    begins at the sum of all floating-point outputs.
 
     >>> from torchremat.report.observe import observe_saved
     >>> call = BoundCall(lambda x: torch.sin(torch.sin(x)).sum(), (torch.ones(256),), {})
@@ -36,8 +36,8 @@ class MeasuredStep:
         self._labels = {id(i.tensor): i.label.text for i in inputs}
         self._devices = {i.tensor.device for i in observation.inputs}
 
-    def _arguments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What to pass, and what to differentiate with respect to."""
+    def _build_arguments(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors to pass, and those to differentiate with respect to."""
         args: dict[int, Tensor] = {}
         wrt = []
         for tensor in self._call.tensors:
@@ -51,10 +51,10 @@ class MeasuredStep:
         return [args[id(tensor)] for tensor in self._call.tensors], wrt
 
     def peak(self) -> int:
-        """The most bytes alive at one time of what a step makes; the function is traced before."""
+        """The most bytes alive at one time of a step's own tensors; a first step traces."""
         self.seconds()
         with torch.enable_grad():
-            args, wrt = self._arguments()
+            args, wrt = self._build_arguments()
         with LiveBytes() as memory:
             self._run(args, wrt)
         return int(memory.peak)
@@ -62,7 +62,7 @@ class MeasuredStep:
     def seconds(self) -> float:
         """The time of a step."""
         with torch.enable_grad():
-            args, wrt = self._arguments()
+            args, wrt = self._build_arguments()
         self._wait()
         start = time.perf_counter()
         self._run(args, wrt)
@@ -70,7 +70,7 @@ class MeasuredStep:
         return time.perf_counter() - start
 
     def results(self) -> dict[str, Tensor | None]:
-        """What a step gives: `output 0`, ..., and `grad of x`, ..., `None` where there is none.
+        """Outputs (`output 0`) and gradients (`grad of x`) of a step; `None` for no gradient.
 
         >>> from torchremat.report.observe import observe_saved
         >>> call = BoundCall(lambda x: torch.sin(x).sum(), (torch.zeros(2),), {})
@@ -78,7 +78,7 @@ class MeasuredStep:
         {'output 0': tensor(0.), 'grad of x': tensor([1., 1.])}
         """
         with torch.enable_grad():
-            args, wrt = self._arguments()
+            args, wrt = self._build_arguments()
             leaves, _ = _torch.tree_flatten(self._call.run(args))
             sums = _sums(leaves)
         outputs = [x for x in leaves if isinstance(x, Tensor)]
@@ -111,7 +111,7 @@ class MeasuredStep:
 
 @contextmanager
 def restore_after(observation: Observation) -> Iterator[None]:
-    """After the block, generators and the tensors closed over that are written to are as before."""
+    """Restore generators, and closed-over tensors that the call writes to, after the block."""
     closed_over = [i for i in observation.inputs if i.label.kind != "argument"]
     written = [i.tensor for i in closed_over if i.is_written]
     devices = {i.tensor.device for i in observation.inputs}

@@ -1,14 +1,14 @@
-"""What autograd would hold of a function, found by running it on fake tensors.
+"""The tensors that autograd would save of a function, found by a run on fake tensors.
 
-The function runs once in a trace, with PyTorch's own autograd recording. What autograd packs away
-is exactly what it would hold in a real run; the trace tells what each of these tensors is:
+The function runs once in a trace, with PyTorch's own autograd recording. Autograd packs the tensors
+that it would save in a real run; the trace has the node of each of them:
 
-    y = x @ w           mm  = aten.mm(x, w)           held: x, w          from the arguments
-    z = sin(y).T        sin = aten.sin(mm)            held: mm            from a.py:1 (f)
-    return z * z        mul = aten.mul(t, t)          held: t, twice: it lies in the storage of sin
+    y = x @ w           mm  = aten.mm(x, w)           saved: x, w         from the arguments
+    z = sin(y).T        sin = aten.sin(mm)            saved: mm           from a.py:1 (f)
+    return z * z        mul = aten.mul(t, t)          saved: t, twice: it lies in the storage of sin
 
-A checkpoint is one node of the trace, whose body is a graph again. What autograd holds of it is an
-input or an output of the body, and is followed to the operator that computes it.
+A checkpoint is one node of the trace, whose body is a graph again. A tensor that autograd saves of
+it is an input or an output of the body, and is followed to the operator that computes it.
 """
 
 import functools
@@ -42,13 +42,17 @@ from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.tracing import Tracing
 from torchremat.tracing.value_guards import ValueGuards
 
+_RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+# the schema of mkldnn_rnn_layer returns output, hy, cy and, fourth, the workspace
+_RNN_WORKSPACE = 3
+
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage that autograd holds. One of `input` and `value` says what lies in it, if known.
+    """A storage that autograd saves; it contains an `input` or a computed `value`, if known.
 
-    `nodes` are what the tensors in it are in the trace, `readers` the nodes of autograd's graph
-    that hold them. `offloaded_to` is set if the host holds it in place of the device.
+    `nodes` are the trace's nodes of the tensors in it, `readers` the nodes of autograd's graph that
+    save them.
     """
 
     aval: Aval
@@ -60,7 +64,7 @@ class SavedStorage:
 
     @property
     def offloaded_to(self) -> str:
-        """Where the value is, if a checkpoint under plain autograd offloads it; else `''`."""
+        """The place to which a checkpoint under plain autograd offloads the value; else `''`."""
         if not all(node.name() == "CheckpointBackward" for node in self.readers):
             return ""  # under `torch.func` it is an output, which stays on the device
         return next((place for node in self.nodes if (place := _place_of(base_of(node)))), "")
@@ -68,7 +72,7 @@ class SavedStorage:
 
 @dataclass(frozen=True, eq=False)
 class ObservedInput:
-    """A tensor that was there before the call: an argument, or one that is closed over."""
+    """A tensor from before the call: an argument, or one that is closed over."""
 
     label: InputLabel
     aval: Aval
@@ -79,7 +83,7 @@ class ObservedInput:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What a call would leave behind: the storages held, and the graph of the forward pass."""
+    """The result of a call on fake tensors: storages that autograd saves, and the forward graph."""
 
     scope: Scope
     inputs: tuple[ObservedInput, ...]
@@ -88,14 +92,13 @@ class Observation:
 
     @property
     def differentiated_inputs(self) -> list[ObservedInput]:
-        """The inputs that get a gradient."""
         return [i for i in self.inputs if i.requires_grad]
 
 
 def observe_saved(call: BoundCall) -> Observation:
-    """Run the call on fake tensors, and see what autograd holds of it.
+    """Run the call on fake tensors, and find the storages that autograd saves.
 
-    Differentiated are the inputs that require a gradient, else all floating arguments. Raises
+    The inputs that require a gradient are differentiated, else all floating arguments. Raises
     `TraceError` (a `TypeError`) if there is nothing to differentiate.
     """
     differentiate_all = not call.is_known_to_require_grad()
@@ -125,11 +128,12 @@ def _observe_run(call: BoundCall, differentiate_all: bool) -> Observation:
         return _Observer(call, differentiate_all, with_hooks=False).run()
 
 
-_NO_HOOKS = "don't yet support saved tensor hooks"  # torch.func.grad and its kin
+# torch/_functorch/eager_transforms.py raises this under torch.func.grad and its kin
+_NO_HOOKS = "don't yet support saved tensor hooks"
 
 
 class _SavedHandle:
-    """What autograd is given in place of a tensor; it dies when autograd lets go of the tensor."""
+    """Autograd stores this object in place of a tensor, and frees it as it would the tensor."""
 
     __slots__ = ("__weakref__", "readers", "tensor")
 
@@ -139,9 +143,9 @@ class _SavedHandle:
 
 
 class _Observer:
-    """One run. Without hooks, what is held is read off the nodes of autograd's graph.
+    """One run. Without hooks, the saved tensors are attributes of the nodes of autograd's graph.
 
-    Not all show what they hold: the one of a write to a view (`CopySlices`) does not.
+    Not all nodes show them: the one of a write to a view (`CopySlices`) does not.
     """
 
     def __init__(
@@ -181,8 +185,8 @@ class _Observer:
         inputs = self._build_inputs(fakes, scope)
         saved = self._collect_storages(records, scope, inputs)
         for record in records:
-            del record.tensor  # autograd's graph and what it holds would keep each other alive
-        vars(self).clear()  # so would that graph, which has our hooks, and the arguments
+            del record.tensor  # else a cycle with autograd's graph would never be freed
+        vars(self).clear()  # the graph has our hooks, which are another cycle with the arguments
         return Observation(scope, tuple(inputs.values()), tuple(saved), live_calls)
 
     # --- before ----------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ class _Observer:
         with self.tracing.pause_recording():
             start = torch.empty(0, requires_grad=True)
         started: Tensor = _MarkDifferentiated.apply(fake, start)  # type: ignore[no-untyped-call]
-        self.versions[id(started)] = started._version
+        self.versions[id(started)] = _torch.version_of(started)
         return started
 
     # --- during ----------------------------------------------------------------------------------
@@ -218,7 +222,7 @@ class _Observer:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> _SavedHandle:
-        # a result comes with its node as grad_fn: kept so, it would be kept by what it keeps
+        # A saved result has the node that saves it as grad_fn: a cycle that nothing would free.
         tensor = local_tensor(tensor)
         record = _SavedHandle(tensor if tensor.is_leaf else tensor.detach())
         if not isinstance(tensor, _torch.FakeTensor) or tensor.fake_mode is self.tracing.fake_mode:
@@ -233,7 +237,7 @@ class _Observer:
     # --- after -----------------------------------------------------------------------------------
 
     def _read(self, node: Any) -> list[_SavedHandle]:
-        """Note that `node` holds what it holds; without hooks, give records of it."""
+        """Note `node` as the reader of its saved tensors; without hooks, return records of them."""
         found = []
         self.reader = node
         for name in dir(node):
@@ -263,7 +267,7 @@ class _Observer:
                     Aval.of(fake),
                     tensor,
                     fake.requires_grad,
-                    fake._version > self.versions.get(id(fake), 0)
+                    _torch.version_of(fake) > self.versions.get(id(fake), 0)
                     or self.tracing.placeholder_of(fake) in written,
                 ),
             )
@@ -315,7 +319,7 @@ class _Observer:
 
 
 def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
-    """The program of which `node` is a residual, and the number of that."""
+    """The program of which `node` is a residual, and the residual's number."""
     if not is_item(node) or not is_checkpoint(call_of(node)):
         return None
     program = program_of(call_of(node))
@@ -325,7 +329,7 @@ def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
 
 
 def _state_of(node: fx.Node) -> Aval | None:
-    """What a checkpoint keeps, outside traces, in place of a random value: a generator's state."""
+    """The generator's state that a checkpoint saves, outside traces, in place of a random value."""
     found = _residual_of(node)
     if found is None:
         return None
@@ -334,7 +338,7 @@ def _state_of(node: fx.Node) -> Aval | None:
 
 
 def _place_of(node: fx.Node) -> str:
-    """Where a checkpoint keeps a value outside traces, if not on its device."""
+    """The place to which a checkpoint offloads a value outside traces, else `''`."""
     found = _residual_of(node)
     if found is None:
         return ""
@@ -342,10 +346,6 @@ def _place_of(node: fx.Node) -> str:
     if number not in program.offloaded:
         return ""
     return program.decisions.by_value[program.residuals[number]].place
-
-
-_RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
-_RNN_WORKSPACE = 3  # which output it is
 
 
 class _Like(NamedTuple):
@@ -357,7 +357,7 @@ class _Like(NamedTuple):
 
 @functools.cache
 def _rnn_workspace_nbytes(*args: Any) -> int:
-    """Run one layer of zeros: oneDNN alone knows, and it differs between processors.
+    """Run one layer of zeros: only oneDNN knows the size, which differs between processors.
 
     It makes a workspace only where gradients are enabled.
     """
@@ -368,13 +368,13 @@ def _rnn_workspace_nbytes(*args: Any) -> int:
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether `tensor` holds numbers: it is neither fake nor on the meta device."""
+    """Whether `tensor` has numbers: it is neither fake nor on the meta device."""
     tensor = _torch.innermost_tensor(tensor)
     return not (tensor.is_meta or isinstance(tensor, _torch.FakeTensor))
 
 
 class _MarkDifferentiated(torch.autograd.Function):
-    """Makes a tensor one that autograd records and that may be written to, without a copy."""
+    """Lets autograd record a tensor that may be written to, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, start: Tensor) -> Tensor:
@@ -399,7 +399,7 @@ def _find_hidden_writes(scope: Scope) -> set[Any]:
 
 @contextmanager
 def _autocast_cache(is_enabled: bool) -> Iterator[None]:
-    """Autocast keeps one copy of a weight that is used twice, as it does outside of traces."""
+    """Let autocast cast a weight once that is used twice, as it does outside of traces."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(is_enabled)
     try:

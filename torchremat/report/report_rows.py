@@ -91,7 +91,7 @@ def fold_rows(rows: Sequence[Row]) -> list[Fold]:
     """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
-        pattern = tuple("#" if part.isdigit() else part for part in _qualified_name(row).split("."))
+        pattern = tuple("#" if part.isdigit() else part for part in _name_in_module(row).split("."))
         alike = replace(row, name="", module="", source=None)
         groups.setdefault((pattern, row.source, alike), []).append(row)
     return [fold for group in groups.values() for fold in _fold_alike(group)]
@@ -99,7 +99,7 @@ def fold_rows(rows: Sequence[Row]) -> list[Fold]:
 
 def _fold_alike(rows: list[Row]) -> list[Fold]:
     """One fold of `rows` if their numbers are a full range in each place, else several."""
-    names = [_qualified_name(row).split(".") for row in rows]
+    names = [_name_in_module(row).split(".") for row in rows]
     numbers = [i for i, part in enumerate(names[0]) if part.isdigit()]
     values = {i: list(dict.fromkeys(int(name[i]) for name in names)) for i in numbers}
     count = 1
@@ -135,7 +135,7 @@ def _format_ranges(numbers: Iterable[int]) -> str:
     return ",".join(texts)
 
 
-def _qualified_name(row: Row) -> str:
+def _name_in_module(row: Row) -> str:
     """The name; the module comes first if the name is the user's, which does not contain it."""
     if not row.op or not row.module or row.name.startswith(f"{row.module}."):
         return row.name

@@ -1,4 +1,4 @@
-"""What reverse-mode differentiation of a function would keep: a list, a line each, a log."""
+"""The residuals of reverse-mode differentiation of a function, as a list or as lines of text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ def __dir__() -> list[str]:
 
 @dataclass(frozen=True)
 class Residual:
-    """A tensor that is kept from the forward pass. It unpacks as `aval, source`.
+    """A tensor that the forward pass saves. It unpacks as `aval, source`.
 
     Attributes:
         aval: shape and dtype.
         source: where it comes from: `from the argument x['w'][0]`, `from a constant`,
             `named 'attn' from file.py:12 (f)`, `output of mm from file.py:12 (f)`,
             `output of jitted function 'g' from file.py:12 (g)`, ...
-        nbytes: bytes of its storage, which counts once however many views of it are kept.
-        node: the node of the traced graph that computes it, `None` for what none computes.
+        nbytes: bytes of its storage, which counts once however many views of it are saved.
+        node: the node of the traced graph that computes it, `None` if none does.
     """
 
     aval: Aval
@@ -45,11 +45,11 @@ class Residual:
 
 
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
-    """What reverse-mode differentiation of `f` at these arguments keeps from the forward pass.
+    """The tensors that reverse-mode differentiation of `f` saves from the forward pass.
 
     `f` is traced on fake tensors and not run: no memory is used, no random number drawn, no buffer
     changed. Differentiated are the inputs that require a gradient, or all floating-point arguments
-    if none does. Of a function without `checkpoint` it is what PyTorch's own autograd holds.
+    if none does. For a function without `checkpoint` the list is that of PyTorch's own autograd.
 
     Args:
         f: a function of trees of tensors and other values, or an `nn.Module`.
@@ -57,8 +57,8 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
         **kwargs: its keyword arguments.
 
     Returns:
-        One `Residual` for each storage that is kept: literals, constants, arguments, tensors that
-        `f` closes over (parameters among them), and then the order of the program.
+        One `Residual` for each saved storage: literals, constants, arguments, tensors that `f`
+        closes over (parameters among them), and then the values in the order of the program.
 
     Raises:
         TypeError: if `f` is not callable, or if there is nothing to differentiate.

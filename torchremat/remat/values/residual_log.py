@@ -1,4 +1,4 @@
-"""remat/values/residual_log.py."""
+"""Descriptions of residuals, and the log lines that list what a checkpoint saves."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ log = logging.getLogger("torchremat")
 
 
 def describe_input(label: InputLabel) -> str:
-    """How the source of an input is told. A module's buffers are tensors that it closes over.
+    """The source of an input as text. A module's buffers are tensors that it closes over.
 
     >>> describe_input(InputLabel("argument", "x[0]"))
     'from the argument x[0]'
@@ -29,7 +29,7 @@ def describe_input(label: InputLabel) -> str:
 
 
 def describe_value(value: ScopedValue, label: ValueLabel, *, offloaded_to: str = "") -> str:
-    """How the source of a computed value is told, with where it is kept if not on its device."""
+    """The source of a computed value as text, with the place to which it is offloaded."""
     what = f"jitted function {value.jitted_name!r}" if value.jitted_name else value.op
     text = f"named {label.name!r}" if label.is_given else f"output of {what}"
     text += f" from {label.source}" if label.source else ""
@@ -44,15 +44,15 @@ def log_residuals(
 ) -> None:
     """Log what a differentiated checkpoint saves, at WARNING if `loudly`, else at DEBUG.
 
-    `name` is that of its function, `labels` gives what to call the inputs of `program`
-    (`argument x`), and is asked only if there is a log.
+    `name` is the name of its function. `labels` returns the names of the inputs of `program`
+    (`argument x`); it is called only if there is a log.
     """
     level = logging.WARNING if loudly else logging.DEBUG
     if not log.isEnabledFor(level) or not program.region.wrt:
         return
-    known = labels()
+    input_names = labels()
     inputs = [
-        f"{_aval_of(program.root_joint.inputs[i])} from the {known[i]}"
+        f"{_aval_of(program.root_joint.inputs[i])} from the {input_names[i]}"
         for i in program.saved_inputs
     ]
     scope = Scope.of_program(program, program.module_prefix)
@@ -61,8 +61,8 @@ def log_residuals(
     for i, node in enumerate(program.residuals):
         value = scope.value_of(node)
         place = program.decisions.by_value[node].place if i in program.offloaded else ""
-        if value.is_input:  # one that is written to: a copy is kept
-            text = f"a copy of the {known[scope.inputs.index(value.node)]}"
+        if value.is_input:  # the function writes to it, so that a copy is saved
+            text = f"a copy of the {input_names[scope.inputs.index(value.node)]}"
         else:
             text = describe_value(value, names.label_of(value), offloaded_to=place)
         values.append(f"{_aval_of(node)} {text}")

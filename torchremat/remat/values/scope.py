@@ -1,8 +1,8 @@
 """Values of a forward pass, also those inside checkpoints, by names that do not change.
 
 The graph of a function has nodes that run a graph each: checkpoints, which may contain checkpoints.
-A `Scope` is such a graph where it is called. A value goes by the same name in whatever policy it
-is met under, since the names are counted over all values of the function itself.
+A `Scope` is such a graph where it is called. A value has the same name under every policy, since
+the names are counted over all values of the function itself.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ aten = torch.ops.aten
 
 
 Key = tuple[tuple[str, ...], str, int]
-"""Of a value: the calls of checkpoints that it lies in, its operator's node, and which output."""
+"""Of a value: the calls of checkpoints around it, its operator's node, and the output's number."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A graph that runs: that of the function, or the body of a checkpoint at one of its calls.
+    """A graph that runs: of the function, or of a checkpoint at one of its calls.
 
-    `inputs` and `outputs` are nodes of it in the order of the call's.
+    `inputs` and `outputs` are its nodes, in the order of the call's.
     """
 
     nodes: Sequence[fx.Node]
@@ -62,7 +62,7 @@ class Scope:
 
     @classmethod
     def of_program(cls, program: FunctionProgram, name: str) -> "Scope":
-        """A program by itself, that of the module called `name`."""
+        """The program of the module called `name`, by itself."""
         joint = program.root_joint
         nodes, paths = list(joint.module.graph.nodes), program.region.paths
         return cls(nodes, joint.inputs, (), paths, prefix=name, program=program)
@@ -80,7 +80,7 @@ class Scope:
         )
 
     def whole_inside(self, call: fx.Node) -> "Scope":
-        """The same before anything was left out or opened: all that the function computes."""
+        """The graph of the whole function of `call`, before it is sliced or opened."""
         program = program_of(call)
         if program is None:
             return self.inside(call)
@@ -112,9 +112,9 @@ class Scope:
         return self.outer.translate_module(own, self.paths) or join_names(self.prefix, own)
 
     def translate_module(self, name: str, paths: ModulePaths) -> str | None:
-        """What this scope, or the one around, calls the module that is `name` in `paths`.
+        """The name here, or in the scope around, of the module that is `name` in `paths`.
 
-        `None` if none or several go by that name, or if the scope does not know it.
+        `None` if no module or several have that name, or if the scope does not know it.
         """
         if self.paths is paths:
             return None
@@ -129,7 +129,7 @@ class Scope:
         return self.outer.translate_module(own, self.paths) or join_names(self.prefix, own)
 
     def value_of(self, node: fx.Node) -> "ScopedValue":
-        """The value in whose memory `node` lies, in whatever scope it is computed."""
+        """The value in whose memory `node` lies, with the scope that computes it."""
         scope = self
         while True:
             node = base_of(node)
@@ -153,32 +153,29 @@ class ScopedValue:
 
     @property
     def call(self) -> fx.Node:
-        """The call of the operator."""
         return call_of(self.node)
 
     @property
     def index(self) -> int:
-        """Which output of the operator it is."""
         return item_index(self.node) if is_item(self.node) else 0
 
     @property
     def key(self) -> Key:
-        """What it is known by: equal for the copies of it in several graphs."""
+        """A key that the copies of the value in several graphs share."""
         return (self.scope.path, self.call.name, self.index)
 
     @property
     def op(self) -> str:
-        """The name of the operator, `''` of what none computes."""
+        """The name of the operator, `''` if none computes the value."""
         return op_base_name(self.call.target) if self.node.op == "call_function" else ""
 
     @property
     def module(self) -> str:
-        """The qualified name of the module that ran the operator."""
         return self.scope.module_of(self.call)
 
     @property
     def source(self) -> Source | None:
-        """The user's line; none for what the backward pass adds, whoever asked for that."""
+        """The user's line; `None` for values of the backward pass, which no line computes."""
         return notes_of(self.call).source if is_forward(self.call) else None
 
     @property
@@ -193,13 +190,12 @@ class ScopedValue:
 
     @property
     def aval(self) -> Aval | None:
-        """Shape and dtype, where the trace noted them."""
         value = self.node.meta.get("val")
         return Aval.of(value) if isinstance(value, Tensor) else None
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is a tensor that was made from Python numbers."""
+        """Whether it is a tensor made of Python numbers."""
         node = self.node
         if node.target in _LIFTS:
             node = node.args[0]  # type: ignore[assignment]
@@ -207,7 +203,6 @@ class ScopedValue:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is an input of the outermost scope."""
         return self.node.op == "placeholder"
 
 
@@ -243,8 +238,8 @@ def _name_of_call(call: fx.Node) -> str:
 def op_base_name(op: Any) -> str:
     """The name of an operator without overload and without `aten`.
 
-    >>> op_base_name(torch.ops.aten.add_.Tensor), op_base_name(remat_p)
-    ('add_', 'remat_p')
+    >>> op_base_name(torch.ops.aten.add_.Tensor), op_base_name(torch.ops.higher_order.cond)
+    ('add_', 'cond')
     """
     name = packet_name(op)
     return name.removeprefix("aten.").removeprefix("higher_order.")

@@ -1,4 +1,4 @@
-"""remat/values/value_labels.py."""
+"""Names of the values of a function, equal under every policy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from torchremat.policies.checkpoint_name import name_p
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.values.scope import Key, Scope, ScopedValue
 
-# what the functional form of an operator that writes is called, apart from the underscore
+# the name that users know of a functional operator that functionalization puts in its place
 _FUNCTIONAL_NAMES = {"_native_batch_norm_legit_functional": "native_batch_norm"}
 
 
 @dataclass(frozen=True)
 class ValueLabel:
-    """What a value is called: by the user (`is_given`), or by its module and operator."""
+    """The name of a value: the user's (`is_given`), or made of its module and operator."""
 
     name: str
     module: str
@@ -30,7 +30,7 @@ class ValueLabel:
 class ValueLabels:
     """The names of the values of a function, inside checkpoints too, in program order.
 
-    `programs` are those of the checkpoints, by the calls that they lie in.
+    `programs` are the checkpoints' programs, by the calls that they lie in.
     """
 
     labels: dict[Key, ValueLabel]
@@ -72,7 +72,6 @@ class ValueLabels:
         return {key: i for i, key in enumerate(self.labels)}
 
     def position(self, value: ScopedValue) -> int:
-        """Where the value is in program order."""
         return self._order.get(value.key, len(self._order))
 
 
@@ -102,6 +101,6 @@ def _base_name(module: str, op: str) -> str:
 
 
 def _steady_name(op: str) -> str:
-    """The same for an operator that writes in place and the one that takes its place in a graph."""
+    """One name for an operator that writes in place and for its functional form."""
     op = op if op.startswith("__") else op.rstrip("_")
     return _FUNCTIONAL_NAMES.get(op, op)

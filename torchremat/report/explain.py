@@ -293,7 +293,7 @@ class _Rows:
 
 
 def _reason_of_saved(saved: SavedStorage) -> str:
-    """The reason names the node of autograd that saves the value; a checkpoint's comes last."""
+    """The reason names the node of autograd that saves the value; a checkpoint is named last."""
     plain = [node for node in saved.readers if not hasattr(node, "program")]
     if plain:
         return f"no checkpoint decides: {plain[0].name()} reads it"

@@ -123,7 +123,7 @@ def _fold_alike(rows: list[Row]) -> list[Fold]:
 
 
 def _format_ranges(numbers: Iterable[int]) -> str:
-    """Numbers as ranges.
+    """Format runs of numbers as ranges.
 
     >>> _format_ranges([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
@@ -136,7 +136,7 @@ def _format_ranges(numbers: Iterable[int]) -> str:
 
 
 def _name_in_module(row: Row) -> str:
-    """The name; the module comes first if the name is the user's, which does not contain it."""
+    """The name of a row, after its module if the user gave the name, which has no module in it."""
     if not row.op or not row.module or row.name.startswith(f"{row.module}."):
         return row.name
     return f"{row.module}.'{row.name}'"

@@ -309,7 +309,7 @@ class FunctionPolicy(Policy):
         try:
             answer = self.function(op, *avals, **params)
         except TypeError as error:
-            if _takes(self.function, op, *avals, **params):
+            if _accepts_call(self.function, op, *avals, **params):
                 raise
             given = ", ".join([*map(str, avals), *params])
             raise PolicyError(
@@ -328,7 +328,7 @@ class FunctionPolicy(Policy):
         return f"as_policy({getattr(self.function, '__qualname__', repr(self.function))})"
 
 
-def _takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
+def _accepts_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
     """Whether `function` can be called so; true if it has no signature."""
     try:
         inspect.signature(function).bind(*args, **kwargs)

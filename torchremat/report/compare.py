@@ -169,7 +169,7 @@ def _best_seconds(steps: Mapping[str, MeasuredStep]) -> dict[str, float]:
 
 
 def _human_seconds(seconds: float | None, *, signed: bool = False) -> str:
-    """A time for people.
+    """A time in milliseconds, `-` if none was measured.
 
     >>> _human_seconds(0.00123), _human_seconds(0.5, signed=True)
     ('1.23 ms', '+500 ms')

@@ -123,7 +123,7 @@ def _fold_alike(rows: list[Row]) -> list[Fold]:
 
 
 def _format_ranges(numbers: Iterable[int]) -> str:
-    """Numbers as ranges.
+    """Format runs of numbers as ranges.
 
     >>> _format_ranges([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'

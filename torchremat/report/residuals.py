@@ -79,7 +79,7 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     observation = observe_saved(BoundCall(f, args, kwargs))
     labels = ValueLabels.of(observation.scope)
     ordered = sorted(
-        enumerate(observation.saved), key=lambda pair: _position(pair, observation, labels)
+        enumerate(observation.saved), key=lambda pair: _sort_key(pair, observation, labels)
     )
     return [_residual(saved, labels) for _, saved in ordered]
 
@@ -115,7 +115,7 @@ def _residual(saved: SavedStorage, labels: ValueLabels) -> Residual:
     return Residual(saved.aval, source, saved.nbytes, node)
 
 
-def _position(
+def _sort_key(
     numbered: tuple[int, SavedStorage], observation: Observation, labels: ValueLabels
 ) -> tuple[int, int]:
     """Literals, constants, inputs in their order, then the order of the program."""

@@ -230,7 +230,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def _name_of_call(call: fx.Node) -> str:
-    """The name of a call; the parts that an opened call falls into go by that of the whole."""
+    """The name of a call; the two parts of an opened call share the name of the whole."""
     notes = notes_of(call)
     return notes.known_half_of or notes.staged_half_of or call.name
 

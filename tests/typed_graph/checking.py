@@ -17,7 +17,7 @@ from torchremat.typed_graph.equations import Number
 from torchremat.typed_graph.printing import format_graph
 from torchremat.typed_graph.typed_graph import TypedGraph
 
-# Lines of a graph before and after the fault, in a message: enough to see what it reads.
+# Lines of a graph before and after the fault in a message; chosen by hand.
 _CONTEXT = 4
 _KINDS = {"placeholder", "get_attr", "call_function", "output"}
 

@@ -8,10 +8,10 @@ from torch import nn
 import torchremat as tr
 from tests.helpers import assert_same
 from tests.programs import Program, inputs
+from tests.typed_graph.checking import check_graph
 from tests.typed_graph.test_make_graph import Scale, branching, ops_of, remated, scanned
 from torchremat.core.avals import Aval
 from torchremat.errors import GraphError, UnmatchedWarning
-from torchremat.typed_graph.checking import check_graph
 
 MASKS = [tuple(bool(n >> i & 1) for i in range(3)) for n in range(8)]
 

@@ -11,9 +11,9 @@ from torch._higher_order_ops.scan import scan
 import torchremat as tr
 from tests.helpers import assert_same, nothing_left_behind
 from tests.programs import Program, inputs
+from tests.typed_graph.checking import check_graph
 from torchremat.core.avals import Aval
 from torchremat.errors import ConcretizationError, EffectError, GraphError, TraceError
-from torchremat.typed_graph.checking import check_graph
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ import torch
 
 import torchremat as tr
 from tests.helpers import assert_same
-from torchremat.typed_graph.checking import check_graph
+from tests.typed_graph.checking import check_graph
 
 pytest.importorskip("expecttest", reason="PyTorch's own tests need it")
 from torch.testing._internal.common_methods_invocations import op_db

@@ -43,10 +43,10 @@ class Body(ABC):
 class FunctionBody(Body):
     """A Python function, with the tensors that it closes over as further inputs.
 
-    What it closes over is found by the first trace, in which `inputs` are the arguments alone.
-    `captured` gives it: whoever knows where the tensors come from sets it to give those that are
-    there now, which the function will read when it is traced again. Branches on masks are errors
-    unless there are `value_guards`.
+    The first trace, in which `inputs` are the arguments alone, finds the tensors that it closes
+    over. `captured` returns them. A caller that knows where they come from replaces it by a
+    function that returns the current ones, which a later trace reads. Branches on masks are
+    errors unless there are `value_guards`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class JvpBody(Body):
     keep_primals: bool = False
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """The tangents of the outputs, after the outputs if they are kept."""
+        """The tangents of the outputs, after the outputs with `keep_primals`."""
         primals, tangents = inputs[: self.num_inputs], inputs[self.num_inputs :]
 
         def function(*wrt: Tensor) -> tuple[tuple[Any, ...], Any]:
@@ -268,7 +268,7 @@ def gradients(
 
 
 class NotedInterpreter(Interpreter):
-    """Runs a graph in a trace; what an operator turns into gets its module and source line."""
+    """Runs a graph in a trace. Operators pass their notes on to those that they become."""
 
     def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
         super().__init__(module)
@@ -285,7 +285,7 @@ class NotedInterpreter(Interpreter):
 
 @dataclass(frozen=True, eq=False)
 class NotedBody(Body):
-    """The function that runs a graph. Each operator is noted as what it comes from."""
+    """The function that runs a graph, whose operators pass on their module and source line."""
 
     module: fx.GraphModule
 

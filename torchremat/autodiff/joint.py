@@ -54,7 +54,7 @@ class Joint:
         return [node for node in self.module.graph.nodes if is_forward(node)]
 
     def find_live_forward_nodes(self) -> list[fx.Node]:
-        """Those that outputs, writes or gradients depend on."""
+        """Find the operators of the function that outputs, writes or gradients depend on."""
         written = [value for _, value in self.mutations]
         roots = [*self.outputs, *written, *self.gradients]
         needed = ancestors(roots)
@@ -91,7 +91,7 @@ def trace_joint(
     *,
     warns: bool = False,
 ) -> tuple[Joint, Tracing]:
-    """Trace `body` and, if asked, its derivative with respect to inputs that require a gradient.
+    """Trace `body` and, with gradients, its derivative by the inputs that require one.
 
     Inputs that `body` closes over come after those of `specs`. `warns` of what a trace leaves out.
     """
@@ -162,7 +162,7 @@ def _writable(tracing: Tracing, tensor: Tensor, spec: InputSpec) -> Tensor:
 
 
 class _NoLeaf(torch.autograd.Function):
-    """A fake tensor that stands for the same input as another, of which autograd has it made."""
+    """Makes a second fake tensor for an input, which autograd takes for computed from the first."""
 
     @staticmethod
     def forward(ctx: Any, tracing: Tracing, leaf: Tensor, spec: InputSpec) -> Tensor:
@@ -174,10 +174,10 @@ class _NoLeaf(torch.autograd.Function):
 
 
 def usual_outputs(outputs: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of the outputs that a training step gives a cotangent.
+    """The positions of the outputs that have a cotangent in a training step.
 
-    Scalars, if there are any, else all that can have one: models return the loss with other things
-    beside it.
+    They are the scalars, if there are any, since models return other things beside the loss. Else
+    they are all outputs that can have one.
     """
     given = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
     scalars = [i for i in given if outputs[i].dim() == 0]

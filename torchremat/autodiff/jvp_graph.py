@@ -37,13 +37,14 @@ def jvp_graph(g: TypedGraph, nonzero_tangents: Sequence[bool] | None = None) -> 
 
     Returns:
         A graph that takes the arguments of `g`, then tangents in the same structure, with `None`
-        where there is none; and gives a pair of the result and the tangents of the result, with
-        `None` for outputs that are integers, bools or Python values. If `g` takes keyword
-        arguments, they are given as a dict after the positional ones, and so are their tangents.
+        where there is none. It returns a pair of the result and its tangents, which are `None` for
+        outputs that are integers, bools or Python values. If `g` takes keyword arguments, they are
+        given as a dict after the positional ones, and so are their tangents.
 
     Raises:
         ValueError: if `nonzero_tangents` has not one entry for each input, or gives a tangent to
-            an input that can have none; `GraphError`, if `g` writes to its inputs or constants.
+            an input that can have none.
+        GraphError: (a `ValueError`) if `g` writes to its inputs or constants.
         TypeError: if an entry is no bool.
 
     After `jax.interpreters.ad.jvp_jaxpr`.
@@ -94,7 +95,7 @@ def jvp_graph(g: TypedGraph, nonzero_tangents: Sequence[bool] | None = None) -> 
 class TensorsOf(Body):
     """The function of constants and inputs that a graph is, without those outputs that are numbers.
 
-    `on_value` is told of each value that an operator computes.
+    `on_value` is called with each operator and its value.
     """
 
     graph: TypedGraph
@@ -125,7 +126,7 @@ class _Runner(NotedInterpreter):
 
 @dataclass(frozen=True, eq=False)
 class TracedBody:
-    """What `build_graph` needs of the trace of a transformed graph."""
+    """The trace of a transformed graph, as `build_graph` takes it."""
 
     module: fx.GraphModule
     inputs: tuple[Input, ...]

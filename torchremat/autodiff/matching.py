@@ -48,7 +48,7 @@ def match_forward(
 
 
 def _is_of_opened(node: fx.Node) -> bool:
-    """Whether `node` is what an opened checkpoint keeps, which only this graph has."""
+    """Whether `node` is a residual of an opened checkpoint, which only this graph has."""
     if not is_item(node):
         return False
     num_outputs = notes_of(call_of(node)).num_outputs
@@ -60,7 +60,7 @@ _ALIKE: dict[Any, str] = {aten._unsafe_view.default: str(aten.view.default)}
 
 
 def _what(node: fx.Node) -> Any:
-    """What `node` calls or holds. The names of constants and bodies are numbers of their trace."""
+    """The operator or constant of `node`, without names of constants, which differ by trace."""
     if node.op != "get_attr":
         return _ALIKE.get(node.target, str(node.target))
     module = node.graph.owning_module

@@ -1,16 +1,16 @@
-"""Partial evaluation: what runs now, what runs later, and what is handed from one to the other.
+"""Partial evaluation: the part of a graph that runs now, the part that runs later, the residuals.
 
 A graph, some of whose inputs are not known yet, is split in two. With x known, ct unknown, and a
-rule by which products of matrices may be kept and the rest not:
+rule by which products of matrices may be saved and the rest not:
 
     y = mm(x, w)                known   y = mm(x, w); z = sin(y)        -> z, y
     z = sin(y)                  staged  c = cos(y); g = mul(ct, c)      -> g
-    c = cos(y)                  kept    y
+    c = cos(y)                  saved   y
     g = mul(ct, c)
 
 One rule serves reverse mode (the cotangents are unknown), linearisation (the tangents are) and
 nested checkpoints. It is that of `partial_eval_jaxpr_custom` in JAX: a known value that a staged
-operator reads is kept if it may be, else computed again from what is.
+operator reads is saved if it may be, else recomputed from saved values.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,15 +21,15 @@ from torch import fx
 from torchremat.graph.nodes import is_view
 
 MaySave = Callable[[fx.Node], bool]
-"""Whether the value of a known operator may be kept."""
+"""Whether the value of a known operator may be saved."""
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """What the staged half reads of the known half.
+    """The values of the known half that the staged half needs.
 
-    `values` are kept, `inputs` are known inputs of the graph, which somebody else keeps, and
-    `recomputed` the known values that the staged half computes again.
+    `values` are saved, `inputs` are known inputs of the graph, which the caller has anyway, and
+    `recomputed` are known values that the staged half recomputes.
     """
 
     values: tuple[fx.Node, ...]
@@ -40,12 +40,12 @@ class Residuals:
 def find_residuals(
     wanted: Iterable[fx.Node], is_known: Callable[[fx.Node], bool], may_save: MaySave
 ) -> Residuals:
-    """What must be handed on to compute `wanted`, walking back from it.
+    """Find the values that the staged half needs to compute `wanted`, walking back from it.
 
-    A view is never kept for its own sake: its base is. `may_save` is asked only about values that
-    an operator computes.
+    A view is never saved for its own sake: its base is. `may_save` decides only on values that an
+    operator computes.
     """
-    kept: set[fx.Node] = set()
+    saved: set[fx.Node] = set()
     inputs: set[fx.Node] = set()
     recomputed: set[fx.Node] = set()
     seen: set[fx.Node] = set()
@@ -61,13 +61,13 @@ def find_residuals(
                 continue
             if node.op == "call_function":
                 if not is_view(node) and may_save(node):
-                    kept.add(node)
+                    saved.add(node)
                     continue
                 recomputed.add(node)
         stack.extend(node.all_input_nodes)
     order = {node: i for i, node in enumerate(_graph_of(seen))}
     return Residuals(
-        tuple(sorted(kept, key=order.__getitem__)),
+        tuple(sorted(saved, key=order.__getitem__)),
         tuple(sorted(inputs, key=order.__getitem__)),
         frozenset(recomputed),
     )

@@ -1,4 +1,4 @@
-"""A joint graph that holds for many sizes, at some of them."""
+"""Specialise a joint graph with symbolic sizes to given sizes."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def transpose_graph(g: TypedGraph, linear: Sequence[bool] | None = None) -> TypedGraph:
-    """The transpose of a graph that is linear in some of its inputs, for the others held fixed.
+    """The transpose of a graph that is linear in some of its inputs, the others fixed.
 
     It is the transpose, not the adjoint: for complex values nothing is conjugated. A constant part
     (`x + 1`) is taken for granted, as in JAX: it has no transpose.
@@ -51,12 +51,13 @@ def transpose_graph(g: TypedGraph, linear: Sequence[bool] | None = None) -> Type
 
     Returns:
         A graph that takes the other inputs, one an argument, then cotangents in the structure of
-        the result of `g` (`None` for integers, bools and Python values); and gives a tuple of
-        cotangents, one for each linear input, zeros for one that has no part in the result.
+        the result of `g`. They are `None` for integers, bools and Python values. It returns a
+        tuple of cotangents, one for each linear input, zeros for one without part in the result.
 
     Raises:
         ValueError: if `linear` has not one entry for each input, or names one that can have no
-            derivative; `GraphError`, if the graph is not linear in these inputs, or writes.
+            derivative.
+        GraphError: (a `ValueError`) if the graph is not linear in these inputs, or writes.
         TypeError: if an entry is no bool.
 
     After `jax.linear_transpose`.
@@ -217,7 +218,7 @@ class _TransposeBody(Body):
             function.register_hook(lambda *_: self._enter(None))
 
     def _enter(self, node: fx.Node | None) -> None:
-        """What follows differentiates `node`, or adds up what was found so far."""
+        """Mark that later operators differentiate `node`, or with `None` add up gradients."""
         assert self._tracing is not None
         last = next(iter(reversed(self._tracing.graph.nodes)))
         self._marks.append((last.name, node))
@@ -225,7 +226,7 @@ class _TransposeBody(Body):
             self._tracing.node_notes = replace(notes_of(node), phase="backward")
 
     def groups(self, graph: fx.Graph) -> Iterator[_Group]:
-        """The operators of the backward pass by what they differentiate, if they can be told."""
+        """The operators of the backward pass, grouped by the operator that they differentiate."""
         starts = {name: node for name, node in self._marks}
         current: _Group | None = None
         for node in graph.nodes:

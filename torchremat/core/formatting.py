@@ -1,4 +1,4 @@
-"""core/formatting.py."""
+"""Seconds, bytes, shares and tables as text for people."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,6 @@ def human_seconds(seconds: float) -> str:
     return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
 
 
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-WIDTH = 100
-
-
-# --- text ----------------------------------------------------------------------------------------
-
-
 def human_bytes(nbytes: int) -> str:
     """Bytes for people: three figures and a unit.
 
@@ -39,6 +29,15 @@ def human_bytes(nbytes: int) -> str:
         if abs(size) < 999.5 or unit == "TiB":
             break
     return f"{size:.{2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0}f} {unit}"
+
+
+def percent(part: float, whole: float) -> str:
+    """Format a share of `whole`, or `-` if there is no whole."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+# Columns of the widest table. Chosen by hand: nothing depends on the exact value.
+WIDTH = 100
 
 
 def table(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+# Chosen by hand, so that short work does not flash a bar: nothing depends on the exact value.
 AFTER_SECONDS = 1.0
 
 

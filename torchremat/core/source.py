@@ -1,4 +1,8 @@
-"""Where in the user's code a value comes from."""
+"""Lines of the user's code, and names of the user's functions, for reports and messages.
+
+`current_source` and `source_of_error` find the line on a stack. `first_line_where` runs a function
+line by line to find it. `name_of` is the name by which the user knows a function.
+"""
 
 import functools
 import inspect
@@ -22,21 +26,13 @@ def __dir__() -> list[str]:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-
 _COMMAND = os.path.join(_PACKAGE, "cli") + os.sep
-
-
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
-
-_STDLIB = tuple(
-    os.path.join(os.path.dirname(os.__file__), name)
-    for name in ("contextlib.py", "functools.py", "warnings.py")
-)
-
-
-_SKIPPED = (_PACKAGE, _TORCH, *_STDLIB, "<frozen", "<string>", "<eval_with_key>", "<torchremat")
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+# Wrappers of Python's own that stand between the user's line and ours.
+_WRAPPERS = tuple(_STDLIB + name for name in ("contextlib.py", "functools.py", "warnings.py"))
+# `<eval_with_key>` is code that torch.fx generates, `<torchremat` that of graph/codegen.py.
+_SKIPPED = (_PACKAGE, _TORCH, *_WRAPPERS, "<frozen", "<string>", "<eval_with_key>", "<torchremat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +91,15 @@ def warn_user(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-_STDLIB_FOLDER = os.path.dirname(os.__file__) + os.sep
-
-
 def is_user_written(file: str) -> bool:
     """Whether `file` is neither torch's, nor this package's, nor Python's own."""
-    return is_user_file(file) and (not file.startswith(_STDLIB_FOLDER) or "site-packages" in file)
+    return is_user_file(file) and (not file.startswith(_STDLIB) or "site-packages" in file)
 
 
 def first_line_where(changed: Callable[[], bool], run: Callable[[], Any]) -> Source | None:
-    """Run `run` line by line; the first line of the user's after which `changed()` is true.
+    """Find the first line of the user's, of those that `run` runs, after which `changed()` is true.
 
-    An error that `run` raises ends the search. Slow: for telling of an error.
+    An error that `run` raises ends the search. It is slow, and used for messages of errors only.
 
     >>> values = []
     >>> def fill():
@@ -134,7 +127,7 @@ def first_line_where(changed: Callable[[], bool], run: Callable[[], Any]) -> Sou
     try:
         run()
     except Exception as error:
-        assert error is not None  # what is asked is only how far it came
+        assert error is not None  # the search needs only the lines before it
     finally:
         sys.settrace(before)
     return found or (last if changed() else None)
@@ -152,7 +145,7 @@ def unwrap_function(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_of(fun: Callable[..., Any]) -> str:
-    """What to call a function in a message.
+    """The name of a function in messages.
 
     >>> name_of(functools.partial(name_of))
     'name_of'

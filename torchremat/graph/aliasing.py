@@ -1,4 +1,4 @@
-"""Which values share memory: views and their bases."""
+"""Memory that values share: equal layouts of two nodes, and overlaps of two tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from torchremat.graph.nodes import is_item, is_view
 
 
 def changes_nothing(node: fx.Node) -> bool:
-    """Whether `node` is a view of just what it is a view of, such as `x[:]`.
+    """Whether `node` is a view with the layout of its source, such as `x[:]`.
 
-    PyTorch writes more of them where sizes are symbols.
+    PyTorch traces more of them where sizes are symbols.
     """
     source = node.args[0] if is_view(node) and not is_item(node) else None
     return isinstance(source, fx.Node) and lies_alike(node, source)
@@ -33,7 +33,7 @@ def _layout(tensor: torch.Tensor) -> list[str]:
 
 
 def overlapping_pair(tensors: Sequence[Any], written: Sequence[int]) -> tuple[int, int] | None:
-    """The positions of one of `written` and of another of `tensors` that have memory in common."""
+    """The positions of one of `written` and of another of `tensors` whose memory overlaps."""
     in_storage: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
         storage = _storage_of(tensor)

@@ -30,7 +30,7 @@ def symbols_of(run: Runner) -> tuple[str, ...]:
 
 
 def source_of(run: Runner) -> str:
-    """The code that `run` was made of."""
+    """The Python code of `run`."""
     return getattr(run, "source", None) or run.__doc__ or ""
 
 
@@ -107,7 +107,7 @@ class _CodeWriter:
         self._drop(finished)
 
     def _write_unpacking(self, node: fx.Node, items: dict[int, fx.Node], call: str) -> None:
-        """Take an operator's outputs apart at once, or all would live as long as the last."""
+        """Unpack an operator's outputs at once, or all would live as long as the last."""
         self.unpacked.update(id(item) for item in items.values())
         names = [
             items[i].name if i in items else f"{node.name}_unused_{i}"
@@ -170,7 +170,7 @@ class _CodeWriter:
         return self.bound[id(value)]
 
 
-# an output is a tensor of its own: autograd keeps a record for each
+# An output is a tensor of its own, since autograd keeps a record of each.
 _alias = _torch.boxed_call(torch.ops.aten.alias.default)
 
 
@@ -193,7 +193,7 @@ def _function(target: Any) -> Callable[..., Any]:
     return _with_grad_mode(function) if target in _ASK_GRAD_MODE else function
 
 
-# kernels that give what their derivative needs only in grad mode, which is off where graphs run
+# Kernels that return what their derivative needs only in grad mode, which is off in graphs.
 _ASK_GRAD_MODE = {torch.ops.aten.mkldnn_rnn_layer.default}
 
 

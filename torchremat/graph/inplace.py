@@ -1,9 +1,9 @@
-"""Writes to tensors of which there are no views: the operator that gives a new tensor does as well.
+"""In-place operators on tensors without views become the operators that return a new tensor.
 
     m = empty_like(x);  b = bernoulli_(m, 0.9);  d = div_(b, 0.9)
     m = empty_like(x);  b = bernoulli(m, 0.9);   d = div(b, 0.9)
 
-Most writes are such (dropout, `relu_`), and a graph that has no other need not be traced again.
+Most writes are such (dropout, `relu_`). A graph with no others need not be traced a second time.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def functionalize_unaliased_writes(graph: fx.Graph) -> None:
-    """Replace the writes of `graph` to tensors without views, where a new tensor is the same."""
+    """Replace writes of `graph` to tensors without views, where a new tensor has their layout."""
     for node in list(graph.nodes):
         if is_mutable(node):
             functional = _functional_form(node)
@@ -39,7 +39,7 @@ def functionalize_unaliased_writes(graph: fx.Graph) -> None:
 
 
 def _functional_form(node: fx.Node) -> Any:
-    """The operator that gives as a new tensor what that of `node` writes to its first argument."""
+    """The operator that returns the value that `node` writes to its first argument, if any."""
     if node.target is aten.bernoulli_.float:  # whose probability has a default
         return aten.bernoulli.p if len(node.args) == 2 or "p" in node.kwargs else None
     target: Any = node.target
@@ -57,7 +57,7 @@ def _parameters(op: Any) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in _torch.schema_arguments(op)]
 
 
-# not only what lies in memory is changed
+# They change the storage or the shape of their argument, not only its values.
 _NOT_ALIKE = {aten.set_.source_Tensor, aten.resize_.default}
 
 
@@ -66,7 +66,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _is_unaliased(node: fx.Node) -> bool:
-    """Whether nothing but the first argument of `node` lies in the memory that it writes to."""
+    """Whether `node` writes to memory that only its first argument uses."""
     target = node.args[0]
     if not isinstance(target, fx.Node) or target.op != "call_function":
         return False
@@ -76,7 +76,7 @@ def _is_unaliased(node: fx.Node) -> bool:
 
 
 def _has_same_layout(node: fx.Node, functional: Any) -> bool:
-    """Whether the new tensor is as the one that is written to: dtype, shape, strides."""
+    """Whether `functional` returns a tensor with dtype, shape and strides of the written one."""
     written: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
     if functional is aten.bernoulli.p and not written.is_contiguous():
         return False  # it fills by index, the other in the order of memory

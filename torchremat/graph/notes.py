@@ -29,8 +29,9 @@ class Notes:
         label: what the user calls an input.
         is_inside_function: a user's `autograd.Function` ran it.
         is_kept_apart: what is computed of this input must not be merged with equal values.
-        known_half_of, staged_half_of: the name of the call of a checkpoint that was opened into two
-            calls, on the one that runs in the forward pass and on the one that may be replayed.
+        known_half_of: the name of the call of a checkpoint that was opened into two calls, on the
+            one that runs in the forward pass.
+        staged_half_of: that name on the other call, which may be replayed.
         num_outputs: how many outputs of such a call are those of the function: residuals follow.
         names: the names that `checkpoint_name` gave to the value.
         phase_before: its phase in the whole graph, while partial evaluation changes `phase`.
@@ -122,7 +123,7 @@ _ROLES = "roles"
 
 
 def roles_of(module: fx.GraphModule) -> tuple[str, ...] | None:
-    """What the results of a forward graph, or the inputs of a backward graph, are, if noted."""
+    """The roles of the results of a forward graph, or of the inputs of a backward graph."""
     roles: tuple[str, ...] | None = module.meta.get(_ROLES)
     return roles
 

@@ -1,8 +1,8 @@
 """Facts about operators: their names, what is a dot, which op a user means, how arguments bind.
 
-The sets hold names, not operators, so that one that another PyTorch lacks is simply never met.
-They were read from `native_functions.yaml` of PyTorch 2.13; `tests/graph/test_ops.py` fails on an
-operator of another version whose name looks like a dot's and that no set mentions.
+The sets hold names, not operators: a name that another PyTorch lacks is never looked up. They were
+read from `native_functions.yaml` of PyTorch 2.13. `tests/graph/test_ops.py` fails on an operator of
+another version whose name looks like a dot's and that no set mentions.
 """
 
 import re
@@ -72,7 +72,7 @@ ATTENTION = frozenset({
 
 # Not dots: `addr`, `outer` and `ger` contract nothing (they cost no more to compute than to read);
 # the recurrent kernels (`_cudnn_rnn`, `_thnn_fused_lstm_cell`) and `_cdist_forward` are more than
-# chains of dots; and no derivative is one, since policies are asked about forward passes.
+# chains of dots. Derivatives are no dots either, since policies decide on forward passes.
 _DOTS = frozenset(
     f"aten.{name}"
     for name in MATMULS_WITHOUT_BATCH_DIMS | MATMULS_WITH_BATCH_DIMS | CONVOLUTIONS | ATTENTION
@@ -232,7 +232,7 @@ def _python_function_cure(spec: object) -> str:
 
 
 def why_unknown(name: str) -> str:
-    """What to say of an operator's name that PyTorch does not know; `''` if it does.
+    """The sentence of an error on a name that PyTorch does not know; `''` if it does.
 
     >>> why_unknown("aten.mm")
     ''
@@ -270,7 +270,7 @@ def _normal_name(spec: str) -> str:
 
 
 def _names_like(name: str) -> set[str]:
-    """What to suggest for `name`: operators of its namespace, or overloads of its packet."""
+    """The names to suggest for `name`: operators of its namespace, or overloads of its packet."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     operators = getattr(torch.ops, namespace, ())
@@ -288,7 +288,7 @@ def _names_like(name: str) -> set[str]:
 def split_arguments(
     op: object, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Aval, ...], dict[str, Any]]:
-    """What a policy is shown of the arguments of a call, in which each tensor is an `Aval`.
+    """Split the arguments of a call, in which each tensor is an `Aval`, as a policy sees them.
 
     `avals` are all of them, in the order of the schema. `params` are the other arguments by name,
     with the schema's defaults for those not given. A list of tensors is in `params` too, as a list
@@ -364,7 +364,7 @@ def _join_without_schema(
 
 
 def _consume_avals(left: Iterator[Aval], value: Any) -> Any:
-    """`value`, with the avals that it lists taken from those that are left."""
+    """Return `value`, and skip the avals that it lists in `left`."""
     for _ in _avals_in(value):
         next(left)
     return value

@@ -1,4 +1,4 @@
-"""Schedules of a joint graph: what is kept, and the order in which operators run, some repeatedly.
+"""Schedules of a joint graph: the saved values, and the order of operators, some recomputed.
 
 joint       y = mm(x, w);  z = sin(y);  c = cos(y);  g = mul(ct, c);  dw = mm(t(x), g)
 saved       nothing
@@ -18,15 +18,15 @@ from torchremat.graph.slicing import UnavailableError
 
 @dataclass(frozen=True, eq=False)
 class GraphSchedule:
-    """What runs when.
+    """A choice of saved values with an order of operators.
 
     Attributes:
-        saved: the values that the forward pass keeps for the backward pass.
-        forward: the calls of operators in the forward pass in order.
-        backward: likewise; one that is there again runs again. Views are made where they are read.
-            Both are empty where only what is kept is known.
-        offloaded: the values that the forward pass leaves to the host, and that begin to come back
-            before the last operator that needs cotangents, of those before what first reads them.
+        saved: the values that the forward pass saves for the backward pass.
+        forward: the calls of operators in the forward pass, in order.
+        backward: the calls in the backward pass, in order. A call that `forward` has too is
+            recomputed. Views run where they are read. Both are empty if only values were chosen.
+        offloaded: the values that the forward pass copies to the host. A copy back starts before
+            an operator that needs cotangents, the last one before the first that reads the value.
     """
 
     saved: frozenset[fx.Node]
@@ -36,12 +36,12 @@ class GraphSchedule:
 
     @property
     def kept(self) -> frozenset[fx.Node]:
-        """What is there for the backward pass, on the device or on the host."""
+        """The values that the backward pass finds on the device or on the host."""
         return self.saved | self.offloaded
 
 
 def read_from_before(order: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> set[fx.Node]:
-    """What runs of the calls `order`, for the values `wanted`, need and do not make: no views."""
+    """The values, without views, that `order` needs for `wanted` and does not compute itself."""
     needed = {base_of(node) for node in wanted}
     for call in reversed(order):
         made = {call, *(user for user in call.users if is_item(user))}
@@ -61,8 +61,8 @@ def build_scheduled_graph(
 ) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs` by running the calls `order` of `module`.
 
-    Each runs as often as it is in `order`; what nothing reads does not run, unless `always_run`
-    answers true. Raises `UnavailableError` for a value that is read before it is there.
+    Each runs as often as it stands in `order`. A run that nothing reads is left out, unless
+    `always_run` is true of it. Raises `UnavailableError` for a value that is read before it exists.
     """
     wanted = [node for node in outputs if isinstance(node, fx.Node)]
     running = _find_needed_runs(wanted, order, always_run or (lambda node: False))
@@ -78,7 +78,7 @@ def build_scheduled_graph(
 def _find_needed_runs(
     wanted: Sequence[fx.Node], order: Sequence[fx.Node], always_run: Callable[[fx.Node], bool]
 ) -> list[bool]:
-    """Which of the runs in `order` something reads afterwards."""
+    """Whether something reads the result of each run in `order` later."""
     needed = {call_of(base_of(node)) for node in wanted}
     running = []
     for call in reversed(order):
@@ -91,9 +91,9 @@ def _find_needed_runs(
 
 
 class ReplayBuilder:
-    """A graph in the making, of calls that run in any order.
+    """Builds a graph of calls of another one, in any order and any number.
 
-    What a node of the old graph is now changes when it runs again.
+    The copy of a node of the old graph is that of its latest run.
     """
 
     def __init__(self, inputs: Sequence[fx.Node | None]) -> None:
@@ -101,7 +101,7 @@ class ReplayBuilder:
         self.copies: dict[fx.Node, fx.Node] = {}
         self.made: set[fx.Node] = set()
         self.views: dict[fx.Node, list[fx.Node]] = {}
-        """The views that have been made of each value."""
+        """The views of each value that have been copied."""
         for i, node in enumerate(inputs):
             copy = self.graph.placeholder(node.name if node is not None else f"unused_{i}")
             if node is not None:
@@ -109,7 +109,7 @@ class ReplayBuilder:
                 self.copies[node] = copy
 
     def run(self, call: fx.Node) -> None:
-        """Run an operator; what was made of its earlier values is not of these."""
+        """Run an operator. Views of its earlier values are no views of the new ones."""
         made = self._copy(call)
         items = [user for user in call.users if is_item(user)]
         for value in items or [call]:
@@ -119,7 +119,7 @@ class ReplayBuilder:
                 self._make(value, {call: made})
 
     def value(self, node: fx.Node) -> fx.Node:
-        """What `node` is now: if it is a view, made now unless it has been."""
+        """The copy of `node`, which is copied now if it is a view that has none yet."""
         chain = []
         while node not in self.copies and (is_view(node) or node.op == "get_attr"):
             chain.append(node)
@@ -138,7 +138,7 @@ class ReplayBuilder:
         return self._make(node, {n: self.value(n) for n in nodes_read_by(node)})
 
     def _make(self, node: fx.Node, read: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """A copy of `node` that reads what `read` says: nothing for what no body of it reads."""
+        """Copy `node` with the arguments `read`, and `None` for what its body does not read."""
         name = f"{node.name}_again" if node in self.made else node.name
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), read.get)
         copy = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)

@@ -1,4 +1,8 @@
-"""Cut a graph out of a graph: the operators between given values and wanted ones."""
+"""Pure edits of graphs: cut a graph out of another, drop unread values, add bodies.
+
+`slice_graph` copies the operators between given values and wanted ones. `simplify`, `prune_bodies`
+and `erase_unread` change a graph in place; `add_body` gives one of its nodes a body.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +12,8 @@ from torch import fx, nn
 
 from torchremat.graph.nodes import ancestors, body_of, is_checkpoint, nodes_read_by, results_of
 from torchremat.graph.notes import Notes, graph_notes_of, note_graph, notes_of, set_notes
+
+aten = torch.ops.aten
 
 
 def slice_graph(
@@ -20,18 +26,17 @@ def slice_graph(
 ) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs`, values of `module`'s graph.
 
-    Nodes, placeholders too, have the names of those that they are copied from.
-    Outputs are nodes, or literals that are handed on. Operators keep their order, save those for
-    which `lazy` answers true: they come just before their first use, so that a value that is
-    computed again is alive no longer than it need be. Those for which `always_run` answers true are
-    there though no output needs them. What the outputs need must be reachable from the inputs and
-    constants alone, else `UnavailableError`.
+    Nodes, placeholders too, have the names of those that they are copied from. Outputs are nodes
+    or literals. Operators keep their order. But those for which `lazy` is true come just before
+    their first use, and so the values that they recompute live briefly. Those for which
+    `always_run` is true stay though no output needs them. Raises `UnavailableError` if an output
+    needs an input of `module` that is not among `inputs`.
     """
     return _Slicer(module, inputs, lazy).run(outputs, always_run or (lambda node: False))
 
 
 class UnavailableError(Exception):
-    """A wanted value depends on an input of the graph that is not among the given ones."""
+    """A value is needed that neither the inputs nor earlier operators provide."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(f"{node.name} is needed but not given")
@@ -88,9 +93,6 @@ class _Slicer:
             stack.pop()
 
 
-aten = torch.ops.aten
-
-
 def simplify(graph: fx.Graph) -> None:
     """Remove transposes of transposes: a backward pass has two for each `nn.Linear`.
 
@@ -110,7 +112,7 @@ def simplify(graph: fx.Graph) -> None:
 def prune_bodies(
     module: fx.GraphModule, *, always_run: Callable[[fx.Node], bool] | None = None
 ) -> None:
-    """Let each checkpoint inside compute only those of its outputs that somebody reads."""
+    """Let each nested checkpoint compute only those of its outputs that somebody reads."""
     graph = module.graph
     for node in list(graph.nodes):
         if not is_checkpoint(node):
@@ -131,14 +133,12 @@ def prune_bodies(
 
 
 def erase_unread(graph: fx.Graph, always_run: Callable[[fx.Node], bool] | None) -> None:
+    """Erase the operators that nobody reads, last ones first, but those that always run."""
     keeps = always_run or (lambda node: False)
-    # not graph.eliminate_dead_code, which goes into bodies and asks nobody there
+    # not graph.eliminate_dead_code, which goes into bodies and takes no `always_run` for them
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in _ENDS and not keeps(node):
+        if not node.users and node.op not in ("placeholder", "output") and not keeps(node):
             graph.erase_node(node)
-
-
-_ENDS = ("placeholder", "output")
 
 
 def add_body(module: fx.GraphModule, body: nn.Module, prefix: str = "opened") -> fx.Node:

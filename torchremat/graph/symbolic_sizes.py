@@ -1,8 +1,8 @@
 """Sizes that vary from call to call: one graph for many lengths.
 
-A trace in which a size is a symbol has the sizes that it computes in its graph as they are, as
-literals: `view(x, [s0*4, 64])`. So a graph has tensors for nodes and nothing else, whoever cuts or
-rewrites it need not know of symbols, and the function that runs it is given their values.
+The graph of a trace with symbols has sizes as literals: `view(x, [s0*4, 64])`. So its nodes are
+tensors only, and code that cuts or rewrites it need not know of symbols. The function that runs the
+graph takes their values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,12 +42,12 @@ class Interpreter(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        """What `n` is called with: symbols of PyTorch's where the graph has literals of ours."""
+        """The arguments of `n`, with PyTorch's symbols in place of the literals of the graph."""
         return fx.node.map_aggregate(super().fetch_args_kwargs_from_env(n), _symbolic)
 
 
 def _symbolic(value: Any) -> Any:
-    """What operators take for a literal, known to the trace in progress if there is one."""
+    """The symbol of a literal, tracked by the trace in progress if there is one."""
     if not isinstance(value, Size):
         return value
     mode = _torch.innermost_proxy_mode()
@@ -77,7 +77,7 @@ def sizes_as_literals(graph: fx.Graph) -> None:
 
 
 def literal_size(size: Any) -> Any:
-    """What stands in a graph for a size: a number where it is one, else a `Size`."""
+    """The literal for a size in a graph: a number where it is settled, else a `Size`."""
     if not isinstance(size, SYMBOLIC):
         return size
     settled = _torch.settled_size(size)

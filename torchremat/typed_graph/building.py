@@ -1,4 +1,4 @@
-"""Make a `TypedGraph` of what a trace has written down."""
+"""Make a `TypedGraph` of the graph of a trace."""
 
 import re
 from collections.abc import Sequence
@@ -17,13 +17,8 @@ from torchremat.typed_graph.typed_graph import TypedGraph
 
 aten = torch.ops.aten
 
-
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
-
-
 _PASS_THROUGH = {aten.alias.default, aten.lift_fresh.default}
-
-
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
@@ -45,9 +40,9 @@ def build_graph(
 ) -> TypedGraph:
     """The graph that computes `outputs`, nodes of `module` or numbers, from `inputs`.
 
-    Operators stay, used or not, in their order; constants that nobody uses go, and tensors that
+    Operators stay, used or not, in their order. Constants that nobody uses go, and tensors that
     the trace put into `module` become constants. Bodies of checkpoints lose the outputs that
-    nobody reads. `view` becomes `reshape`, as inputs may lie otherwise in memory than those traced.
+    nobody reads. `view` becomes `reshape`, since inputs may have other strides than those traced.
     """
     return _Builder(module).build(inputs, outputs, structures, writes)
 
@@ -99,7 +94,7 @@ class _Builder:
         )
 
     def _find_trace_constants(self) -> list[Input]:
-        """The tensors that the trace keeps in the module, one input for each."""
+        """The tensors that the trace put into the module, one input for each."""
         found: dict[int, Input] = {}
         for node in self.module.graph.find_nodes(op="get_attr"):
             value = attribute(self.module, str(node.target))
@@ -108,9 +103,9 @@ class _Builder:
         return list(found.values())
 
     def _alias_trace_constants(self, made: Sequence[Input], results: set[fx.Node]) -> None:
-        """Let each place that reads one of them, or a fresh copy of it, read the constant.
+        """Let the readers of such a tensor, or of a fresh copy of it, read the constant.
 
-        No operator of a graph writes; but whoever gets it as a result may, and gets a copy.
+        No operator of a graph writes. A caller may write to a result, and so gets a copy.
         """
         copies = {id(i.tensor): self.copies[i.node] for i in made}
         for node in self.module.graph.find_nodes(op="get_attr"):
@@ -141,7 +136,7 @@ class _Builder:
         self.copies[node] = copy
 
     def _expand_copy(self, node: fx.Node, is_result: bool) -> fx.Node:
-        """What `copy` gives, by operators that have a derivative: it has none.
+        """Write `copy`, which has no derivative, as operators that have one.
 
         Functionalisation makes `y = copy(x, value)` of `x.copy_(value)` and `x[i] = value`.
         """
@@ -178,10 +173,9 @@ def prune_bodies(module: fx.GraphModule) -> None:
 
 
 def prune_body(module: fx.GraphModule, node: fx.Node) -> None:
-    """Take what nobody reads out of the body that `node` runs: outputs, then inputs.
+    """Drop the outputs that nobody reads, then the inputs, from the body that `node` runs.
 
-    Where a differentiated checkpoint keeps nothing that is read, its body is again the one that it
-    was traced with.
+    A differentiated checkpoint whose residuals nobody reads gets back the body of its trace.
     """
     reference = node.args[0]
     assert isinstance(reference, fx.Node)
@@ -238,7 +232,7 @@ def _replace_body(
 
 
 def _is_vestige(node: fx.Node) -> bool:
-    """Whether an operator that nobody reads is but a trace of how autograd works inside."""
+    """Whether an operator that nobody reads comes from inside autograd, not from the user."""
     value = node.meta.get("val")
     return node.target is aten.detach.default or not isinstance(value, Tensor | tuple | list)
 
@@ -249,7 +243,7 @@ def _is_number_of_trace(node: fx.Node, key: str) -> bool:
 
 
 def _identifier(label: str) -> str:
-    """A name for a placeholder from what the user calls the tensor.
+    """Make the name of a placeholder from the user's name of the tensor.
 
     >>> _identifier("x['w'][0]"), _identifier("layers.0.weight")
     ('x_w_0', 'layers_0_weight')

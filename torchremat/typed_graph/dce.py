@@ -26,8 +26,8 @@ def dce_graph(g: TypedGraph, used_outputs: Sequence[bool]) -> tuple[TypedGraph, 
         used_outputs: for each output of `g`, in the order of `out_avals`, whether it is wanted.
 
     Returns:
-        A graph that takes the inputs that are used, one an argument, and gives a tuple of the
-        outputs that are wanted; and for each input of `g` whether it is used.
+        A graph and a list. The graph takes the used inputs, one an argument, and returns a tuple
+        of the wanted outputs. The list says of each input of `g` whether it is used.
 
     Raises:
         ValueError: if `used_outputs` has not one entry for each output.
@@ -95,7 +95,7 @@ def copy_graph(g: TypedGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
 
 
 def set_outputs(graph: fx.Graph, outputs: Sequence[Any]) -> None:
-    """Let the graph give `outputs`."""
+    """Replace the outputs of the graph."""
     (output,) = graph.find_nodes(op="output")
     output.args = (tuple(outputs),)
 
@@ -107,9 +107,9 @@ def const_inputs(g: TypedGraph, copies: dict[fx.Node, fx.Node]) -> list[Input]:
 
 
 def eliminate_dead(module: fx.GraphModule, *, draws_later: bool = False) -> None:
-    """Take out what nobody reads, last operators first, so that readers are gone before.
+    """Erase the operators that nobody reads, last ones first, so that readers go before.
 
-    With `draws_later`, random operators stay: what runs after this graph draws after them.
+    With `draws_later`, random operators stay: a graph that runs after this one draws after them.
     """
     for node in reversed(list(module.graph.nodes)):
         if node.op != "call_function":
@@ -127,7 +127,7 @@ def eliminate_dead(module: fx.GraphModule, *, draws_later: bool = False) -> None
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether the operator of `node` does something besides giving a result and drawing numbers."""
+    """Whether the operator of `node` has an effect besides its result and random draws."""
     return node.op == "call_function" and node.is_impure(impure_random=False)
 
 

@@ -1,4 +1,4 @@
-"""What an operator reads: the values of its arguments, or only their shapes."""
+"""Dependence on values: operators that read only the shapes of arguments do not count."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -52,7 +52,7 @@ def read_by(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def find_dependents(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """Those nodes whose values depend on the values of `starts`, which are among them."""
+    """The nodes whose values depend on the values of `starts`, themselves included."""
     found = set(starts)
     for node in graph.nodes:
         if any(used in found for used in read_by(node)):

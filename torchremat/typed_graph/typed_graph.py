@@ -125,11 +125,11 @@ class TypedGraph:
 def eval_graph(g: TypedGraph, /, *args: Any, **kwargs: Any) -> Any:
     """Run a graph on arguments like those that it was traced for.
 
-    It computes what the function computes, with its derivatives: autograd records what runs and
-    gives gradients to arguments and constants, `torch.func` transforms it, checkpoints in it stay
-    checkpoints, and a function's `no_grad`, `detach` and `autograd.Function`s mean what they mean
-    there. Random operators draw anew. It may run on fake tensors and inside other traces; autocast
-    is off in it, as the casts that were traced are operators of the graph.
+    It computes what the function computes, with its derivatives: autograd records what runs, and
+    gives gradients to arguments and constants. `torch.func` transforms it, and checkpoints in it
+    stay checkpoints. `no_grad`, `detach` and `autograd.Function`s mean what they mean in the
+    function. Random operators draw anew. It may run on fake tensors and inside other traces.
+    Autocast is off in it, since the traced casts are operators of the graph.
 
     Args:
         g: the graph.

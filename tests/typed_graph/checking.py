@@ -1,4 +1,4 @@
-"""A checker of graphs, for tests: every rule that a typed graph obeys."""
+"""Check every rule that a typed graph obeys."""
 
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -17,26 +17,19 @@ from torchremat.typed_graph.equations import Number
 from torchremat.typed_graph.printing import format_graph
 from torchremat.typed_graph.typed_graph import TypedGraph
 
+# Lines of a graph before and after the fault in a message; chosen by hand.
+_CONTEXT = 4
 _KINDS = {"placeholder", "get_attr", "call_function", "output"}
 
 
 def check_graph(g: TypedGraph) -> None:
-    """Check that a graph obeys the rules of typed graphs, bodies of its operators included.
+    """Raise `GraphError` with the rule, and the graph round the fault, if `g` breaks one.
 
-    Placeholders come first, constants before inputs, and one output last; each operator reads what
-    stands before it, and writes to nothing; names are unique; and every aval that is noted is the
-    one that the operator gives for inputs of the avals noted (run on fake tensors, for nothing).
-
-    Args:
-        g: the graph, of `make_graph` or a transformation.
-
-    Raises:
-        GraphError: (a `ValueError`) with the rule, and the graph round the fault.
+    Placeholders come first, constants before inputs, and one output last. Each operator reads what
+    stands before it, and writes to nothing. Names are unique. Every noted aval is the one that the
+    operator returns for inputs of the noted avals, on fake tensors. Bodies obey the same rules.
 
     After `jax.core.check_jaxpr`.
-
-    >>> import torch, torchremat as tr
-    >>> check_graph(tr.make_graph(torch.sin)(torch.ones(3)))
     """
     _Checker(g.graph_module, len(g.consts)).run()
     _check_signature(g)
@@ -174,9 +167,6 @@ class _Checker:
             self.values[node] = InputSpec.of(value).empty().detach()
         elif not self.is_body or node.users:  # else a number that PyTorch hands to a `cond`
             self.fail(node, f"the input {node.name} has no aval")
-
-
-_CONTEXT = 4
 
 
 def _noted(node: fx.Node) -> Any:

@@ -39,7 +39,7 @@ _KINDS = ("cpu", "cuda")
 
 
 class OffloadRules:
-    """What of a graph may be offloaded: nothing that is there anyway, and nothing small."""
+    """Values of a graph that may be offloaded: no inputs or outputs, and nothing small."""
 
     def __init__(self, joint: Joint) -> None:
         self._inputs = {memory_of(node) for node in joint.inputs}
@@ -124,8 +124,8 @@ def put_out_copies(
 ) -> None:
     """Let the outputs at `positions` be copies in the host's memory, made as soon as they can be.
 
-    Those of equal `memories` share a copy. Of a plan each is done by the end of the operator after
-    the one that makes the value, so that it is known when the memory is free.
+    Those of equal `memories` share a copy. In a plan each copy is done by the end of the operator
+    after the one that makes the value, so the plan knows when the memory is free.
     """
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])

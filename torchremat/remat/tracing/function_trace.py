@@ -27,7 +27,7 @@ from torchremat.tracing.value_guards import ValueGuards
 
 @dataclass(frozen=True, eq=False)
 class FunctionTrace:
-    """What a trace gives: what is differentiated, what was returned, what was closed over."""
+    """One trace: the region to differentiate, the result, and the tensors closed over."""
 
     region: Region
     result: Result
@@ -110,7 +110,7 @@ def _warn_of_changed_arguments(
 
 
 def describe_fun(fun: Callable[..., Any]) -> str:
-    """What to call a traced function in a message."""
+    """The name of a traced function in messages."""
     return getattr(fun, "__qualname__", None) or type(fun).__name__
 
 

@@ -88,8 +88,8 @@ class HostPool:
         self._loans: dict[int, _Loan] = {}
         self._numbers: dict[int, int] = {}
         """The loan of each storage, by identity."""
-        # A storage may die at any time, also while a thread has the lock. It is noted here, and what
-        # belongs to it is dropped: one operation on a container each, which no thread interrupts.
+        # A storage may die at any time, also while a thread has the lock. So its death is noted
+        # here, and what belongs to it is dropped, by single operations that no thread interrupts.
         self._returned: deque[int] = deque()
         self._sources: dict[int, tuple[Copy, Tensor]] = {}
         """Copies to the host that have begun, by loans, the oldest first, and what they read."""

@@ -1,6 +1,7 @@
 """Streams over which values are copied to the host and back, beside the operators.
 
-A copy begins when the operators and the copies that were queued before it are done. Before anybody reads its target or frees its source, the operators that follow must wait for it:
+A copy begins when the operators and the copies that were queued before it are done. Before anybody
+reads its target or frees its source, the operators that follow must wait for it:
 
     operators   mm   sin   mul ...  (wait)  mm           the memory of what mm made is free here
     copies         [ what mm made  ]

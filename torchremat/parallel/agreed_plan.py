@@ -4,8 +4,8 @@
     process 1   plans the same graph: takes what process 0 found, within what it knows of the graph
     process 2   plans another graph (another stage of a pipeline, a last batch): looks by itself
 
-What is told is found by the graph, the budget and the cost model, so that processes need not plan
-in one order, nor all of them, and nobody waits for a process that plans nothing.
+The key of a plan is made of the graph, the budget and the cost model. So processes may plan in any
+order, not all of them need to, and none waits for a process that plans nothing.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _FAILED = "failed: "
 
 
 def make_once(describe: Callable[[], str], make: Callable[[], str]) -> str:
-    """What `make` gives, in the first of the processes whose `describe` says the same.
+    """Return the text of `make`, called in the first of the processes of equal `describe`.
 
     Raises `ProcessError` in the others if that one fails, is gone, or takes longer than the timeout
     that the process group was made with.
@@ -55,7 +55,6 @@ def make_once(describe: Callable[[], str], make: Callable[[], str]) -> str:
 
 
 def _wait_for_text(store: object, key: str) -> str:
-    """What another process makes, or has made."""
     maker = "another process"
     try:
         rank = int(store.get(f"{key}/maker"))  # type: ignore[attr-defined]

@@ -176,7 +176,7 @@ def _own_devices(process: int) -> list[Device]:
 
 
 def _share(num_visible: int) -> range:
-    """Which of the accelerators that this process sees are its own.
+    """The accelerators, of those that this process sees, that are its own.
 
     If it sees fewer than there are processes on the host, its environment has chosen for it, as
     with `CUDA_VISIBLE_DEVICES`.
@@ -189,7 +189,7 @@ def _share(num_visible: int) -> range:
 
 
 def _everywhere() -> list[Device]:
-    """The devices of all processes and kinds. They are asked for once a process group."""
+    """The devices of all processes and kinds, gathered once for each process group."""
     here = _this_process()
     if process_count() == 1:
         return _own_devices(here)
@@ -203,4 +203,4 @@ def _everywhere() -> list[Device]:
 
 
 _gathered: weakref.WeakKeyDictionary[Any, list[Device]] = weakref.WeakKeyDictionary()
-"""What the processes of a group have told each other."""
+"""The devices of all processes of a group."""

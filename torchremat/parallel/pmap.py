@@ -107,7 +107,7 @@ def pmap(
     that of the device, those of process 0 first. Without a process group there is one process.
 
     Everything nests: `vmap` inside and around, `grad`, `checkpoint` (which keeps what collectives
-    gave, as computing them again would communicate again), `make_graph`. A derivative is that of
+    returned, since recomputing them would communicate again), `make_graph`. A derivative is that of
     the sum of what all processes differentiate, so all of them must: where each has
     `y = psum(f(x))` and calls `y.backward()`, each gets the sum of their cotangents times its f'.
 
@@ -120,7 +120,7 @@ def pmap(
         axis_name: what collectives inside (`psum`, ...) call the axis.
         in_axes: where the examples are in each argument, as for `vmap`. `None` is for what the
             devices of the process share. Keyword arguments are mapped along their first axis.
-        out_axes: where they are to be in the outputs, as a tree prefix. `None` leaves the axis out,
+        out_axes: where they must be in the outputs, as a tree prefix. `None` leaves the axis out,
             for what is the same on each of the process's devices.
         static_broadcasted_argnums: positions of arguments that are any Python values, and not
             mapped.

@@ -1,4 +1,4 @@
-"""What `pmap` was asked for, the devices that there are for it, and what a call is like."""
+"""The options of `pmap`, checked against the devices that there are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from torchremat.tracing.axes.named_axes import AxisName
 
 @dataclass(frozen=True)
 class PmapOptions:
-    """What `pmap` was asked for."""
+    """The options of one `pmap`."""
 
     axis_name: AxisName
     in_axes: Any
@@ -108,7 +108,7 @@ def check_devices(
 
 
 def describe_call(fun: Any, options: PmapOptions, args: Any, kwargs: Any) -> str:
-    """What a call is like: the same text in processes that do the same."""
+    """Describe a call: the text is the same in processes that make the same call."""
     leaves, spec = _torch.tree_flatten((args, kwargs))
     shown = [_describe(leaf) for leaf in leaves]
     code = getattr(fun, "__code__", None)
@@ -130,5 +130,5 @@ def _describe(leaf: Any) -> str:
 
 
 def name_of(fun: Any) -> str:
-    """What to call a function."""
+    """The name of a function in messages."""
     return getattr(fun, "__name__", type(fun).__name__)

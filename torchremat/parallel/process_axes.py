@@ -1,14 +1,14 @@
 """Axes whose examples are processes, and the collectives over them.
 
 Beneath every level of `torch.func` and beneath autograd a collective is one exchange of plain
-tensors, made by PyTorch's functional collectives, which serve gloo, NCCL and the others:
+tensors. PyTorch's functional collectives make it, for gloo, NCCL and the others:
 
     psum            all-reduce                  all_gather      all-gather
     pmax, pmin      all-reduce; of NaNs too     all_to_all      all-to-all
     psum_scatter    reduce-scatter              ppermute        all-to-all, of one part
 
-What only moves data moves bytes, so that every dtype does. In groups of examples all is gathered,
-and each process works out what concerns it.
+A collective that only moves data moves bytes, so it serves every dtype. In groups of examples each
+process gathers everything, and computes its own part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ def _place_in(group: str, axis_name: AxisName) -> tuple[int, int]:
 
 
 def _share_of(op: CollectiveOp, everything: Tensor, index: int, params: dict[str, Any]) -> Tensor:
-    """What the example `index` gets, where those of all are the first dimension of a tensor."""
+    """The result of the example `index`, where all examples are the first dimension of a tensor."""
     if op is ppermute_p and len(params["perm"]) != len(everything):
         gets = [src for src, dst in params["perm"] if dst == index]
         return everything[gets[0]].clone() if gets else torch.zeros_like(everything[0])
@@ -131,7 +131,7 @@ def _gather_along(
 
 
 def _gather(x: Tensor, group: str, size: int) -> Tensor:
-    """What all processes have, along a new first dimension."""
+    """Gather the tensors of all processes along a new first dimension."""
     found = _torch.process_collectives.all_gather_into_tensor(_bytes_of(x), size, group)
     return _from_bytes(_wait(found), (size, *x.shape), x.dtype)
 

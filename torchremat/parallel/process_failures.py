@@ -1,4 +1,4 @@
-"""What processes tell one another besides their data: what they are about to do, and why they stop.
+"""Messages between processes besides their data: the call that each makes next, why one stops.
 
 They write it into the store of the default process group, which works while a collective hangs.
 """
@@ -28,7 +28,7 @@ _PATIENCE = timedelta(seconds=2)
 
 
 class _Agreed:
-    """What the processes of a group have agreed on so far."""
+    """The calls that the processes of a group have agreed on so far."""
 
     def __init__(self) -> None:
         self.texts: set[str] = set()
@@ -43,7 +43,7 @@ _lock = threading.RLock()
 
 
 def can_share() -> bool:
-    """Whether there are other processes, and they can be told something.
+    """Whether there are other processes, which share a store with this one.
 
     Those of the backend `fake`, with which PyTorch plays many processes in one, cannot.
     """
@@ -162,7 +162,7 @@ def withdraw() -> None:
 
 
 def describe_peers() -> str:
-    """Which of the other processes stopped, and why; which are gone, or have not failed so far."""
+    """Describe the other processes: stopped and why, gone, or without a failure so far."""
     try:
         store, here = _torch.store_of_processes(), process_index()
         others = [rank for rank in range(process_count()) if rank != here]
@@ -196,7 +196,7 @@ _published: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def _is_gone(store: Any, rank: int) -> bool:
-    """Whether a process of this host that has told where it is runs no more."""
+    """Whether a process of this host, which has published its place, runs no more."""
     key = f"{_PREFIX}/place/{rank}"
     if not has(store, key):
         return False
@@ -226,7 +226,7 @@ def has(store: Any, key: str) -> bool:
 
 
 def name_processes(ranks: Sequence[int]) -> str:
-    """What to call processes.
+    """Name processes in a message.
 
     >>> name_processes([1]), name_processes([1, 2])
     ('process 1', 'processes 1, 2')

@@ -23,7 +23,7 @@ def switches() -> tuple[Any, ...]:
 
     Also how often batching rules changed.
 
-    The hooks of all modules are told apart by their handles; those of a trace do not count.
+    Hooks of all modules are compared by their handles; those of a trace do not count.
     """
     hooks = [
         handle
@@ -89,7 +89,7 @@ class AmbientState:
 
     @classmethod
     def now(cls) -> "AmbientState":
-        """What they are."""
+        """The state of this thread now."""
         autocast = tuple(
             (device, torch.get_autocast_dtype(device))
             for device in ("cpu", "cuda")
@@ -117,7 +117,7 @@ class AmbientState:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """A block without autocast: a graph has its casts written down."""
+    """A block without autocast: a graph has its casts as operators."""
     with ExitStack() as stack:
         for device, dtype in AmbientState.now().autocast:
             stack.enter_context(torch.autocast(device, dtype, enabled=False))

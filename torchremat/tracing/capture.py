@@ -17,7 +17,7 @@ from torchremat import _torch
 from torchremat.core.source import current_source
 from torchremat.errors import EffectError
 from torchremat.tracing.ambient_state import is_meta_as_cpu
-from torchremat.tracing.input_spec import _CPU, _META
+from torchremat.tracing.input_spec import CPU, META
 from torchremat.tracing.value_guards import QUESTIONS, question
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -95,8 +95,8 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
 
 def _redirect_meta(value: Any) -> Any:
     """The CPU for the meta device, which a function may ask or ask for; all else as it is."""
-    if isinstance(value, str | torch.device) and value in ("meta", _META):
-        return _CPU
+    if isinstance(value, str | torch.device) and value in ("meta", META):
+        return CPU
     return value
 
 

@@ -1,8 +1,8 @@
-"""Tensors that are spread over processes: in a graph stands the part that this process holds.
+"""Tensors that are sharded over processes: a graph computes with the shard of this process.
 
-A `DTensor` among the inputs of a trace is taken apart where the graph is called, and put together
-again inside the trace. So the operators of the graph, and the collectives between them, are those
-of one process, and a policy decides of them as of all others.
+A `DTensor` among the inputs of a trace is unwrapped where the graph is called, and wrapped again
+inside the trace. So the graph has the operators of one process, and the collectives between them.
+A policy decides on these as on all others.
 """
 
 import sys
@@ -29,7 +29,7 @@ class Sharding:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Sharding | None":
-        """That of a `DTensor`; `None` for any other tensor."""
+        """The sharding of a `DTensor`; `None` for any other tensor."""
         if not is_sharded(tensor):
             return None
         spread: DTensor = tensor  # type: ignore[assignment]
@@ -66,7 +66,7 @@ def _dtensor() -> Any:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a `DTensor`, differentiably; any other tensor is all here."""
+    """The shard of a `DTensor` in this process, differentiably; any other tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -80,7 +80,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def unwrap_inputs(tensors: Sequence[Tensor], placements: CotangentPlacements) -> list[Tensor]:
-    """What this process holds of each input; its cotangent is spread as `placements` say."""
+    """The shard of each input in this process; `placements` shard its cotangent."""
     return [
         _Unwrap.apply(tensor, placements, number) if is_sharded(tensor) else tensor  # type: ignore[no-untyped-call]
         for number, tensor in enumerate(tensors)

@@ -157,7 +157,7 @@ def spec_at(spec: InputSpec, sizes: Sizes) -> InputSpec:
 
 
 def shapes_of(inputs: Iterable[InputSpec]) -> _torch.ShapeEnv | None:
-    """What knows the symbols among the sizes of `inputs`, if there are any."""
+    """The environment of the symbols among the sizes of `inputs`, if there are any."""
     for value in inputs:
         for size in value.shape:
             if isinstance(size, torch.SymInt):

@@ -5,8 +5,8 @@ node, whose body is a module that calls the class again, with its own derivative
 
     y = Clip.apply(x, 1.0)          y = function_p[Clip(*, 1.0)] x
 
-What the class runs inside is written down too, and dropped: it stays only where its `backward`, in
-the same trace, reads values that its `forward` kept.
+The operators that the class runs inside are recorded too, and dropped. They stay only where its
+`backward`, in the same trace, reads values that its `forward` saved.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Remove in-place operators from a graph, and say which inputs the graph writes to.
 
 Most programs have none, or only such that a new tensor serves as well, and cost nothing here. A
-graph with others is run again under PyTorch's own functionalisation, node by node, so that each new
-operator keeps the notes of the one it replaces.
+graph with others is run again, node by node, under PyTorch's own functionalisation. So each new
+operator gets the notes of the one that it replaces.
 """
 
 import operator
@@ -30,8 +30,8 @@ aten = torch.ops.aten
 class FunctionalGraph:
     """A graph without in-place operators.
 
-    `mutations` pairs the position of an input with the node of its new value; `renamed` maps the
-    placeholders of the original graph to those of this.
+    `mutations` has pairs: the position of an input, and the node of its new value. `renamed` maps
+    the placeholders of the original graph to those of this.
     """
 
     module: fx.GraphModule

@@ -1,4 +1,4 @@
-"""tracing/input_spec.py."""
+"""The layout of an input of a trace, and how autograd sees it; refusals of other tensors."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,12 @@ from torchremat.errors import DonationError, TraceError
 from torchremat.tracing.ambient_state import is_meta_as_cpu
 from torchremat.tracing.dtensors import Sharding, local_tensor
 
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """What a trace must know of an input: its layout, and how autograd sees it."""
+    """The facts about an input that a trace depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -42,7 +42,7 @@ class InputSpec:
                 tuple(tensor.shape),
                 tensor.stride(),
                 tensor.dtype,
-                _CPU if tensor.is_meta and is_meta_as_cpu() else tensor.device,
+                CPU if tensor.is_meta and is_meta_as_cpu() else tensor.device,
                 requires_grad,
                 is_leaf,
                 _torch.offset_of(tensor),

@@ -42,7 +42,7 @@ class RandomState:
 
 
 def global_sources() -> Iterator[RandomSource]:
-    """Those of the whole process: Python's, NumPy's, PyTorch's default generator."""
+    """The sources of the whole process: Python's, NumPy's, PyTorch's default generator."""
     yield _pickle_states("Python's random module", random.getstate, random.setstate, random.random)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -84,7 +84,7 @@ def _pickle_states(
 
 def _generator(label: str, generator: torch.Generator) -> RandomSource:
     def get() -> bytes:
-        with _torch.isolate():  # it may be asked in the middle of a trace
+        with _torch.isolate():  # it may run in the middle of a trace
             return generator.get_state().numpy().tobytes()
 
     def set_(state: bytes) -> None:

@@ -1,10 +1,9 @@
 """From a Python function of tensors to a graph of ATen operators.
 
-A `Tracing` is one run of a function on fake tensors whose operators are written down. It differs
-from `make_fx` in three ways: inputs may be added while it runs, so that tensors that the function
-closes over, and the cotangents of its outputs, become inputs when they are met; each node knows the
-user's line, the module that ran it and the phase it belongs to; and nothing of the surroundings
-(`torch.func` levels, dispatch modes) leaks in.
+A `Tracing` is one run of a function on fake tensors whose operators are recorded. It differs from
+`make_fx` in three ways. Inputs may be added while it runs: tensors that the function closes over,
+and the cotangents of its outputs, become inputs when they are met. Each node knows the user's line,
+the module that ran it and its phase. `torch.func` levels and dispatch modes around do not leak in.
 """
 
 import threading
@@ -101,7 +100,7 @@ class Tracing:
     node_notes: Notes | None = None
     opens_calls: bool = False
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
-    """What to do with a call of a user's `autograd.Function`: class, arguments, `apply`."""
+    """Handles a call of a user's `autograd.Function`: class, arguments, `apply`."""
     value_guards: ValueGuards | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +121,7 @@ class Tracing:
 
     @contextmanager
     def keep_grad_mode(self) -> Iterator[None]:
-        """What runs in the block is noted with the grad mode of now, whatever it is set to."""
+        """Note operators in the block with the grad mode of now, whatever it is set to."""
         outer, self._outer_grad_mode = self._outer_grad_mode, self.grad_enabled
         try:
             yield
@@ -142,7 +141,7 @@ class Tracing:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Operators that run in the block are written into the graph."""
+        """Record the operators that run in the block."""
         _torch.let_modes_see_views_of_zeros()
         with ExitStack() as stack:
             stack.enter_context(trace_lock)
@@ -203,7 +202,7 @@ class Tracing:
 
     @contextmanager
     def pause_recording(self) -> Iterator[None]:
-        """Fake tensors are made in the block, and nothing is written down."""
+        """Make fake tensors in the block; no operator is recorded."""
         # a tensor that is first met in inference mode may be used outside it too
         with _torch.isolate(), torch.inference_mode(False), self.fake_mode:
             yield

@@ -1,14 +1,14 @@
 """Values that go to the host's memory and come back, beside the operators.
 
-What a policy offloads is copied to the host as soon as it is made, and the graph of the backward
-pass brings it back some operators before it is read. A plan says when each copy is to be done:
+A value that a policy offloads is copied to the host as soon as it is made. The graph of the
+backward pass fetches it some operators before it is read. A plan says when each copy must be done:
 
     policy      y = mm(x, w);  h = to_host(y);  s = sin(y)                        -> s, h
     plan        y = mm(x, w);  c = start_copy(y);  s = sin(y);  h = finish_copy(c)     -> s, h
     backward    f = start_fetch(h);  g = mul(dy, c);  y = finish_fetch(f);  dw = mm(g, y)
 
 A value is copied with the whole storage that it lies in, so that strides, offset and overlap stay.
-The memory is of `remat/host_pool.py`, the streams that copy are of `remat/copy_streams.py`.
+The memory comes from `host_pool.py`, the streams that copy from `streams.py`.
 """
 
 import threading
@@ -50,7 +50,7 @@ __all__ = [
 def to_host(value: Tensor, like: Tensor | None = None) -> Tensor:
     """A copy of `value` in the pool, which may only have begun; `value` if it cannot be there.
 
-    What it is copied from is held until the copy is done, or `config.offload_copies_at_once` newer
+    The source stays alive until the copy is done, or `config.offload_copies_at_once` newer
     ones have begun. `like` is what this gave for another value in the same storage: they share the
     copy.
     """
@@ -89,7 +89,7 @@ def start_copy(value: Tensor) -> Sending:
 
 
 def finish_copy(sending: Sending) -> Tensor:
-    """What is in the pool; the operators that follow have waited for the copy."""
+    """The copy in the pool; the operators that follow have waited for it."""
     if sending.copy is not None:
         sending.copy.wait()
         sending.copy = None
@@ -131,7 +131,7 @@ class Arrival:
 
 
 class Fetch:
-    """What `to_host` gave as `kept`, on its way back; without an `arrival` it stayed there."""
+    """A result `kept` of `to_host` on its way back; without an `arrival` it never left."""
 
     __slots__ = ("arrival", "kept")
 
@@ -174,7 +174,7 @@ def finish_fetch(fetch: Fetch, kept: Tensor | None = None) -> Tensor:
 
 
 def fetch_value(kept: Tensor, device: torch.device) -> Tensor:
-    """What `to_host` gave as `kept`, on `device` again."""
+    """Bring `kept`, a result of `to_host`, back to `device`."""
     return finish_fetch(start_fetch(kept, device))
 
 
@@ -189,7 +189,7 @@ def wait_for_copies() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What one run of a checkpoint left in the pool.
+    """The values that one run of a checkpoint left in the pool.
 
     Attributes:
         storages: the memory, in the order of the checkpoint's offloaded residuals.
@@ -240,13 +240,13 @@ def bring_next() -> None:
 
 
 COPIES = frozenset({to_host, start_copy, finish_copy, start_fetch, finish_fetch, bring_next})
-"""What of this is in graphs."""
+"""The functions above that are nodes of graphs."""
 
 # --- tensors of storages -------------------------------------------------------------------------
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """What runs here is no operator of the user's: no mode sees it, autograd records nothing."""
+    """Hide operators in the block from the user's modes and from autograd."""
     return _isolate() if _torch.is_transformed_or_watched() else torch.no_grad()
 
 
@@ -261,7 +261,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _place_in(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """What `like` is in its storage, in `storage`."""
+    """A tensor in `storage`, with the layout that `like` has in its own."""
     made = torch.empty(0, dtype=like.dtype, device=storage.device)
     made.set_(storage, like.storage_offset(), like.size(), like.stride())
     return made.conj() if like.is_conj() else made

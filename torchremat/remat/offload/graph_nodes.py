@@ -7,7 +7,7 @@ backward    h, dy;  f = start_fetch(h);  c = cos(x);  y = finish_fetch(f);  g = 
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ _KINDS = ("cpu", "cuda")
 
 
 class OffloadRules:
-    """What of a graph may be offloaded: nothing that is there anyway, and nothing small."""
+    """Values of a graph that may be offloaded: no inputs or outputs, and nothing small."""
 
     def __init__(self, joint: Joint) -> None:
         self._inputs = {memory_of(node) for node in joint.inputs}
@@ -124,8 +124,8 @@ def put_out_copies(
 ) -> None:
     """Let the outputs at `positions` be copies in the host's memory, made as soon as they can be.
 
-    Those of equal `memories` share a copy. Of a plan each is done by the end of the operator after
-    the one that makes the value, so that it is known when the memory is free.
+    Those of equal `memories` share a copy. In a plan each copy is done by the end of the operator
+    after the one that makes the value, so the plan knows when the memory is free.
     """
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
@@ -174,11 +174,11 @@ def fetch_copies(
     *,
     is_planned: bool = False,
 ) -> tuple[int, ...]:
-    """Let `placeholders` be copies in the host's memory, brought back before they are read.
+    """Let `placeholders` be copies in the host's memory, fetched before they are read.
 
-    Each begins to come before the last `lead` operators that need `cotangents`, of those that run
-    before what first reads it; at the start of the graph if there are fewer. Gives the positions of
-    these, which the graph that runs before this one can begin to bring.
+    Each fetch starts `lead` operators that need `cotangents` before the first reader; at the start
+    of the graph if there are fewer. The positions of the latter are returned: the graph that runs
+    before this one can start to fetch them.
     """
     nodes = list(graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
@@ -202,21 +202,27 @@ def fetch_copies(
             fetch = graph.call_function(start_fetch, (group[0], group[0].meta["val"].device))
         fetch.meta = dict(group[0].meta)
         note(fetch, phase="backward")
-        for i, placeholder in enumerate(group):
-            users = list(placeholder.users)
-            with graph.inserting_before(min((u for u in users if u in order), key=order.get)):  # type: ignore[arg-type]
-                value = graph.call_function(finish_fetch, (fetch, placeholder) if i else (fetch,))
-            value.meta = dict(placeholder.meta)
-            note(value, phase="backward")
-            for user in users:
-                if user is not fetch:
-                    user.replace_input_with(placeholder, value)
+        _finish_fetches(graph, fetch, group, order)
     if not is_planned:  # it comes after the copies that begin there for this graph
         with graph.inserting_before(nodes[steps[-lead]] if len(steps) >= lead else _start(nodes)):
             start = graph.call_function(bring_next)
             start.meta["val"] = None
             note(start, phase="backward")
     return tuple(early)
+
+
+def _finish_fetches(
+    graph: fx.Graph, fetch: fx.Node, group: Sequence[fx.Node], order: Mapping[fx.Node, int]
+) -> None:
+    """Let users of `group`, which shares a storage, read what `fetch` brings back."""
+    for i, placeholder in enumerate(group):
+        users = [user for user in placeholder.users if user in order]
+        with graph.inserting_before(min(users, key=order.__getitem__)):
+            value = graph.call_function(finish_fetch, (fetch, placeholder) if i else (fetch,))
+        value.meta = dict(placeholder.meta)
+        note(value, phase="backward")
+        for user in users:
+            user.replace_input_with(placeholder, value)
 
 
 def _start(nodes: Sequence[fx.Node]) -> fx.Node:

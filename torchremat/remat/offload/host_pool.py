@@ -1,11 +1,11 @@
-"""Memory of the host for what policies offload: lent up to a limit, and given back when it is dead.
+"""Memory of the host for offloaded values: lent up to a limit, and returned when it is dead.
 
 On a GPU it is pinned, of which PyTorch's allocator keeps blocks for reuse: it rounds each up to a
-power of two, which is what counts here. What is on the CPU already is copied to memory of the pool
-as well, so that what is held, on the device and by the host, is the same number everywhere.
+power of two, which is what counts here. A value that is on the CPU already is copied to the pool as
+well, so the bytes on the device and those of the host are the same numbers everywhere.
 
 When the pool is full, a value stays on its device, with one `OffloadWarning`. The pool is as large
-as `config.host_pool_nbytes` says. What copies to and from it is in `remat/host_copies.py`.
+as `config.host_pool_nbytes` says. `copies.py` copies to it and back.
 """
 
 import os
@@ -31,7 +31,7 @@ __all__ = ["POOL", "HostPool", "HostStats", "holds", "reset_counts", "stats"]
 
 @dataclass(frozen=True, slots=True)
 class HostStats:
-    """What the pool holds and has done.
+    """The bytes in the pool, and counts of its copies.
 
     Attributes:
         nbytes: bytes of the pool that are in use now.
@@ -51,9 +51,9 @@ class HostStats:
 
 
 def stats() -> HostStats:
-    """What the pool holds now, and has done since the start or since its counts were reset.
+    """The bytes in the pool now, and counts of copies since the start or the last reset.
 
-    Between a forward pass that offloads and its backward pass it holds what is offloaded.
+    Between a forward pass that offloads and its backward pass the offloaded values are in it.
     """
     return POOL.stats()
 
@@ -77,7 +77,7 @@ class _Loan:
     key: int
     nbytes: int
     device: torch.device
-    """Where what is kept in it came from."""
+    """The device that the value in it came from."""
 
 
 class HostPool:
@@ -88,13 +88,13 @@ class HostPool:
         self._loans: dict[int, _Loan] = {}
         self._numbers: dict[int, int] = {}
         """The loan of each storage, by identity."""
-        # a storage may die at any time, also while the lock is held: it is noted, and what belongs
-        # to it is dropped; each is one operation on a container, which no thread interrupts
+        # A storage may die at any time, also while a thread has the lock. So its death is noted
+        # here, and what belongs to it is dropped, by single operations that no thread interrupts.
         self._returned: deque[int] = deque()
         self._sources: dict[int, tuple[Copy, Tensor]] = {}
         """Copies to the host that have begun, by loans, the oldest first, and what they read."""
         self._arrivals: dict[int, Any] = {}
-        """What comes back before it is asked for, by loans."""
+        """Values on their way back to the device, by loans."""
         self.devices: set[torch.device] = set()
         self._last = 0
         self._nbytes = 0
@@ -103,7 +103,6 @@ class HostPool:
         self.num_copied = self.num_fetched = self.num_refused = 0
 
     def stats(self) -> HostStats:
-        """See the function of this name."""
         with self._lock:
             self._take_back()
             return HostStats(
@@ -116,7 +115,6 @@ class HostPool:
             )
 
     def reset_counts(self) -> None:
-        """See the function of this name."""
         with self._lock:
             self._take_back()
             self._peak = self._nbytes
@@ -161,7 +159,7 @@ class HostPool:
             self._sources.pop(number, None)
 
     def add_arrival(self, storage: torch.UntypedStorage, arrival: object) -> None:
-        """Keep what is on its way back before it is asked for, as long as `storage` lives."""
+        """Store an `arrival` that was started early, as long as `storage` lives."""
         number = self._number_of(storage)
         if number is not None:
             self._arrivals[number] = arrival
@@ -171,12 +169,12 @@ class HostPool:
         return self._number_of(storage) in self._arrivals
 
     def take_arrival(self, storage: torch.UntypedStorage) -> Any:
-        """What `add_arrival` kept, once; `None` if there is nothing."""
+        """Remove and return the arrival of `storage`; `None` if there is none."""
         number = self._number_of(storage) if self._arrivals else None
         return None if number is None else self._arrivals.pop(number, None)
 
     def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
-        """Where what is kept in `storage` came from; `None` if it is none of the pool's."""
+        """The device whose value is in `storage`; `None` if it is not of the pool."""
         number = self._number_of(storage)
         return None if number is None else self._loans[number].device
 
@@ -258,7 +256,7 @@ def _half_of_the_host() -> int:
 
 
 def _memory_of_the_host() -> Iterator[int]:
-    """The bytes of the machine, and the most that a container may have of them, as far as told."""
+    """The bytes of the machine, and the most that a container may have of them, as far as known."""
     if hasattr(os, "sysconf"):
         yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _LIMITS:

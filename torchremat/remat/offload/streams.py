@@ -1,7 +1,7 @@
 """Streams over which values are copied to the host and back, beside the operators.
 
-A copy begins when the operators asked for so far are done, and after the copies before it. Who
-reads what it writes, or frees what it reads, lets the operators that follow wait for it first:
+A copy begins when the operators and the copies that were queued before it are done. Before anybody
+reads its target or frees its source, the operators that follow must wait for it:
 
     operators   mm   sin   mul ...  (wait)  mm           the memory of what mm made is free here
     copies         [ what mm made  ]

@@ -141,7 +141,7 @@ def parts_of_call(
 
 
 class Result:
-    """What a function returned: which tensors, which literals, in which structure.
+    """The result of a function: its tensors, its literals and their structure.
 
     A tensor that stands in several places is one output.
     """

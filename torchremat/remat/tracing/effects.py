@@ -1,4 +1,4 @@
-"""What a traced function does besides computing: noticed when it is traced, and said.
+"""Side effects of a traced function, found when it is traced: an error or a warning each.
 
 A graph replays operators. A random number that Python or NumPy draws would be the same each time; a
 counter that a module's `forward` keeps would stand still.
@@ -25,7 +25,7 @@ from torchremat.tracing.random_sources import RandomSource, RandomState, global_
 
 
 class HasPaths(Protocol):
-    """What a trace gives."""
+    """A result of a trace that knows the modules that ran."""
 
     @property
     def paths(self) -> ModulePaths:
@@ -134,6 +134,11 @@ def _variables_of_hooks(modules: Iterable[nn.Module]) -> list[Binding]:
     return [variable for hook in hooks.values() for variable in variables_of(hook)]
 
 
+# Each trace copies and compares every container that the function can reach. Chosen by hand: more
+# items are data, not a list that a function appends its results to.
+_MOST_ITEMS = 4096
+
+
 class _Containers:
     """The lists and dicts that a function can reach, with what they hold."""
 
@@ -145,7 +150,7 @@ class _Containers:
                 self._held.setdefault(id(value), (variable.label, value, value.copy()))
 
     def take_out_traced_tensors(self, name: str) -> None:
-        """Give containers back what they held, where a tensor of the trace was put in; warn."""
+        """Restore containers into which a tensor of the trace was put; warn."""
         for label, value, before in self._find_changed():
             if _put_back(value, before):
                 warn_user(
@@ -182,9 +187,6 @@ def _put_back(value: Any, before: Any) -> bool:
     value.clear()
     (value.update if isinstance(value, dict) else value.extend)(before)
     return True
-
-
-_MOST_ITEMS = 4096
 
 
 def _holds_traced_tensor(value: Any) -> bool:

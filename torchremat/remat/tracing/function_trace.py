@@ -3,8 +3,8 @@
 import operator
 import re
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -27,7 +27,7 @@ from torchremat.tracing.value_guards import ValueGuards
 
 @dataclass(frozen=True, eq=False)
 class FunctionTrace:
-    """What a trace gives: what is differentiated, what was returned, what was closed over."""
+    """One trace: the region to differentiate, the result, and the tensors closed over."""
 
     region: Region
     result: Result
@@ -76,9 +76,19 @@ def trace_function(
     body = FunctionBody(lambda: flat, specs, value_guards)
     names = [f"arg{i}" for i in range(len(specs))]
     traced_specs = specs if dynamic is None else dynamic.specs
+    with _explain_missing_device(fun), value_guards.first() if value_guards else nullcontext():
+        region = Region.trace(body, traced_specs, names, paths, options, dynamic)
+    assert body.captured is not None
+    return FunctionTrace(region, results[0], body, body.captured(), paths)
+
+
+_NO_DEVICE = r"PyTorch is not linked with support for \w+ devices"
+
+
+@contextmanager
+def _explain_missing_device(fun: Callable[..., Any]) -> Iterator[None]:
     try:
-        with nullcontext() if value_guards is None else value_guards.first():
-            region = Region.trace(body, traced_specs, names, paths, options, dynamic)
+        yield
     except RuntimeError as error:
         if not re.match(_NO_DEVICE, str(error)):
             raise
@@ -87,11 +97,6 @@ def trace_function(
             "this build of PyTorch, has no such device. Ask torch.accelerator.is_available() "
             "first, or make tensors where the arguments are (device=x.device)"
         ) from error
-    assert body.captured is not None
-    return FunctionTrace(region, results[0], body, body.captured(), paths)
-
-
-_NO_DEVICE = r"PyTorch is not linked with support for \w+ devices"
 
 
 def _warn_of_changed_arguments(
@@ -110,7 +115,7 @@ def _warn_of_changed_arguments(
 
 
 def describe_fun(fun: Callable[..., Any]) -> str:
-    """What to call a traced function in a message."""
+    """The name of a traced function in messages."""
     return getattr(fun, "__qualname__", None) or type(fun).__name__
 
 

@@ -1,7 +1,7 @@
-"""What a trace took for granted: modules, closed-over tensors and the values of variables.
+"""Guards of a trace: on modules, closed-over tensors and the values of variables.
 
-Each is checked at every call, so that a module switched to `eval`, a layer that was replaced or a
-global that was set anew is traced anew. Nothing here holds the traced function itself.
+Each is checked at every call. A module that is switched to `eval`, a layer that is replaced or a
+global that is set is traced anew. Nothing here keeps the traced function alive.
 """
 
 import copy
@@ -192,7 +192,7 @@ class CapturedTensors:
                         places.setdefault(id(variable.get()), []).append(variable)
         found = [places.get(id(t), []) for t in tensors]
         self._places = [variables[-1] if variables else None for variables in found]
-        # a tensor that can be found anew is not kept: it is garbage once another has its place
+        # no reference to a tensor that can be found anew: it is garbage once another has its place
         self._tensors: list[Any] = [None if v else t for t, v in zip(tensors, found, strict=True)]
         self._shared = [variables for variables in found if len(variables) > 1]
         self.labels = [
@@ -205,9 +205,9 @@ class CapturedTensors:
         self._all_in_dicts = len(self._entries) == len(self._tensors)
 
     def current(self) -> list[Tensor] | None:
-        """What the variables hold now.
+        """The tensors that the variables refer to now.
 
-        `None` if one is gone (a weight was pruned, say), or two that held one tensor do not.
+        `None` if one is gone (a weight was pruned, say), or two that were one tensor are not.
         """
         for first, *others in self._shared:
             tensor = first.get()
@@ -224,7 +224,7 @@ class CapturedTensors:
         ]
 
     def current_tensors(self) -> list[Any]:
-        """What the function reads if it is traced again now."""
+        """The tensors that the function reads if it is traced again now."""
         found = self.current()
         if found is None:
             raise RetraceError(

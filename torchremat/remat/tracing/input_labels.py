@@ -1,4 +1,4 @@
-"""A call of a user's function: its tensors, and what the user would call each of them."""
+"""A call of a user's function: its tensors, and the name of each in the user's code."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class InputLabel:
-    """What the user calls a tensor: `argument x['w'][0]`, `parameter fc.weight`, ..."""
+    """The name of a tensor in the user's code: `argument x['w'][0]`, `parameter fc.weight`, ..."""
 
     kind: Literal["argument", "parameter", "buffer", "closed-over"]
     text: str
@@ -36,7 +36,7 @@ class InputLabel:
 
 
 class BoundCall:
-    """A function with arguments, taken apart into tensors and the rest.
+    """A function with arguments, flattened into tensors and the rest.
 
     >>> import torch
     >>> def f(x, *rest, scale):
@@ -106,7 +106,7 @@ class BoundCall:
         return any(_torch.requires_grad_at_any_level(tensor) for tensor in tensors)
 
     def labels_of_captured(self, tensors: Sequence[Tensor], paths: ModulePaths) -> list[InputLabel]:
-        """What to call tensors that the function closes over; `paths` name the modules it ran."""
+        """Labels of tensors that the function closes over; `paths` name the modules it ran."""
         known: dict[int, InputLabel] = {}
         for name, value in self._closed_over.items():
             if isinstance(value, Tensor):
@@ -130,7 +130,7 @@ class BoundCall:
             yield root + _torch.keystr(tuple(rest)), leaf
 
     def _parameter_names(self) -> dict[Any, str]:
-        """What takes each argument, by its position or keyword: `x`, `args[1]`, `kwargs['y']`."""
+        """The parameter of each argument by position or keyword: `x`, `args[1]`, `kwargs['y']`."""
         try:
             declared = list(inspect.signature(_find_signed(self.fun)).parameters.values())
         except (TypeError, ValueError):  # builtins have none
@@ -189,7 +189,7 @@ def _describe(value: object) -> str:
 
 
 def _find_signed(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """What has the signature of `fun`: a module's is that of its `forward`."""
+    """The callable whose signature counts: for a module, its `forward`."""
     inner = fun if isinstance(fun, functools.partial) else unwrap_function(fun)
     return inner.forward if isinstance(inner, nn.Module) else fun
 

@@ -42,7 +42,7 @@ class Trace:
     offsets: tuple[int, ...] | None = None
     """Where in their storages the inputs began, if the graph depends on it."""
     value_guards: tuple[ValueGuard, ...] = ()
-    """What it took for granted of the values of its inputs."""
+    """Guards on the truth values of masks among its inputs."""
     cotangent_placements: CotangentPlacements = field(default_factory=CotangentPlacements)
     tensor_guard: Any = None
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
@@ -67,15 +67,15 @@ class Trace:
         return self.offsets == tuple(InputSpec.of(t).storage_offset for t in tensors)
 
     def value_guards_hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether what was asked of the values of the inputs has the same answers for `tensors`."""
+        """Whether masks among `tensors` have the truth values that the function branched on."""
         return all_hold(self.value_guards, tensors)
 
     def still_holds(self) -> bool:
-        """Whether what the trace took for granted, besides the arguments, is as it was."""
+        """Whether the guards hold that do not depend on the arguments."""
         return self.modules.holds() and self.variables.holds()
 
     def what_changed(self) -> str | None:
-        """What the trace took for granted and is not as it was."""
+        """The first guard that does not hold, in words."""
         return self.modules.what_changed() or self.variables.what_changed()
 
     def fits(self, call: Call, specs: tuple[InputSpec, ...], state: Any) -> bool:
@@ -129,6 +129,8 @@ def current_state() -> tuple[bool, AmbientState]:
     return torch.is_grad_enabled(), AmbientState.now()
 
 
+# A call that is new is compared with all of them, and each has its graphs. Chosen by hand, far
+# above the eight at which a user is warned.
 _MOST_TRACES = 128
 
 
@@ -211,6 +213,7 @@ class TracesByFunction:
         self._entries.pop(key, None)
 
 
+# equal to torch._dynamo.config.recompile_limit, where torch.compile gives a function up
 _MANY_TRACES = 8
 
 

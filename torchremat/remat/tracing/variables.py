@@ -1,4 +1,4 @@
-"""remat/tracing/variables.py."""
+"""Variables that a function reads: in its closure, its globals, and the objects these lead to."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +13,8 @@ from torchremat.core.source import is_user_file
 _SIMPLE = (int, float, bool, str, type(None))
 
 
+# Each call checks the entries of a container. Chosen by hand: a configuration has fewer, and what
+# has more is data.
 _MANY = 64
 
 
@@ -53,6 +55,7 @@ class _Missing:
 MISSING = _Missing()
 
 
+# Chosen by hand: an object, the configuration in it, and a list in that (self.config.layers[0]).
 _DEPTH = 3
 
 
@@ -115,7 +118,7 @@ def _read_by(fun: Any) -> Iterator[Binding]:
 
 
 def _entries_of(variable: Binding) -> list[Binding]:
-    """What a function, a container, a class or a plain object in `variable` leads to."""
+    """The variables inside a function, container, class or plain object in `variable`."""
     value, label = variable.get(), variable.label
     prefix = f"{label}." if label else ""
     if isinstance(value, type):

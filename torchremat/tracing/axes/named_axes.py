@@ -1,12 +1,12 @@
 """The named axes in scope: what `vmap(..., axis_name="i")` binds, and collectives reduce over.
 
 While a function runs under `torch.func.vmap`, the level of that is what the name stands for. A
-trace sets the levels around it aside (the function that it traces sees one example), so the name
-stands there for an axis of known size that nobody can reach yet: a collective over it is written
-down as an operator, which is worked out when the graph itself is mapped over the axis.
+trace sets the levels around it aside, since the function that it traces sees one example. There the
+name stands for an axis of known size that nobody can reach yet. A collective over it is recorded as
+an operator, which is computed when the graph itself is mapped over the axis.
 
 An axis may also be one of processes: those of a group of `torch.distributed`, each an example. Then
-the operator says which group, and can be worked out wherever it runs: in a trace's graph, and in a
+the operator names the group, and can be computed wherever it runs: in a trace's graph, and in a
 backward pass that runs when the axis is no longer in scope.
 """
 
@@ -170,7 +170,7 @@ def as_names(axis_name: AxisName | Sequence[AxisName]) -> tuple[AxisName, ...]:
 def axis_names_in(module: fx.GraphModule) -> frozenset[AxisName]:
     """The axes that operators in a graph, and in the bodies of its operators, are over.
 
-    Without those of processes, which need no level to be worked out.
+    Without those of processes, which need no level to be computed.
     """
     found: set[AxisName] = set()
     for node in module.graph.nodes:

@@ -1,4 +1,4 @@
-"""What a traced function does to the attributes of modules: noticed, undone, and done again."""
+"""Attributes of modules that a traced function changes: found, undone, and set again."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -12,6 +12,8 @@ from torchremat.api_util import same_value
 from torchremat.graph.symbolic_sizes import SYMBOLIC
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
+# Each trace copies and compares the containers of every module that runs. Chosen by hand: more
+# items are data, not a cache or a log of the module.
 _MOST_ITEMS = 4096
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_kwargs")))
 """Where a module has its hooks: one that is there after a trace makes the next call trace anew."""
@@ -28,7 +30,7 @@ MISSING = _NoAttribute()
 class AttributeChange:
     """One attribute of a module before a trace and after it.
 
-    `place` is the dictionary that holds it. Of a container the items are compared, and kept as
+    `place` is the dictionary that holds it. The items of a container are compared:
     `items_before` and `items_after`.
     """
 
@@ -95,7 +97,7 @@ class ModuleState:
         self._noted[id(module)] = (module, places, items)
 
     def changes(self) -> Iterator[AttributeChange]:
-        """What is not as it was noted."""
+        """The attributes that differ from what was noted."""
         for module, noted, items in self._noted.values():
             for place, values in zip(_places(module), noted, strict=True):
                 for name in list({**values, **place}):
@@ -143,10 +145,6 @@ def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 def _is_container(value: Any) -> bool:
     return type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
-
-
-def _copied(value: Any) -> Any:
-    return value.copy()
 
 
 def same_items(before: Any, after: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which `nn.Module` is running: qualified names while a function is traced."""
+"""The `nn.Module` that is running, by its qualified name, while a function is traced."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,8 @@ _COMPILED = "_orig_mod"
 class ModulePaths:
     """The stack of modules that are running in this thread, by qualified name.
 
-    A module that is met outside any other is a root. It is called by the name that `roots` gives
-    it, else by the name of its class; what it contains, by its qualified name below that.
+    A module that is met outside any other is a root. Its name is the one in `roots`,
+    else that of its class. The modules inside it have their qualified names below that.
     """
 
     def __init__(self, roots: Mapping[int, str]) -> None:

@@ -95,7 +95,6 @@ class GraphBody(Body):
     module: fx.GraphModule
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """The outputs of the graph."""
         return list(_GraphInterpreter(self.module, tracing).run(*inputs))
 
 
@@ -107,7 +106,6 @@ class _GraphInterpreter(Interpreter):
         self.tracing = tracing
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The value of a constant, as one of the graph that is written."""
         value = super().get_attr(target, args, kwargs)
         return self.tracing.constant(value) if isinstance(value, Tensor) else value
 
@@ -290,5 +288,4 @@ class NotedBody(Body):
     module: fx.GraphModule
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """The outputs of the graph."""
         return list(NotedInterpreter(self.module, tracing).run(*inputs))

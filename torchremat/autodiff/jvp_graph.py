@@ -102,7 +102,6 @@ class TensorsOf(Body):
     on_value: Callable[[fx.Node, Any], None] | None = None
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """The outputs that are tensors."""
         results = _Runner(self.graph.graph_module, tracing, self.on_value).run(*inputs)
         return [value for value in results if isinstance(value, Tensor)]
 

@@ -49,9 +49,9 @@ class TypedGraph:
     """What the function closed over: parameters, buffers, tensors; the very ones, so that they get
     gradients and new values are seen. Those that it made (`torch.tensor([1., 2.])`) come last."""
     in_structure: Structure
-    """How arguments and keyword arguments are put together from inputs and Python values."""
+    """The structure of `(args, kwargs)`, of inputs and Python values."""
     out_structure: Structure
-    """How the result is put together from outputs."""
+    """The structure of the result, of outputs and Python values."""
     writes: tuple[int, ...] = ()
     """Positions, among constants and inputs, of the tensors that the function writes to."""
 

@@ -1,4 +1,4 @@
-"""`checkpoint`: a function that keeps what a policy says and computes the rest again."""
+"""`checkpoint`: a function that saves what a policy says and recomputes the rest."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ def checkpoint(
     """Make `fun` keep for its derivative only what `policy` lets be saved, and recompute the rest.
 
     The result has the inputs and outputs of `fun`, and works under `backward`, to any order, and
-    under all of `torch.func`. `fun` is traced once for each kind of call (dtypes, layouts, what
-    requires a gradient, Python values, train/eval, autocast, grad mode), never in a call like an
-    earlier one; after a second size in a dimension one trace serves all. What is replayed is a
-    graph, not Python. Dropping `fun` frees its traces.
+    under all of `torch.func`. `fun` is traced once for each kind of call, never in a call like an
+    earlier one. The kind is: dtypes, layouts, what requires a gradient, Python values, train/eval,
+    autocast, grad mode. After a second size in a dimension one trace serves all sizes of it. The
+    backward pass replays a graph, not Python. Dropping `fun` frees its traces.
 
     Args:
         fun: a function of trees of tensors, numbers, strings and `None`; or an `nn.Module`. Tensors
@@ -40,7 +40,7 @@ def checkpoint(
             not be replayed: the states that random numbers are drawn from, or the numbers, and what
             selects (`topk`, `sort`) unless the policy insists.
         prevent_cse: whether a compiler that sees forward pass and recomputation in one program is
-            kept from merging them: a bool, or a tuple or tree of bools over the arguments. Run
+            prevented from merging them: a bool, or a tuple or tree of bools over the arguments. Run
             operator by operator there is nothing to merge, and it has no effect.
         static_argnums: positions of arguments that are any Python values, part of the key. They may
             be passed by name.

@@ -1,4 +1,8 @@
-"""remat/checkpointed.py."""
+"""`Checkpointed`: a call under `checkpoint`, on the fast path and on the slow one.
+
+The fast path reuses the trace of the last call if every guard of it holds. Else the traces of the
+function are searched, and the function is traced if none fits.
+"""
 
 import copy
 import functools
@@ -101,7 +105,6 @@ class Checkpointed:
         return bound
 
     def _cache_key(self) -> tuple[Any, ...]:
-        """What traces of the same function depend on."""
         return (
             self.statics.argnums,
             self.statics.all_names,
@@ -114,7 +117,7 @@ class Checkpointed:
 
     @property
     def last_program(self) -> FunctionProgram | None:
-        """That of the last call that could be differentiated."""
+        """The program of the last call that could be differentiated."""
         if self._last is None:
             return None
         program, sizes = self._last
@@ -237,14 +240,10 @@ class Checkpointed:
         program = kind(
             trace.region, self.policy, module_prefix=self.module_prefix, compiler=self.compiler
         )
-        self._set_up(program, args, kwargs)
-        return program
-
-    def _set_up(self, program: FunctionProgram, args: Any, kwargs: Any) -> None:
-        """What the program is told besides its policy."""
         flags = prevent_cse_of(self.prevent_cse, args, kwargs)
-        others = len(program.region.specs) - len(flags)  # what it closes over
-        program.prevent_cse = (*flags, *[True] * others)
+        num_captured = len(program.region.specs) - len(flags)
+        program.prevent_cse = (*flags, *[True] * num_captured)
+        return program
 
     def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
         """The trace of such a call, made now if there is none."""
@@ -281,7 +280,7 @@ class Checkpointed:
         program.is_logged = loudly
 
     def _labels(self, trace: Trace, args: Any, kwargs: Any, call: Call) -> list[str]:
-        """What to call the inputs of the trace of such a call."""
+        """The names by which the user knows the inputs of such a call's trace."""
         bound = BoundCall(self.fun, args, kwargs)
         known = {id(t): str(n) for t, n in zip(bound.tensors, bound.labels, strict=True)}
         arguments = [known.get(id(t), f"argument {i}") for i, t in enumerate(call.tensors)]
@@ -325,23 +324,15 @@ class Checkpointed:
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
         def trace(*, with_gradients: bool) -> FunctionTrace:
+            whole = self.policy.is_whole_graph
             options = TraceOptions(
-                with_gradients,
-                grad_enabled=state[0],
-                only_usual=only_usual,
-                opens_calls=self.policy.is_whole_graph,
+                with_gradients, grad_enabled=state[0], only_usual=only_usual, opens_calls=whole
             )
+            around, tensors = self.around, call.tensors
             return trace_without_effects(
                 describe_fun(self.fun),
                 lambda: trace_function(
-                    self.fun,
-                    structure,
-                    specs,
-                    dynamic,
-                    roots,
-                    options,
-                    self.around,
-                    call.tensors,
+                    self.fun, structure, specs, dynamic, roots, options, around, tensors
                 ),
                 variables,
                 inside,
@@ -352,30 +343,45 @@ class Checkpointed:
             made = trace(with_gradients=True)  # it enables gradients itself
         unchanged.forget_changed()
         modules = dict.fromkeys([*inside, *made.paths.seen])
-        named_modules = [
-            (".".join(p for p in (self.module_prefix, made.paths.name_of(m)) if p), m)
-            for m in modules
-        ]
-        captured = CapturedTensors(made.captured, variables, named_modules)
-        made.body.captured = captured.current_tensors
-        return Trace(
-            key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
-            specs=specs,
-            state=state,
-            records=made.region.options.with_gradients,
-            region=made.region,
-            result=made.result,
-            captured=captured,
-            modules=ModuleGuard(named_modules),
-            variables=unchanged,
-            dynamic=dynamic,
-            cotangent_placements=made.body.cotangent_placements,
-            offsets=_offsets(made.region, [*call.tensors, *made.captured]),
-            value_guards=tuple(made.body.value_guards.guards) if made.body.value_guards else (),
-        )
+        prefix = self.module_prefix
+        named = [(_join_names(prefix, made.paths.name_of(m)), m) for m in modules]
+        return _build_trace(made, unchanged, variables, named, call, specs, state, dynamic)
 
     def _variables(self) -> list[Binding]:
         return variables_of(self.fun)
+
+
+def _join_names(*parts: str | None) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _build_trace(
+    made: FunctionTrace,
+    unchanged: VariableGuard,
+    variables: Sequence[Binding],
+    named_modules: list[tuple[str, nn.Module]],
+    call: Call,
+    specs: tuple[InputSpec, ...],
+    state: Any,
+    dynamic: DynamicInputs | None,
+) -> Trace:
+    captured = CapturedTensors(made.captured, variables, named_modules)
+    made.body.captured = captured.current_tensors
+    return Trace(
+        key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
+        specs=specs,
+        state=state,
+        records=made.region.options.with_gradients,
+        region=made.region,
+        result=made.result,
+        captured=captured,
+        modules=ModuleGuard(named_modules),
+        variables=unchanged,
+        dynamic=dynamic,
+        cotangent_placements=made.body.cotangent_placements,
+        offsets=_offsets(made.region, [*call.tensors, *made.captured]),
+        value_guards=tuple(made.body.value_guards.guards) if made.body.value_guards else (),
+    )
 
 
 def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
@@ -407,7 +413,7 @@ def _roots(fun: Any, variables: Any) -> list[tuple[str, nn.Module]]:
 def prevent_cse_of(prevent_cse: Any, args: Any, kwargs: Any) -> tuple[bool, ...]:
     """`prevent_cse` for each tensor of a call, in order: a bool, or a tree prefix of `args`.
 
-    What is given by keyword is kept apart unless a single `False` is for all.
+    Tensors passed by keyword have `True`, unless a single `False` is for all.
     """
     leaves, spec = _torch.tree_flatten(args)
     named = _torch.tree_flatten([kwargs[name] for name in sorted(kwargs)])[0]

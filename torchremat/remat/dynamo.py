@@ -37,7 +37,7 @@ def checkpoint_in_compiler(
 
 
 def _contexts(policy: PolicyLike | None) -> tuple[Any, Any]:
-    """What PyTorch's checkpoint enters for the forward pass and for recomputation."""
+    """The contexts that PyTorch's checkpoint enters for the forward pass and for recomputation."""
     decide = _Decide(as_policy(policy))
     contexts: tuple[Any, Any] = torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)
     for context in contexts:  # names of values, for the policy of a compiler around it
@@ -119,9 +119,9 @@ class _Decide(TakesNames):
 
 
 def _ask_policy(policy: Policy, value: Value) -> Verdict:
-    """What `policy` says; its errors come to the user as they are.
+    """Ask `policy`; its errors come to the user as they are.
 
-    None is a `TypeError`: Python's operators take that of an operand for a "not mine".
+    A `TypeError` becomes another error: Python's operators read one as "not mine".
     """
     try:
         return decide_for_compiler(policy, value)

@@ -25,7 +25,7 @@ from torchremat.remat.tracing.variables import Binding, variables_of
 
 
 class RematForward:
-    """What a wrapped module has as `forward`: its own forward under `checkpoint`.
+    """The `forward` of a wrapped module: its own forward under `checkpoint`.
 
     It refers to its module weakly, and nothing that it holds refers to the module, so that dropping
     a wrapped module frees it at once. To `inspect.signature` and other readers of `__wrapped__`,

@@ -1,4 +1,4 @@
-"""Which modules of a model run under which policy, and a model of which they do."""
+"""Assign policies to modules of a model, and copy a model with its modules under them."""
 
 import copy
 from collections.abc import Callable, Mapping

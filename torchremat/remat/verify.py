@@ -1,7 +1,7 @@
-"""Checking that what is computed again is what was computed: `config.verify_recomputation`.
+"""`config.verify_recomputation`: check that recomputed values are equal to the first ones.
 
-Under `"bitwise"` a checkpoint also keeps every value that its backward pass will compute again, and
-compares. That takes the memory that the checkpoint saves, so it is for looking for a fault.
+Under `"bitwise"` a checkpoint also saves every value that its backward pass recomputes, and
+compares. That takes the memory that the checkpoint frees, so it serves to look for a fault.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,9 @@ from torchremat.remat.program.region import Mask, Region
 
 
 class VerifyingProgram(FunctionProgram):
-    """A program that keeps all that it computes again, and compares bit by bit.
+    """A program that saves all that it recomputes, and compares bit by bit.
 
-    It holds for plain autograd and first derivatives; under `torch.func` it is as the program that
-    it is made of.
+    It does so under plain autograd, for first derivatives. Under `torch.func` it compares nothing.
     """
 
     why_none_offloaded = "config.verify_recomputation keeps everything on its device"
@@ -79,7 +78,7 @@ class VerifyingProgram(FunctionProgram):
                 module = notes_of(node).module or "(none)"
                 raise RecomputationError(
                     f"{node.name} ({node.target}), in module {module!r} from "
-                    f"{notes_of(node).source}, was not the same when it was computed again: "
+                    f"{notes_of(node).source}, was not the same when it was recomputed: "
                     f"{differing} of {before.numel()} elements of {tuple(before.shape)} differ. "
                     "Its operator does not give the same value twice, or something wrote to what "
                     "it reads. Let a policy save it (save_ops, save_modules, checkpoint_name)."

@@ -1,9 +1,9 @@
 """How autograd and `torch.func` see a program: as one differentiable operator.
 
-Two autograd functions do the same. `Checkpoint` is for plain autograd: it keeps intermediate values
-and costs little. `FunctionalCheckpoint` is for `torch.func`, where what is kept must be an output,
-and each level of transformation finds its rule: backward, `vmap` and `jvp`. In both, the derivative
-is the vector-Jacobian product of the program, which is a program again.
+There are two autograd functions. `Checkpoint` is for plain autograd: it saves intermediate values
+and costs little. `FunctionalCheckpoint` is for `torch.func`, where a saved value must be an output.
+There each level of transformation finds its rule: backward, `vmap` and `jvp`. In both, the
+derivative is the vector-Jacobian product of the program, which is a program again.
 """
 
 import itertools
@@ -36,10 +36,10 @@ from torchremat.tracing.tracing import lift_all
 def apply_program(
     program: Program, owner: object, inputs: Sequence[Tensor], sizes: Sizes | None = None
 ) -> tuple[Any, ...]:
-    """The outputs of `program`, differentiable in every way.
+    """Run `program`; its outputs are differentiable in every way.
 
     `sizes` are the values of the symbols in it, of which there are none under `torch.func`.
-    `owner` is kept alive with what autograd records: the traced function, which a derivative of
+    `owner` lives as long as autograd's record: it is the traced function, which a derivative of
     higher order traces again.
     """
     if _torch.innermost_proxy_mode() is not None:
@@ -68,7 +68,7 @@ class Checkpoint(torch.autograd.Function):
     def forward(
         ctx: Any, program: Program, sizes: Sizes | None, owner: object, *inputs: Tensor
     ) -> tuple[Any, ...]:
-        """Run the program, and keep what its derivative needs."""
+        """Run the program, and save the residuals."""
         ctx.call = next(_calls)
         ctx.sizes = sizes
         offloads = bool(program.offloaded)
@@ -82,7 +82,7 @@ class Checkpoint(torch.autograd.Function):
             with_states=ctx.with_states,
         )
         if offloads and ctx.with_states and _torch.has_saved_tensors_hooks():
-            wait_for_copies()  # the hooks are handed them, and may read them
+            wait_for_copies()  # the hooks receive the copies, and may read them
         num_outputs = program.num_outputs
         outputs = results[:num_outputs]
         if program.views:
@@ -141,14 +141,14 @@ class FunctionalCheckpoint(torch.autograd.Function):
         """Run the program."""
         given = set(map(id, inputs))
         results = tuple(
-            r.view_as(r) if id(r) in given else r  # or a derivative could not be kept of it
+            r.view_as(r) if id(r) in given else r  # else no derivative of it could be saved
             for r in run_program(program, inputs)
         )
         return results if returns_residuals else results[: program.num_outputs]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Keep the inputs and the residuals."""
+        """Save the inputs and the residuals."""
         program, ctx.owner, _, *tensors = inputs
         ctx.program = program
         ctx.set_materialize_grads(False)
@@ -227,7 +227,7 @@ def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
 
 
 def _of_inputs(ctx: Any, of_edges: tuple[bool, ...]) -> tuple[bool, ...]:
-    """What holds of each edge to a tensor, for each input."""
+    """Spread flags of autograd's edges over the inputs; one that is no tensor has no edge."""
     if not ctx.program.missing_inputs:
         return of_edges
     edges = iter(of_edges)
@@ -241,7 +241,7 @@ def _apply_vjp_in_parts(
     saved: list[Tensor],
     cotangents: list[Tensor],
 ) -> tuple[Any, ...] | None:
-    """The gradients as one part of a backward pass that is asked for in two, if it is."""
+    """The gradients of one of two parts, where a caller runs the backward pass in two."""
     second: SecondPart | None = ctx.second_part
     ctx.second_part = None
     if second is not None and second.is_of(given, needed, cotangents):
@@ -313,7 +313,7 @@ def _run_jvp(
     *,
     keep_primals: bool,
 ) -> tuple[Any, ...]:
-    """Run the tangent program: tangents of the tensor outputs, after the outputs if asked."""
+    """Run the tangent program; with `keep_primals` its outputs come before their tangents."""
     body = inputs[: len(program.region.specs)]
     wrt = tuple(i for i, _ in enumerate(body) if tangents[i] is not None)
     if not wrt:
@@ -345,8 +345,8 @@ def _forward_rule(program: Program, owner: object) -> Any:
 class Edges:
     """The places of tensors in autograd's graph, without their data.
 
-    A leaf (a parameter, which lives anyway) is kept itself. To the others leads a node of
-    autograd's graph of which the saved tensors are emptied by hooks.
+    A leaf, such as a parameter, lives anyway and is saved itself. A node of autograd's graph leads
+    to the others; hooks empty the tensors that it saves.
     """
 
     __slots__ = ("_leaves", "_node")
@@ -378,8 +378,8 @@ class _EdgeHolder(torch.autograd.Function):
 
 
 def _forget(tensor: Tensor) -> InputSpec:
-    # not of tensor.detach(): autograd hands over a tensor of its own, which a trace would take for
-    # one that the traced function closes over
+    # not of tensor.detach(): autograd passes a tensor of its own, which a trace would take for one
+    # that the traced function closes over
     return InputSpec.of(tensor)
 
 
@@ -389,7 +389,7 @@ def _stand_in(spec: InputSpec) -> Tensor:
 
 @dataclass(eq=False)
 class SecondPart:
-    """What is left to run of a backward pass whose first part has run for `cotangents`."""
+    """The second part of a backward pass whose first part has run for `cotangents`."""
 
     parts: SplitBackward
     given: Mask
@@ -422,7 +422,7 @@ def run_first(
     first: Mask,
     cotangents: Sequence[Tensor],
 ) -> tuple[tuple[Any, ...], SecondPart]:
-    """The gradients of the first part, and what is left to run."""
+    """The gradients of the first part, and the second part."""
     results = run_graph(parts.first, list(saved), call)
     cut = len(results) - parts.num_carried
     return results[:cut], SecondPart(parts, given, first, cotangents, list(results[cut:]))

@@ -1,7 +1,7 @@
 """`make_graph`: from a Python function to a `TypedGraph`; each checkpoint in it is one operator."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ def make_graph(
     Nothing is computed. Tensors among the arguments become inputs; everything else (numbers,
     strings, `None`, static arguments) is part of the trace. Tensors that `fun` closes over, a
     module's parameters among them, become constants, each once. A number that `fun` returns is in
-    the graph as a literal. A checkpoint in `fun` is one `remat_p` with a graph of its own, a user's
-    `autograd.Function` one `function_p`; what ran under `no_grad` leaves it through a `no_grad_p`.
+    the graph as a literal. A checkpoint in `fun` is one `remat_p` with a graph of its own, and a
+    user's `autograd.Function` is one `function_p`. Values leave `no_grad` through a `no_grad_p`.
 
     Args:
         fun: a function of trees of tensors and Python values, or an `nn.Module`. Writes to its
@@ -54,8 +54,8 @@ def make_graph(
         pair of it and a tree of avals.
 
     Raises:
-        TypeError: if `fun` cannot be called, or an argument or result is no tree of tensors and
-            Python values, or Python needs the value of a traced tensor.
+        TypeError: if `fun` cannot be called; if an argument or result is no tree of tensors and
+            Python values. Also if Python needs the value of a traced tensor.
         EffectError: (a `RuntimeError`) if `fun` writes, under `no_grad`, to a value that may have
             a gradient.
 
@@ -124,29 +124,27 @@ def trace_graph(
     with torch.inference_mode(False):
         options = TraceOptions(with_gradients=False, whole_calls=True)
         joint, tracing = trace_joint(body, specs, names, paths, options)
-    if any(spec.sharding for spec in (*specs, *tracing.captured_specs)):
-        raise TraceError(
-            f"{call.name} reads a tensor that is spread over processes (a DTensor), which a graph "
-            "cannot: make the graph of a function of local tensors (x.to_local())"
-        )
+    _refuse_dtensors(call, [*specs, *tracing.captured_specs])
     mark_no_grad(joint.module.graph)
-    captured = call.labels_of_captured(tracing.captured, paths)
-    inputs = [
-        Input(node, label, tensor)
-        for node, label, tensor in zip(
-            joint.inputs,
-            [label.text for label in (*call.labels, *captured)],
-            [*[None] * len(specs), *tracing.captured],
-            strict=True,
-        )
-    ]
+    labels = [*call.labels, *call.labels_of_captured(tracing.captured, paths)]
+    values = [*[None] * len(specs), *tracing.captured]
+    triples = zip(joint.inputs, labels, values, strict=True)
+    inputs = [Input(node, label.text, tensor) for node, label, tensor in triples]
     outputs = results_of(joint.module)[: len(joint.outputs)]
     writes = [(inputs[i], value) for i, value in joint.mutations]
     return build_graph(joint.module, inputs, outputs, (in_structure, results[0]), writes)
 
 
+def _refuse_dtensors(call: BoundCall, specs: Sequence[InputSpec]) -> None:
+    if any(spec.sharding for spec in specs):
+        raise TraceError(
+            f"{call.name} reads a tensor that is spread over processes (a DTensor), which a graph "
+            "cannot: make the graph of a function of local tensors (x.to_local())"
+        )
+
+
 def is_traced_whole() -> bool:
-    """Whether a trace is in progress in which a checkpoint is to be one operator."""
+    """Whether a trace is in progress in which a checkpoint becomes one operator."""
     tracing = current_tracing()
     return tracing is not None and tracing.on_function is not None
 
@@ -167,7 +165,7 @@ def call_in_graph(
     lenient: bool,
     module_prefix: str,
 ) -> Any:
-    """Call `fun` in a trace that keeps checkpoints whole: write it down as one `remat_p`."""
+    """Call `fun` in a trace in which checkpoints are whole: record it as one `remat_p`."""
     g = trace_graph(fun, args, kwargs, statics, lenient=lenient, module_prefix=module_prefix)
     module = g.graph_module
     inputs = module.graph.find_nodes(op="placeholder")

@@ -1,4 +1,4 @@
-"""What `remat_p` and `name_p` mean in a graph that is run again, under any transformation.
+"""The rules of `remat_p` and `name_p` in a graph that runs again, under any transformation.
 
 A checkpoint in a graph stays a checkpoint: its body, with the policy that it was traced with,
 becomes a program whenever it is differentiated or mapped.
@@ -38,7 +38,7 @@ def policy_of(body: fx.GraphModule) -> Policy:
 
 
 def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionProgram:
-    """The program that `body` becomes for such inputs, made now if there is none."""
+    """The program of `body` for such inputs, built now if there is none."""
     specs = tuple(InputSpec.of(tensor, any_level=True) for tensor in inputs)
     symbolic = shapes_of(specs) is not None  # such symbols are those of one trace, that around
     programs = {} if symbolic else _programs.setdefault(body, {})

@@ -63,13 +63,13 @@ class Opener:
     def _open_call(
         self, module: fx.GraphModule, node: fx.Node, unknown: set[fx.Node], prefix: str
     ) -> fx.Node | None:
-        """Open one checkpoint. The first node that came out, if all did: it is to be visited."""
+        """Open one checkpoint. If all of it came out, return the first of those nodes to visit."""
         reference, *operands = node.args
         assert isinstance(reference, fx.Node)
         body = copy_module(attribute(module, str(reference.target)))
         inputs = list(body.graph.find_nodes(op="placeholder"))
         env = dict(zip(inputs, operands, strict=True))
-        path = _joined(prefix, notes_of(node).module)
+        path = _join_names(prefix, notes_of(node).module)
         if not any(operand in unknown for operand in operands):
             return self._inline(module, node, body, env, path)
         unknown_inside = self.open(body, {i for i in inputs if env[i] in unknown}, path)
@@ -149,7 +149,7 @@ def _copy_before(
                 if used.op == "get_attr" and used not in env:
                     env[used] = _add_body(module, attribute(body, str(used.target)), used)
             copy = module.graph.node_copy(node, env.__getitem__)
-            note(copy, module=_joined(path, notes_of(node).module))
+            note(copy, module=_join_names(path, notes_of(node).module))
             env[node] = copy
 
 
@@ -165,5 +165,5 @@ def _add_body(module: fx.GraphModule, body: torch.nn.Module, like: fx.Node) -> f
     return node
 
 
-def _joined(*parts: str | None) -> str:
+def _join_names(*parts: str | None) -> str:
     return ".".join(part for part in parts if part)

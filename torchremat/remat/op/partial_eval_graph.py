@@ -37,11 +37,11 @@ def partial_eval_graph(
         known outputs, residuals = known(known inputs)
         unknown outputs          = staged(residuals, unknown inputs)
 
-    An operator that reads nothing unknown is known. What the staged half needs of the known one is
-    a residual if the policy lets it be saved; if not, it is computed again there, from residuals
-    that are known inputs, if need be. Random operators are not computed again, and those after one
-    that is unknown are unknown, so that each draws what it draws in the whole. Views are never
-    residuals: what they are views of is. A checkpoint in the graph is opened: the policy decides
+    An operator that reads nothing unknown is known. A known value that the staged half needs is a
+    residual if the policy lets it be saved. If not, the staged half recomputes it, from known
+    inputs if need be, which are then residuals. Random operators are not recomputed. Those after an
+    unknown one are unknown, so that each draws what it draws in the whole. Views are never
+    residuals: their bases are. A checkpoint in the graph is opened: the policy decides
     about the values inside it, and what is unknown of it stays a checkpoint.
 
     Args:
@@ -49,11 +49,11 @@ def partial_eval_graph(
             has those that it reads.
         unknown_ins: for each input of `g`, in the order of `in_avals`, whether it is unknown.
         policy: a policy, its spelling (`"dots"`), or a callable; `None` saves nothing but inputs
-            and what must not be computed again.
+            and what must not be recomputed.
 
     Returns:
-        `known` and `staged`, which take their inputs one an argument and give tuples; for each
-        output of `g` whether it is unknown; and the avals of the residuals, in order.
+        `known` and `staged`, which take their inputs one an argument and return tuples. Then for
+        each output of `g` whether it is unknown, and the avals of the residuals, in order.
 
     Raises:
         ValueError: if `unknown_ins` has not one entry for each input; `GraphError`, if `g` writes
@@ -95,7 +95,6 @@ class _Splitter:
         self.unknown_inputs = [node for node, unknown in pairs if unknown]
 
     def split(self) -> tuple[TypedGraph, TypedGraph, list[bool], list[Aval]]:
-        """See `partial_eval_graph`."""
         module = self.module
         unknown = Opener(self._residuals_of).open(module, set(self.unknown_inputs))
         outputs = results_of(module)
@@ -125,7 +124,7 @@ class _Splitter:
         *,
         warn: bool = False,
     ) -> Residuals:
-        """What `wanted` needs of the known values of a graph, by the policy."""
+        """The known values of a graph that `wanted` reads, by the policy."""
         nodes = list(module.graph.nodes)
         for node in nodes:
             notes = notes_of(node)

@@ -1,13 +1,13 @@
 """`remat_p`: the graph of a program as one operator of another graph.
 
 Outside any trace a program just runs. Inside one (a checkpoint within a checkpoint, `make_graph`)
-it is written down as one node whose body is a submodule, so that whoever holds the outer graph can
-look inside it, and so that what the inner checkpoint computes again stays apart.
+it is recorded as one node whose body is a submodule. So a reader of the outer graph can look inside
+it, and what the inner checkpoint recomputes is not merged with the rest.
 """
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,9 +23,6 @@ from torchremat.policies.policy import FailedOperator
 from torchremat.remat.program.compiled_graph import CompiledGraph
 from torchremat.remat.program.program import Program
 from torchremat.tracing.ambient_state import without_autocast
-
-if TYPE_CHECKING:
-    from torchremat.remat.program.program import Program
 
 
 class RematOp(BodyOperator):
@@ -96,7 +93,7 @@ def run_program(
 
 
 def _refuse_shared_memory(inputs: Sequence[Any], writes: Sequence[int]) -> None:
-    """Raise if an input that is written to shares memory with another, which the trace took apart.
+    """Raise if an input that is written to shares memory with another, which the trace ignores.
 
     Parts of one tensor that do not overlap, a cache of keys and one of values say, may be written.
     """
@@ -105,9 +102,9 @@ def _refuse_shared_memory(inputs: Sequence[Any], writes: Sequence[int]) -> None:
         i, j = pair
         raise EffectError(
             f"the function writes in place to its input {i}, of shape {tuple(inputs[i].shape)}, "
-            f"which shares memory with its input {j}, of shape {tuple(inputs[j].shape)} (what it "
-            "closes over comes after its arguments): a graph does not see the write through the "
-            "other. Pass a copy (clone()) of one of them."
+            f"which shares memory with its input {j}, of shape {tuple(inputs[j].shape)}: a graph "
+            "does not see the write through the other. Tensors that it closes over are counted "
+            "after its arguments. Pass a copy (clone()) of one of them."
         )
 
 
@@ -119,7 +116,7 @@ def run_graph(
     *,
     notes_views: bool = False,
 ) -> tuple[Any, ...]:
-    """Run the graph on `inputs`, which it empties; in a trace, write it down as one node.
+    """Run the graph on `inputs`, which it empties; in a trace, record it as one node.
 
     `sizes` are the values of the symbols that the graph may depend on.
     """
@@ -148,7 +145,7 @@ def _interpret(body: fx.GraphModule, *inputs: Any, call: int | None = None) -> t
 _torch.register_simple_rules(remat_p, _interpret)
 
 
-# the allocator of the CPU has no class of its own for it
+# the CPU's allocator raises a plain RuntimeError with this message
 _OF_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -164,7 +161,7 @@ def note_if_out_of_memory(error: RuntimeError, compiled: CompiledGraph) -> None:
             program, FailedOperator(phase, _node_of(error, compiled))
         )
     except Exception as trouble:  # the error that matters is the first
-        note = f"torchremat: what was planned cannot be told: {trouble!r}"
+        note = f"torchremat: the plan cannot be shown: {trouble!r}"
     if note is not None:
         error.add_note(note)
 

@@ -46,7 +46,7 @@ class CompiledGraph:
 
 @dataclass(frozen=True, eq=False)
 class BackwardInputs:
-    """What the inputs of a backward graph are, and which of them are not the values themselves.
+    """The inputs of a backward graph, and those of them that are not the values themselves.
 
     Attributes:
         roles: what each is: an input, a residual, a cotangent.
@@ -123,7 +123,7 @@ def _refuse_replay(graph: fx.Graph) -> None:
         if reason is not None:
             raise EffectError(
                 f"a second derivative needs the value of {node.target} from "
-                f"{notes_of(node).source} again, which was not kept: {reason}. Draw random "
+                f"{notes_of(node).source} again, which was not saved: {reason}. Draw random "
                 "numbers outside the innermost checkpoint or vmap, and pass them in."
             )
 

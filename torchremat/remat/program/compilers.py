@@ -1,4 +1,4 @@
-"""What runs the graphs of a program: one operator after the other, or a compiler's code."""
+"""The compilers of a program's graphs, by name; without one they run operator by operator."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ _compilers: dict[str, Compiler] = {}
 
 
 def register_compiler(name: str, compiler: Compiler) -> None:
-    """Let `compiler` be known here, below where it is."""
+    """Register a compiler, whose own file is above this room."""
     _compilers[name] = compiler
 
 
@@ -40,5 +40,5 @@ def compiler_named(name: str | None) -> Compiler | None:
 
 
 def compiler_of(fun: Callable[..., Any]) -> Compiler | None:
-    """What `torch.compile` has been told to run `fun` with, if that is inductor."""
+    """The compiler of `fun`, if `torch.compile` runs it with inductor."""
     return _compilers["inductor"] if _torch.is_compiled_by_inductor(fun) else None

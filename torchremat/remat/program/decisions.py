@@ -1,4 +1,4 @@
-"""What becomes of each value of a forward pass, and why."""
+"""The decision of a policy on each value of a forward pass, with the reason."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,14 +47,14 @@ class Decision:
     outcome: Outcome
     reason: str
     place: str = ""
-    """Where it is kept, if it is offloaded."""
+    """Where an offloaded value is saved."""
 
 
 class PolicyDecisions:
     """A policy's decision for each value of the forward half of a joint graph.
 
-    Values are calls of operators, or the outputs of one that has several. The policy is asked once
-    about each, in program order. `fuses`: see `Policy.schedule`.
+    Values are calls of operators, or the outputs of one that has several. The policy decides once
+    on each, in program order. `fuses` is that of `Policy.schedule`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PolicyDecisions:
         self.forced: set[fx.Node] = set()
         """Values that are saved against the policy: their operators must not run again."""
         self.not_moved: dict[str, str] = {}
-        """What is asked of a policy that offloads and cannot be, with the first value's name."""
+        """Why a policy's offloading is impossible, with the name of the first such value."""
         self._rules = OffloadRules(joint)
         self._in_branches: list[Value] = []
         for node in joint.forward_nodes:
@@ -117,7 +117,7 @@ class PolicyDecisions:
         if node in schedule.offloaded:
             return Decision("offloaded", f"{self.policy}", "pinned_host")
         forced = reason_not_replayable(node)
-        if forced is not None:  # it is drawn again, from the state of the generator
+        if forced is not None:  # it is replayed from the generator's state
             self.forced.add(node)
             return Decision("saved", forced)
         return Decision("recomputed", f"{self.policy} computes it again")
@@ -128,7 +128,7 @@ class PolicyDecisions:
         return {node for node in self.forced if state_nbytes(node) is not None}
 
     def copy_to(self, nodes: Mapping[fx.Node, fx.Node]) -> "PolicyDecisions":
-        """The same choices for a copy of the graph, in which each node became one of `nodes`."""
+        """These decisions for a copy of the graph, in which each node became one of `nodes`."""
         other = copy.copy(self)
         other.values = {nodes[node]: value for node, value in self.values.items()}
         other.forced = {nodes[node] for node in self.forced}
@@ -138,7 +138,7 @@ class PolicyDecisions:
         return other
 
     def residuals(self, joint: Joint) -> Residuals:
-        """What the backward half of `joint` needs of its forward half, by these choices."""
+        """The forward values that the backward half of `joint` reads, by these decisions."""
         wanted = [g for g in joint.gradients if g is not None]
         if self.schedule is not None and self.schedule.backward:
             return self._residuals_of(self.schedule, joint, wanted)
@@ -163,7 +163,7 @@ class PolicyDecisions:
         )
 
     def residuals_for(self, joint: Joint, wanted: Sequence[fx.Node]) -> Residuals:
-        """The same for any `wanted` values of `joint`."""
+        """The forward values that `wanted` values of `joint` need, by these decisions."""
         known = {*joint.inputs, *joint.forward_nodes}
         if self.schedule is not None:
             known |= self.schedule.kept
@@ -236,7 +236,7 @@ def _names_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def _values_in_branches(cond: fx.Node, module_prefix: str) -> list[Value]:
-    """What the two functions of a `torch.cond` compute."""
+    """The values that the two functions of a `torch.cond` compute."""
     values = []
     for body in inner_graphs_of(cond):
         names = _names_among(body.graph.nodes)

@@ -1,8 +1,10 @@
 """Transformations of a program, one short function each; the result is a program again.
 
-vjp_program     inputs, cotangents, known values, residuals -> gradients
-jvp_program     inputs, tangents of some of them            -> tangents of the outputs
-batch_program   inputs with an axis                         -> outputs with that axis
+    vjp_program(program)       inputs, cotangents, residuals -> gradients
+    jvp_program(program)       inputs, tangents of some      -> tangents of the outputs
+    batch_program(program)     inputs with an axis           -> outputs with that axis
+
+Each result is cached by the program that it is made of.
 """
 
 from dataclasses import replace

@@ -29,6 +29,7 @@ from torchremat.remat.program.random_replay import output_generator_states
 from torchremat.remat.program.region import Mask, Region
 from torchremat.remat.program.written_outputs import find_written_outputs
 
+# Each has a copy of the joint graph. Chosen by hand: beyond it all are dropped and made anew.
 _MOST_SIZES = 8
 
 
@@ -62,7 +63,11 @@ class FunctionProgram(Program):
             chosen = joint, PolicyDecisions(joint, policy, module_prefix, fuses=fuses)
         self.root_joint, self.decisions = chosen
         self.schedule = self.decisions.schedule
+        self._describe()
 
+    def _describe(self) -> None:
+        """Set the parts of a program that follow from the joint graph and the decisions."""
+        region = self.region
         inputs, mutations = self.root_joint.inputs, region.joint.mutations
         self.writes = tuple(i for i, _ in mutations)
         self.written_outputs = find_written_outputs(self.output_nodes, mutations)
@@ -77,7 +82,7 @@ class FunctionProgram(Program):
         )
         self._num_copies = len(copied)
         self.residuals = (*found.values, *(inputs[i] for i in copied))
-        if compiler is None:  # a compiler neither replays generators nor offloads
+        if self.compiler is None:  # a compiler neither replays generators nor offloads
             from_states, by_value = self.decisions.from_states, self.decisions.by_value
             nodes = list(enumerate(self.residuals))
             self.replayed_random = tuple(i for i, node in nodes if node in from_states)

@@ -1,19 +1,19 @@
-"""Checkpoints within a checkpoint: the outer policy decides what the forward pass keeps.
+"""Checkpoints within a checkpoint: the outer policy decides what the forward pass saves.
 
 In the joint graph of the outer function a checkpoint inside it is two calls of `remat_p`:
 
-    y, r  = remat_p(forward, x)             outputs y, and r, which its own policy keeps
+    y, r  = remat_p(forward, x)             outputs y, and r, which its own policy saves
     dx    = remat_p(backward, x, r, dy)
 
-Let the outer policy keep s, a value inside. Then the call is opened into one that the forward pass
-runs, one that its replay in the backward pass runs, and a backward that reads s as well:
+Let the outer policy save s, a value inside. Then the call becomes three: one that the forward pass
+runs, one that its replay in the backward pass runs, and a backward that also reads s.
 
     y, s  = remat_p(known, x)
     y, r  = remat_p(staged, x, s)
     dx    = remat_p(backward', x, r, dy, s)
 
-What neither keeps is computed once more for y and once more for dx, as in JAX. A checkpoint within
-the one inside is opened first, for the policies of both.
+What neither saves is recomputed once for y and once for dx, as in JAX. A checkpoint within the one
+inside is opened first, for the policies of both.
 """
 
 import operator
@@ -46,13 +46,13 @@ class NestedProgram(Protocol):
 class NestedSplit:
     """How to open a checkpoint inside.
 
-    Of the values of its `joint` graph, in which those within it are open already, the outer policy
-    keeps `kept`, and its own keeps `own` while it is replayed.
+    In its `joint` graph the checkpoints within it are open already. Of its values the outer policy
+    saves `residuals`, and its own policy saves `own_residuals` while it is replayed.
     """
 
     joint: Joint
-    kept: tuple[fx.Node, ...]
-    own: tuple[fx.Node, ...]
+    residuals: tuple[fx.Node, ...]
+    own_residuals: tuple[fx.Node, ...]
 
 
 FindSplit = Callable[[NestedProgram, str], NestedSplit | None]
@@ -60,7 +60,7 @@ FindSplit = Callable[[NestedProgram, str], NestedSplit | None]
 
 
 def open_nested(joint: Joint, find_split: FindSplit) -> Joint:
-    """`joint` with the checkpoints inside it opened, where something of them is kept."""
+    """`joint` with those checkpoints inside it opened of which the outer policy saves a value."""
     openings = {
         number: find_split(_program_of(forward), notes_of(forward).module or "")
         for number, (forward, _) in _calls(joint).items()
@@ -81,7 +81,7 @@ def open_nested(joint: Joint, find_split: FindSplit) -> Joint:
 
 
 def rejoin_opened(forward: fx.GraphModule) -> None:
-    """In a forward graph, let the call that keeps values also give the outputs."""
+    """In a forward graph, let the known half of a checkpoint also return the outputs."""
     graph = forward.graph
     known = {notes_of(n).known_half_of: n for n in graph.nodes if not is_item(n)}
     known.pop(None, None)
@@ -145,9 +145,11 @@ def _open_forward(forward: fx.Node, split: NestedSplit) -> tuple[list[fx.Node], 
     outputs += [value for _, value in joint.mutations]
     values = forward.meta["val"][: len(outputs)]
     operands = forward.args[1:]
-    results = [*outputs, *split.kept]
+    results = [*outputs, *split.residuals]
     known = slice_graph(joint.module, joint.inputs, results, always_run=draws_in_forward)
-    staged = slice_graph(joint.module, [*joint.inputs, *split.kept], [*outputs, *split.own])
+    staged = slice_graph(
+        joint.module, [*joint.inputs, *split.residuals], [*outputs, *split.own_residuals]
+    )
     graph = forward.graph
     with graph.inserting_before(forward):
         call = graph.call_function(
@@ -155,13 +157,13 @@ def _open_forward(forward: fx.Node, split: NestedSplit) -> tuple[list[fx.Node], 
         )
         call.meta = dict(forward.meta)
         note(call, known_half_of=forward.name, num_outputs=len(outputs))
-        call.meta["val"] = (*values, *(node.meta["val"] for node in split.kept))
-        kept = _items(call, len(outputs), split.kept)
+        call.meta["val"] = (*values, *(node.meta["val"] for node in split.residuals))
+        kept = _items(call, len(outputs), split.residuals)
         forward.args = (add_body_like(forward, staged), *operands, *kept)
     note(forward, staged_half_of=forward.name, num_outputs=len(outputs))
-    forward.meta["val"] = (*values, *(node.meta["val"] for node in split.own))
+    forward.meta["val"] = (*values, *(node.meta["val"] for node in split.own_residuals))
     with graph.inserting_after(forward):
-        return kept, _items(forward, len(outputs), split.own)
+        return kept, _items(forward, len(outputs), split.own_residuals)
 
 
 def _items(call: fx.Node, start: int, values: Sequence[fx.Node]) -> list[fx.Node]:
@@ -178,13 +180,13 @@ def _items(call: fx.Node, start: int, values: Sequence[fx.Node]) -> list[fx.Node
 def _open_backward(
     backward: fx.Node, forward: fx.Node, split: NestedSplit, items: Sequence[fx.Node]
 ) -> None:
-    """Let `backward` read what the two forward calls keep, `items`, in place of what it read."""
+    """Let `backward` read the residuals of both forward calls, `items`, in place of its own."""
     body = body_of(backward)
     notes = graph_notes_of(body)
     program: NestedProgram = notes.program
     assert notes.cut is not None
     joint, _, wanted = notes.cut
-    values = [*split.own, *split.kept]
+    values = [*split.own_residuals, *split.residuals]
     if joint is program.root_joint:
         gradients = dict(zip(joint.gradients, split.joint.gradients, strict=True))
         wanted = [gradients[node] if isinstance(node, fx.Node) else node for node in wanted]

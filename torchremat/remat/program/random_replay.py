@@ -1,10 +1,10 @@
-"""Random numbers drawn again: kept is the state of the generator, not the numbers.
+"""Random numbers replayed: the state of the generator is saved, not the numbers.
 
     forward     s = generator_state(g);  mask = bernoulli(x, 0.9);  y = mul(x, mask)     -> y, s
     backward    mask = replay_random(s, bernoulli, like x, 0.9);  dx = mul(dy, mask)      -> dx
 
 A generator's state has 5,056 bytes on the CPU and 16 on a GPU, a dropout mask as many as what it
-masks. Numbers are drawn again from a generator of our own, so that nobody's stream is disturbed.
+masks. Numbers are replayed from a generator of our own, so that no other stream changes.
 """
 
 import threading
@@ -22,11 +22,12 @@ from torchremat.graph.symbolic_sizes import literal_size
 
 aten = torch.ops.aten
 
+# the length of `torch.Generator(device).get_state()`
 _STATE_NBYTES = {"cpu": 5056, "cuda": 16}
 
 
 def state_nbytes(node: fx.Node) -> int | None:
-    """The bytes of the state that the random value `node` can be drawn from again.
+    """The bytes of the generator's state that the random value `node` can be replayed from.
 
     `None` if it cannot be, or if it takes no more bytes itself.
     """
@@ -45,12 +46,12 @@ def state_nbytes(node: fx.Node) -> int | None:
 
 
 def state_aval(node: fx.Node) -> Aval:
-    """The aval of the state that the random value `node` can be drawn from again."""
+    """The aval of the generator's state that the random value `node` can be replayed from."""
     return Aval((_STATE_NBYTES[node.meta["val"].device.type],), torch.uint8)
 
 
 def with_generator(op: _torch.OpOverload) -> _torch.OpOverload | None:
-    """The form of a random operator that is told which generator to draw from."""
+    """The overload of a random operator that takes a generator."""
     if any(argument.name == "generator" for argument in _torch.schema_arguments(op)):
         return op
     packet = getattr(aten, packet_name(op).removeprefix("aten."))
@@ -97,13 +98,13 @@ def replay_from_states(
 
 
 def draws_again(node: fx.Node) -> bool:
-    """Whether `node` draws from a state that was kept, or makes the tensor that is filled so."""
+    """Whether `node` draws from a saved state, or allocates the tensor that is filled so."""
     nodes = [node] if node.target is replay_random else list(node.users)
     return bool(nodes) and all(n.target is replay_random for n in nodes)
 
 
 def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
-    """What `replay_random` is told: the operator, its arguments, and those given by name."""
+    """The arguments of `replay_random` after the state: the operator and its own arguments."""
     assert isinstance(draw.target, _torch.OpOverload)
 
     def like(node: fx.Node) -> fx.Node:
@@ -181,5 +182,5 @@ def replay_random(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """What `op` drew when its generator was in `state`."""
+    """Draw again what `op` drew when its generator was in `state`."""
     return op(*args, **kwargs, generator=_scratch.at(state, device))

@@ -1,4 +1,4 @@
-"""What is differentiated: a function of flat tensors, and its joint graphs."""
+"""The function that a program differentiates, of flat tensors, with its joint graphs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

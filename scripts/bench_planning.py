@@ -37,11 +37,11 @@ from planning_models import MODELS
 from planning_peers import Peer, peers_of
 from planning_report import print_report, write_docs
 
+from tests.planning.schedules import least_peak_bound, plain_schedule
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.costs.device_rates import Rates
 from torchremat.planning.problem.backward_order import orders_of
-from torchremat.planning.problem.problem import Problem, Schedule, costs_of, plain_schedule
-from torchremat.planning.search.backward_search import least_peak_bound
+from torchremat.planning.problem.problem import Problem, Schedule, costs_of
 from torchremat.planning.solver import Solution, SolverOptions, solve, solve_orders
 from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import region_of

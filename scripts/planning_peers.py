@@ -23,10 +23,11 @@ from torch._functorch import config, partitioners
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.planning.schedules import plain_schedule
 from torchremat.graph.nodes import base_of, call_of, is_item, results_of
 from torchremat.graph.notes import note_roles, notes_of
 from torchremat.planning.memory.simulate import simulate
-from torchremat.planning.problem.problem import Part, Schedule, plain_schedule
+from torchremat.planning.problem.problem import Part, Schedule
 from torchremat.planning.step.problem_builder import NumericStep
 
 aten = torch.ops.aten

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
+from tests.planning.schedules import plain_schedule
 from torchremat.planning.problem.problem import (
     Operator,
     Part,
@@ -27,7 +28,6 @@ from torchremat.planning.problem.problem import (
     Schedule,
     ScheduleError,
     costs_of,
-    plain_schedule,
 )
 from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.solver import Solution, SolverOptions, solve

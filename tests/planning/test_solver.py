@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, note
 
+from tests.planning.schedules import plain_schedule
 from tests.planning.test_oracles import cases, examples, least_seconds
 from torchremat.planning.milp.intervals import PeakPoint
 from torchremat.planning.milp.linear_program import LinearProgram, silence
 from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.problem.backward_order import floor_of, reorder_backward
-from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of, plain_schedule
+from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
 from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.solver import SolverOptions, solve

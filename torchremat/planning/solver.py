@@ -21,12 +21,15 @@ from torchremat.planning.search.backward_search import (
     BackwardFrontier,
     BackwardSearch,
     Limits,
+)
+from torchremat.planning.search.clock import CpuTimer, Deadline, TimeSlice
+from torchremat.planning.search.eviction import Evictor, try_evictions
+from torchremat.planning.search.incumbent import Incumbent
+from torchremat.planning.search.least_peak import (
+    find_lowest_by_eviction,
     find_lowest_by_steps,
     is_too_small,
 )
-from torchremat.planning.search.clock import CpuTimer, Deadline, TimeSlice
-from torchremat.planning.search.eviction import Evictor, find_lowest_by_eviction, try_evictions
-from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.local_search import LocalSearch
 from torchremat.planning.search.min_cut import cut_saved_sets
 

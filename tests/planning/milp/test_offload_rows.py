@@ -17,6 +17,7 @@ import pytest
 from hypothesis import assume, given, note, seed, settings
 from hypothesis import strategies as st
 
+from tests.planning.schedules import plain_schedule
 from tests.planning.test_oracles import (
     CHAIN,
     OPTIONS,
@@ -38,7 +39,6 @@ from torchremat.planning.problem.problem import (
     Schedule,
     ScheduleError,
     costs_of,
-    plain_schedule,
 )
 from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.solver import Solution, SolverOptions, solve

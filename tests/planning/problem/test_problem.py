@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planning.schedules import plain_schedule
 from torchremat.planning.problem.problem import (
     Operator,
     Part,
@@ -12,7 +13,6 @@ from torchremat.planning.problem.problem import (
     ScheduleError,
     check_schedule,
     costs_of,
-    plain_schedule,
 )
 
 FORWARD, EITHER, BACKWARD = Part.FORWARD, Part.EITHER_PASS, Part.BACKWARD

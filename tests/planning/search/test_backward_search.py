@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from hypothesis import given, note
 
+from tests.planning.schedules import least_peak_bound
 from tests.planning.test_oracles import (
     CHAIN,
     cases,
@@ -21,11 +22,9 @@ from torchremat.planning.search.backward_search import (
     BackwardFrontier,
     BackwardSearch,
     Limits,
-    find_lowest_by_steps,
-    is_too_small,
-    least_peak_bound,
 )
 from torchremat.planning.search.clock import NEVER, CpuTimer, Deadline
+from torchremat.planning.search.least_peak import find_lowest_by_steps, is_too_small
 from torchremat.planning.solver import SolverOptions, solve_orders
 
 LAYERS = layers(6)

@@ -12,9 +12,9 @@ from torchremat.planning.search.clock import CpuTimer, Deadline
 from torchremat.planning.search.eviction import (
     RULES,
     Evictor,
-    find_lowest_by_eviction,
     try_evictions,
 )
+from torchremat.planning.search.least_peak import find_lowest_by_eviction
 from torchremat.planning.solver import SolverOptions, solve
 
 FORWARD, BACKWARD = Part.FORWARD, Part.BACKWARD

@@ -295,15 +295,13 @@ class RowGeneration:
                 self._add_position(trial, i, narrow)
             else:
                 place = i - num_forward
-                self._add_moment(trial.replay.steps[place], schedule.backward[place], narrow)
+                step, o = trial.replay.steps[place], schedule.backward[place]
+                self.moments[PeakPoint(step)] = None
+                if narrow and o in self.index.rank:
+                    self.moments[PeakPoint(step, o)] = None
+                    if step:
+                        self.moments.setdefault(PeakPoint(step - 1))
         return len(self.moments) + len(self.positions) + len(self.conflicts) > before
-
-    def _add_moment(self, step: int, o: int, narrow: bool) -> None:
-        self.moments[PeakPoint(step)] = None
-        if narrow and o in self.index.rank:
-            self.moments[PeakPoint(step, o)] = None
-            if step:
-                self.moments.setdefault(PeakPoint(step - 1))
 
     def _add_position(self, trial: Evaluated, position: int, narrow: bool) -> None:
         order = trial.replay.schedule.forward

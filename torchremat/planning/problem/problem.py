@@ -337,11 +337,3 @@ def _check_reads(problem: Problem, o: int, there: set[int]) -> None:
         if v not in there:
             raise ScheduleError(f"operator {o} reads value {v}, which is not there")
     there.update(op.writes)
-
-
-def plain_schedule(problem: Problem) -> Schedule:
-    """The schedule without rematerialisation: what the backward pass reads is saved."""
-    late = [o for o, op in enumerate(problem.operators) if op.part is not Part.FORWARD]
-    made = {v for o in problem.forward for v in problem.operators[o].writes}
-    read = {v for o in late for v in problem.operators[o].reads}
-    return Schedule(tuple(sorted(made & read)), problem.forward, tuple(late))

@@ -1,45 +1,32 @@
-"""Schedules from what each step has to find in memory, reckoned from the last step to the first.
+"""A dynamic program over the values that each step finds in memory, from the last step back.
 
-After the last step nothing is needed. Before a step is needed what is needed after it, and what it
-reads; each value of that is there already, or is computed again for the step from what is then
-needed in its place. What is needed before the first step is saved.
+After the last step no value is needed. Before a step the needed values are those needed after it,
+and those that it reads. Each of them is alive already, or is recomputed for the step: then the
+inputs of its operator are needed in its place. The values needed before the first step are saved.
 
     steps           dz          dy, reads y         dx, reads x
     needed before   -, or x     y, or x, or -       x, or -         from right to left
 
-Of two suffixes of one set of values the cheaper stays. A set that needs more than another, and
+Of two suffixes from one set of values the cheaper stays. A set that needs more than another, and
 costs more, is left out. If no other set was left out, the best schedule is the optimum. Where
-nothing is left, no schedule keeps within the budget. Both hold among schedules that recompute in
-the order of the forward pass, each operator at most once for a step, as in Checkmate (Jain et al.,
-MLSys 2020).
+nothing is left, no schedule keeps within the budget. Schedules are those of Checkmate (Jain et al.,
+MLSys 2020): each step recomputes in the order of the forward pass, each operator at most once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import TypeAlias
 
-from torchremat.planning.problem.backward_order import floor_of
 from torchremat.planning.problem.fixed_bytes import BackwardBytes
 from torchremat.planning.problem.problem import Part, Problem, Schedule
 from torchremat.planning.problem.recomputation import Recomputation
 from torchremat.planning.problem.replay import Decisions
-from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.clock import NEVER, Deadline
 
 ValueSet: TypeAlias = int
 """A set of values: bit i is `BackwardSearch.values[i]`."""
 
-# Sets that a search for the least peak goes on with. More of them take longer; chosen by hand.
-_LOWEST_WIDTH = 50
-# Answers of one such search that are simulated. The first one that fits ends it.
-_MOST_TRIED = 4
-# Of the budget, the part below which a value is reckoned as no bytes in a proof. That keeps the
-# sets few, and the proof valid: what does not fit without small values does not fit with them.
-_SMALL_PART = 200
-# Sets after which a proof is given up; chosen by hand.
-_PROOF_STATES = 20_000
 # Classes by bytes, from each of which the cheapest sets stay, so that large and small ones do.
 _SIZES = 16
 # Sets up to which all pairs are compared to drop the worse: the comparisons grow as the square.
@@ -48,13 +35,13 @@ _MOST_COMPARED = 3000
 
 @dataclass(frozen=True)
 class Suffix:
-    """A suffix from a set of values to the end of the backward pass.
+    """The end of a schedule: from a set of values to the end of the backward pass.
 
     Attributes:
-        seconds: of what it computes again.
-        step: for which it computes `operator` first.
+        seconds: the time of its recomputation.
+        step: for which it recomputes `operator` first.
         operator: `None` at the end.
-        rest: what it does then.
+        rest: the suffix after that operator.
     """
 
     seconds: float
@@ -65,13 +52,13 @@ class Suffix:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a search goes. The first two alone decide what it finds, unless it runs out of time.
+    """Limits of a search. The first two decide its result, unless it runs out of time.
 
     Attributes:
         width: how many sets it goes on with from one operator to the next, roughly.
-        states: how many it looks at; if it is not through by then, it finds nothing.
+        states: how many it looks at; if it has not ended by then, it finds nothing.
         deadline: when it gives up.
-        prompt: nothing is computed before the step that wants it.
+        prompt: no value is recomputed before the step that wants it.
         free: the time that is added does not count.
     """
 
@@ -84,14 +71,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class BackwardFrontier:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        suffixes: by what has to be saved for them.
+        suffixes: by the values that must be saved for them.
         states: how many sets it looked at.
         is_cut: whether sets were left out.
-        is_through: whether it came to the first step, or to one before which nothing is left.
-        is_proof: whether it is proved then that there is nothing.
+        is_through: whether it came to the first step, or to one before which no set is left.
+        is_proof: whether it proved that no schedule fits.
     """
 
     suffixes: Mapping[ValueSet, Suffix]
@@ -146,11 +133,10 @@ class BackwardSearch:
         return sum(self._bits[v] for v in set(values) if v in self._bits)
 
     def values_of(self, chosen: ValueSet) -> set[int]:
-        """Those in a set."""
         return {v for v, bit in self._bits.items() if bit & chosen}
 
     def nbytes_of(self, chosen: ValueSet) -> int:
-        """The bytes of a set."""
+        """The bytes of a set: those of its first value and, remembered, of the rest."""
         found = self._nbytes.get(chosen)
         if found is None:
             first = chosen & -chosen
@@ -182,10 +168,10 @@ class BackwardSearch:
     # --- the search ------------------------------------------------------------------------------
 
     def run(self, budget: int, limits: Limits, near: Schedule | None = None) -> BackwardFrontier:
-        """What to save for schedules within `budget` bytes.
+        """Search for schedules within `budget` bytes.
 
-        If sets are left out, half of what stays is what `near`, which keeps within the budget,
-        could be changed to for the least time. What it needs itself stays in any case.
+        If sets must be left out, half of the places go to sets that the schedule `near` could reach
+        for the least time. Its own sets stay in any case.
         """
         layer: dict[ValueSet, Suffix] = {0: Suffix(0.0)}
         guide = None if near is None else _Guide(self, near)
@@ -202,18 +188,18 @@ class BackwardSearch:
 
     @property
     def _is_partial(self) -> bool:
-        """Whether some schedules are not looked at: what may run once could run at other steps."""
+        """Whether some schedules are left out: an operator that may run once has one last step."""
         return any(0 <= last < len(self.problem.backward) for last in self.last_step_of)
 
     # --- what was found --------------------------------------------------------------------------
 
     @cached_property
     def again(self) -> Recomputation:
-        """What there is to compute again."""
+        """The values that may be recomputed."""
         return Recomputation(self.problem)
 
     def seconds_of(self, saved: ValueSet, suffix: Suffix) -> float:
-        """The time of what a suffix computes, and of what runs forward for what it saves."""
+        """The time of a suffix, and of operators of either pass that run forward to save for it."""
         operators = self.problem.operators
         late = self.again.missing(self.values_of(saved), ())
         return suffix.seconds + self.problem.seconds_of(
@@ -221,7 +207,7 @@ class BackwardSearch:
         )
 
     def decisions(self, found: BackwardFrontier) -> Iterator[Decisions]:
-        """What was found as decisions, the least added time first."""
+        """Decisions of the suffixes that were found, the least added time first."""
         suffixes = sorted(
             found.suffixes.items(), key=lambda item: (self.seconds_of(*item), item[0])
         )
@@ -235,7 +221,7 @@ class BackwardSearch:
         while at is not None and at.operator is not None:
             runs.setdefault(at.step, []).append(at.operator)
             at = at.rest
-        later = [0] * (len(problem.backward) + 1)  # what is computed again from each step on
+        later = [0] * (len(problem.backward) + 1)  # the values recomputed from each step on
         needed = [0] * (len(problem.backward) + 1)
         for step in range(len(problem.backward) - 1, -1, -1):
             needed[step] = needed[step + 1] | self.reads[problem.backward[step]]
@@ -260,19 +246,19 @@ class BackwardSearch:
 
 
 State: TypeAlias = tuple[ValueSet, ValueSet]
-"""What is needed after an operator of a step, and what of it may still be computed for the step."""
+"""The values needed after an operator of a step, and those that may yet be recomputed for it."""
 
 
 class _Guide:
-    """What changes of one schedule cost."""
+    """The seconds that separate other sets from those of one schedule."""
 
     def __init__(self, search: BackwardSearch, schedule: Schedule) -> None:
         self.search = search
         needed, step = 0, len(search.problem.backward)
         self.before = [0] * (step + 1)
-        """What the schedule needs before each step."""
+        """The values that the schedule needs before each step."""
         self.passed = [{0} for _ in self.before]
-        """What it needs after each operator that it computes for a step."""
+        """Likewise, after each operator that it recomputes for a step."""
         self.seconds: list[dict[ValueSet, float]] = [{} for _ in self.before]
         for o in reversed(schedule.backward):
             if search.problem.operators[o].part is Part.BACKWARD:
@@ -285,7 +271,7 @@ class _Guide:
         self.before[0] = needed
 
     def seconds_to(self, step: int, needed: ValueSet) -> float:
-        """The time to compute what is `needed` before a step from what the schedule has then."""
+        """The time to make the values `needed` before a step from those of the schedule."""
         known = self.seconds[step]
         total, lacking = 0.0, needed & ~self.before[step]
         while lacking:
@@ -316,7 +302,7 @@ class _Search:
         self.is_over = False
 
     def before(self, step: int, after: Mapping[ValueSet, Suffix]) -> dict[ValueSet, Suffix]:
-        """What may be needed before `step`, from what may be after it."""
+        """The sets that may be needed before `step`, from those after it."""
         search = self.search
         reads = search.reads[search.problem.backward[step]]
         room = self.budget - search.bytes_of_steps.at[step]
@@ -353,7 +339,7 @@ class _Search:
         states: Mapping[State, Suffix],
         room: int,
     ) -> None:
-        """What `o` writes is there before the step, or is computed for it."""
+        """Branch: the values of `o` are alive before the step, or `o` runs for it."""
         search = self.search
         writes, reads = search.writes[o], search.reads[o]
         may_run = step <= search.last_step_of[o]
@@ -383,7 +369,7 @@ class _Search:
             states[needed, open_] = suffix
 
     def _cut(self, step: int, states: dict[State, Suffix], room: int) -> dict[State, Suffix]:
-        """The cheapest of each number of bytes, and the nearest, if there are too many."""
+        """The cheapest states of each size, and the nearest to the guide, if there are too many."""
         width, guide = self.limits.width, self.guide
         if len(states) <= width:
             return states
@@ -409,7 +395,7 @@ class _Search:
 
 
 def _drop_worse(states: dict[State, Suffix]) -> dict[State, Suffix]:
-    """`states` without those that cost as much as another, and need all that it needs."""
+    """`states` without the dominated: those that cost as much as another, and need all it needs."""
     if len(states) > _MOST_COMPARED:
         return states
     ordered = sorted(states, key=lambda s: (states[s].seconds, s[0].bit_count(), s))
@@ -419,45 +405,3 @@ def _drop_worse(states: dict[State, Suffix]) -> dict[State, Suffix]:
         if all(needed & other for needed, _ in kept):
             kept.append(state)
     return {state: states[state] for state in kept}
-
-
-def find_lowest_by_steps(problem: Problem, high: int, deadline: Deadline) -> Evaluated | None:
-    """The trial of least peak below `high`, to within a thousandth; `None` if none is found."""
-    search = BackwardSearch(problem)
-    limits = Limits(_LOWEST_WIDTH, deadline=deadline, free=True)
-    best: Evaluated | None = None
-    low = floor_of(problem)
-    budget = low
-    while low < high and not deadline.is_over:
-        evaluator = Evaluator(problem, budget)
-        found = search.decisions(search.run(budget, limits))
-        trial = next((t for t in map(evaluator, islice(found, _MOST_TRIED)) if t.fits), None)
-        if trial is None:
-            low = budget + max(1, budget // 1000)
-        else:
-            best, high = trial, trial.costs.peak
-        budget = (low + high) // 2
-    return best
-
-
-def is_too_small(problem: Problem, budget: int, deadline: Deadline = NEVER) -> bool:
-    """Whether it is proved that no schedule of `problem` keeps within `budget` bytes.
-
-    The operators of both passes run in their order, and what is computed again in that of the
-    forward pass. Small values are reckoned as nothing.
-    """
-    search = BackwardSearch(problem, budget // _SMALL_PART)
-    limits = Limits(states=_PROOF_STATES, deadline=deadline, free=True)
-    return search.run(budget, limits).is_proof
-
-
-def least_peak_bound(problem: Problem, high: int) -> int:
-    """A peak that no schedule of `problem` gets below, as far as `high`; see `is_too_small`."""
-    low = floor_of(problem)
-    while low < high:
-        budget = (low + high) // 2
-        if is_too_small(problem, budget):
-            low = budget + 1
-        else:
-            high = budget
-    return low

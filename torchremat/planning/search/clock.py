@@ -1,4 +1,4 @@
-"""The time of a search: of the processor, so that what else runs on the machine changes little.
+"""The time of a search: of the processor, so that other programs change its answers little.
 
                      alone    beside another program     beside many
 on the wall          4 s      8 s                        8 s, twice as long at most
@@ -19,7 +19,7 @@ class CpuTimer:
     Args:
         stretch: how many seconds on the wall count as one at the least; 1 for the wall alone.
 
-    >>> Watch(1.0).slowdown
+    >>> CpuTimer(1.0).slowdown
     1.0
     """
 
@@ -65,9 +65,9 @@ class TimeSlice:
     """The time of a part of a search.
 
     Args:
-        timer: that of the search.
+        timer: the one of the search.
         seconds: how long the part may take.
-        progress: called now and then with the fraction of that time that is gone.
+        progress: called now and then with the elapsed fraction of that time.
     """
 
     def __init__(
@@ -77,23 +77,23 @@ class TimeSlice:
         self.seconds = seconds
         self.progress = progress
         self.start = timer.now
-        self.told = 0.0
+        self.reported = 0.0
 
     @property
     def elapsed_fraction(self) -> float:
-        """The fraction of the time that is gone."""
+        """The elapsed fraction of the time; more than 1 after it."""
         return (self.timer.now - self.start) / max(self.seconds, 1e-9)
 
     def seconds_until(self, fraction: float) -> float:
-        """The seconds until `fraction` of the time is gone."""
+        """The seconds until `fraction` of the time has elapsed."""
         return max(0.0, (fraction - self.elapsed_fraction) * self.seconds)
 
     def deadline(self, fraction: float) -> Deadline:
-        """When `fraction` of the time is gone."""
+        """The deadline at which `fraction` of the time has elapsed."""
         return Deadline(self.timer, self.start + fraction * self.seconds)
 
     def report(self) -> None:
-        """Tell how far the search is."""
-        self.told = max(self.told, min(self.elapsed_fraction, 1.0))
+        """Report how far the search is; the fraction never falls."""
+        self.reported = max(self.reported, min(self.elapsed_fraction, 1.0))
         if self.progress is not None:
-            self.progress(self.told)
+            self.progress(self.reported)

@@ -1,16 +1,16 @@
-"""Schedules from one walk over the backward pass: what is there stays until memory runs out.
+"""Schedules from one walk over the backward pass: values stay alive until memory runs out.
 
-Before each step of the backward pass, what it reads and is not there is computed again. Where that
-is above the budget, values are let go that are not wanted just then: first those that take little
-time again for the bytes that they free and for how long they free them, as in dynamic tensor
-rematerialisation (Kirisame et al., ICLR 2021), but knowing what is read later.
+Before each step of the backward pass, the values that it reads and that are not alive are
+recomputed. Where that is above the budget, values that are not wanted just then are freed. First go
+those that cost little time for the bytes that they free, and for how long. This is dynamic tensor
+rematerialisation (Kirisame et al., ICLR 2021), but later reads are known.
 
     step         dz        dy, reads y       dx, reads x
     computes     -         x, y              -
-    there after  x, y, z   x                 -             y is let go where x has no room beside
+    alive after  x, y, z   x                 -             y is freed where x has no room beside it
 
-Where nothing is left to let go, what the step wants is computed a step earlier, and kept: while
-less is alive beside it than will be.
+Where nothing is left to free, the values that the step wants are computed a step earlier, while
+fewer bytes are alive beside them.
 """
 
 import heapq
@@ -31,7 +31,7 @@ _MOST_RETURNS = 200
 
 @dataclass(frozen=True)
 class EvictionRule:
-    """What is let go first: that of the least seconds / (bytes ** a * steps ** b).
+    """Order of eviction: the value of the least seconds / (bytes ** a * steps ** b) goes first.
 
     Attributes:
         nbytes: the exponent a, of the bytes that it frees.
@@ -56,7 +56,7 @@ class Evictor:
     def decisions(self, budget: int, rule: EvictionRule, saved: Iterable[int]) -> Decisions | None:
         """Decisions that keep the backward pass within `budget`; `None` if none were found.
 
-        Of `saved` the forward pass keeps what the budget allows.
+        The forward pass saves what the budget allows of `saved`.
 
         >>> from torchremat.planning.problem.problem import Operator, Part, Problem
         >>> a = Operator((), (0,), 1.0, Part.FORWARD)
@@ -71,17 +71,17 @@ class Evictor:
         """
         kept = _choose_saved(self.again, budget, rule, set(saved) - self.problem.outputs)
         backward = _BackwardPass(self.again, budget, rule, kept)
-        step, holds = 0, 0
+        step, num_returns = 0, 0
         while step < len(self.problem.backward):
             stuck = None if self.deadline.is_over else backward.run(step)
             if self.deadline.is_over:
                 return None
             if stuck is None:
                 step += 1
-            elif holds == _MOST_RETURNS or not backward.hold(step, stuck):
+            elif num_returns == _MOST_RETURNS or not backward.promise_earlier(step, stuck):
                 return None
             else:
-                holds += 1
+                num_returns += 1
                 step -= 1
                 backward.back_to(step)
         return backward.decisions()
@@ -90,7 +90,7 @@ class Evictor:
 def try_evictions(
     evaluator: Evaluator, evictor: Evictor, saved: Iterable[int]
 ) -> Iterator[Evaluated]:
-    """What the walks find, by each of the rules."""
+    """Evaluate the walk of each rule that finds a schedule."""
     saved = tuple(saved)
     for rule in RULES:
         decisions = evictor.decisions(evaluator.budget, rule, saved)
@@ -98,30 +98,10 @@ def try_evictions(
             yield evaluator(decisions)
 
 
-def find_lowest_by_eviction(evictor: Evictor, low: int, high: int) -> Evaluated | None:
-    """The trial of least peak from `low` to `high`, to within a thousandth; `None` if none is."""
-    best: Evaluated | None = None
-    budget = low
-    while low < high:
-        evaluator = Evaluator(evictor.problem, budget)
-        trials = (
-            t
-            for start in (evaluator.fixed, evictor.problem.known)
-            for t in try_evictions(evaluator, evictor, start)
-        )
-        found = next((trial for trial in trials if trial.fits), None)
-        if found is None:
-            low = budget + max(1, budget // 1000)
-        else:
-            best, high = found, found.costs.peak
-        budget = (low + high) // 2
-    return best
-
-
 class _Queue:
-    """Values in the order in which they are let go.
+    """Values in the order in which they are freed.
 
-    The time to compute one again only grows as others go: it is reckoned anew for the first alone.
+    The time to recompute one only grows as others are freed, so that only the first is rated anew.
     """
 
     def __init__(
@@ -134,7 +114,6 @@ class _Queue:
         self.scores: dict[int, float] = {}
 
     def first(self, values: Collection[int], there: Collection[int]) -> int:
-        """That of `values` that goes first."""
         for v in values:
             if v not in self.scores:
                 self.scores[v] = self.score(v, there)
@@ -146,7 +125,7 @@ class _Queue:
             self.scores[first] = score
 
     def score(self, v: int, there: Collection[int]) -> float:
-        """What is small if `v` is to go early."""
+        """The seconds of `v` for what it frees: small for a value that goes early."""
         nbytes = self.again.problem.nbytes[v]
         if v not in self.uses:
             return -nbytes
@@ -158,7 +137,7 @@ class _Queue:
 def _choose_saved(
     again: Recomputation, budget: int, rule: EvictionRule, saved: set[int]
 ) -> set[int]:
-    """What of `saved` is kept at most, so that the forward pass has room for it."""
+    """The part of `saved` for which the forward pass has room."""
     problem = again.problem
     forward = ForwardBytes.of(problem)
     nbytes, operators = problem.nbytes, problem.operators
@@ -169,32 +148,32 @@ def _choose_saved(
             last.update((v, at) for v in op.writes)
     room = [budget - live for live in forward.live]
     room.append(budget - max(forward.at_end, again.bytes_of_steps.before[0]))
-    idle_from: dict[int, list[int]] = {}  # the moment from which each value is only kept
+    idle_from: dict[int, list[int]] = {}  # the moment from which each value waits unread
     for v in saved:
         idle_from.setdefault(last[v] + 1, []).append(v)
     queue = _Queue(again, rule, 0, saved)
-    idle: list[tuple[float, int]] = []  # what may go, that of the least score first
-    held = 0
+    idle: list[tuple[float, int]] = []  # what may go, the least score first
+    waiting = 0  # bytes of values that wait unread
     kept = set(saved)
     for i in range(len(room)):
         for v in idle_from.get(i, ()):
-            held += nbytes[v]
+            waiting += nbytes[v]
             if v not in again.lasting:
                 heapq.heappush(idle, (queue.score(v, kept), v))
-        while held > room[i] and idle:
+        while waiting > room[i] and idle:
             old, v = heapq.heappop(idle)
             score = queue.score(v, kept)
             if score > old and idle and score > idle[0][0]:
                 heapq.heappush(idle, (score, v))
                 continue
             kept.discard(v)
-            held -= nbytes[v]
+            waiting -= nbytes[v]
     return kept
 
 
 @dataclass
 class _StepRecompute:
-    """What is computed again for a step.
+    """The recomputation for one step.
 
     Attributes:
         operators: in order.
@@ -211,7 +190,7 @@ class _StepRecompute:
 
 @dataclass(frozen=True)
 class _Above:
-    """The first moment of a run that is above the budget, and the values alive at it."""
+    """The first moment of a step that is above the budget, and the values alive at it."""
 
     run: _StepRecompute
     place: int
@@ -220,7 +199,7 @@ class _Above:
 
 @dataclass(frozen=True)
 class _Before:
-    """What there was before a step."""
+    """The state of a walk before a step."""
 
     there: frozenset[int]
     saved: frozenset[int]
@@ -242,8 +221,8 @@ class _BackwardPass:
         self.saved = set(saved)
         self.drops: list[tuple[int, int]] = []  # steps, and values that go after them
         self.early: list[tuple[int, int]] = []  # steps, and operators that run before them
-        self.held: dict[int, set[int]] = {}
-        """Values that are to be there after a step, though it may not read them."""
+        self.promised: dict[int, set[int]] = {}
+        """Values that must be alive after a step, though it may not read them."""
         self.before: list[_Before] = []
 
     def back_to(self, step: int) -> None:
@@ -255,7 +234,7 @@ class _BackwardPass:
 
     def run(self, step: int) -> _Above | None:
         """Make room for a step; the moment at which there is none, if so."""
-        again, held = self.again, self.held.get(step, set())
+        again, promised = self.again, self.promised.get(step, set())
         self.before.append(
             _Before(frozenset(self.there), frozenset(self.saved), len(self.drops), len(self.early))
         )
@@ -263,7 +242,7 @@ class _BackwardPass:
         gone: set[int] = set()  # after this step
         queue: _Queue | None = None
         while True:
-            run = self._plan_recompute(step, held)
+            run = self._plan_recompute(step, promised)
             above = self._find_above(step, run, gone)
             made = self.there.union(*(again.writes[o] for o in run.operators))
             if above is None:
@@ -280,7 +259,7 @@ class _BackwardPass:
             else:
                 gone.add(v)
                 self.drops.append((step, v))
-        self.early += [(step, self.problem.producers[v]) for v in held - self.there]
+        self.early += [(step, self.problem.producers[v]) for v in promised - self.there]
         self.there = {v for v in made - gone if again.last.get(v, -1) > step}
         return None
 
@@ -291,15 +270,15 @@ class _BackwardPass:
         else:
             self.saved.discard(v)
 
-    def _plan_recompute(self, step: int, held: Collection[int]) -> _StepRecompute:
+    def _plan_recompute(self, step: int, promised: Collection[int]) -> _StepRecompute:
         again, b = self.again, self.problem.backward[step]
-        operators = again.missing([*again.reads[b], *held], self.there)
+        operators = again.missing([*again.reads[b], *promised], self.there)
         run = _StepRecompute(operators, [*operators, b])
         for place, o in enumerate(run.order):
             for v in again.reads[o]:
                 run.first.setdefault(v, place)
                 run.last[v] = place
-        run.last.update((v, len(run.order)) for v in held)
+        run.last.update((v, len(run.order)) for v in promised)
         return run
 
     def _find_above(self, step: int, run: _StepRecompute, gone: Collection[int]) -> _Above | None:
@@ -329,10 +308,10 @@ class _BackwardPass:
         return None
 
     def _list_freeable(self, step: int, above: _Above, gone: Collection[int]) -> set[int]:
-        """What may be let go for a moment."""
+        """The values that may be freed to bring a moment under the budget."""
         run, place, again = above.run, above.place, self.again
         o = run.order[place]
-        promised = self.held.get(step - 1, ())
+        promised = self.promised.get(step - 1, ())
         found: set[int] = set()
         for v in above.alive.difference(again.reads[o], again.writes[o], again.lasting):
             if run.last.get(v, -1) < place:
@@ -342,8 +321,8 @@ class _BackwardPass:
                 found.update({v} if self.problem.producers[v] > o else ())  # made again only later
         return found
 
-    def hold(self, step: int, stuck: _Above) -> bool:
-        """Have what a step is stuck for computed a step earlier; whether there is any hope."""
+    def promise_earlier(self, step: int, stuck: _Above) -> bool:
+        """Promise what a step is stuck for a step earlier; whether there is any hope."""
         run, again, nbytes = stuck.run, self.again, self.problem.nbytes
         if not step or stuck.place >= len(run.operators):
             return False
@@ -356,14 +335,13 @@ class _BackwardPass:
                 best is None or sum(nbytes[v] for v in crossing) <= sum(nbytes[v] for v in best)
             ):
                 best = set(crossing)
-        held = self.held.setdefault(step - 1, set())
-        if best is None or best <= held:
+        promised = self.promised.setdefault(step - 1, set())
+        if best is None or best <= promised:
             return False
-        held |= best
+        promised |= best
         return True
 
     def decisions(self) -> Decisions:
-        """What was decided."""
         return Decisions(
             frozenset(self.saved),
             _group_by_step(self.drops),

@@ -1,11 +1,11 @@
-"""What a search has found so far."""
+"""The best schedule of a search so far, and the bound that was proved."""
 
 from torchremat.planning.problem.trial import Evaluated
 from torchremat.planning.search.clock import TimeSlice
 
 
 class Incumbent:
-    """The best of the trials of a search, and what is proved.
+    """The best of the trials of a search, and the proved bound.
 
     Attributes:
         best: the trial that fits and adds the least time.

@@ -1,9 +1,9 @@
 """Small changes to decisions, each tried on the simulator, while they make things better.
 
-A change saves a value, no longer saves one, or lets one go in the middle of the backward pass; with
-a link to a host it offloads one that was saved or computed again, or no longer offloads one. First
-those that bring down what is above the budget, for the least time each byte; then those that take
-time away and keep within it.
+A change saves a value, no longer saves one, or frees one in the middle of the backward pass. With a
+link to a host it offloads a value that was saved or recomputed, or no longer offloads one. Changes
+that lower a peak above the budget come first, the least time for a byte before others. Then come
+changes that take time away within the budget.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,15 +96,15 @@ class LocalSearch:
         made = {v for o in order[: position + 1] for v in operators[o].writes}
         idle = made - busy
         kept = trial.decisions.saved_or_offloaded - self.evaluator.fixed
-        yield from self._unsave(trial.decisions, self._cheapest(kept & idle))
+        yield from _unsave(trial.decisions, self._cheapest(kept & idle))
         yield from self._offload(trial.decisions, trial.decisions.saved & idle)
 
     def _backward_reliefs(self, trial: Evaluated, place: int) -> Iterator[Decisions]:
         order, decisions = trial.replay.schedule.backward, trial.decisions
         op = self.problem.operators[order[place]]
-        all_idle = self._read_later(order, place).difference(op.reads, op.writes)
+        all_idle = _find_read_later(self.problem, order, place).difference(op.reads, op.writes)
         idle = all_idle - self.evaluator.fixed
-        yield from self._unsave(decisions, self._cheapest(idle & decisions.saved_or_offloaded))
+        yield from _unsave(decisions, self._cheapest(idle & decisions.saved_or_offloaded))
         yield from self._offload(decisions, all_idle & decisions.saved)
         yield from self._free_values(trial, place, idle)
         again = dict.fromkeys(
@@ -119,10 +119,10 @@ class LocalSearch:
         yield from self._offload(decisions, list(again)[-WIDTH:])
 
     def _free_values(self, trial: Evaluated, place: int, idle: set[int]) -> Iterator[Decisions]:
-        """Values that are let go after they were last read, alone or with what they come from."""
+        """Free values after they were last read, alone or with what they come from."""
         decisions, steps = trial.decisions, trial.replay.steps
         step = steps[place]
-        last_read = self._last_read(trial.replay.schedule.backward, place)
+        last_read = _find_last_reads(self.problem, trial.replay.schedule.backward, place)
         for v in self._cheapest(v for v in idle if self._may_drop(v)):
             made = self._find_step_of(v, trial.replay.schedule.backward, steps, place)
             at = max(last_read.get(v, -1), made)
@@ -136,32 +136,15 @@ class LocalSearch:
                         drops[when] = drops.get(when, frozenset()) | gone
                         yield replace(decisions, drops=drops)
 
-    def _read_later(self, order: tuple[int, ...], place: int) -> set[int]:
-        """The known values that are alive after the operator at `place`."""
-        wanted: set[int] = set()
-        for o in reversed(order[place + 1 :]):
-            wanted.difference_update(self.problem.operators[o].writes)
-            wanted.update(self.problem.operators[o].reads)
-        return wanted & self.problem.known
-
-    def _last_read(self, order: tuple[int, ...], place: int) -> dict[int, int]:
-        """The step before `place` that reads each value last."""
-        found: dict[int, int] = {}
-        step = 0
-        for o in order[:place]:
-            found.update((v, step) for v in self.problem.operators[o].reads)
-            step += self.problem.operators[o].part is Part.BACKWARD
-        return found
-
     def _find_step_of(
         self, v: int, order: tuple[int, ...], steps: tuple[int, ...], place: int
     ) -> int:
-        """The step for which `v` was computed again before `place`; -1 if it was not."""
+        """The step for which `v` was recomputed before `place`; -1 if it was not."""
         producer = self.problem.producers[v]
         return next((steps[j] for j in range(place, -1, -1) if order[j] == producer), -1)
 
     def _with_sources(self, v: int, step: int, kept: frozenset[int]) -> frozenset[int]:
-        """`v`, and what it is computed from that no operator of the backward pass reads later."""
+        """`v`, and its sources that no operator of the backward pass reads later."""
         problem = self.problem
         found = {v}
         stack = [v]
@@ -215,23 +198,18 @@ class LocalSearch:
     def _relieve_link(self, decisions: Decisions) -> Iterator[Decisions]:
         for v in self._cheapest(decisions.offloaded, reverse=True):
             yield _save(decisions, v)
-        yield from self._unsave(decisions, self._cheapest(decisions.offloaded))
+        yield from _unsave(decisions, self._cheapest(decisions.offloaded))
         for v in self._cheapest(decisions.offloaded, reverse=True):
             for u in self._cheapest(decisions.saved - self.evaluator.fixed):
                 yield _save(replace(decisions, saved=decisions.saved - {u}), v)
 
     def _offload(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
-        """Those of `values` that may be offloaded, offloaded: first what takes longest again."""
+        """Offload one of `values`, if it may be: those that take longest to recompute first."""
         if not self.problem.offloadable:
             return
         chosen = self.problem.offloadable.intersection(values) - decisions.offloaded
         for v in self._cheapest(chosen, reverse=True):
             offloaded = decisions.offloaded | {v}
-            yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
-
-    def _unsave(self, decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
-        for v in values:
-            offloaded = decisions.offloaded - {v}
             yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
 
     def _seconds_of(self, v: int) -> float:
@@ -240,7 +218,7 @@ class LocalSearch:
     def _cheapest(
         self, values: Iterable[int], *, reverse: bool = False, most: int = WIDTH
     ) -> list[int]:
-        """Those of `values` that take the least time each byte; or the most."""
+        """The members of `values` that take the least time each byte; or the most."""
         nbytes = self.problem.nbytes
         return sorted(
             sorted(values), key=lambda v: self._seconds_of(v) / max(nbytes[v], 1), reverse=reverse
@@ -248,9 +226,34 @@ class LocalSearch:
 
 
 def values_recomputed(trial: Evaluated, problem: Problem) -> frozenset[int]:
-    """The values that the backward pass computes again: only of those does a drop cost time."""
+    """The values that the backward pass recomputes: freeing another one early costs no time."""
     order = trial.replay.schedule.backward
     return frozenset(v for o in order for v in problem.operators[o].writes)
+
+
+def _find_read_later(problem: Problem, order: tuple[int, ...], place: int) -> set[int]:
+    """The known values that are alive after the operator at `place`."""
+    wanted: set[int] = set()
+    for o in reversed(order[place + 1 :]):
+        wanted.difference_update(problem.operators[o].writes)
+        wanted.update(problem.operators[o].reads)
+    return wanted & problem.known
+
+
+def _find_last_reads(problem: Problem, order: tuple[int, ...], place: int) -> dict[int, int]:
+    """The step before `place` that reads each value last."""
+    found: dict[int, int] = {}
+    step = 0
+    for o in order[:place]:
+        found.update((v, step) for v in problem.operators[o].reads)
+        step += problem.operators[o].part is Part.BACKWARD
+    return found
+
+
+def _unsave(decisions: Decisions, values: Iterable[int]) -> Iterator[Decisions]:
+    for v in values:
+        offloaded = decisions.offloaded - {v}
+        yield replace(decisions, saved=decisions.saved - {v}, offloaded=offloaded)
 
 
 def _save(decisions: Decisions, v: int) -> Decisions:

@@ -1,4 +1,4 @@
-"""What to save without an integer program: a minimum cut for each price of a byte.
+"""Sets of values to save without an integer program: a minimum cut for each price of a byte.
 
 For each known value v, read by p and made by o: y_v says that it is needed, r_o that o runs again.
 
@@ -7,8 +7,8 @@ For each known value v, read by p and made by o: y_v says that it is needed, r_o
     so that   y_v = 1           if an operator of the backward pass reads v
               r_p <= y_v        if p reads v
 
-The higher the price, the less is saved. What comes out is the lower convex hull of seconds over
-bytes; budgets between its corners are for the local search.
+The higher the price, the less is saved. The cuts give the lower convex hull of seconds over bytes;
+budgets between its corners are left to the local search.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def cut_saved_sets(problem: Problem, prices: int = 24) -> Iterator[frozenset[int
     >>> forward = Operator((), (0,), 1.0, Part.FORWARD)
     >>> backward = Operator((0,), (1,), 1.0, Part.BACKWARD)
     >>> problem = Problem((forward, backward), (4, 4), gradients=frozenset({1}))
-    >>> [sorted(saved) for saved in saved_by_cuts(problem)]
+    >>> [sorted(saved) for saved in cut_saved_sets(problem)]
     [[0], []]
     """
     network = _Network(problem)
@@ -74,7 +74,7 @@ class _Network:
         self.once = np.array(once, dtype=bool)
 
     def cut(self, price: float) -> frozenset[int]:
-        """What is saved if all bytes together cost `price` times all seconds."""
+        """The saved values if all bytes together cost `price` times all seconds."""
         scale = _ENDLESS / 4 / max(1.0, price)
         run = np.where(self.once, _ENDLESS, np.round(self.seconds * scale))
         save = np.round(self.nbytes * price * scale)

@@ -357,7 +357,7 @@ class Checkpointed:
         captured = CapturedTensors(made.captured, variables, named_modules)
         made.body.captured = captured.at_hand
         return Trace(
-            key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
+            key=tuple(k.freeze() if isinstance(k, WrapHashably) else k for k in call.key),
             specs=specs,
             surroundings=state,
             records=made.region.options.with_gradients,

@@ -1,5 +1,4 @@
 """The command `torchremat`: plans, reports, graphs and measurements without writing a script.
-
 `app.py` lists the commands and their options, and imports PyTorch only when one runs. The room
 may use every other, and none imports it. Begin with `app.py`, then `commands/`.
 

@@ -17,7 +17,7 @@ _TARGET = """
 
 
 def _with_target(function: click.decorators.FC) -> click.decorators.FC:
-    """A command on a target: its help says what that is."""
+    """Give a command its target, and its help the description of targets."""
     function.__doc__ = f"{function.__doc__}\n{_TARGET}"
     return options.target(function)
 
@@ -35,11 +35,11 @@ def _with_target(function: click.decorators.FC) -> click.decorators.FC:
 @click.version_option(package_name="torchremat", message="%(prog)s %(version)s")
 @options.debug
 def main() -> None:
-    """See and plan what the backward pass of a PyTorch model keeps.
+    """Show and plan which values a PyTorch model saves for its backward pass.
 
     Activation checkpointing (gradient checkpointing, recomputation, rematerialisation) for a model
-    in a file of yours: what is kept for the backward pass, what a policy or a budget changes, and
-    what it costs.
+    in a file of yours: which values are saved for the backward pass, what a policy or a budget
+    changes, and what it costs.
     """
 
 
@@ -78,14 +78,14 @@ def main() -> None:
 @options.json
 @options.debug
 def plan(**given: Any) -> None:
-    """Plan what to save and what to compute again within a budget of peak memory."""
+    """Plan what to save and what to recompute within a budget of peak memory."""
     from torchremat.cli.commands.run_plan import PlanOptions, run_plan
 
     run_plan(PlanOptions(**given))
 
 
 @main.command(
-    short_help="Show what the backward pass keeps, and why.",
+    short_help="Show what is saved for the backward pass, and why.",
     epilog=options.examples(
         "torchremat residuals model.py:make",
         "torchremat residuals model.py:make --policy full --select 'layers.*'",
@@ -96,14 +96,14 @@ def plan(**given: Any) -> None:
 @options.policy
 @options.budget
 @options.select
-@click.option("--lines", is_flag=True, help="A line for each tensor that is kept, in order.")
+@click.option("--lines", is_flag=True, help="A line for each tensor that is saved, in order.")
 @click.option("--by-module", is_flag=True, help="Bytes by the module that computed them.")
 @options.device
 @options.html
 @options.json
 @options.debug
 def residuals(**given: Any) -> None:
-    """Show what is kept from the forward pass for the backward, what is computed again, and why."""
+    """Show what is saved from the forward pass for the backward, what is recomputed, and why."""
     from torchremat.cli.commands.run_residuals import ResidualsOptions, run_residuals
 
     run_residuals(ResidualsOptions(**given))
@@ -126,7 +126,7 @@ def residuals(**given: Any) -> None:
 @options.json
 @options.debug
 def graph(**given: Any) -> None:
-    """Print the traced graph with types, or draw it with what is saved and what computed again."""
+    """Print the traced graph with types, or draw it with its saved and recomputed values."""
     from torchremat.cli.commands.run_graph import GraphOptions, run_graph
 
     run_graph(GraphOptions(**given))
@@ -151,7 +151,7 @@ def graph(**given: Any) -> None:
 def compare(**given: Any) -> None:
     """Compare policies side by side, without running the model.
 
-    Bytes held are exact; the peak is simulated to the byte, and the time is that of a cost model.
+    Bytes saved are exact; the peak is simulated to the byte, and the time is that of a cost model.
     bench measures both.
     """
     from torchremat.cli.commands.run_compare import CompareOptions, run_compare
@@ -185,9 +185,9 @@ def bench(**given: Any) -> None:
     """Measure the time and the peak memory of a step under each policy, on this machine.
 
     A step is a forward pass and the backward pass from the sum of its outputs. Policies take turns,
-    in another order each time. "plain again" is plain a second time: as far as it is from 1.00, so
-    little can the other ratios be trusted. "bit-equal" says whether outputs and gradients are those
-    of plain to the last bit; "no" for "plain again" says that the model gives others each time.
+    in another order each time. "plain again" is plain a second time: other ratios are no more exact
+    than its distance from 1.00. "bit-equal" says whether outputs and gradients are those of plain
+    to the last bit. "no" for "plain again" says that the model computes others each time.
     """
     from torchremat.cli.commands.run_bench import BenchOptions, run_bench
 

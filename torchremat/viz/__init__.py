@@ -1,11 +1,10 @@
 """Pictures: where the memory of a training step goes, and what a policy or a budget changes.
-
 A plan, a report or a graph becomes data in `picture/`, then shapes in `figure/` or a page of
 `assets/`. It uses plans and reports, and no compiler. Begin with `page.py`.
 
 `graph_html` draws the forward and backward graph of a plan as one page that opens offline, with the
-bytes alive over the step under it; `diff_html` two of them side by side; `timeline` and `pareto`
-are figures; and the exports hand the graph to other tools.
+bytes alive over the step under it. `diff_html` draws two of them side by side; `timeline` and
+`pareto` draw figures. The exports pass the graph to other tools.
 
 >>> import tempfile, torch, torchremat as tr
 >>> from torchremat import viz

@@ -89,7 +89,7 @@ def _quote(text: str) -> str:
 def to_json(
     plan_or_graph: Drawable, *, title: str | None = None, cost_model: CostModel | None = None
 ) -> str:
-    """All that the page shows, as JSON; errors are those of `graph_html`.
+    """The content of the page as JSON; errors are those of `graph_html`.
 
     An object with `title`, `figures`, `totals` (bytes by kind), `values` (a list of objects with
     the attributes of a value: name, op, phase, kind, module, source, aval, nbytes, seconds, reason,
@@ -131,8 +131,8 @@ def to_perfetto(
 ) -> str:
     """The step as a trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open.
 
-    Each operator is a slice of the time that it takes by the cost model, or of 1 us without one;
-    forward, recomputed and backward operators are threads, and the bytes alive by category are a
+    Each operator is a slice of the time that it takes by the cost model, or of 1 us without one.
+    Forward, recomputed and backward operators are threads, and the bytes alive by category are a
     counter. Errors are those of `timeline`.
 
     >>> import json, torch, torchremat as tr
@@ -143,13 +143,13 @@ def to_perfetto(
     picture = picture_of(plan_or_graph, title=title, cost_model=cost_model)
     if picture.timeline is None:
         raise PlanError(f"{plan_or_graph!r} has no timeline, which a trace is made of")
-    return json.dumps({"traceEvents": list(_events(picture)), "displayTimeUnit": "ms"})
+    return json.dumps({"traceEvents": list(_list_events(picture)), "displayTimeUnit": "ms"})
 
 
 _THREADS = ("forward", "recomputed", "backward")
 
 
-def _events(picture: Picture) -> Iterator[dict[str, Any]]:
+def _list_events(picture: Picture) -> Iterator[dict[str, Any]]:
     timeline = picture.timeline
     assert timeline is not None
     yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": picture.title}}
@@ -178,9 +178,9 @@ def _events(picture: Picture) -> Iterator[dict[str, Any]]:
 def _arguments(value: DrawnValue | None) -> dict[str, Any]:
     if value is None:
         return {}
-    told = {"module": value.module, "shape": value.aval, "bytes": value.nbytes,
+    found = {"module": value.module, "shape": value.aval, "bytes": value.nbytes,
             "decision": value.kind, "line": value.source}  # fmt: skip
-    return {name: said for name, said in told.items() if said}
+    return {name: text for name, text in found.items() if text}
 
 
 def to_model_explorer(

@@ -27,7 +27,7 @@ SCRIPTS = (
     "panel",
     "main",
 )
-"""In this order: together they are one module."""
+"""The scripts of the page in their order: they are one after the other in one `<script>`."""
 
 
 def graph_html(
@@ -40,9 +40,9 @@ def graph_html(
     """Draw the forward and backward graph as a page, with the bytes alive over the step under it.
 
     The forward pass is the column at the left, read downwards; the backward pass the one at the
-    right, read upwards: a module and its derivative stand side by side, and between them run what
-    is saved and what is computed again. Modules fold and unfold by a click. The page is one file,
-    asks nothing of the network, and is byte-equal whenever the same plan is drawn.
+    right, read upwards. A module and its derivative stand side by side, and lines between them are
+    the saved and the recomputed values. Modules fold and unfold by a click. The page is one file,
+    loads nothing from the network, and is byte-equal whenever the same plan is drawn.
 
     Args:
         plan_or_graph: a `Plan`, a `Report` of `explain`, a `TypedGraph` of `make_graph`, or an

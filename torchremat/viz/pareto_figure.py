@@ -42,13 +42,13 @@ def pareto(
     """Draw the time that recomputation adds against peak memory.
 
     Args:
-        points: the curve: what `planning.pareto` gives, or pairs of peak bytes and added seconds.
+        points: the curve: the result of `planning.pareto`, or pairs (peak bytes, added seconds).
         path: the file: `.svg`, `.png` (with matplotlib, the extra `plot`) or `.html`.
         named: points of their own, by name: policies, or other libraries.
         title: what stands above.
 
-    The knee, the point farthest below the line from one end of the curve to the other, is marked;
-    a thin line below the curve is what no plan can go below, where that is known.
+    The knee is marked: the point farthest below the line from one end of the curve to the other. A
+    thin line below the curve is the lower bound for any plan, where that is known.
 
     Raises:
         TypeError: if a point is no pair of numbers and no `ParetoPoint`.

@@ -29,7 +29,13 @@ from torchremat.viz.picture.picture import Picture
 
 WIDTH, HEIGHT = 960, 460
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 66, 40
+# The label of the peak names so many values, the largest, and sums up the others, so that it hides
+# little of the curve. Chosen by hand.
 _NAMED = 5
+
+
+# Longer names of values are cut, so that the label of the peak stays narrow. Chosen by hand.
+_LONGEST = 36
 
 
 def timeline(
@@ -46,8 +52,8 @@ def timeline(
         plan: a `Plan`, or anything else that `graph_html` draws; or a `Timeline`.
         path: the file: `.svg`, `.png` (with matplotlib, the extra `plot`), or `.html`, a page in
             which each step tells what is alive.
-        title: what it is a picture of.
-        inputs: whether parameters and inputs, which are there all the time, are drawn below.
+        title: the title of the picture.
+        inputs: whether parameters and inputs, which are always alive, are drawn below.
         cost_model: what the operators cost in seconds, for the page.
 
     Raises:
@@ -158,7 +164,7 @@ class _TimelineDrawing:
     def levels(self) -> list[Shape]:
         shapes: list[Shape] = []
         above = []
-        end = (0.0, 0.0)  # of the text before, beside which another at this height stands
+        end = (0.0, 0.0)  # of the text before: the next at about this height stands beside it
         for name, nbytes in self.marked:
             text = f"{name} {human_bytes(nbytes)}"
             if nbytes > self.y.high:
@@ -200,7 +206,7 @@ class _TimelineDrawing:
         return [*shapes, Mark(x, y, ACCENT)]
 
     def _name(self, name: str) -> str:
-        """What people call a value; cut at the left, where the outer modules are."""
+        """The label of a value with its module, cut at the left, where the outer modules are."""
         number = self.picture.position_of(name)
         if number is None:
             return name
@@ -219,9 +225,6 @@ class _TimelineDrawing:
             shapes += [Area(corners, kind), Text(x + 26, 51, text, 12, colour=QUIET)]
             x += 46 + 6.6 * len(text)
         return shapes
-
-
-_LONGEST = 36
 
 
 def _columns(live: tuple[int, ...], most: int) -> list[tuple[int, int, int]]:

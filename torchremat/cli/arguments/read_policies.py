@@ -8,7 +8,7 @@ import click
 import torch
 from torch import nn
 
-from torchremat.checkpoint_policies import from_plan  # noqa: F401  (plan: and budget: are words)
+from torchremat.checkpoint_policies import from_plan  # noqa: F401  (registers plan: and budget:)
 from torchremat.cli.arguments.targets import Target
 from torchremat.cli.arguments.user_modules import find_name, split_target
 from torchremat.errors import TorchrematError, nearest_names
@@ -20,7 +20,7 @@ from torchremat.remat.module_policies import under_policy
 
 @contextmanager
 def option_errors(option: str) -> Iterator[None]:
-    """What is wrong with the value of an option is told as such."""
+    """Name the option in an error of its value."""
     try:
         yield
     except (TorchrematError, OSError) as error:
@@ -85,7 +85,7 @@ def read_one_policy(
 
 
 def apply_policy(target: Target, chosen: Policy | None, select: str | None) -> Callable[..., Any]:
-    """The target's function under a policy: as a whole, or each of the modules selected."""
+    """Put the target's function under a policy: as a whole, or each of the selected modules."""
     if chosen is None:
         return target.fun
     check_select(target, select)

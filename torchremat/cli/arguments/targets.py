@@ -88,10 +88,10 @@ def _call_maker(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
 
 
 def _num_required(function: Callable[..., Any]) -> int:
-    """How many arguments a function cannot be called without."""
+    """The number of arguments without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # one of C
+    except (TypeError, ValueError):  # a function of C has none
         return 1
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(p.default is p.empty and p.kind not in variadic for p in parameters)
@@ -133,7 +133,7 @@ def _describe_target(value: Any) -> str:
 
 
 def _use_device(device: str | None) -> contextlib.AbstractContextManager[Any]:
-    """What is made inside is on `device`."""
+    """Make new tensors on `device` within the block."""
     if device is None:
         return contextlib.nullcontext()
     try:
@@ -143,7 +143,7 @@ def _use_device(device: str | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def _move(target: Target, device: str | None) -> Target:
-    """What was made elsewhere all the same (with `device=`, or when a file was loaded) moves."""
+    """Move tensors that are elsewhere all the same, made with `device=` or as a file was loaded."""
     if device is None:
         return target
     fun = target.fun
@@ -159,7 +159,7 @@ def _move(target: Target, device: str | None) -> Target:
 
 @contextlib.contextmanager
 def _name_user_errors(doing: str) -> Iterator[None]:
-    """What the user's code raises is told as its own error."""
+    """Raise errors of the user's code as `UserCodeError`, which names what it did."""
     try:
         yield
     except (Exception, SystemExit) as error:

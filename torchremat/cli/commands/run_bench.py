@@ -28,7 +28,7 @@ PLAIN, AGAIN = "plain", "plain again"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the command was given; see its help."""
+    """The options of `torchremat bench`, as its help explains them."""
 
     target: str
     policies: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ def measure(
     target: Target, chosen: Mapping[str, Policy], select: str | None, rounds: int
 ) -> dict[str, Measured]:
     """The figures of each policy, of plain first and again last, by name."""
-    asked = {PLAIN: None, **chosen, AGAIN: None}
+    policies = {PLAIN: None, **chosen, AGAIN: None}
     with show_progress_of("tracing"):
         plain = observe_saved(BoundCall(target.fun, target.args, target.kwargs))
     if not all(is_real(i.tensor) for i in plain.inputs):
@@ -90,7 +90,7 @@ def measure(
         name: MeasuredStep(
             BoundCall(apply_policy(target, policy, select), target.args, target.kwargs), plain
         )
-        for name, policy in asked.items()
+        for name, policy in policies.items()
     }
     with restore_after(plain), show_progress("measuring") as tell:
         differences = _find_differences(steps, plain)  # traces, and fills caches
@@ -107,7 +107,7 @@ def measure(
 def _find_differences(
     steps: Mapping[str, MeasuredStep], plain: Observation
 ) -> dict[str, str | None]:
-    """How what each step gives first differs from what plain's gives, at the same random state."""
+    """How the results of each step first differ from plain's, at the same random state."""
     found: dict[str, str | None] = {}
     expected: dict[str, Tensor | None] = {}
     for name, step in steps.items():
@@ -121,7 +121,7 @@ def _find_differences(
 def describe_difference(
     expected: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
 ) -> str | None:
-    """How `results` first differ from what is `expected`, in words; `None` if no bit does.
+    """Say how `results` first differ from `expected`; `None` if no bit does.
 
     >>> x = torch.ones(2)
     >>> describe_difference({"grad of x": x}, {"grad of x": x + 0.5})
@@ -151,7 +151,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _turns(names: list[str], rounds: int) -> Iterator[str]:
-    """Each name once a round, in an order that changes; nothing is collected while one runs."""
+    """Each name once a round, in an order that changes, without garbage collection in between."""
     shuffle = random.Random(0).shuffle
     with _no_collection():
         for _ in range(rounds):

@@ -25,7 +25,7 @@ from torchremat.report.explain import explain
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What the command was given; see its help."""
+    """The options of `torchremat compare`, as its help explains them."""
 
     target: str
     policies: tuple[str, ...] = ()
@@ -62,26 +62,26 @@ def run_compare(options: CompareOptions) -> None:
 
 def _compare(target: Target, chosen: dict[str, Policy], options: CompareOptions) -> Comparison:
     check_select(target, options.select)
-    asked: dict[str, Policy | None] = {"plain": None, **chosen}
+    policies: dict[str, Policy | None] = {"plain": None, **chosen}
     rows: list[Compared] = []
     with show_progress("comparing") as tell:
-        for number, (name, policy) in enumerate(asked.items()):
+        for number, (name, policy) in enumerate(policies.items()):
             row = _row(name, target, policy, options)
             if row.seconds is not None and rows and rows[0].seconds is not None:
                 added = row.seconds - rows[0].seconds
                 row = Compared(name, row.report, row.peak, row.seconds, added)
             rows.append(row)
-            tell((number + 1) / len(asked))
+            tell((number + 1) / len(policies))
     return Comparison(tuple(rows))
 
 
 def _row(name: str, target: Target, policy: Policy | None, options: CompareOptions) -> Compared:
-    """What is held, exactly; peak and time are of a step on fake tensors."""
-    asked: dict[str, Any] = {"policy": policy}
+    """Explain one policy, which gives its saved bytes, and estimate peak and time of a step."""
+    under: dict[str, Any] = {"policy": policy}
     if policy is not None:
-        asked["select"] = options.select
-    report = explain(target.fun, *target.args, **asked, **target.kwargs)
-    found = estimate(target.fun, *target.args, device=options.on, **asked, **target.kwargs)
+        under["select"] = options.select
+    report = explain(target.fun, *target.args, **under, **target.kwargs)
+    found = estimate(target.fun, *target.args, device=options.on, **under, **target.kwargs)
     return Compared(name, report, found.peak_bytes, found.seconds)
 
 

@@ -21,7 +21,7 @@ from torchremat.typed_graph.typed_graph import TypedGraph
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What the command was given; see its help."""
+    """The options of `torchremat graph`, as its help explains them."""
 
     target: str
     policy: str | None = None

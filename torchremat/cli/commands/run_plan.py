@@ -23,7 +23,7 @@ from torchremat.planning.plan import Plan
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command was given; see its help."""
+    """The options of `torchremat plan`, as its help explains them."""
 
     target: str
     budget: str
@@ -37,7 +37,7 @@ class PlanOptions:
 
 
 def run_plan(options: PlanOptions) -> None:
-    """Plan, print the figures, and write what was asked for."""
+    """Plan, print the figures, and write the files of the options."""
     check_budget(options.budget)
     optimizer = read_optimizer(options.optimizer)
     check_rates(options.on)

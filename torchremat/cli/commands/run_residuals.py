@@ -23,7 +23,7 @@ from torchremat.report.residuals import saved_residuals
 
 @dataclass(frozen=True)
 class ResidualsOptions:
-    """What the command was given; see its help."""
+    """The options of `torchremat residuals`, as its help explains them."""
 
     target: str
     policy: str | None = None
@@ -37,7 +37,7 @@ class ResidualsOptions:
 
 
 def run_residuals(options: ResidualsOptions) -> None:
-    """Trace, and print what is kept: the report, by module, or a line each."""
+    """Trace, and print what is saved: the report, by module, or a line each."""
     if options.lines and options.by_module:
         raise click.UsageError("--lines and --by-module are two ways to print: give one")
     chosen = read_one_policy(options.policy, options.budget, options.select)
@@ -66,7 +66,7 @@ def run_residuals(options: ResidualsOptions) -> None:
 
 
 def _lines(target: Target, chosen: Policy | None, select: str | None) -> str:
-    """As `print_saved_residuals` prints them."""
+    """The lines of `print_saved_residuals`."""
     fun = apply_policy(target, chosen, select)
     with show_progress_of("tracing"):
         found = saved_residuals(fun, *target.args, **target.kwargs)

@@ -1,6 +1,6 @@
 """How the command ends: exit codes, errors in a few lines, warnings in one, quiet pipes.
 
-0: done. 1: it failed. 2: it was asked for wrongly. 130: Ctrl-C. 141: nobody read what it wrote.
+0: done. 1: it failed. 2: the arguments are wrong. 130: Ctrl-C. 141: the reader of its output ended.
 """
 
 import io
@@ -17,6 +17,7 @@ import click
 
 from torchremat.errors import TorchrematError
 
+# as shells number them: 128 + SIGINT, 128 + SIGPIPE
 FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
 
 
@@ -24,16 +25,14 @@ class UserCodeError(click.ClickException):
     """The user's own code raised while it was loaded or called."""
 
     def __init__(self, doing: str, cause: BaseException) -> None:
-        said = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-        place = place_of(cause)
-        super().__init__(f"{doing} raised {said}" + (f"\n  at {place}" if place else ""))
+        super().__init__(f"{doing} raised {_describe_foreign(cause)}")
 
 
 class Command(click.Group):
-    """A group of commands whose errors are told as a shell's user expects."""
+    """A group of commands with short errors and the exit codes of a shell."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; nobody needs to be told that nobody reads what it writes."""
+        """Run a command; end quietly if the reader of its output has ended."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # or a closed pipe is noticed only when Python ends
@@ -43,7 +42,7 @@ class Command(click.Group):
         return result
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands in the order in which they are written."""
+        """The commands in the order of the file, not of the alphabet."""
         return list(self.commands)
 
     def main(  # type: ignore[override]
@@ -64,7 +63,7 @@ class Command(click.Group):
 
 
 def _print_error(error: Exception, *, debug: bool) -> int:
-    """Tell of an error on standard error; the exit code."""
+    """Print an error on standard error; return the exit code."""
     if debug and not isinstance(error, click.UsageError):
         traceback.print_exception(error)
     if isinstance(error, click.ClickException):
@@ -77,7 +76,7 @@ def _print_error(error: Exception, *, debug: bool) -> int:
 
 
 def describe_error(error: Exception) -> str:
-    """What to say of an error: the message of our own as it is, of others with type and place.
+    """The message of our own errors as it is, that of others with type and place.
 
     >>> describe_error(ValueError("no"))
     'ValueError: no'
@@ -86,9 +85,14 @@ def describe_error(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{os.fspath(error.filename)!s}: {error.strerror}"
+    return _describe_foreign(error)
+
+
+def _describe_foreign(error: BaseException) -> str:
+    """Type, message and place of an error that is not ours."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     place = place_of(error)
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return said + (f"\n  at {place}" if place else "")
+    return f"{text}\n  at {place}" if place else text
 
 
 def place_of(error: BaseException) -> str:
@@ -115,13 +119,13 @@ def _is_library(filename: str) -> bool:
 
 
 def _short_path(filename: str) -> str:
-    """A path as it is shortest: from the current folder, if it lies there."""
+    """A path relative to the current folder, if it lies there."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
 
 
 def _discard_output() -> None:
-    """What is still buffered for a closed pipe goes nowhere, or Python complains as it ends."""
+    """Discard the text that is buffered for a closed pipe; Python complains of it at its end."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
@@ -130,7 +134,7 @@ def _discard_output() -> None:
 
 @contextmanager
 def _print_own_warnings() -> Iterator[None]:
-    """The library's own warnings are a line on standard error; others stay as they are."""
+    """Print the library's own warnings as a line on standard error; leave others as they are."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
 

@@ -1,4 +1,8 @@
-"""Where results go: text to standard output, coloured on a terminal, and JSON to files."""
+"""Results: text on standard output, coloured on a terminal, JSON in files, and pages.
+
+`check_writable` and `check_pages` run before the long work; `show`, `write_json`, `write_page` and
+`write_diff` after it. Notes and progress go to standard error.
+"""
 
 import importlib
 import json
@@ -41,9 +45,9 @@ class _Decisions(RegexHighlighter):
 
 
 def show(text: str) -> None:
-    """Print `text`: as it is where no terminal reads it, else with colours if they are wanted.
+    """Print `text`, on a terminal with colours unless `NO_COLOR` or `TERM=dumb` forbids them.
 
-    Lines are never broken or cut: `NO_COLOR` and `TERM=dumb` are obeyed.
+    Lines are never broken or cut.
     """
     if not sys.stdout.isatty():
         click.echo(text)
@@ -53,9 +57,9 @@ def show(text: str) -> None:
 
 
 def check_writable(**paths: str | None) -> None:
-    """`click.BadParameter` if a file cannot be written that an option of that name gives.
+    """Raise `click.BadParameter` if a file, given by the option of its name, cannot be written.
 
-    It is asked before long work is done for the file.
+    Commands check this before the long work for the file.
 
     >>> check_writable(save="no/such/folder/plan.json")
     Traceback (most recent call last):
@@ -89,13 +93,13 @@ def write_json(content: Any, path: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """A line for whoever watches; it is no part of the result."""
+    """Print a line on standard error: it is no part of the result."""
     click.echo(text, err=True)
 
 
 @contextmanager
 def show_progress_of(what: str) -> Iterator[None]:
-    """Show, while the block runs and where standard error is a terminal, that something goes on."""
+    """Show `what` with a spinner while the block runs, if standard error is a terminal."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
@@ -104,7 +108,7 @@ def show_progress_of(what: str) -> Iterator[None]:
 
 
 def check_pages(path: str | None, function: str = "graph_html") -> None:
-    """Before long work: whether a page can be drawn and written, if `path` asks for one.
+    """Check before long work that a page can be drawn and written, if `path` is given.
 
     Raises `click.BadParameter`, and `NotAvailableError` (a `NotImplementedError`) where
     `torchremat.viz` lacks the function.

@@ -1,4 +1,4 @@
-// A canvas with a graph on it: zooming, moving, finding what is under the pointer.
+// A canvas with a graph on it: zooming, moving, finding the item under the pointer.
 
 const FONT = "system-ui, 'Segoe UI', 'Liberation Sans', sans-serif";
 const CROSSING = { saved: 0.75, offloaded: 0.75, recomputed: 0.45 };
@@ -68,7 +68,7 @@ class GraphView {
     this.scale = scale;
   }
 
-  // Opens or closes a module; what was clicked stays where it is.
+  // Opens or closes a module, whose title stays under the pointer.
   toggle(module, side) {
     const before = this.scene.boxes.get(module)[side];
     module.open = !module.open;

@@ -1,4 +1,4 @@
-// Where edges run: through lanes in the module that contains both ends, so that they pass boxes by.
+// The ways of edges: through lanes in the module that contains both ends, so that they cross no box.
 
 function routed(edge, scene) {
   const [sideA, sideB] = edge.sides;
@@ -59,7 +59,8 @@ function pointsBetween(edge, a, b, down, scene) {
   return [start, ...ways, end];
 }
 
-// A parameter or an input of another module, such as tied weights: it would only be in the way.
+// Whether an edge comes from a parameter or an input of another module, such as tied weights. It is
+// drawn only when it is selected: such edges cross the whole graph.
 function isOfStrangers(edge) {
   if (!["parameter", "input", "constant"].includes(edge.from.value?.kind)) return false;
   for (let m = edge.to.parent; m; m = m.parent) if (m === edge.from.parent) return false;

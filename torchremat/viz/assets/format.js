@@ -1,4 +1,4 @@
-// What the page is given, and numbers for people as in the text reports.
+// The data of the page, and numbers as the text reports print them.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
@@ -21,7 +21,8 @@ function humanSeconds(seconds) {
   return `${value.toFixed(a < 10 ? 2 : a < 100 ? 1 : 0)} ${unit}`;
 }
 
-// An element with attributes and children; text is set as text, never as HTML.
+// An element with attributes and children. `append` takes text as text, never as HTML: names of a
+// user's modules can't inject any.
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [key, value] of Object.entries(attributes)) {

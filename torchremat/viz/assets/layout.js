@@ -1,6 +1,6 @@
-// Where everything stands. The forward pass is a column that is read downwards, the backward pass a
-// column beside it that is read upwards, so that a module and its derivative stand side by side.
-// Within a module both share rows: an item stands below what it reads (above, in the backward pass).
+// The layout. The forward pass is a column that is read downwards, the backward pass a column beside
+// it that is read upwards, so that a module and its derivative stand side by side. Within a module
+// both share rows: an item stands below the items that it reads (above, in the backward pass).
 
 const OP = { height: 34, least: 104, most: 250 };
 const CLOSED = { width: 216, height: 58 };
@@ -16,10 +16,11 @@ function sizeOfValue(value, mostBytes) {
   return { w: OP.least + (OP.most - OP.least) * share, h: OP.height };
 }
 
-// The row of each item of a module, which folding does not change.
+// The row of each item of a module. Folding does not change it, so that items keep their order.
 function rowsOf(module) {
   if (module.rows) return module.rows;
-  if (!module.links.length && module.items.length > 2) { // nothing is known of how values flow: one below the other
+  if (!module.links.length && module.items.length > 2) {
+    // the rows of a report have no reads: they stand in their order
     module.rows = new Map(module.items.map((item, i) => [item, i]));
     return module.rows;
   }
@@ -44,7 +45,8 @@ function rowsOf(module) {
   return rank;
 }
 
-// Items such that what an item has below it comes after it; edges that close a cycle are ignored.
+// The items in an order in which those below an item come after it. Edges that close a cycle are
+// ignored. It has a stack of its own: recursion would overflow in a long chain of operators.
 function topological(items, below) {
   const state = new Map(), order = [];
   for (const start of items) {
@@ -106,7 +108,8 @@ function entriesOf(module, side, boxes) {
   return { rows, entries, lanes };
 }
 
-// Visits rows downwards or upwards; each entry wishes to be where its neighbours before it are.
+// Visits rows downwards or upwards. The wish of an entry is the mean place of its neighbours in the
+// rows before, as in the barycentre method of Sugiyama's layered drawings.
 function sweep(rows, down, measured, move) {
   for (const row of down ? rows : [...rows].reverse()) {
     for (const entry of row) {
@@ -119,7 +122,7 @@ function sweep(rows, down, measured, move) {
   }
 }
 
-// Boxes one below the other stand straight; lanes give way.
+// Boxes weigh more than lanes, so that boxes stand straight below each other and edges bend.
 const weightOf = (a, b) => (a.item ? 8 : 1) * (b.item ? 8 : 1);
 const orderOf = (entry) => entry.order;
 const centreOf = (entry) => entry.x + entry.w / 2;
@@ -130,7 +133,7 @@ function reorder(row) {
   row.forEach((entry, i) => { entry.order = i - row.length / 2; });
 }
 
-// Moves the entries of a row to where they wish to be, in their order and without overlap.
+// Moves the entries of a row towards their wishes, in their order and without overlap.
 function shift(row) {
   let end = -Infinity, error = 0, count = 0;
   const places = row.map((entry) => {
@@ -207,7 +210,7 @@ function measure(module, mostBytes) {
   return result;
 }
 
-// `0` says little: it is called `layers.0`.
+// The title of a module: a number alone, such as `0`, gets its list's name, `layers.0`.
 function titleOf(module) {
   if (!module.parent) return "";
   return /^\d+$/.test(module.name) && module.parent.parent

@@ -130,7 +130,7 @@ class App {
     });
   }
 
-  // --- what the views tell ---
+  // --- events of the views ---
 
   moved(view) {
     for (const other of this.views)
@@ -231,7 +231,7 @@ class App {
     this.updatePanel();
   }
 
-  // Opens what contains a value, and brings it into the middle.
+  // Opens the modules that contain a value, and brings it into the middle.
   show(name) {
     for (const view of this.views) {
       const value = view.names.get(name);
@@ -259,7 +259,7 @@ class App {
     this.updatePanel();
   }
 
-  // What is alive at a step lights up in the graph.
+  // Highlights the values in the graph that are alive at a step.
   selectStep(timeline, step) {
     this.selected = null;
     for (const view of this.views) {

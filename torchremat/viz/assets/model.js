@@ -1,9 +1,9 @@
-// A picture as a tree of modules with values at its leaves, and what of it is visible.
+// A picture as a tree of modules with values as its leaves, of which closed modules hide some.
 
 const FIELDS = ["name", "label", "op", "phase", "kind", "module", "source", "aval", "nbytes",
   "seconds", "reason", "reads", "group"];
 
-// The values of a picture as objects; in the page they are rows, and texts stand in a list.
+// The values of a picture as objects. The page has rows, in which a text is its number in a list.
 function valuesOf(picture) {
   const texts = new Set(["op", "phase", "kind", "module", "source", "aval", "reason", "label",
     "group"]);
@@ -30,8 +30,8 @@ class Module {
   }
 }
 
-// Whether something that reads of one part of a module is read by another: as what stands between
-// the layers of a list does, which runs nothing of its own.
+// Whether a module only contains others, as a list of layers does, and operators outside it run
+// between these. One box around all of them would then enclose a cycle.
 function runsApart(module) {
   if (!module.parent || module.modules.size < 2) return false;
   if (module.items.some((item) => item.value && item.side === "forward")) return false;
@@ -45,10 +45,10 @@ function runsApart(module) {
 }
 
 class Tree {
-  // `shown(value)`: whether a value is there at all; what reads one that is not reads its base.
+  // `shown(value)`: whether a value is drawn; readers of one that is not read its sources.
   constructor(values, shown) {
     this.values = values;
-    this.loose = new Set(); // paths of lists whose modules run apart: these are no boxes
+    this.loose = new Set(); // paths of modules that run apart: they are no boxes
     this._build(shown);
     for (const module of this.modules.values()) if (runsApart(module)) this.loose.add(module.path);
     if (this.loose.size) this._build(shown);
@@ -89,7 +89,7 @@ class Tree {
     return module;
   }
 
-  // What each value reads, looking through values that are not shown.
+  // Pairs of leaves: each value with the drawn values that it reads, also through others.
   _edges() {
     const sources = new Map();
     const sourcesOf = (value) => {
@@ -126,7 +126,7 @@ class Tree {
     return found;
   }
 
-  // Opens modules from the outside in while no more than `most` things are to be seen.
+  // Opens modules from the outside in while at most `most` items are visible.
   openUpTo(most) {
     for (const module of this.modules.values()) module.open = false;
     this.root.open = true;

@@ -1,4 +1,4 @@
-// The panel at the side: what is selected, totals, and what the looks mean.
+// The panel at the side: the selection, totals and the legend.
 
 function section(title, ...children) {
   return element("section", {}, element("h2", {}, title), ...children);
@@ -52,7 +52,7 @@ function legendOf(pictures, kinds) {
   return section("What the boxes are", list);
 }
 
-// What is known of a value, as rows.
+// The facts on a value, as rows.
 function factsOf(value) {
   return [["operator", value.op], ["module", value.module], ["shape", value.aval],
     ["bytes", value.nbytes ? `${humanBytes(value.nbytes)} (${value.nbytes})` : ""],
@@ -92,7 +92,7 @@ function stepOf(app, view, step) {
 
 const nameInModule = (value) => (value.module ? `${value.module}.${value.label}` : value.label);
 
-// What each module keeps, as far as modules are open.
+// The bytes that each visible module saves.
 function modulesOf(app, view) {
   const held = (totals) => (totals.saved ?? 0) + (totals.constant ?? 0);
   const onHost = (totals) => (totals.offloaded ? `${humanBytes(totals.offloaded)} on the host, ` : "");
@@ -132,7 +132,7 @@ function reasonsOf(app, view) {
   return rows.length ? section("By reason", limited(rows, 10)) : "";
 }
 
-// What two pictures decide differently: the largest first.
+// The values on which two pictures decide differently, the largest first.
 function differencesOf(app, differences) {
   const rows = differences.map(([a, b]) => ({
     text: `${nameInModule(a ?? b)}: ${a?.kind ?? "-"} → ${b?.kind ?? "-"}`,

@@ -1,4 +1,4 @@
-// What the pointer does on a graph.
+// Zooming, moving, hovering and clicking with the pointer on a graph.
 
 function listen(view) {
   const { canvas, app } = view;

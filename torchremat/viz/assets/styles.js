@@ -1,5 +1,4 @@
-// How kinds of values are drawn: a colour, a hatch and an outline, so that they can be told without
-// colours too.
+// The styles of the kinds of values. Hatches and outlines distinguish them without colours too.
 
 const LOOKS = DATA.looks;
 
@@ -13,7 +12,7 @@ const HATCHES = {
 
 const patterns = new Map();
 
-// The fill of a kind: its colour with its hatch.
+// The fill of a kind: its colour with its hatch. The pattern is made once, for all boxes.
 function fillOf(kind) {
   if (!patterns.has(kind)) {
     const { fill, hatch } = LOOKS[kind];

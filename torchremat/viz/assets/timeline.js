@@ -16,7 +16,7 @@ class TimelineView {
     this._listen();
   }
 
-  // Whether parameters and inputs, which are there all the time, are drawn below.
+  // Sets whether parameters and inputs, which are always alive, are drawn below the rest.
   setResident(shown) {
     const total = this.picture.resident.reduce((all, [, nbytes]) => all + nbytes, 0);
     this.resident = shown ? total : 0;
@@ -33,7 +33,7 @@ class TimelineView {
     Object.assign(this, { width, height, ratio });
   }
 
-  // What is alive at a step: [value's position, bytes, category], the largest first.
+  // The values alive at a step: [position, bytes, category], the largest first.
   aliveAt(step) {
     const found = this.data.lifetimes.filter(([, , , first, last]) => first <= step && step <= last);
     return found.map(([index, nbytes, category]) => [index, nbytes, CATEGORIES[category]])
@@ -48,7 +48,7 @@ class TimelineView {
     return MARGIN.left + ((this.width - MARGIN.left - MARGIN.right) * step) / this.length;
   }
 
-  // What the height stands for: the peak of all views, and a level that is not far above.
+  // The bytes at the top: the peak of all views, or a level that is not far above it.
   get full() {
     const most = Math.max(this.most, this.app.mostBytes ?? 0);
     const near = this.levels.map(([, n]) => n).filter((n) => n <= 1.35 * most);
@@ -156,7 +156,7 @@ class TimelineView {
       this.width - MARGIN.right - 2, MARGIN.top - 8);
     c.fillStyle = c.strokeStyle = colours.ink;
     c.textAlign = "left";
-    let end = [0, 0]; // of the text before, beside which another at this height stands
+    let end = [0, 0]; // of the text before: the next at about this height stands beside it
     for (const [text, nbytes] of this.levels.filter((level) => !above.includes(level))) {
       const y = this.top(nbytes);
       c.setLineDash([6, 4]);
@@ -224,7 +224,7 @@ class TimelineView {
   }
 }
 
-// The bytes of each category at each step. What an operator needs inside is temporary.
+// The bytes of each category at each step. Memory that an operator needs inside is temporary.
 function stacksOf({ live, lifetimes }) {
   const stacks = {};
   for (const category of CATEGORIES) stacks[category] = new Float64Array(live.length + 1);

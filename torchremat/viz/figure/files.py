@@ -36,7 +36,7 @@ def write_text(path: PathLike, text: str, what: str) -> None:
 
 
 def cannot_write(path: PathLike, error: OSError, what: str) -> OSError:
-    """The error to raise instead, which says what was to be written and what to do."""
+    """An error of the same class that names what cannot be written, and the cure."""
     why = error.strerror or str(error)
     return type(error)(
         error.errno,

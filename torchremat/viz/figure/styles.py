@@ -1,7 +1,7 @@
-"""What each kind of value looks like: a colour, a hatch and an outline.
+"""The styles of the kinds of values: a colour, a hatch and an outline.
 
-The colours differ in lightness too, and the hatches make them known where there is no colour at
-all. Pages, figures and exports read this one table.
+The colours differ in lightness too, and the hatches distinguish them in black and white. Pages,
+figures and exports read this one table.
 """
 
 from collections.abc import Mapping

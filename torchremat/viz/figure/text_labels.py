@@ -1,4 +1,4 @@
-"""Text in a figure: cut to the room that there is, and placed beside a mark where nothing is."""
+"""Text in a figure: cut to a width, and placed beside a mark where it overlaps least."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,9 +7,10 @@ from math import ceil, dist
 
 from torchremat.viz.figure.figure import Points, Text
 
+# The height of a line of text in pixels, for labels of 11 or 12 pixels.
 _LINE = 13.0
+# A line takes room as points that are this many pixels apart: less than a label is high.
 _STRAY = 6.0
-"""Pixels between the points by which a line is told."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, in pixels."""
@@ -36,17 +37,17 @@ def fit_text(text: str, size: float, width: float, *, bold: bool = False) -> str
 
 @dataclass
 class TextLabels:
-    """What is taken of `paper`, and room for labels in the rest."""
+    """The boxes on `paper` that marks, lines and labels take, and places for labels in the rest."""
 
     paper: Box
     _taken: list[Box] = field(default_factory=list)
 
     def take(self, x: float, y: float, size: float) -> None:
-        """A mark stands there, of so many pixels to each side."""
+        """Take the box of a mark, which has `size` pixels to each side."""
         self._taken.append((x - size, y - size, x + size, y + size))
 
     def take_line(self, points: Points) -> None:
-        """A line goes through these points."""
+        """Take the boxes along a line through these points."""
         for a, b in pairwise(points):
             count = ceil(dist(a, b) / _STRAY)
             for i in range(count):
@@ -62,13 +63,13 @@ class TextLabels:
         return best
 
     def _count_hidden(self, box: Box) -> float:
-        """How many pixels of `box` are not to be seen, or hide others."""
+        """The area of `box` that is outside the paper, ten times, and that overlaps other boxes."""
         outside = _area(box) - _area(_common(box, self.paper))
         return 10 * outside + sum(_area(_common(box, other)) for other in self._taken)
 
 
 def _places(x: float, y: float) -> Iterator[tuple[float, float, str]]:
-    """Where a label may stand, the best first: beside the mark, above and below, then farther."""
+    """Places for a label, the best first: beside the mark, above and below, then farther."""
     for shift in _shifts(3):
         yield x + 11, y + 4 + shift, "start"
         yield x - 11, y + 4 + shift, "end"

@@ -1,7 +1,7 @@
-"""Which module the operators of a backward pass belong to.
+"""The modules of the operators of a backward pass.
 
-A trace knows the module of each forward operator; autograd's operators run outside any. Each goes
-to the module whose derivative it is part of, as far as what it reads tells:
+A trace notes the module of each forward operator; autograd's operators run outside any. Each goes
+to the module whose derivative it is part of, by the values that it reads:
 
     t    = transpose(fc.weight)      fc      it reads a parameter of fc
     dx   = mm(dy, t)                 fc      so does this, through a view
@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+# The votes of a parameter, against one of any other value: a value may come from the module before.
 _PARAMETER = 3
-"""A parameter tells more than a value does, which may come from the module before."""
 
+# A gradient with more readers belongs to several branches, and determines the module of none.
 _FEW = 3
-"""A gradient that more operators read is where branches meet, and says nothing of any."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class Operators:
     """Operators by name, in the order in which they run.
 
     Attributes:
-        reads: the names of what each reads.
-        views: those that lie in the memory of the one value that they read, or are one of its
-            items.
-        parameters: what is an input.
-        modules: the modules that are known.
+        reads: the names of the values that each reads.
+        views: those in the memory of the one value that they read, and its items.
+        parameters: the inputs.
+        modules: the modules that the trace noted.
     """
 
     reads: Mapping[str, Sequence[str]]
@@ -42,7 +41,7 @@ class Operators:
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[str]]:
-        """The names of what reads each."""
+        """The names of the operators that read each."""
         found: dict[str, list[str]] = {}
         for name, reads in self.reads.items():
             for read in reads:
@@ -51,12 +50,12 @@ class Operators:
 
     @cached_property
     def unknown(self) -> list[str]:
-        """Those whose modules are not known."""
+        """Those without a noted module."""
         return [name for name in self.reads if name not in self.modules]
 
 
 def backward_modules(operators: Operators) -> dict[str, str]:
-    """The module of each operator, by name: those that are known, and those that are found.
+    """The module of each operator, by name: noted by the trace, or found by four rules in turn.
 
     >>> reads = {"w": [], "dy": [], "mm": ["dy", "w"], "sum": ["dy"]}
     >>> backward_modules(Operators(reads, frozenset(), frozenset(["w"]), {"w": "fc"}))
@@ -64,10 +63,10 @@ def backward_modules(operators: Operators) -> dict[str, str]:
     """
     found = dict(operators.modules)
     for step in (
-        _of_what_it_reads,
-        _of_what_it_stands_beside,
-        _of_what_reads_it,
-        _of_what_it_joins,
+        _vote_by_reads,
+        _find_of_co_readers,
+        _find_of_readers,
+        _find_of_joined,
     ):
         for name in operators.unknown:
             if name not in found:
@@ -77,8 +76,8 @@ def backward_modules(operators: Operators) -> dict[str, str]:
     return {name: found.get(name, "") for name in (*found, *operators.unknown)}
 
 
-def _of_what_it_reads(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
-    """The module of most of the forward values that it reads, views seen through."""
+def _vote_by_reads(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
+    """The module of most of the forward values that it reads; of a view its base counts."""
     reads = operators.reads[name]
     votes: Counter[str] = Counter()
     for read in reads:
@@ -94,10 +93,8 @@ def _of_what_it_reads(operators: Operators, name: str, found: Mapping[str, str])
     return found.get(reads[0]) if name in operators.views else None
 
 
-def _of_what_it_stands_beside(
-    operators: Operators, name: str, found: Mapping[str, str]
-) -> str | None:
-    """The module of all others that read a gradient that it reads."""
+def _find_of_co_readers(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
+    """The module of the other operators that read the same gradients, if it is one."""
     near = {
         found[reader]
         for read in operators.reads[name]
@@ -108,14 +105,14 @@ def _of_what_it_stands_beside(
     return near.pop() if len(near) == 1 and name not in operators.views else None
 
 
-def _of_what_reads_it(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
-    """Of what reads nothing."""
+def _find_of_readers(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
+    """The module of its readers, for an operator that reads nothing."""
     if operators.reads[name]:
         return None
     return _common_of(operators.readers.get(name, ()), found)
 
 
-def _of_what_it_joins(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
+def _find_of_joined(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
     reads = operators.reads[name]
     if name in operators.views and reads[0] in found:
         return found[reads[0]]
@@ -124,18 +121,18 @@ def _of_what_it_joins(operators: Operators, name: str, found: Mapping[str, str])
 
 def _common_of(names: Iterable[str], found: Mapping[str, str]) -> str | None:
     paths = [found[name] for name in names if name in found]
-    return common(paths) if paths else None
+    return common_module(paths) if paths else None
 
 
 def _depth(path: str) -> tuple[int, str]:
     return path.count(".") + bool(path), path
 
 
-def common(paths: Sequence[str]) -> str:
+def common_module(paths: Sequence[str]) -> str:
     """The least module that contains all of `paths`.
 
-    >>> common(["layers.0.attn", "layers.0.mlp.act"]), common(["a", "b"]), common([])
-    ('layers.0', '', '')
+    >>> common_module(["layers.0.attn", "layers.0.mlp.act"]), common_module(["a", "b"])
+    ('layers.0', '')
     """
     if not paths:
         return ""

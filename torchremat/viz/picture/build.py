@@ -1,4 +1,4 @@
-"""Reading pictures off plans, reports and graphs."""
+"""Pictures of plans, reports and graphs, by `picture_of`."""
 
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -39,12 +39,12 @@ Drawable = Plan | TypedGraph | Report | fx.GraphModule
 def picture_of(
     drawable: Drawable, *, cost_model: CostModel | None = None, title: str | None = None
 ) -> Picture:
-    """What there is to draw of a plan, a traced function, a report or a graph.
+    """Build the picture of a plan, a traced function, a report or a graph.
 
     Args:
         drawable: a `Plan`, a `TypedGraph`, a `Report` of `explain`, or an `fx.GraphModule`.
         cost_model: what operators cost; by default that of the plan, if it has one.
-        title: what it is a picture of.
+        title: the title of the picture.
 
     Raises:
         TypeError: if `drawable` is none of these.
@@ -56,14 +56,14 @@ def picture_of(
     [('x', 'input', 16), ('sin', 'temporary', 16), ('cos', 'output', 16)]
     """
     if isinstance(drawable, Plan):
-        return _of_plan(drawable, cost_model, title or "A plan")
+        return _build_of_plan(drawable, cost_model, title or "A plan")
     if isinstance(drawable, Report):
-        return _of_report(drawable, cost_model, title or "A report")
+        return _build_of_report(drawable, cost_model, title or "A report")
     if isinstance(drawable, TypedGraph):
         graph = drawable.graph_module
-        return _of_graph(graph, cost_model, title or "A graph", len(drawable.consts))
+        return _build_of_graph(graph, cost_model, title or "A graph", len(drawable.consts))
     if isinstance(drawable, fx.GraphModule):
-        return _of_graph(drawable, cost_model, title or "A graph", 0)
+        return _build_of_graph(drawable, cost_model, title or "A graph", 0)
     raise ArgumentTypeError(
         f"{reprlib.repr(drawable)} ({type(drawable).__name__}) cannot be drawn: give a Plan "
         "(tr.plan(f, x, budget=...)), a Report (tr.explain(f, x)), a TypedGraph "
@@ -82,7 +82,7 @@ def _of_the_host(plan: Plan) -> tuple[tuple[str, str], ...]:
     return (("on the host", human_bytes(plan.offloaded_bytes)),)
 
 
-def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
+def _build_of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     timeline = plan.timeline()
     forward, backward = plan.forward_graph, plan.backward_graph
     model = cost_model or getattr(plan, "cost_model", None)
@@ -90,8 +90,8 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
     inputs = _inputs_of(graph_notes_of(forward).program)
     reasons = _reasons_of(forward)
     reasons |= {name: _ON_HOST for name, kind in plan.decisions.items() if kind == "offloaded"}
-    told = ProgramNotes(plan.decisions, reasons, labels, timeline, model, inputs)
-    values = ValueBuilder(told).of(forward, backward)
+    notes = ProgramNotes(plan.decisions, reasons, labels, timeline, model, inputs)
+    values = ValueBuilder(notes).of(forward, backward)
     resident = plan.peak_bytes - timeline.peak
     base = plan.baseline
     figures = (
@@ -116,7 +116,7 @@ def _of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
 
 
 def _resident(values: Iterable[DrawnValue], total: int = 0) -> tuple[tuple[str, int], ...]:
-    """Parameters and inputs; what there is beside them of a `total` is an optimizer's."""
+    """The bytes of parameters and inputs; the rest of a `total` is an optimizer's."""
     there = [value for value in values if value.phase == "forward"]
     found = {
         f"{kind}s": sum(value.nbytes for value in there if value.kind == kind)
@@ -132,7 +132,7 @@ def _share(plan: Plan) -> str:
 
 
 def _reasons_of(forward: fx.GraphModule) -> dict[str, str]:
-    """Why a program keeps or computes again, by the names of nodes."""
+    """The reasons why a program saves or recomputes values, by the names of nodes."""
     program = graph_notes_of(forward).program
     decisions = getattr(program, "decisions", None)
     if decisions is None:
@@ -149,7 +149,7 @@ def _inputs_of(program: FunctionProgram | None) -> tuple[str, ...]:
 
 
 def _labels_of(program: FunctionProgram | None) -> dict[str, InputLabel]:
-    """What the user calls inputs, by the names of nodes, as far as the modules are still there."""
+    """The user's names of inputs, by the names of nodes, as far as the modules are still alive."""
     if program is None:
         return {}
     region = program.region
@@ -167,14 +167,14 @@ def _labels_of(program: FunctionProgram | None) -> dict[str, InputLabel]:
 # --- reports -------------------------------------------------------------------------------------
 
 
-def _of_report(report: Report, cost_model: CostModel | None, title: str) -> Picture:
+def _build_of_report(report: Report, cost_model: CostModel | None, title: str) -> Picture:
     sizes = {"saved": 0, "recomputed": 0} | report.by_decision()
     figures = tuple((kind, human_bytes(size)) for kind, size in sizes.items())
     programs = _programs_of(report)
     if not programs:
         return Picture(title, figures, tuple(map(_value_of_row, report)))
     drawn = [(name, *_draw(program, cost_model)) for name, program in programs]
-    if len(drawn) > 1:  # what runs between them is not known, and so no peak
+    if len(drawn) > 1:  # other operators run between them, and so there is no peak
         return Picture(
             title, figures, concatenate_values([(name, values) for name, values, _ in drawn])
         )
@@ -190,23 +190,23 @@ def _draw(
     """The values of a program, and the bytes alive over its passes."""
     forward, backward = (compiled.module for compiled in graphs_of(program))
     timeline = simulate(forward, backward)
-    kept = _find_saved_inside(program, forward)
-    told = ProgramNotes(
+    inside = _find_saved_inside(program, forward)
+    notes = ProgramNotes(
         _decisions_of(program),
-        _reasons_of(forward) | {name: decision.reason for name, (_, decision) in kept.items()},
+        _reasons_of(forward) | {name: decision.reason for name, (_, decision) in inside.items()},
         _labels_of(program),
         timeline,
         cost_model,
         _inputs_of(program),
-        inside={name: value for name, (value, _) in kept.items()},
+        inside={name: value for name, (value, _) in inside.items()},
     )
-    return ValueBuilder(told).of(forward, backward), timeline
+    return ValueBuilder(notes).of(forward, backward), timeline
 
 
 def _find_saved_inside(
     program: FunctionProgram, forward: fx.GraphModule
 ) -> dict[str, tuple[ScopedValue, Decision]]:
-    """What checkpoints inside keep, by the names of nodes: what computes it, and why it is kept."""
+    """The values that checkpoints inside save, by the names of nodes, with their decisions."""
     scope = Scope.of_program(program, "")
     decisions = {node: decision_inside(node) for node in forward.graph.nodes}
     there = {node.name: node for node in scope.nodes}
@@ -218,7 +218,7 @@ def _find_saved_inside(
 
 
 def _programs_of(report: Report) -> Sequence[tuple[str, FunctionProgram]]:
-    """What is drawn of a report, each with its module; plain autograd's graphs of a call."""
+    """The programs of a report, with their modules; of an explained call plain autograd's."""
     found = report.program
     if isinstance(found, RanPrograms):
         return found.modules
@@ -229,12 +229,12 @@ def _programs_of(report: Report) -> Sequence[tuple[str, FunctionProgram]]:
 
 
 def _decisions_of(program: FunctionProgram) -> dict[str, str]:
-    """What becomes of the values of the forward pass that the backward pass needs."""
+    """The decisions on the values of the forward pass that the backward pass needs."""
     decisions = program.decisions.by_value
-    kept = {base_of(node) for node in program.residuals}
+    saved = {base_of(node) for node in program.residuals}
     found: dict[str, str] = {
         node.name: decisions[node].outcome if node in decisions else "saved"
-        for node in kept
+        for node in saved
         if node.op != "placeholder"
     }
     _, backward = graphs_of(program)
@@ -264,12 +264,12 @@ def _value_of_row(row: Row) -> DrawnValue:
 # --- graphs --------------------------------------------------------------------------------------
 
 
-def _of_graph(
+def _build_of_graph(
     graph: fx.GraphModule, cost_model: CostModel | None, title: str, num_consts: int
 ) -> Picture:
     timeline = _timeline_of(graph)
-    told = ProgramNotes({}, {}, {}, timeline, cost_model, num_consts=num_consts)
-    values = ValueBuilder(told).of(graph, None)
+    notes = ProgramNotes({}, {}, {}, timeline, cost_model, num_consts=num_consts)
+    values = ValueBuilder(notes).of(graph, None)
     figures = [("values", str(len(values)))]
     if timeline is not None:
         figures.insert(0, ("peak", human_bytes(timeline.peak)))

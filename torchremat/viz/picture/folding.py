@@ -1,15 +1,15 @@
-"""Parts of what no module divides: long stretches of operators, so that they can be folded."""
+"""Parts of modules with many operators of their own, so that the parts can be folded."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 from torchremat.viz.picture.picture import DrawnValue
 
+# A module with more operators of its own is divided into parts. Chosen by hand.
 LONG = 150
-"""More operators than this in one module, beside those of modules inside, come in parts."""
 
+# The number of forward operators of a part. Chosen by hand.
 PART = 50
-"""How many operators of the forward pass a part has."""
 
 _NOT_COMPUTED = ("input", "parameter", "constant")
 
@@ -17,8 +17,8 @@ _NOT_COMPUTED = ("input", "parameter", "constant")
 def groups_of(values: Sequence[DrawnValue]) -> list[str]:
     """For each value the path of its module, with a part of it where the module is long.
 
-    A backward operator is in the last part of the forward values that it reads, else in the first
-    of the backward values that it reads: gradients flow from late parts to early ones.
+    A backward operator is in the last part of the forward values that it reads. If it reads none,
+    it is in the first part of its backward values: gradients flow from late parts to early ones.
 
     >>> def value(name, phase, *reads):
     ...     facts = "sin", "aten.sin.default", phase, "temporary", "", "", "", 4, None, ""

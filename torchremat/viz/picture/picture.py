@@ -1,6 +1,6 @@
-"""Pictures as data: the values of a step, what becomes of each, and the bytes alive over time.
+"""Pictures as data: the values of a step, the kind of each, and the bytes alive over time.
 
-All that is drawn or exported is read off a `Picture`, which knows neither tensors nor graphs.
+Figures, pages and exports read a `Picture`, which has neither tensors nor graphs.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ KINDS: Mapping[str, str] = {
     "constant": "a number or a tensor of the program",
     "view": "in the memory of another value: no bytes of its own",
 }
-"""What becomes of a value: each kind with what it means."""
+"""The kinds of values, each with its meaning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The values of a forward and a backward graph: what each is, and what becomes of it."""
+"""Drawn values: those of a forward and a backward graph, and those of several programs in one.
+
+`ValueBuilder` makes them of nodes; `concatenate_values` and `move_within` combine those of several
+modules.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +26,7 @@ from torchremat.viz.picture.picture import DrawnValue
 
 @dataclass(frozen=True)
 class ProgramNotes:
-    """What is known of a graph beside its nodes."""
+    """Facts on the graphs of a program that their nodes do not have."""
 
     decisions: Mapping[str, str]
     reasons: Mapping[str, str]
@@ -32,7 +36,7 @@ class ProgramNotes:
     inputs: tuple[str, ...] = ()
     num_consts: int = 0
     inside: Mapping[str, ScopedValue] = field(default_factory=dict)
-    """What checkpoints inside keep, by the names of the nodes that hand it on."""
+    """The values that checkpoints inside save, by the names of the nodes that return them."""
 
     def storages(self) -> dict[str, int]:
         """The bytes of each value by its name; of one computed twice, the larger."""
@@ -44,7 +48,7 @@ class ProgramNotes:
 
 
 class ValueBuilder:
-    """Writes the values of a forward and a backward graph."""
+    """Builds the values of a forward and a backward graph."""
 
     def __init__(self, notes: ProgramNotes) -> None:
         self.notes = notes
@@ -124,14 +128,14 @@ class ValueBuilder:
         )
 
     def _is_parameter(self, node: fx.Node) -> bool:
-        """Whether it is what a function closes over, which is a parameter if no label tells."""
+        """Whether it is a parameter; a tensor that a function closes over is, without a label."""
         label = self.notes.labels.get(node.name)
         if label is not None:
             return label.kind == "parameter"
         return node.op == "placeholder" and node.name.startswith("captured_")
 
     def _label(self, node: fx.Node) -> str:
-        """What to call a node: in the user's words, else by its operator."""
+        """The label of a node: the user's name for it, else its operator."""
         if node.name in self.notes.inside:
             return self.notes.inside[node.name].op
         if is_item(node):
@@ -181,7 +185,7 @@ def _nodes_of(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _sources_of_gradients(inputs: Sequence[str], backward: fx.GraphModule | None) -> dict[str, str]:
-    """The input that each gradient is of; what is a gradient of several is of the first."""
+    """The input of each gradient, by their names; of a gradient of several inputs the first."""
     results = [] if backward is None else results_of(backward)
     found: dict[str, str] = {}
     if len(results) == len(inputs):
@@ -228,7 +232,7 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _has_no_memory(node: fx.Node) -> bool:
-    """Whether it copies to the host, or hands on what came back: nothing of the device's own."""
+    """Whether it copies to the host, or returns a fetched copy: neither allocates on the device."""
     return node.target in COPIES and node.target is not start_fetch
 
 
@@ -236,9 +240,9 @@ _NAMED = ("input", "parameter", "constant")
 
 
 def concatenate_values(parts: Sequence[tuple[str, Sequence[DrawnValue]]]) -> tuple[DrawnValue, ...]:
-    """The values of all, each within the module of that name.
+    """The values of all programs, each within the module of that name.
 
-    The forward passes come first, then the backward passes, those of the last module before.
+    The forward passes come first, then the backward passes, that of the last module first.
 
     >>> def value(name, phase, *reads):
     ...     facts = "sin", "aten.sin.default", phase, "saved", "", "", "", 4, None, ""
@@ -268,6 +272,6 @@ def concatenate_values(parts: Sequence[tuple[str, Sequence[DrawnValue]]]) -> tup
 
 
 def move_within(name: str, value: DrawnValue) -> DrawnValue:
-    """`value` as one of the module `name`, from which it is told."""
+    """Prefix the module and the label of `value` with the module `name`."""
     label = below(name, value.label) if value.kind in _NAMED and not value.op else value.label
     return replace(value, module=below(name, value.module), label=label)

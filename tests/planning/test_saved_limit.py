@@ -83,7 +83,7 @@ def test_what_must_be_kept_is_named_when_it_is_more():
         return torch.topk(x.sin(), 300).values.exp().sum()
 
     x = torch.randn(1000, requires_grad=True)
-    with pytest.raises(BudgetError, match="must not be computed again have to be saved"):
+    with pytest.raises(BudgetError, match="must not be recomputed have to be saved"):
         tr.checkpoint(f, policy=memory_budget(saved=1))(x)
 
 

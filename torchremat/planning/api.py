@@ -41,7 +41,7 @@ def plan(
     offload: bool = False,
     **kwargs: Any,
 ) -> Plan:
-    """Choose what is saved and what is computed again, so that the peak keeps within `budget`.
+    """Choose which values are saved and which recomputed, so that the peak keeps within `budget`.
 
     The forward and the backward pass of `fun_or_module` at these arguments are traced, on fake
     tensors: nothing the size of the model is allocated, and the model may be on the meta device.
@@ -327,7 +327,7 @@ class _PlannedFunction:
 
 
 def _decisions(planned: PlannedStep) -> dict[str, str]:
-    """What becomes of each known value that the backward pass has a use for."""
+    """`saved`, `offloaded` or `recomputed` for each forward value that the backward pass needs."""
     step, offloaded = planned.step, planned.offloaded
     kept = planned.graph_schedule.saved | offloaded
     read = {

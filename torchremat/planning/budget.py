@@ -28,7 +28,7 @@ class Budget:
     def of(cls, given: "BudgetLike | Budget") -> "Budget":
         """The budget that `given` means.
 
-        Raises `BudgetTypeError` (a `TypeError`) for what is no number and no text, and
+        Raises `BudgetTypeError` (a `TypeError`) for anything but a number or text. Raises
         `BudgetSpellingError` (a `ValueError`) for text that cannot be read, a budget that is not
         positive, and a fraction above 1.
 
@@ -44,9 +44,9 @@ class Budget:
         given = plain_number(given)
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise BudgetTypeError(
-                f"a budget is bytes (an int, or text such as '2GiB') or a fraction of the peak "
-                f"without rematerialisation (a float in (0, 1]), but it is {given!r} "
-                f"({type(given).__name__})"
+                f"{given!r} ({type(given).__name__}) is no budget: a budget is bytes (an int, or "
+                "text such as '2GiB') or a fraction of the peak without rematerialisation (a float "
+                "in (0, 1])"
             )
         if isinstance(given, int):
             if given <= 0:

@@ -19,10 +19,10 @@ from torchremat.remat.program.function_program import FunctionProgram
 
 
 class _Planned(WholeGraphPolicy):
-    """A policy with a plan, which has more to say when memory runs out than where."""
+    """A policy with a plan, which it describes when memory runs out."""
 
     def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
-        """See `Policy.out_of_memory`."""
+        """Describe the plan's peak and what is alive at `failed`."""
         if not isinstance(program, FunctionProgram):  # a derivative of higher order has no plan
             return None
         return describe_plan(program, failed, repr(self))
@@ -40,7 +40,7 @@ class MemoryBudget(_Planned):
 
     @property
     def _limits(self) -> tuple[Any, ...]:
-        """What it asks for, however that is written: `"1GiB"` is as many bytes as `2**30`."""
+        """The limits however they are written: `"1GiB"` is as many bytes as `2**30`."""
         budget = None if self.budget is None else Budget.of(self.budget)
         saved = None if self.saved is None else bytes_of_limit(self.saved)
         return budget, saved, self.solver, self.cost_model, self.offload
@@ -52,7 +52,7 @@ class MemoryBudget(_Planned):
         return hash(self._limits)
 
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
-        """See `Policy.schedule`. Raises `BudgetError` if the budget cannot be met."""
+        """The schedule that a plan finds. Raises `BudgetError` if the budget cannot be met."""
         if not differentiates(joint):
             return forward_only(joint)
         model = self.cost_model or CostModel.of(None)
@@ -68,7 +68,7 @@ class MemoryBudget(_Planned):
 
     @property
     def spelling(self) -> str | None:
-        """See `Policy.spelling`; there is none for two limits, another solver, or to offload."""
+        """The policy as text; `None` for two limits, another solver or model, or offloading."""
         if self.solver != "auto" or self.cost_model is not None or self.offload:
             return None
         if self.budget is None:
@@ -102,19 +102,21 @@ def memory_budget(
 ) -> Policy:
     """Keep the peak memory of the forward and the backward pass within `budget`.
 
-    What is kept and what is computed again is planned when the function is traced, for the sizes of
-    that call, so that the time added is least; see `torchremat.planning.plan`. The peak is what the
-    passes make of values, gradients and outputs; parameters and inputs, which are there anyway, do
-    not count. Where inductor runs it (`torch.compile`, `jit`, `nn.wrap(..., compile="inductor")`)
-    pointwise work costs what it does in the kernels of what reads it, so that more of it is
-    computed again than without a compiler. The call raises `BudgetError` (a `RuntimeError`) with
-    the least budget that can be met if this one cannot.
+    When the function is traced, a plan for the sizes of that call chooses which values are saved
+    and which recomputed. It adds the least time; see `torchremat.planning.plan`. The peak counts
+    values, gradients and outputs that the passes make. Parameters and inputs, which outlive the
+    step, do not count. The call raises `BudgetError` (a `RuntimeError`) with the least budget
+    that can be met if this one cannot.
 
-    Checkpoints inside the function are opened: the plan decides of what they compute as of all the
-    rest.
+    Under inductor (`torch.compile`, `jit`, `nn.wrap(..., compile="inductor")`) pointwise work runs
+    in the kernels that read it. It is cheaper there, so that more of it is recomputed than without
+    a compiler.
 
-    `saved` limits what the forward pass keeps for the backward pass, which is what matters of one
-    layer among many: `nn.split_budget` finds the limits of all layers for a budget of the whole.
+    Checkpoints inside the function are opened: the plan decides on their values, too.
+
+    `saved` limits the bytes that the forward pass saves for the backward pass, which is what
+    matters for one layer among many. `nn.split_budget` finds the limits of all layers for a budget
+    of the whole.
 
     Args:
         budget: bytes (an `int`, or text such as `"2GiB"`), or a fraction in (0, 1] of the peak
@@ -123,14 +125,14 @@ def memory_budget(
         solver: `"auto"`, `"milp"` (integer programs) or `"local"` (without them).
         cost_model: what operators cost in seconds; by default that of this machine. Where inductor
             runs them, `cost_model.fused()`.
-        offload: whether values may be kept by the host besides, over the link of the cost model.
+        offload: whether values may be copied to the host, over the link of the cost model.
             Compilers save them on the device, with an `OffloadWarning`: the peak is then higher.
 
     Raises:
         TypeError: if `budget` is neither a number nor text, or `cost_model` is none; if neither
             `budget` nor `saved` is given, or `saved` is a fraction.
         ValueError: if `budget` cannot be read, is not positive, or is a fraction above 1; or if
-            there is no such solver. `PlanError` is one: `offload` is asked for, and `cost_model`
+            there is no such solver. `PlanError` is one: for `offload=True` with a `cost_model` that
             has no link to a host (without a `cost_model`, the call raises it).
 
     >>> import torch, torchremat as tr
@@ -148,7 +150,7 @@ def memory_budget(
     elif saved is None:
         raise PolicyError(
             "memory_budget() limits nothing: give a budget of peak memory, memory_budget('8GiB'), "
-            "or of what is kept for the backward pass, memory_budget(saved='200MiB')"
+            "or of what is saved for the backward pass, memory_budget(saved='200MiB')"
         )
     if saved is not None:
         bytes_of_limit(saved)
@@ -164,7 +166,7 @@ def memory_budget(
 
 
 def limit_saved(saved: int | str) -> Policy:
-    """`memory_budget(saved=saved)`: what is spelled `"saved:200MiB"`."""
+    """`memory_budget(saved=saved)`, which is spelled `"saved:200MiB"`."""
     return memory_budget(saved=saved)
 
 
@@ -177,7 +179,7 @@ class FromPlan(_Planned):
     path: str | None = field(default=None, compare=False)
 
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
-        """See `Policy.schedule`. Raises `PlanError` if the plan is for another graph."""
+        """The schedule of the plan. Raises `PlanError` if the plan is for another graph."""
         if not differentiates(joint):
             return forward_only(joint)
         return self._plan.graph_schedule(joint)
@@ -188,7 +190,7 @@ class FromPlan(_Planned):
 
     @property
     def spelling(self) -> str | None:
-        """See `Policy.spelling`; there is one if the plan was given as a path."""
+        """The policy as text, if the plan was given as a path."""
         return None if self.path is None else f"plan:{self.path}"
 
     def __repr__(self) -> str:
@@ -198,11 +200,11 @@ class FromPlan(_Planned):
 
 
 def from_plan(plan: Plan | str) -> Policy:
-    """Keep and compute again what `plan` says: a `Plan`, or the path of one that was saved.
+    """Save and recompute as `plan` says: a `Plan`, or the path of one that was saved.
 
     It holds for the graph that it was made for, on any device; another raises `PlanError` (a
-    `ValueError`) that says where the graphs differ. What it offloads is copied to the host and back
-    in eager mode (on the CPU, to memory that stands for the host's); a compiler saves it.
+    `ValueError`) that says where the graphs differ. In eager mode, offloaded values are copied to
+    the host and back (on the CPU, to memory that stands for the host's). A compiler saves them.
 
     >>> import torch, torchremat as tr
     >>> f = lambda x: x.sin().sin().sin().sin().sum()

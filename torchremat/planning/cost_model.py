@@ -1,7 +1,7 @@
-"""What the nodes of a graph cost on a device: operations, bytes, seconds.
+"""Costs of the nodes of a graph on a device: operations, bytes, seconds.
 
 A roofline: an operator takes as long as its operations or its bytes, whichever take longer, and
-no less than its launch. What is measured of an operator, if that is wanted, comes before it.
+no less than its launch. A measured time of an operator, if there is one, replaces it.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class CostModel:
     def of(cls, device: Device = None) -> "CostModel":
         """The roofline of a device, as `rates_of` knows it; of `Rates`; or a model as it is.
 
-        TF32 is used if PyTorch is told, now, to use it.
+        TF32 is used if PyTorch's settings allow it now.
 
         >>> CostModel.of("NVIDIA H100 PCIe")
         CostModel('NVIDIA H100 PCIe')
@@ -96,8 +96,8 @@ class CostModel:
     def profiled(cls, device: "str | torch.device | None" = None) -> "CostModel":
         """Times each operator on `device`, on random tensors of the shapes in the graph.
 
-        The times are kept on disk, see `measure`. What cannot run so (it raises, or takes a quarter
-        of the free memory or more) is estimated by the rates that `measure` finds.
+        The times are cached on disk, see `measure`. An operator that cannot run so (it raises, or
+        takes a quarter of the free memory or more) is estimated by the rates of `measure`.
 
         >>> CostModel.profiled("cpu")  # doctest: +SKIP
         CostModel('AMD EPYC, threads 2, measured', profiled on cpu)
@@ -204,12 +204,12 @@ def _num_rounds(node: fx.Node) -> int:
 
 
 def measure(device: "str | torch.device | None" = None, *, again: bool = False) -> CostModel:
-    """Measure what a device of this machine does in a second: the roofline that is really there.
+    """Measure the rates of a device of this machine: its real roofline.
 
-    It takes a few seconds, once: rates are kept as JSON in the folder that the environment
-    variable `TORCHREMAT_CACHE_DIR` names, else in `~/.cache/torchremat`, by device, number of
-    threads and version of PyTorch. A file that cannot be read, or written, is said on the logger
-    `torchremat`, and no more.
+    It takes a few seconds, once. Rates are cached as JSON, by device, number of threads and version
+    of PyTorch. The folder is the one that the environment variable `TORCHREMAT_CACHE_DIR` names,
+    else `~/.cache/torchremat`. A file that cannot be read or written is only logged, by the logger
+    `torchremat`.
 
     Args:
         device: `"cpu"`, `"cuda"`, ...; `None` means this machine's accelerator, else the CPU.

@@ -31,13 +31,13 @@ from torchremat.remat.tracing.input_labels import refuse_misspelt
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes. All are bytes, but `seconds`.
+    """Bytes and seconds of a step. All are bytes, but `seconds`.
 
     Attributes:
         peak_bytes: the most that is alive at one time of what the step makes: values, outputs and
             gradients.
-        saved_bytes: what is held from the forward pass for the backward pass.
-        offloaded_bytes: what the host holds for it.
+        saved_bytes: the bytes that the forward pass saves for the backward pass.
+        offloaded_bytes: those that it copies to the host for it.
         parameter_bytes: the tensors that get a gradient.
         gradient_bytes: their gradients, which are part of the peak.
         optimizer_bytes: the optimizer's state.
@@ -56,7 +56,7 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
-        """What the device must hold: the peak, and what is there anyway."""
+        """The bytes that the device needs: the peak, all inputs, and the optimizer's state."""
         return self.peak_bytes + self.parameter_bytes + self.input_bytes + self.optimizer_bytes
 
     def fits(self, memory: int | str) -> bool:
@@ -92,14 +92,14 @@ def estimate(
     device: str | torch.device | None = None,
     **kwargs: Any,
 ) -> Estimate:
-    """What a forward and a backward pass under a policy take, without running them.
+    """Estimate a forward and a backward pass under a policy, without running them.
 
     Args:
         fun_or_module: a function of trees of tensors, or an `nn.Module`; on any device, the meta
             device too.
         *args: its arguments; only their shapes, dtypes and devices matter.
-        policy: what may be saved, see `checkpoint`; with `None` the checkpoints inside decide (the
-            peak may then be higher by the cotangent of one, which autograd holds until it ends).
+        policy: what may be saved, see `checkpoint`. With `None` the checkpoints inside decide: the
+            peak may then be higher by the cotangent of one, which autograd frees when it ends.
         select: puts the policy on these modules of the model, as `nn.wrap` does, in place of the
             whole; the model stays as it is. `policy=None` then saves nothing but their inputs.
         optimizer: an optimizer or its class; the bytes of its state are counted.

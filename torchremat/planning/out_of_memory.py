@@ -1,4 +1,4 @@
-"""What to tell a user whose step, though planned, runs out of memory."""
+"""The note for a user whose step, though planned, runs out of memory."""
 
 from collections.abc import Mapping
 

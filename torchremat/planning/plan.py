@@ -1,4 +1,4 @@
-"""Plans: what is saved and what is computed again, what that costs, and JSON to keep it in."""
+"""Plans: which values are saved and which recomputed, with the costs, and their JSON."""
 
 import json
 import os
@@ -31,11 +31,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Figures:
-    """What a step costs: peak bytes, bytes saved for the backward pass, seconds, operations.
+    """Costs of a step: peak bytes, bytes saved for the backward pass, seconds, operations.
 
     Attributes:
         peak_bytes: the most bytes alive at one time.
-        saved_bytes: the bytes held from the forward pass for the backward pass.
+        saved_bytes: the bytes that the forward pass saves for the backward pass.
         seconds: the time of the step by the cost model.
         flops: its floating-point operations.
     """
@@ -58,22 +58,22 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `plan` finds: what is kept and what is computed again, with what it costs.
+    """The result of `plan`: which values are saved and which recomputed, with the costs.
 
     Attributes:
-        budget: what it was to keep within, in bytes.
+        budget: the limit of the peak, in bytes.
         peak_bytes: the most bytes alive at one time.
-        saved_bytes: the bytes held from the forward pass for the backward pass.
-        recompute_seconds: the time that is added, by the cost model: that of what is computed
-            again, and `link_seconds`.
+        saved_bytes: the bytes that the forward pass saves for the backward pass.
+        recompute_seconds: the time that is added, by the cost model: of recomputation, and
+            `link_seconds`.
         recompute_flops: the floating-point operations that are added.
         baseline: the same step without rematerialisation, a `Figures`.
         lower_bound_seconds: no schedule that keeps within the budget adds less, with the backward
             pass in this order and a forward pass that runs nothing twice.
         decisions: for each value of the forward pass that the backward pass needs, by the name of
             its node: `saved`, `recomputed` or `offloaded`.
-        device: what the times are of.
-        offloaded_bytes: the bytes that the host holds.
+        device: the cost model of the times, as text.
+        offloaded_bytes: the bytes that are copied to the host.
         link_seconds: the time in which the step waits for copies to the host and back.
     """
 
@@ -93,7 +93,7 @@ class Plan:
     link_seconds: float = 0.0
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
-    """What says what each operator takes; `None` for a plan that was loaded."""
+    """The model of the times; `None` for a plan that was loaded."""
 
     def __eq__(self, other: object) -> bool:
         """Plans are equal that are written alike: a loaded one is the one that was saved."""
@@ -249,7 +249,7 @@ class Plan:
     def graph_schedule(self, joint: Joint) -> GraphSchedule:
         """The plan in the nodes of `joint`; raises `PlanError` if that is another graph.
 
-        In a compiler's trace, whose own matter is what runs when, it says only what is kept.
+        In a compiler's trace it says only what is saved: the compiler orders the operators.
         """
         lines = lines_of(joint.module.graph)
         if joint.by_compiler and lines != self.graph:

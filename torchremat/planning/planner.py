@@ -82,14 +82,14 @@ class PlannedStep:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that the forward pass holds on the device for the backward pass."""
+        """The bytes that the forward pass saves on the device for the backward pass."""
         nbytes = self.step.problem.nbytes
-        held = set(self.schedule.saved) - self.step.problem.outputs
-        return sum(nbytes[v] for v in held) + self.step.copied_nbytes
+        saved = set(self.schedule.saved) - self.step.problem.outputs
+        return sum(nbytes[v] for v in saved) + self.step.copied_nbytes
 
     @property
     def offloaded_bytes(self) -> int:
-        """The bytes that the host holds."""
+        """The bytes that are copied to the host."""
         return sum(self.step.problem.nbytes[v] for v in self.schedule.offloaded)
 
 
@@ -116,7 +116,7 @@ class Planner:
         self.solver = check_solver(solver)
         self.seconds = seconds
         self.resident = resident
-        """Bytes that are there anyway and are to count."""
+        """Bytes that are there before the step, and count."""
         self.host_bytes_per_second = host_rate_of(self.cost_model) if offload else None
 
     @cached_property
@@ -140,8 +140,8 @@ class Planner:
     def plan(self, budget: Budget | None, asked: str, saved: int | None = None) -> PlannedStep:
         """The schedule of least added time within `budget`, which the user wrote as `asked`.
 
-        It hands no more than `saved` bytes to the backward pass, if that is given; then there may
-        be no budget. Raises `BudgetError` with the least budget that can be met if none was found.
+        The forward pass saves no more than `saved` bytes, if that is given; then there may be no
+        budget. Raises `BudgetError` with the least budget that can be met if none was found.
         """
         plain = self.plain
         within = saved is None or plain.saved_bytes <= saved
@@ -195,13 +195,13 @@ class Planner:
         assert saved is not None
         return BudgetError(
             f"{asked}: no schedule was found that saves at most {human_bytes(saved)} at a peak of "
-            f"{human_bytes(nbytes)}; values that must not be computed again have to be saved. Let "
+            f"{human_bytes(nbytes)}; values that must not be recomputed have to be saved. Let "
             f"{excess} bytes more be saved, and the peak be as much higher",
             nbytes + excess,
         )
 
     def _describe_peak(self, solution: Solution) -> str:
-        """What the operator at the peak is, and where the user wrote it."""
+        """A sentence with the operator at the peak, and where the user wrote it."""
         if solution.lowest is None:
             return ""
         live = costs_of(self.step.problem, solution.lowest).live
@@ -232,11 +232,13 @@ def _describe_call(call: fx.Node) -> str:
 def add_saved_limit(problem: Problem, room: int, limit: int) -> Problem:
     """`problem` so that what keeps within `room` saves no more than `limit` bytes, outputs apart.
 
-    Numbers of operators and values stay; `drop_limit_operator` takes the new one out of a schedule.
+    A new operator begins the backward pass. It writes a value of all other bytes of `room`, so that
+    only `limit` bytes fit beside it. The numbers of operators and values stay;
+    `drop_limit_operator` takes the new one out of a schedule.
 
     >>> sine = Operator((), (0,), 1.0, Part.FORWARD)
     >>> cosine = Operator((0,), (1,), 1.0, Part.BACKWARD)
-    >>> limited = with_limit(Problem((sine, cosine), (4, 4)), 100, 6)
+    >>> limited = add_saved_limit(Problem((sine, cosine), (4, 4)), 100, 6)
     >>> limited.nbytes, limited.backward
     ((4, 4, 94), (2, 1))
     """

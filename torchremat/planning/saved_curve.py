@@ -1,4 +1,4 @@
-"""The curve of added time against what is saved: for one part of a step among many."""
+"""The curve of added time against saved bytes, for one part of a step among many."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class SavedPoint:
     """A corner of the curve.
 
     Attributes:
-        saved_bytes: what the forward pass keeps for the backward pass, outputs apart.
-        added_seconds: how long the backward pass computes again.
+        saved_bytes: the bytes that the forward pass saves for the backward pass, outputs apart.
+        added_seconds: the time of recomputation.
     """
 
     saved_bytes: int
@@ -24,7 +24,7 @@ class SavedPoint:
 
 
 def trace_saved_curve(planner: Planner) -> Iterator[SavedPoint]:
-    """The corners of the lower hull, from what plain autograd keeps to nothing, each with less.
+    """The corners of the lower hull, from what plain autograd saves to nothing, each with less.
 
     The time for a byte grows from corner to corner.
     """

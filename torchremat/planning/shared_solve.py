@@ -1,8 +1,8 @@
 """Several processes that plan one step: one of them looks for the schedule, and all take it.
 
 A solver stops by the clock, so two processes would find two schedules of one graph. Each of them
-would be right by itself; but where the graph has collectives the processes must run these in one
-order, and a search that one of them makes need not be made by the others.
+would be right by itself. Where the graph has collectives, however, all processes must run these in
+one order. Besides, one search is enough for all.
 """
 
 import json
@@ -29,7 +29,7 @@ def let_processes_share(share: Share) -> None:
 
 
 def solve_once(describe: Callable[[], str], solve: Callable[[], Solution]) -> Solution:
-    """What `solve` gives, in one of the processes whose `describe` says the same."""
+    """The solution of one of the processes whose `describe` returns the same text."""
     if _Others.share is None or not (distributed.is_available() and distributed.is_initialized()):
         return solve()
     own: list[Solution] = []
@@ -51,7 +51,7 @@ def _read(text: str) -> Solution:
 
 
 def text_of(problem: Problem) -> str:
-    """All that makes a schedule fit `problem`; not the times, which each process may measure.
+    """`problem` as text, without the times, which each process may measure.
 
     >>> from torchremat.planning.problem.problem import Operator, Part
     >>> sine = Operator((), (0,), 1.0, Part.FORWARD)

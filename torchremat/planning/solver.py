@@ -1,11 +1,11 @@
 """The solver: the schedule of least added time within a budget, with a proof of how near it is.
 
-    relax       a linear program for what is saved and computed again when; its answer, rounded, is
+    relax       a linear program for what is saved, and recomputed when; its answer, rounded, is
                 simulated, and the moments that are above the budget become rows of it
     solve       the same in integers, again with rows for what the simulation finds
     improve     small changes that bring an answer under the budget, or take time away
 
-At any time the best that the simulation accepted is at hand, with the bound that was proved.
+An `Incumbent` has the best schedule that the simulation accepted so far, and the proved bound.
 """
 
 import itertools
@@ -107,7 +107,7 @@ class SolverOptions:
             take up to twice as long.
         gap: how near to the optimum, as a fraction, is near enough.
         solver: "milp" or "auto" for integer programs; "local" for minimum cuts and local search.
-        progress: called now and then with the fraction of the time that is gone.
+        progress: called now and then with the elapsed fraction of the time.
     """
 
     seconds: float | None = None
@@ -189,7 +189,7 @@ def solve_orders(
 def _search(
     problem: Problem, budget: int, options: SolverOptions, timer: CpuTimer, seconds: float
 ) -> Incumbent:
-    """What a search of so many seconds finds."""
+    """Search for so many seconds, or until the best is near enough to its bound."""
     is_small = len(problem.operators) <= _MOST_OPERATORS
     whole = TimeSlice(timer, seconds)
     clock = TimeSlice(timer, _FIRST_SHARE * seconds if is_small else seconds, options.progress)
@@ -244,7 +244,7 @@ def _start(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> bo
 def _search_without_link(
     problem: Problem, budget: int, options: SolverOptions, seconds: float, incumbent: Incumbent
 ) -> None:
-    """What is found with nothing offloaded is an answer too, and a start for better ones."""
+    """Search with nothing offloaded: that gives answers too, and starts for better ones."""
     alone = replace(problem, host_bytes_per_second=None)
     timer = incumbent.clock.timer
     found = _search(alone, budget, options, timer, _ALONE_SHARE * seconds)

@@ -1,4 +1,4 @@
-"""What devices can do: operations, bytes and launches a second, by data sheet or measured."""
+"""Rates of devices: operations, bytes and launches a second, by data sheet or measured."""
 
 import logging
 import math
@@ -30,13 +30,13 @@ MEMORY_FRACTION = 0.85
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second.
+    """Rates of a device: operations, bytes and launches in a second.
 
     Attributes:
         name: of the device.
         matmul_f64: floating-point operations per second of dense matrix multiplication in float64.
         matmul_f32: in float32; on a GPU by its vector units.
-        matmul_tf32: in float32 rounded to TF32, where PyTorch is told to; else as `matmul_f32`.
+        matmul_tf32: in float32 rounded to TF32, if PyTorch uses that; else as `matmul_f32`.
         matmul_f16: in float16 and bfloat16.
         matmul_f8: in eight-bit floating point; as `matmul_f16` where it is not in hardware.
         matmul_int8: in int8.
@@ -305,7 +305,7 @@ def _parse_device(name: str) -> torch.device:
 
 
 def accelerator_name(device: torch.device) -> str:
-    """What PyTorch calls the accelerator `device`."""
+    """PyTorch's name of the accelerator `device`."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type == "xpu":

@@ -1,4 +1,4 @@
-"""Which values a compiler never writes to memory: those that live inside one kernel.
+"""Values that a compiler never writes to memory, as they live inside one kernel.
 
     a = exp(x)          in the kernel of b: never written
     b = sum(a * y)      a * y: in the kernel of sum; b is written
@@ -73,7 +73,7 @@ def is_written(node: fx.Node) -> bool:
 
 
 def flops_again(target: Any) -> int | None:
-    """What a normalisation does for each element where its statistics are there: additions."""
+    """The additions of a normalisation for each element, given its statistics; else `None`."""
     return _NORMALISATIONS.get(packet_name(target))
 
 
@@ -86,7 +86,7 @@ def is_read_in_place(source: fx.Node) -> bool:
 
 
 def _find_normalised_input(node: fx.Node) -> fx.Node:
-    """What is as large as the input, of a normalisation; else the node."""
+    """The output of a normalisation that is as large as its input; of other nodes, the node."""
     if flops_again(node.target) is None:
         return node
     items = (user for user in node.users if is_item(user) and user.args[1] == 0)
@@ -94,7 +94,7 @@ def _find_normalised_input(node: fx.Node) -> fx.Node:
 
 
 def _consumers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads the outputs of `node`, through views too."""
+    """The operators that read the outputs of `node`, through views too."""
     stack = list(node.users)
     while stack:
         user = stack.pop()
@@ -109,7 +109,7 @@ def _is_pointwise(target: Any) -> bool:
     if packet_name(target) in _POINTWISE or packet_name(target) in _NORMALISATIONS:
         return True
     return isinstance(target, _torch.OpOverload) and (
-        torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+        torch.Tag.pointwise in target.tags and not _torch.schema_of(target).is_mutable
     )
 
 

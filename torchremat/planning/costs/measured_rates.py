@@ -1,4 +1,4 @@
-"""What a device really does in a second: measured, and kept on disk."""
+"""Rates of a device of this machine: measured, and cached on disk."""
 
 import hashlib
 import json
@@ -81,7 +81,7 @@ def on_real_tensors(device: torch.device) -> Iterator[None]:
 
 
 def cache_file(kind: str, device: torch.device, suffix: str) -> Path:
-    """Where measurements of `kind` on `device` are kept."""
+    """The file of measurements of `kind` on `device`."""
     label = f"{label_of(device)}, torch {torch.__version__}"
     words = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
     # two labels may have the same words
@@ -226,7 +226,7 @@ def _memory_rate(device: torch.device) -> float:
 
 
 def _pointwise_rate(device: torch.device) -> float:
-    """Additions per second, told from an operator that takes as long as ten of them."""
+    """Additions per second, from `exp`, which takes as long as ten of them."""
     x = torch.ones(torch.get_num_threads() << 16, device=device)
     return 10 * x.numel() / time_call(x.exp, device)
 

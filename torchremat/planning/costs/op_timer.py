@@ -1,4 +1,4 @@
-"""How long single operators take: run on random tensors, timed, and kept on disk."""
+"""Times of single operators: run on random tensors, timed, and cached on disk."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ _COLLECTIVES = ("c10d", "symm_mem", "fsdp", "dtensor", "dist")
 class NodeTimer:
     """Times calls of operators on a device of this machine.
 
-    The times are kept in a file of lines of JSON, one a call, beside the rates of `measure`.
+    The times are cached in a file of lines of JSON, one a call, beside the rates of `measure`.
 
     >>> timer = NodeTimer(torch.device("cpu"))
     >>> timer == NodeTimer(torch.device("cpu"))

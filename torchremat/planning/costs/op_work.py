@@ -1,4 +1,4 @@
-"""What a call of an operator has to do: operations and bytes, from the shapes in a graph alone.
+"""The work of a call of an operator: operations and bytes, from the shapes in a graph alone.
 
     y = mm(x, w)    f32[64,256] x f32[256,512]: 2 * 64 * 512 * 256 operations
                     reads 65,536 and 524,288 bytes, writes 131,072
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an operator does.
+    """Operations and bytes of a call.
 
     Attributes:
         matmul_flops: floating-point operations that PyTorch counts: of matrix products.
@@ -46,7 +46,7 @@ class Work:
 
 @lru_cache(maxsize=1 << 16)
 def work_of(call: OpSignature) -> Work:
-    """What `call` has to do."""
+    """The work of `call`."""
     name = packet_name(call.target)
     outputs = call.outputs() or _find_written_inputs(call)
     if not outputs:
@@ -103,7 +103,7 @@ def matmul_flops(call: OpSignature) -> int:
     >>> x = Layout((4, 8), (8, 1), torch.float32)
     >>> w = Layout((8, 2), (2, 1), torch.float32)
     >>> y = Layout((4, 2), (2, 1), torch.float32)
-    >>> matmul_flops(Call(aten.mm.default, (Place(0), Place(1)), (), (x, w), y))
+    >>> matmul_flops(OpSignature(aten.mm.default, (Place(0), Place(1)), (), (x, w), y))
     128
     """
     formula = _formula_of(call.target)
@@ -167,7 +167,7 @@ _FLOPS_PER_ELEMENT = {f"aten.{name}": count for count, names in {
 
 
 def _pointwise_flops(call: OpSignature, name: str, touched: list[Layout]) -> int:
-    """What `call` computes besides matrix products, in additions."""
+    """The operations of `call` besides matrix products, in additions."""
     if name in _ALLOCATIONS:
         return 0
     if is_factorisation(call.target):
@@ -238,7 +238,10 @@ def _nbytes(layout: Any) -> int:
 
 def _find_written_inputs(call: OpSignature) -> list[Layout]:
     """The inputs that `call` writes to, of an operator that has no outputs besides."""
-    if not isinstance(call.target, _torch.OpOverload) or not call.target._schema.is_mutable:
+    if (
+        not isinstance(call.target, _torch.OpOverload)
+        or not _torch.schema_of(call.target).is_mutable
+    ):
         return []
     names = {a.name for a in _torch.schema_arguments(call.target) if _is_written(a)}
     positions = [i for i, a in enumerate(_torch.schema_arguments(call.target)) if a.name in names]

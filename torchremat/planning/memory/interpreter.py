@@ -71,7 +71,7 @@ class MemoryInterpreter:
         self.storages: list[Storage] = []
 
     def timeline(self, saved_bytes: int, offloaded_bytes: int = 0) -> Timeline:
-        """What has been seen."""
+        """The timeline of what has run so far."""
         end = len(self.points) - 1
         lifetimes = tuple(
             Lifetime(LiveValue(s.name, s.nbytes, s.category), s.first, end if s.holders else s.last)
@@ -124,7 +124,7 @@ class MemoryInterpreter:
     def run(self, module: fx.GraphModule, operands: Sequence[Memory], path: str = "") -> list[Any]:
         """Run a graph, which takes over the variables of `operands`; the memory of its results.
 
-        Results are held by a variable of the caller's.
+        The caller has a variable of each result.
         """
         env: dict[fx.Node, Memory] = {}
         last_use = last_uses(module.graph)
@@ -160,7 +160,7 @@ class MemoryInterpreter:
         env: dict[fx.Node, Memory],
         last_use: dict[fx.Node, fx.Node],
     ) -> None:
-        """Put `memory`, held already, in the variable of `node`, or of what is taken out of it."""
+        """Put `memory`, which has a holder, in the variable of `node`, or of its items."""
         items = all_items(node)
         if not items:
             env[node] = memory
@@ -259,7 +259,7 @@ class MemoryInterpreter:
 def peak_inside(node: fx.Node, device_type: str | None = None) -> int:
     """The most bytes of what the graphs inside `node` make at one time; 0 if there are none.
 
-    What they are given is held outside, and not counted.
+    Their inputs are alive outside, and not counted.
     """
     peaks = [0]
     for body in inner_graphs_of(node):
@@ -283,7 +283,7 @@ def _item_name(call: fx.Node, index: int, path: str) -> str:
 
 
 def value_of(node: fx.Node) -> Any:
-    """What `node` gives, in fake tensors."""
+    """The fake tensors of `node`: its `meta["val"]`."""
     if "val" not in node.meta:
         raise GraphError(
             f"the node {node.name} has no meta['val']: simulate needs the fake tensor that it "

@@ -76,8 +76,8 @@ def _copy_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer with the settings of another, but those that forbid meta tensors.
 
-    Its class is not asked to make it, since the settings that an optimizer keeps are not always
-    those that its class takes: `AdamW` keeps `decoupled_weight_decay`, and takes none.
+    Its class does not make it, since the settings that an optimizer has are not always those that
+    its class takes: `AdamW` has `decoupled_weight_decay`, and takes none.
     """
     copy = object.__new__(type(optimizer))
     copy.__dict__.update(vars(optimizer))

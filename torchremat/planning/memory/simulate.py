@@ -1,14 +1,14 @@
 """The bytes alive at each operator of a forward and a backward graph, without running them.
 
-What is counted is what the functions of `graph/codegen.py` hold when they run the graphs: storages,
-each once, from the operator that makes one until the last tensor in it is dropped.
+It counts the storages of the functions that `graph/codegen.py` makes of the graphs: each once, from
+the operator that makes one until the last tensor in it is dropped.
 
     forward         alive         backward           alive
     y = mm(x, w)    y             c = cos(y)         s, y, ct, c      s is an output,
     s = sin(y)      y, s          g = mul(ct, c)     s, ct, c, g      y was saved,
-    return s, y                   dw = mm(xT, g)     s, ct, g, dw     ct is held to the end
+    return s, y                   dw = mm(xT, g)     s, ct, g, dw     ct is alive to the end
 
-Inputs and parameters, which are there anyway, are not counted. What is offloaded is alive until it
+Inputs and parameters, which outlive the step, are not counted. An offloaded value is alive until it
 is copied, and again from when it begins to come back.
 """
 
@@ -34,21 +34,21 @@ def simulate(
 ) -> Timeline:
     """The bytes alive at each operator of a step that runs `forward_graph` and `backward_graph`.
 
-    On the CPU they are those that a dispatch mode counts, on a GPU those asked of the allocator,
-    apart from the workspaces of kernels. Sizes that vary count at what they were when traced.
+    On the CPU they are those that a dispatch mode counts. On a GPU they are those requested from
+    the allocator, apart from the workspaces of kernels. Sizes that vary count as when traced.
 
-    A placeholder of the backward graph with the name of a node of the forward graph is that value;
-    any other is a cotangent, held through the whole backward pass. Results of the forward graph
-    that the backward graph does not take, or that are there once more than it takes them, are
-    outputs, held to the end of the step, and so are gradients. Where names do not tell,
-    `meta["roles"]` of the modules does: of the forward module, for each result, `"output"`,
-    `"write"` (the new value of an input, held to the end of the forward pass) or `"residual"`; of
-    the backward module, for each placeholder, `"input"`, `"residual"` (in the same order) or
-    `"cotangent"`.
+    A placeholder of the backward graph with the name of a node of the forward graph is that value.
+    Any other is a cotangent, alive through the whole backward pass. Results of the forward graph
+    that the backward graph does not take are outputs, alive to the end of the step, and so are
+    gradients. A result that is there once more than it is taken is an output too. Where the modules
+    have noted roles, these decide: of the forward module, for each result, `"output"`, `"write"` or
+    `"residual"`. A `"write"` is the new value of an input, alive to the end of the forward pass. Of
+    the backward module they are, for each placeholder, `"input"`, `"residual"` (in the same order)
+    or `"cotangent"`.
 
     Args:
-        forward_graph: from inputs to a tuple of outputs and what the backward graph reads; of ATen
-            operators, each node with its value, a fake tensor, in `meta["val"]`.
+        forward_graph: from inputs to a tuple of outputs and what the backward graph reads. It has
+            ATen operators, each node with its value, a fake tensor, in `meta["val"]`.
         backward_graph: from what it reads of the forward graph, and cotangents, to gradients.
         device: the kind of device whose memory is counted, `"cuda"` say; `None` counts them all.
 
@@ -113,10 +113,10 @@ def _check(graph: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Links:
-    """What each result of the forward graph is, and where the backward graph's inputs come from.
+    """Roles of the forward graph's results, and sources of the backward graph's placeholders.
 
-    `sources`: of each of the backward graph's `placeholders` the position of the result that it is,
-    -1 for an input of the forward graph, `None` for a cotangent.
+    A source is the position of a result, -1 for an input of the forward graph, or `None` for a
+    cotangent.
     """
 
     roles: tuple[str, ...]
@@ -174,7 +174,7 @@ def _source_by_name(
 
 
 def roles_of_results(graph: fx.GraphModule) -> tuple[str, ...] | None:
-    """What the results of a forward graph are; `None` for one that does not say so.
+    """The roles of the results of a forward graph; `None` if it has no notes of them.
 
     A backward graph, simulated by itself, says what its placeholders are.
     """

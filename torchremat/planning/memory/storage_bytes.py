@@ -36,7 +36,7 @@ def nbytes_of(node: fx.Node, value: Tensor, index: int = 0, *, inside: int | Non
 def storage_nbytes(value: Tensor) -> int:
     """The bytes of the storage that `value` lies in.
 
-    >>> stored_nbytes(torch.ones(3, 4)[0])
+    >>> storage_nbytes(torch.ones(3, 4)[0])
     48
     """
     return _torch.hint_of(value.untyped_storage().nbytes())
@@ -79,7 +79,7 @@ def _nbytes_with_storage(node: fx.Node, value: Tensor, inside: int | None) -> in
 
 
 def _dtype_of_batch_norm(node: fx.Node, value: Tensor, index: int) -> torch.dtype:
-    """What the kernel gives: statistics as precise as the parameters, which fakes forget."""
+    """The kernel's dtype: its statistics are as precise as the parameters, which fakes forget."""
     dtypes = [a.meta["val"].dtype if isinstance(a, fx.Node) else None for a in node.args[:5]]
     if index == 0:
         return value.dtype

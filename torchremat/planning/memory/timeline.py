@@ -18,7 +18,7 @@ def __dir__() -> list[str]:
 
 
 CATEGORIES = ("output", "gradient", "saved", "recomputed", "temporary", "cotangent")
-"""What a value is. `saved`: kept from the forward pass for the backward pass, and not an output."""
+"""Categories of values. `saved`: by the forward pass for the backward pass, and not an output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Point:
     Attributes:
         name: of its node; `"call/node"` for one inside the checkpoint that `call` runs.
         phase: `"forward"` or `"backward"`.
-        live: bytes alive while it runs: what it reads and writes, and all that is held meanwhile.
+        live: bytes alive while it runs: what it reads and writes, and what waits meanwhile.
         after: bytes alive when it has run and what it was the last to read is freed.
     """
 
@@ -68,8 +68,8 @@ class Timeline:
     Attributes:
         points: the operators, those of the forward pass first.
         lifetimes: the values, in the order in which they are made.
-        saved_bytes: bytes kept from the forward pass for the backward pass, outputs excluded.
-        offloaded_bytes: bytes that the host keeps for it.
+        saved_bytes: bytes that the forward pass saves for the backward pass, outputs excluded.
+        offloaded_bytes: bytes that it copies to the host for it.
 
     >>> points = (Point("sin", "forward", 8, 8), Point("mul", "backward", 20, 12))
     >>> sin, g = LiveValue("sin", 8, "saved"), LiveValue("mul", 12, "gradient")

@@ -17,9 +17,9 @@ class PeakPoint:
     """A moment of the backward pass.
 
     Attributes:
-        step: that of an operator of the backward pass.
-        operator: one that is computed again for this step and runs just now; if it is larger than
-            all operators, the moment is that of the step's own.
+        step: the step of an operator that needs cotangents.
+        operator: one that is recomputed for this step and runs just now. Larger than all operators
+            it stands for the step's own, which runs last.
     """
 
     step: int
@@ -27,7 +27,7 @@ class PeakPoint:
 
     @property
     def is_recompute(self) -> bool:
-        """Whether it is one of what is computed again."""
+        """Whether a recomputed operator runs at it."""
         return self.operator != 1 << 60
 
 
@@ -35,14 +35,14 @@ class Intervals:
     """The intervals that `moments` cut the backward pass into.
 
     Args:
-        index: of the problem.
+        index: the one of the problem.
         moments: in order.
         window: operators of the forward pass that lie further than this before what the backward
             pass has reached do not run yet.
         outer: the first interval of each operator stands for all before it.
 
     Attributes:
-        interval: that of each step.
+        interval: the one of each step.
         last_step: of each interval.
         last_direct: the last interval in which an operator that needs cotangents reads each value.
         last_value: the last in which each value is of use.
@@ -81,7 +81,7 @@ class Intervals:
         self.first = self._first_intervals(first_direct)
 
     def busy(self, moment: PeakPoint) -> tuple[int, ...]:
-        """What the operator of a run reads and writes."""
+        """The values that the recomputed operator of a moment reads and writes."""
         return (*self.index.reads[moment.operator], *self.index.writes[moment.operator])
 
     def _first_intervals(self, first_direct: dict[int, int]) -> dict[int, int]:

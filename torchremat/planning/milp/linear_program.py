@@ -33,7 +33,7 @@ except ImportError as error:  # pragma: no cover
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program answers.
+    """The answer of a program.
 
     Attributes:
         x: the variables, `None` if none were found.

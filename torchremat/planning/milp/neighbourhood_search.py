@@ -1,9 +1,11 @@
-"""Large-neighbourhood search: most of a known answer is fixed, the integer program does the rest.
+"""Large-neighbourhood search: most of an answer is fixed, the integer program does the rest.
 
-relaxation    x = 0, 1, 0.4, 1, 0        what it is least sure of is left free
-answer        x = 0, 1, 1,   1, 0        what the two disagree about is left free, or what
-                                         belongs to a stretch of the forward pass, or to two, or
-                                         to one of the backward pass, or to some values
+    relaxation    x = 0, 1, 0.4, 1, 0
+    answer        x = 0, 1, 1,   1, 0
+
+The first neighbourhood leaves free the variables of which the relaxation is least sure. Later ones
+leave free those about which the two disagree, or those of some values. Others leave free a stretch
+of the forward pass, two stretches, or one of the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ class Neighbourhoods:
     Attributes:
         program: the program.
         relaxation: its answer in fractions, if there is one.
-        integral: the variables that are to be integers.
+        integral: the variables that must be integers.
         ranks: where in the forward pass each of them belongs, from 0 to 1.
         places: where in the backward pass, from 0 to 1; -1 for what is saved.
     """
@@ -49,7 +51,6 @@ class Neighbourhoods:
 
     @classmethod
     def of(cls, program: SavingProgram, relaxation: Relaxation | None) -> "Neighbourhoods":
-        """Those of `program`."""
         integral = program.linear.integral
         ranks, places = program.ranks()[integral], program.places()[integral]
         return cls(program.linear, relaxation, integral, ranks, places)
@@ -104,7 +105,7 @@ class Neighbourhoods:
     def _free(
         self, kind: int, x: Floats, size: float, random: np.random.Generator
     ) -> NDArray[np.bool_]:
-        """Which of the integers are left free."""
+        """A mask of the integers that are left free."""
         relaxed = None if self.relaxation is None else self.relaxation.answer.x
         free = np.zeros(len(self.integral), dtype=bool)
         if kind == 0 and relaxed is not None:

@@ -1,4 +1,4 @@
-"""What is offloaded, in the integer program: for each value v, each interval j, and the link,
+"""Rows of offloading in the integer program: for each value v, each interval j, and the link,
 
     o_v      v is offloaded                    l_vj     v is fetched in interval j
     z_out, z_in                                how long each pass waits for copies
@@ -8,9 +8,9 @@
              z_out + seconds of the forward pass   >= sum of o_v bytes_v / rate
              z_in + seconds of the backward pass   >= sum of o_v bytes_v / rate
 
-What is fetched in an interval is there as if it had been computed in it. A value that a step reads
-first is there while the operator of the step before runs: where that is the moment at which an
-interval begins, the value is not fetched in this interval.
+A value that is fetched in an interval counts as if it had been computed in it. A value that a step
+reads first is alive while the operator of the step before runs. Where that is the moment at which
+an interval begins, the value is not fetched in this interval.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

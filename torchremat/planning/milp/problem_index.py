@@ -1,4 +1,4 @@
-"""What the integer programs of one problem have in common, whatever their moments and budget."""
+"""The indices that all integer programs of a problem share, whatever their moments and budget."""
 
 from functools import cached_property
 
@@ -7,11 +7,7 @@ from torchremat.planning.problem.problem import Part, Problem
 
 
 class ProblemIndex:
-    """A problem without its outputs, which are there anyway.
-
-    Args:
-        problem: the problem.
-    """
+    """A problem without its outputs, which are alive whatever is decided."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -1,9 +1,11 @@
-"""Rounds of programs: each is solved, its answer simulated, and what is above the budget added.
+"""Row generation: a program is solved and its answer simulated; peaks above the budget become rows.
 
-rows for moments    program     simulated                     added
-none                5 seconds   above the budget at step 3    step 3
-step 3              8 seconds   above it at steps 1 and 7     steps 1 and 7
-steps 1, 3, 7       9 seconds   keeps within the budget
+    rows for moments    program     simulated                     added
+    none                5 seconds   above the budget at step 3    step 3
+    step 3              8 seconds   above it at steps 1 and 7     steps 1 and 7
+    steps 1, 3, 7       9 seconds   within the budget
+
+One moment for each operator would make the program exact, and too large to solve.
 """
 
 from dataclasses import replace
@@ -150,7 +152,7 @@ class RowGeneration:
         return None if found.answer.x is None else found
 
     def _try(self, answer: Answer) -> Evaluated:
-        """Simulate an answer: all as late as it can be, or, if that costs more, as it says."""
+        """Simulate an answer: recomputed as late as possible or, if that costs more, as it says."""
         assert answer.x is not None
         decisions = self.program.decisions(answer.x)
         late = self.incumbent.note(self.evaluator(replace(decisions, early={})))
@@ -161,7 +163,7 @@ class RowGeneration:
         return self.tried[-1]
 
     def _repair_feasible(self) -> None:
-        """Find some schedule that fits: from the relaxation, or by computing everything again."""
+        """Find some schedule that fits: from the relaxation, or from nothing saved."""
         relaxed = self.incumbent.trials[-1]
         if not relaxed.fits:
             self._repair(relaxed, _FEASIBLE_SHARE)
@@ -182,7 +184,7 @@ class RowGeneration:
                 break
 
     def _search(self, relaxation: Relaxation | None) -> bool:
-        """Search for answers of the program; whether all kept within the budget."""
+        """Search for answers of the program; whether all fit the budget."""
         near = Neighbourhoods.of(self.program, relaxation)
         answer = self._first(near, relaxation)
         if answer.x is not None:
@@ -209,7 +211,7 @@ class RowGeneration:
         return replace(answer, bound=relaxation.answer.bound)  # not that of a part
 
     def _improve(self, near: Neighbourhoods) -> bool:
-        """Search around the best schedule; whether all that was found keeps within the budget."""
+        """Search around the best schedule; whether all answers fit the budget."""
         best = self.incumbent.best
         x = None if best is None else self.program.variables_of(best.replay)
         if best is None or x is None or self.incumbent.is_good:
@@ -235,7 +237,7 @@ class RowGeneration:
         """Bring `trial` under the budget if that is quick and it promises to be the best."""
         best = self.incumbent.best
         if best is None or trial.costs.added_seconds < best.costs.added_seconds:
-            if not trial.decisions.offloaded:  # the walk would have all of those computed again
+            if not trial.decisions.offloaded:  # eviction knows no link
                 for found in try_evictions(self.evaluator, self.evictor, trial.decisions.saved):
                     self.incumbent.note(found)
             seconds = min(share * self.clock.seconds, self.clock.seconds_until(1.0))
@@ -244,7 +246,7 @@ class RowGeneration:
             )
 
     def _prove_root_bound(self) -> None:
-        """A bound from what is held at the end of the forward pass, for all schedules."""
+        """A bound from the bytes at the end of the forward pass, for all schedules."""
         made = self.index.forward_bytes.made
         positions = [max(made.values(), default=0)]
         program = SavingProgram(

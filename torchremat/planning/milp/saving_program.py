@@ -1,13 +1,13 @@
-"""The integer program: what is saved, and what is computed again when in the backward pass.
+"""The integer program: which values are saved, and when operators are recomputed.
 
 Some moments of the backward pass cut it into intervals. Variables, for each known value v, the
 operator o that makes it, each moment m and the interval j before it:
 
     s_v      v is saved                        i_oj     o runs in interval j
-    a_vm     v is kept beyond moment m         f_o      o runs forward though it need not
+    a_vm     v is alive beyond moment m        f_o      o runs forward though it need not
 
     least    sum of seconds_o i_oj  (+ seconds_o (f_o - 1) for what only the backward pass needs)
-    so that  a_vm          <= a_v(m-1) + i_oj      it was kept, or computed since (a_v0 = s_v)
+    so that  a_vm          <= a_v(m-1) + i_oj      it was alive, or computed since (a_v0 = s_v)
              1             <= a_v(m-1) + i_oj      an operator of the pass reads v in interval j
              i_pj          <= a_u(m-1) + i_oj      p, that reads u, which o makes
              s_v           <= f_o
@@ -20,7 +20,7 @@ The relaxation is made tight by r_o, that o runs at all, and d_om, that it runs 
              s_v + r_o >= 1      r_p <= s_u + r_o      sum of i_oj         >= r_o
              a_vm + d_om >= 1    d_pm <= a_um + d_om   sum of later i_oj   >= d_om
 
-With a link to a host values may be offloaded instead of saved, see `host_rows`.
+With a link to a host values may be offloaded instead of saved: `offload_rows.py` has the rows.
 """
 
 from bisect import bisect_left
@@ -42,16 +42,16 @@ class SavingProgram:
     """The program of a problem under a budget, with rows for bytes at some moments.
 
     Args:
-        index: of the problem.
+        index: the one of the problem.
         budget: bytes.
-        moments: those of the backward pass.
-        positions: those of the forward pass.
+        moments: of the backward pass.
+        positions: of the forward pass.
         window: operators of the forward pass that lie further than this before what the backward
-            pass has reached are not computed again yet. Without it every schedule is an answer.
-        conflicts: values of which not all are to be saved.
-        outer: they may be, and nothing is known of when: every schedule is an answer, and some
-            answers are no schedules.
-        timer: that of the search, on which the seconds of its solver are.
+            pass has reached are not recomputed yet. Without it every schedule is an answer.
+        conflicts: sets of values that must not all be saved.
+        outer: operators outside of the window may run, at any time. Every schedule is then an
+            answer, and some answers are no schedules.
+        timer: the one of the search; the solver's seconds are on it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SavingProgram:
         index, linear, problem = self.index, self.linear, self.problem
         self.saved = {v: linear.variable(integral=True) for v in index.values}
         self.runs: dict[tuple[int, int], int] = {}
-        self.kept: dict[tuple[int, int], int] = {}
+        self.alive: dict[tuple[int, int], int] = {}
         self.again: dict[int, int] = {}
         for o in index.operators:
             seconds = problem.operators[o].seconds
@@ -102,7 +102,7 @@ class SavingProgram:
                         self.runs[o, j] = linear.variable(seconds, integral=True)
             for v in index.writes[o]:
                 for m in range(self.times.first[o] + 1, self.times.last_value.get(v, -1) + 1):
-                    self.kept[v, m] = linear.variable(integral=True)
+                    self.alive[v, m] = linear.variable(integral=True)
         spans = {
             v: (self.times.first[problem.producers[v]], self.times.last_value[v])
             for v in index.values
@@ -111,10 +111,10 @@ class SavingProgram:
         self.host = HostRows.of(problem, linear, self.moments, self.saved, spans, outer=self.outer)
 
     def _build_alive_terms(self, v: int, number: int) -> list[tuple[int, float]]:
-        """Whether `v` is kept beyond a moment, as terms."""
+        """Whether `v` is alive beyond a moment, as terms."""
         if number > self.times.last_value.get(v, -1):
             return []
-        variable = self.kept.get((v, number))
+        variable = self.alive.get((v, number))
         return [(self.saved[v] if variable is None else variable, 1.0)]
 
     def _build_run_terms(self, o: int, interval: int) -> list[tuple[int, float]]:
@@ -153,7 +153,7 @@ class SavingProgram:
                     ]
                     terms = [*self._build_alive_terms(u, j), *made]
                 linear.at_least([*terms, (variable, -1.0)], 0.0)
-        for (v, m), variable in self.kept.items():
+        for (v, m), variable in self.alive.items():
             made = [
                 *self._build_run_terms(producers[v], m - 1),
                 *self.host.build_fetch_terms(v, m - 1),
@@ -232,7 +232,7 @@ class SavingProgram:
                 )
 
     def _add_early(self) -> None:
-        """What only the backward pass needs may run forward, once, and need not run backward."""
+        """Operators of either pass may run forward, once, and need not run backward then."""
         problem, linear = self.problem, self.linear
         late = [o for o in self.index.operators if problem.operators[o].part is Part.EITHER_PASS]
         early: dict[int, int] = {}
@@ -283,18 +283,18 @@ class SavingProgram:
         nbytes, index = self.problem.nbytes, self.index
         if moment.is_recompute:
             read: tuple[int, ...] = ()
-            held = index.backward_bytes.before[moment.step]
+            fixed = index.backward_bytes.before[moment.step]
         else:
             read = index.direct[moment.step]
-            held = index.backward_bytes.at[moment.step]
+            fixed = index.backward_bytes.at[moment.step]
         terms: list[tuple[int, float]] = []
         for v in index.values:
             o = self.problem.producers[v]
             if v in read:
                 continue
             if self.outer and number <= self.times.first[o] and o in self.again:
-                if self.times.last_direct.get(v, -1) >= number:  # alive, or computed again
-                    held += nbytes[v]
+                if self.times.last_direct.get(v, -1) >= number:  # alive, or recomputed
+                    fixed += nbytes[v]
                     terms.append((self.again[o], -nbytes[v]))
                     terms += [
                         (variable, -nbytes[v]) for variable, _ in self.host.build_offload_terms(v)
@@ -310,7 +310,7 @@ class SavingProgram:
             for v in self.times.busy(moment):
                 running = [(variable, -1.0) for variable, _ in run]
                 self.linear.at_least([*self._build_alive_terms(v, number), *running], 0.0)
-        self.linear.at_most(terms, self.budget - held)
+        self.linear.at_most(terms, self.budget - fixed)
 
     def ranks(self) -> Floats:
         """Where in the forward pass each variable belongs, from 0 to 1."""
@@ -318,7 +318,7 @@ class SavingProgram:
         found = np.zeros(self.linear.num_variables)
         for v, i in (*self.saved.items(), *self.host.offloaded.items()):
             found[i] = rank[producers[v]]
-        for (v, _), i in self.kept.items():
+        for (v, _), i in self.alive.items():
             found[i] = rank[producers[v]]
         for (o, _), i in self.runs.items():
             found[i] = rank[o]
@@ -327,7 +327,7 @@ class SavingProgram:
     def places(self) -> Floats:
         """Where in the backward pass each variable belongs, from 0 to 1; -1 for what is saved."""
         found = np.full(self.linear.num_variables, -1.0)
-        for (_, m), i in self.kept.items():
+        for (_, m), i in self.alive.items():
             found[i] = self.moments[m - 1].step / len(self.index.direct)
         for (_, j), i in self.runs.items():
             found[i] = self.times.last_step[j] / len(self.index.direct)
@@ -355,8 +355,8 @@ class SavingProgram:
             away.difference_update(reads)
             for v in reads:
                 for m in range(since.get(v, 0) + 1, interval + 1):
-                    if (v, m) in self.kept:
-                        x[self.kept[v, m]] = 1.0
+                    if (v, m) in self.alive:
+                        x[self.alive[v, m]] = 1.0
             if runs_again:
                 if (o, interval) not in self.runs:
                     return None
@@ -365,12 +365,12 @@ class SavingProgram:
                 moment = self.moments[interval] if interval < len(self.moments) else None
                 if moment == PeakPoint(step, o):
                     for v in self.times.busy(moment):
-                        if (v, interval + 1) in self.kept:
-                            x[self.kept[v, interval + 1]] = 1.0
+                        if (v, interval + 1) in self.alive:
+                            x[self.alive[v, interval + 1]] = 1.0
         return x
 
     def decisions(self, x: Floats, threshold: float = 0.5) -> Decisions:
-        """What the variables `x` say."""
+        """The decisions that the variables `x` make."""
         saved = frozenset(v for v, i in self.saved.items() if x[i] > threshold)
         offloaded = frozenset(
             v
@@ -378,7 +378,7 @@ class SavingProgram:
             if x[i] + x[self.saved[v]] > threshold and v not in saved
         )
         gone: dict[int, set[int]] = {}
-        for (v, m), i in self.kept.items():
+        for (v, m), i in self.alive.items():
             moment = self.moments[m - 1]
             if x[i] <= threshold and not moment.is_recompute:
                 gone.setdefault(moment.step, set()).add(v)

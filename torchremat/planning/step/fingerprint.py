@@ -1,4 +1,4 @@
-"""What a joint graph looks like, so that a plan is not replayed on another."""
+"""The fingerprint of a joint graph, so that a plan is not replayed on another."""
 
 import hashlib
 import re
@@ -18,11 +18,9 @@ from torchremat.graph.ops import op_name
 def lines_of(graph: fx.Graph) -> tuple[str, ...]:
     """One line for each node: what it is, what it reads, and what comes out; last, the outputs.
 
-    Devices are left out.
-
-    A plan that was made on the meta device holds for any other on which the graph is the same, and
-    one that was made in one process for the others: what a group of processes is called is left out
-    too, as those in one column of a mesh have another group than those in the next.
+    Devices are left out: a plan that was made on the meta device holds for any other on which the
+    graph is the same. Names of process groups are left out, so that a plan holds in all processes:
+    each column of a mesh has a group of its own.
 
     >>> import torchremat as tr
     >>> g = tr.make_graph(lambda x, n: x * n, static_argnums=1)(torch.ones(3), 2.0)
@@ -102,8 +100,7 @@ def match_saved_values(
 ) -> list[fx.Node] | None:
     """The nodes of `joint` for the positions `saved` in a graph of `lines`.
 
-    `None` if another function was traced: if a kind of value is kept of which there are more here,
-    or fewer.
+    `None` if another function was traced: if a saved kind of value is there more often, or less.
     """
     nodes = list(joint.module.graph.nodes)
     ours = list(_number_lines(lines_of(joint.module.graph)))

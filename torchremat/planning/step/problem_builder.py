@@ -67,7 +67,7 @@ class NumericStep:
 
     @property
     def plain(self) -> Decisions:
-        """What is kept without rematerialisation: all of the forward pass that is read later."""
+        """Without rematerialisation: save every value of the forward pass that is read later."""
         late = {v for op in self.problem.operators if op.part is Part.BACKWARD for v in op.reads}
         late |= {
             v

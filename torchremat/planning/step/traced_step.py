@@ -30,13 +30,13 @@ from torchremat.tracing.ambient_state import meta_as_cpu
 class WholeGraphPolicy(Policy):
     """A policy that decides on all values at once.
 
-    Asked of one operator it lets nothing be saved. Checkpoints inside are opened: it decides on
-    what is in them as well.
+    For one operator alone it lets nothing be saved. Checkpoints inside are opened: it decides on
+    their values as well.
     """
 
     @property
     def is_whole_graph(self) -> bool:
-        """It does."""
+        """True: `schedule` decides."""
         return True
 
     def __call__(self, op: object, /, *avals: Any, **params: Any) -> bool:
@@ -73,7 +73,7 @@ def region_of(
     kwargs: Mapping[str, Any],
     policy: Policy = everything_saveable,
 ) -> Region:
-    """What `fun` is at these arguments, for such a policy; nothing runs on their values.
+    """Trace `fun` at these arguments for such a policy; nothing runs on their values.
 
     Differentiated are the tensors that require a gradient, else all floating arguments. Raises
     `TypeError` if `fun` is not callable, and `TraceError` (a `TypeError`) if there is nothing to
@@ -121,7 +121,7 @@ def _mark_differentiated(leaf: Any) -> Any:
 
 
 def graphs_of(program: FunctionProgram) -> tuple[CompiledGraph, CompiledGraph]:
-    """What `program` runs forward, and backward as a training step does."""
+    """The forward graph of `program`, and the backward graph of a training step."""
     given = program.region.usual_outputs
     needed = tuple(spec.requires_grad for spec in program.region.specs)
     return program.runtime_forward, program.backward(given, needed, with_states=True)

@@ -218,6 +218,7 @@ FOR_ALL = {
     "torch.ops.aten.view.ZeroTensor",
     "torch.ops.*.FuncTorchBatched",
     "torch.use_deterministic_algorithms",
+    "torch.backends.cuda.matmul.fp32_precision",
 }
 
 
@@ -529,3 +530,22 @@ def test_two_trainings_at_once_give_the_bits_of_each_alone():
         assert found == losses
         assert all(map(torch.equal, parameters, others))
     assert state() == before
+
+
+def test_one_thread_at_a_time_allows_tf32(other):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    entered = threading.Event()
+
+    def enter():
+        with patches.allow_tf32():
+            entered.set()
+            return matmul.fp32_precision
+
+    with pytest.raises(ZeroDivisionError), patches.allow_tf32():
+        found = other.submit(enter)
+        assert matmul.fp32_precision == "tf32"
+        assert not entered.is_set()
+        raise ZeroDivisionError
+    assert found.result() == "tf32"
+    assert matmul.fp32_precision == before

@@ -316,6 +316,12 @@ def tracing():
     assert _torch.innermost_proxy_mode() is None
 
 
+@check("allow_tf32")
+def tf32_products():
+    with _torch.allow_tf32():
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 @check("let_modes_see_views_of_zeros")
 def views_of_zeros():
     _torch.let_modes_see_views_of_zeros()

@@ -135,6 +135,7 @@ from .operators import register_simple_rules as register_simple_rules
 from .operators import schema_arguments as schema_arguments
 from .operators import schema_of as schema_of
 from .patches import FunctionHandler as FunctionHandler
+from .patches import allow_tf32 as allow_tf32
 from .patches import call_around_modules as call_around_modules
 from .patches import check_comparisons_of as check_comparisons_of
 from .patches import dual_level_as_functorch_level as dual_level_as_functorch_level

@@ -173,6 +173,12 @@ _DETERMINISTIC = Patch(
     "2.11", "process-wide: PyTorch has no flag for one call. Other threads see it while one "
     "kernel is launched",
 )  # fmt: skip
+_MATMUL_PRECISION = Patch(
+    "torch.backends.cuda.matmul", "fp32_precision",
+    "The rate of TF32 is measured also where the user has not allowed it; `allow_tf32`.",
+    "2.11", "process-wide: PyTorch has no flag for one call. Other threads see it while one "
+    "product is timed",
+)  # fmt: skip
 _SIZE_COMPARISONS = tuple(
     Patch(
         "torch:SymInt", name,
@@ -185,7 +191,8 @@ _SIZE_COMPARISONS = tuple(
 PATCHES = (
     _APPLY, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, _REENTRANT_CHECKPOINT, _FX_FLAG,
     _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS,
-    _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, *_SIZE_COMPARISONS,
+    _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _MATMUL_PRECISION,
+    *_SIZE_COMPARISONS,
 )  # fmt: skip
 
 # --- how they are entered ------------------------------------------------------------------------
@@ -373,6 +380,19 @@ def be_deterministic() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(is_set, warn_only=only_warns)
+
+
+@contextmanager
+def allow_tf32() -> Iterator[None]:
+    """Let matrix products in the block round float32 to TF32, one thread at a time."""
+    matmul = torch.backends.cuda.matmul
+    with _lock:
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "tf32"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 # --- for good, or until they are restored --------------------------------------------------------

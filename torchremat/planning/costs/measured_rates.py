@@ -166,7 +166,7 @@ def measure_rates(device: torch.device) -> Rates:
         f64 = _matmul_rate(device, torch.float64)  # Apple's GPUs have no float64
         halves = [_matmul_rate(device, dtype) for dtype in (torch.bfloat16, torch.float16)]
         f16 = max((rate for rate in halves if rate), default=f32)
-        with _tf32():
+        with _torch.allow_tf32():
             tf32 = f32 if device.type == "cpu" else _matmul_rate(device, torch.float32)
         return Rates(
             f"{label_of(device)}, measured",
@@ -200,18 +200,6 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float | None:
         if seconds > 3e-3:  # the next takes eight times as long
             break
     return best or None
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    """A block in which PyTorch may round float32 for matrix products."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def _memory_rate(device: torch.device) -> float:

@@ -159,17 +159,16 @@ Made by `{command}` in {seconds:.0f} s: {device}, {threads} threads, PyTorch {to
 {summary}
 
 A step is a forward and a backward pass, compiled by inductor, without optimizer. All variants of a
-model are in one process and timed in turn, round after round, each round beginning with another;
-given are the median and half the distance of the quartiles, and the ratio of the fastest rounds
-beside that of the medians. Compile times are of the first step, with nothing compiled before. Bytes
-"saved" are the storages between the passes, without parameters and arguments. The peak is what a
-step allocates at a time, gradients and what kernels need besides included: the allocator's own
-figure on a GPU, on a CPU what the allocator tells the profiler.
+model run in one process and take turns. Each round begins with another variant. The tables have the
+median, half the distance of the quartiles, and the ratio of the fastest rounds beside that of the
+medians. Compile times are of the first step, with nothing compiled before. Bytes "saved" are the
+storages between the passes, without parameters and arguments. The peak is the most that a step
+allocates at a time, with gradients and the workspace of kernels. On a GPU it is the allocator's own
+figure, on a CPU the profiler's.
 
 *budget* is `torch._functorch.config.activation_memory_budget`, *checkpoint*
 `torch.utils.checkpoint` on each block, both under torch.compile's default backend. For each of them
-up to three of our budgets are compiled, each in the light of the peaks that those before had; ours
-is the fastest of all plans for that model with at most the peer's measured peak, chosen by the same
-medians that are shown, which favours it by a little noise. Peers that do not differ from
-another are left out. On a machine with other work, differences of a few per cent mean nothing.
+up to three of our budgets are compiled. Each is chosen by the peaks of those before. Ours is the
+fastest of all plans for that model with at most the peer's measured peak. The medians in the table
+choose it, which favours it by a little noise. Peers that do not differ from another are left out. On a machine with other work, differences of a few per cent mean nothing.
 """

@@ -328,25 +328,24 @@ _INTRODUCTION = """# The planner and its peers
 
 Made by `{command}` (`--from planning.json` writes it again from the figures), in {seconds:.0f} s.
 
-Each model is traced once, on the meta device. All that follows is about that one joint graph: what
-a peer saves and the order in which it runs operators backward become a schedule of it, and one
-simulator and one cost model judge all schedules: {device}. Peaks count activations, gradients and
-outputs, not inputs and parameters. The simulator gives the same peak, to the byte, for a schedule
-in numbers and for the two graphs of PyTorch's partitioner that it came from; where it did not, the
-run says so.
+Each model is traced once, on the meta device. All figures are of that one joint graph. The values
+that a peer saves, and its order of the backward pass, become a schedule of it. One simulator and one
+cost model judge all schedules: {device}. Peaks count activations, gradients and
+outputs, not inputs and parameters. The simulator gives one peak, to the byte, for a schedule in
+numbers and for the two graphs of PyTorch's partitioner that it came from. Otherwise the run says so.
 
 - *torch.compile*: the minimum-cut partitioner, plain, aggressive, and with each budget (0.9 to 0)
-  and solver, planning by flops; what fusion would hide of its bytes and time is not counted unless
-  the run has `--fused`. Common subexpressions stay as they are, for everybody.
+  and solver, planning by flops. Without `--fused`, bytes and time count as if no operators were
+  fused. Common subexpressions stay as they are, for everybody.
 - *checkpoint*: `torch.utils.checkpoint` on each block. *selective*: the same with what matrix
   products, convolutions and attention give saved; with every second of them saved.
 - *Checkmate*: the program of `scripts/checkmate.py`, of the graph with neighbours made one
-  operator, for it and for us alike. "proved": the optimum; "prompt": the optimum of schedules that
-  compute nothing before the stage that wants it, and what is proved of all others.
+  operator, for it and for us alike. "proved": the optimum. "prompt": the optimum of schedules that
+  compute nothing before the stage that reads it, and the lower bound of all others.
 - *bound*: proved by our own solver; no schedule that meets the budget adds less.
 - *floor of the order*: what the backward operators need by themselves, in the traced order.
-  *proved of our orders*: no schedule in an order of ours has a lower peak (but for values of less
-  than 0.5 %), what is computed again running in the order of the forward pass.
+  *proved of our orders*: no schedule in an order of ours has a lower peak, but for values of less
+  than 0.5 %. Recomputed operators run in the order of the forward pass.
 - Ours may run the backward operators in another order (gradients of parameters early).
 - Ratios below 0.01 count as 0.01. Peaks within half a percent share one plan, that for the smaller.
 

@@ -61,8 +61,8 @@ class InputSpec:
 
 def _refuse_kind(tensor: Tensor) -> None:
     """Raise for a tensor that a plain one cannot stand for in a trace."""
-    if hasattr(type(tensor), "complaint"):  # it was donated
-        raise DonationError(tensor.complaint("a traced function"))  # type: ignore[attr-defined]
+    if hasattr(type(tensor), "describe_misuse"):  # it was donated
+        raise DonationError(tensor.describe_misuse("a traced function"))  # type: ignore[attr-defined]
     if tensor.is_nested:
         raise TraceError(
             f"cannot trace a nested tensor (layout {tensor.layout}): its ragged size has no place "

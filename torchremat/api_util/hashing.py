@@ -23,7 +23,7 @@ class WrapHashably:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def frozen(self) -> "WrapHashably":
+    def freeze(self) -> "WrapHashably":
         """This value as it is now."""
         try:
             hash(self.value)

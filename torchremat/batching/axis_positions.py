@@ -1,4 +1,4 @@
-"""Where the mapped axis is in a tensor, and how it is put elsewhere.
+"""Find the mapped axis in a tensor, and move it.
 
 After `jax.interpreters.batching`. An axis is an int, negative ones counting from the end, or
 `not_mapped` (`None`) for a tensor that all examples share.
@@ -16,7 +16,7 @@ not_mapped = None
 
 
 def moveaxis(x: Tensor, src: int, dst: int) -> Tensor:
-    """`x` with its dimension `src` at `dst`: a view.
+    """Move dimension `src` of `x` to `dst`: a view.
 
     Raises:
         AxisError: (a `ValueError`) if there is no such dimension.
@@ -30,7 +30,7 @@ def moveaxis(x: Tensor, src: int, dst: int) -> Tensor:
 
 
 def broadcast(x: Tensor | float | complex, sz: int, axis: int) -> Tensor:
-    """`x`, a tensor or a number, repeated `sz` times along a new dimension `axis`: a view.
+    """Repeat a tensor or a number `sz` times along a new dimension `axis`: a view.
 
     Raises:
         AxisError: (a `ValueError`) if the result has no such dimension.
@@ -48,7 +48,7 @@ def broadcast(x: Tensor | float | complex, sz: int, axis: int) -> Tensor:
 
 
 def bdim_at_front(x: Tensor, bdim: int | None, size: int) -> Tensor:
-    """`x` with the mapped axis first; repeated if it has none.
+    """Move the mapped axis of `x` to the front; repeat `x` if it has none.
 
     >>> import torch
     >>> bdim_at_front(torch.ones(4, 2), 1, 2).shape, bdim_at_front(torch.ones(4), None, 2).shape
@@ -60,13 +60,13 @@ def bdim_at_front(x: Tensor, bdim: int | None, size: int) -> Tensor:
 def matchaxis(
     axis_name: Any, sz: int, src: int | None, dst: int | None, x: Tensor, sum_match: bool = False
 ) -> Tensor:
-    """`x` with the mapped axis, which is at `src`, at `dst`.
+    """Move the mapped axis of `x` from `src` to `dst`.
 
     Args:
         axis_name: what the axis is called, for the error; `None` if it has no name.
         sz: the size of the axis.
         src: where it is in `x`; `None` if `x` does not vary.
-        dst: where it is to be. An `x` that does not vary is repeated there.
+        dst: where the result has it. An `x` that does not vary is repeated there.
         x: a tensor.
         sum_match: whether an `x` that varies is summed where `dst` is `None`.
 
@@ -86,13 +86,13 @@ def matchaxis(
     name = "" if axis_name is None else f" (axis_name={axis_name})"
     raise AxisError(
         f"vmap has mapped output{name} but out_axes is None. None says that all examples give the "
-        "same value; give the axis where they are to be, or reduce over them: psum over a named "
+        "same value; give their axis in the output, or reduce over them: psum over a named "
         "axis, or sum_match=True for the sum."
     )
 
 
 def canonical_axis(axis: int, rank: int) -> int:
-    """`axis` of a tensor of `rank` dimensions, counted from the front.
+    """Count `axis` of a tensor of `rank` dimensions from the front.
 
     Raises:
         AxisError: (a `ValueError`) if there is no such dimension.

@@ -41,20 +41,20 @@ def batch_graph(
         in_axes: where the axis is in each input, in the order of `in_avals`: an int (negative ones
             count from the end of the input with the axis), or `None` for an input that all examples
             share. One int or `None` stands for all.
-        out_axes: where it is to be in each output, in the order of `out_avals`. An output that is
+        out_axes: where each output has it, in the order of `out_avals`. An output that is
             the same for all examples is repeated for an int. `None` leaves an output as it comes:
             with the axis first, or without it if it is the same for all.
-        axis_name: what the axis is called by collectives in `g`, which are worked out.
+        axis_name: the name of the axis. Collectives of `g` over it become plain operators.
         randomness: what random operators do: `"error"`, draw `"different"` numbers for each
             example, or the `"same"` ones.
 
     Returns:
-        A graph that takes the arguments of `g`, with the axis, and gives its result, with the axis;
-        and where the axis is in each output, `None` for an output without it.
+        A graph that takes the arguments of `g` with the axis, and gives its result with the axis. A
+        list: where the axis is in each output, `None` for an output without it.
 
     Raises:
-        ValueError: if an axis is out of range, or there is not one for each input or output, or
-            `axis_size` is not positive; `GraphError`, if `g` writes to its inputs or constants.
+        ValueError: if an axis is out of range or missing, or `axis_size` is not positive.
+        GraphError: (a `ValueError`) if `g` writes to its inputs or constants.
         TypeError: if an axis is neither an int nor `None`.
 
     After `jax.interpreters.batching.batch_jaxpr`.
@@ -76,7 +76,7 @@ def batch_graph(
     in_dims = (*(None for _ in g.consts), *axes)
     example = _with_shared_empties(g) if randomness == "same" else g
     mapped = BatchedBody(TensorsOf(example), in_dims, axis_size, randomness, axis_name)
-    body = _Placed(mapped, g.outputs, tuple(wanted))
+    body = _PlaceAxes(mapped, g.outputs, tuple(wanted))
     nodes = [*g.const_nodes, *g.input_nodes]
     specs = [
         spec if dim is None else _with_axis(spec, dim, axis_size)
@@ -88,7 +88,7 @@ def batch_graph(
 
 
 def _with_shared_empties(g: TypedGraph) -> TypedGraph:
-    """`g`, with empty tensors of given shapes in place of those like another, which varies.
+    """Replace tensors made like another, which varies, by ones of given shapes.
 
     A dropout draws into `empty_like(x)`: PyTorch draws the same for all only if that is unmapped.
     """
@@ -104,10 +104,10 @@ def _with_shared_empties(g: TypedGraph) -> TypedGraph:
 
 
 @dataclass(eq=False)
-class _Placed(Body):
-    """`of`, with the axis in its outputs moved to where it is `wanted`; also numbers have one then.
+class _PlaceAxes(Body):
+    """Moves the axis in the outputs of `of` to where it is `wanted`; numbers get one there too.
 
-    After a run `out_axes` holds where it is.
+    After a run `out_axes` says where it is.
     """
 
     of: BatchedBody
@@ -116,7 +116,6 @@ class _Placed(Body):
     out_axes: list[int | None] = ()  # type: ignore[assignment]
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """The outputs, tensors and numbers."""
         results = iter(self.of.run(tracing, inputs))
         dims = iter(self.of.out_dims)
         placed: list[Any] = []
@@ -129,11 +128,11 @@ class _Placed(Body):
                 placed.append(value)
                 self.out_axes.append(dim)
             else:
-                placed.append(self._moved(value, dim, axis))
+                placed.append(self._place_axis(value, dim, axis))
                 self.out_axes.append(axis)
         return placed
 
-    def _moved(self, value: Any, dim: int | None, axis: int) -> Tensor:
+    def _place_axis(self, value: Any, dim: int | None, axis: int) -> Tensor:
         if not isinstance(value, Tensor):
             return torch.full((self.of.axis_size,), value)
         if dim is not None:
@@ -153,7 +152,7 @@ def _check_size(axis_size: Any) -> None:
 
 
 def _as_axes(axes: Any, ranks: Sequence[int], what: str, of_what: str) -> list[int | None]:
-    """One axis for each rank, each at least 0."""
+    """Check the axes, and make a list of one for each rank, none negative."""
     if axes is None or isinstance(axes, int):
         axes = [axes] * len(ranks)
     if not isinstance(axes, Sequence) or isinstance(axes, str):
@@ -173,7 +172,6 @@ def _as_axes(axes: Any, ranks: Sequence[int], what: str, of_what: str) -> list[i
 
 
 def _as_axis(axis: Any, rank: int, what: str) -> int | None:
-    """`axis` of a tensor of `rank` dimensions, the mapped one among them."""
     if axis is None:
         return None
     if isinstance(axis, bool) or not isinstance(axis, int):

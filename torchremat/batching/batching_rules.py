@@ -1,9 +1,9 @@
 """How an operator is mapped over an axis: PyTorch's own rules, and those that a user registers.
 
-A rule takes what the operator is called with for all examples at once, and where the mapped axis is
-in each tensor, and gives the outputs and where it is in them. It stands in a registry under its
-`OpOverload`; PyTorch has a rule for nearly every other operator. After
-`jax.interpreters.batching`, whose rules have these signatures:
+A rule takes the arguments for all examples at once, and where the mapped axis is in each tensor. It
+gives the outputs, and where the axis is in them. It stands in a registry under its `OpOverload`;
+PyTorch has a rule for nearly every other operator. After `jax.interpreters.batching`, whose rules
+have these signatures:
 
     primitive_batchers[op](vals, dims, **params) -> (out, out_dim)
     axis_primitive_batchers[op](axis_size, axis_name, None, vals, dims, **params)
@@ -71,7 +71,7 @@ primitive_batchers = BatchingRules()
 axis_primitive_batchers = BatchingRules()
 spmd_axis_primitive_batchers = BatchingRules()
 rules_where_torch_has_none = BatchingRules()
-"""The library's own, which a user's goes before."""
+"""The library's own rules; those of a user come first."""
 _registries = (
     primitive_batchers,
     axis_primitive_batchers,
@@ -79,11 +79,11 @@ _registries = (
     rules_where_torch_has_none,
 )
 _hooks: dict[_torch.OpOverload, Any] = {}
-"""Where PyTorch was told to ask us, by operator."""
+"""The hooks that call `_batch`, by operator."""
 
 
 def _hook(op: _torch.OpOverload) -> None:
-    ambient_state.Rules.changes += 1  # what was traced with other rules holds no more
+    ambient_state.Rules.changes += 1  # traces that were made with other rules are no longer valid
     if op not in _hooks:
         _hooks[op] = _torch.replace_batching_rule(op, functools.partial(_batch, op))
 
@@ -96,7 +96,7 @@ def _unhook(op: _torch.OpOverload) -> None:
 
 def _batch(op: _torch.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run `op` at the innermost level of `vmap` by the rule that stands for it."""
-    rule = _rule_for(op)
+    rule = _find_rule(op)
     if rule is None:  # one for `spmd_axis_name`, and there is none
         _torch.restore_batching_rule(_hooks.pop(op))
         try:
@@ -118,7 +118,7 @@ def _batch(op: _torch.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return _wrap_outputs(op, result[0], result[1], level)
 
 
-def _rule_for(op: _torch.OpOverload) -> Callable[..., tuple[Any, Any]] | None:
+def _find_rule(op: _torch.OpOverload) -> Callable[..., tuple[Any, Any]] | None:
     frame = frame_at(_torch.transform_depth())
     name = None if frame is None else frame.name
     spmd = None if frame is None else frame.spmd_axis_name
@@ -141,8 +141,8 @@ def _wrap_outputs(op: _torch.OpOverload, outputs: Any, dims: Any, level: _torch.
         return _wrap_output(op, outputs, dims, level)
     if not isinstance(outputs, tuple | list) or not isinstance(dims, tuple | list):
         raise RuleError(
-            f"the batching rule of {op} must give a tensor and its axis, or a list of tensors and "
-            f"a list of their axes, but it gave {type(outputs).__name__} and {dims!r}"
+            f"the batching rule of {op} must give a tensor and its axis, or lists of tensors and "
+            f"of axes: it gave {type(outputs).__name__} and {dims!r}"
         )
     if len(outputs) != len(dims):
         raise RuleError(
@@ -160,14 +160,14 @@ def _wrap_output(op: _torch.OpOverload, value: Any, dim: Any, level: _torch.Vmap
     axis = canonical_axis(dim, value.dim())
     if value.shape[axis] != level.size:
         raise RuleError(
-            f"the batching rule of {op} says that axis {dim} of an output is the mapped one, which "
-            f"has {level.size} examples, but the output has the shape {tuple(value.shape)}"
+            f"the batching rule of {op} says that axis {dim} of an output, the mapped one, has "
+            f"{level.size} examples, but the output has the shape {tuple(value.shape)}"
         )
     return _torch.add_batch_dim(value, axis, level.number)
 
 
 class BatchedArguments:
-    """What an operator is called with: its tensors in order, and its other arguments by name."""
+    """The arguments of a call of an operator: tensors in order, the others by name."""
 
     def __init__(self, op: _torch.OpOverload, given: dict[str, Any]) -> None:
         self.op = op
@@ -179,8 +179,8 @@ class BatchedArguments:
     def of(
         cls, op: _torch.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> "BatchedArguments":
-        """Those of a call."""
-        schema = op._schema.arguments
+        """Sort the arguments of a call."""
+        schema = _torch.schema_arguments(op)
         named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
         return cls(op, {a.name: named.get(a.name, a.default_value) for a in schema})
 
@@ -188,7 +188,7 @@ class BatchedArguments:
         """Call the operator with other tensors, and with some other arguments changed."""
         left = iter(tensors)
         filled = {name: _fill_holes(value, left) for name, value in self.given.items()} | params
-        schema = self.op._schema.arguments
+        schema = _torch.schema_arguments(self.op)
         args = [filled[a.name] for a in schema if not a.kwarg_only]
         return self.op(*args, **{a.name: filled[a.name] for a in schema if a.kwarg_only})
 
@@ -250,10 +250,10 @@ def defbroadcasting(op: _torch.OpOverload) -> None:
     torch.Size([2, 3])
     >>> del primitive_batchers[torch.ops.aten.add.Tensor]
     """
-    primitive_batchers[op] = functools.partial(_broadcasting, op)
+    primitive_batchers[op] = functools.partial(_apply_broadcasting, op)
 
 
-def _broadcasting(
+def _apply_broadcasting(
     op: _torch.OpOverload, vals: Sequence[Tensor], dims: Sequence[int | None], **params: Any
 ) -> tuple[Any, Any]:
     shapes = {(tuple(v.shape), d) for v, d in zip(vals, dims, strict=True) if v.dim() > 0}
@@ -289,28 +289,32 @@ def defreducer(op: _torch.OpOverload, dim: str = "dim") -> None:
     torch.Size([2, 3])
     >>> del primitive_batchers[amax]
     """
-    rule = functools.partial(_reducing, op, dim)
-    if isinstance(op, _torch.OpOverload) and dim not in _arguments_of(op):
-        rule = functools.partial(_reducing_all, _overload_with(op, dim), dim)
+    rule = functools.partial(_reduce, op, dim)
+    if isinstance(op, _torch.OpOverload) and dim not in _argument_types(op):
+        rule = functools.partial(_reduce_all, _find_overload(op, dim), dim)
     primitive_batchers[op] = rule
 
 
-def _arguments_of(op: _torch.OpOverload) -> dict[str, str]:
+def _argument_types(op: _torch.OpOverload) -> dict[str, str]:
     return {a.name: str(a.type) for a in _torch.schema_arguments(op)}
 
 
-def _overload_with(op: _torch.OpOverload, dim: str) -> _torch.OpOverload:
+def _find_overload(op: _torch.OpOverload, dim: str) -> _torch.OpOverload:
     """The one that reduces one input over `dim` to one output."""
     for name in op.overloadpacket.overloads():
         overload: _torch.OpOverload = getattr(op.overloadpacket, name)
-        kinds = _arguments_of(overload)
-        is_of_one = [*kinds.values()].count("Tensor") == 1 == len(overload._schema.returns)
+        kinds = _argument_types(overload)
+        is_of_one = (
+            [*kinds.values()].count("Tensor") == 1 == len(_torch.schema_of(overload).returns)
+        )
         if is_of_one and "int" in kinds.get(dim, ""):
             return overload
-    raise RegistrationError(f"{op} has no argument {dim!r} that names dimensions: {op._schema}")
+    raise RegistrationError(
+        f"{op} has no argument {dim!r} that names dimensions: {_torch.schema_of(op)}"
+    )
 
 
-def _reducing_all(
+def _reduce_all(
     op: _torch.OpOverload,
     name: str,
     vals: Sequence[Tensor],
@@ -324,7 +328,7 @@ def _reducing_all(
     return op(flat, **{name: 1}, **params), 0
 
 
-def _reducing(
+def _reduce(
     op: _torch.OpOverload,
     name: str,
     vals: Sequence[Tensor],
@@ -350,7 +354,7 @@ def _call(op: _torch.OpOverload, vals: Sequence[Tensor], params: dict[str, Any])
     left = iter(vals)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for a in op._schema.arguments:
+    for a in _torch.schema_arguments(op):
         if a.name in params:
             value = params[a.name]
         elif "Tensor[]" in str(a.type) or "List[Tensor]" in str(a.type):

@@ -22,16 +22,16 @@ VmapRule = Callable[..., tuple[Any, Any]]
 class custom_vmap:  # noqa: N801 (a decorator)
     """A function of trees of tensors with a rule of its own for `vmap`.
 
-    The rule, given to `def_vmap`, is called as `rule(axis_size, in_batched, *args)`: the arguments
-    with the mapped axis in front where `in_batched`, a tree of bools like the arguments, says so;
-    it returns the outputs and a tree prefix of bools that says which of them have the axis in
-    front. Under a `vmap` that wraps a derivative (`vmap(grad(f))`) the derivative of the rule is
-    used. Outside `vmap` the function runs as it is.
+    The rule, given to `def_vmap`, is called as `rule(axis_size, in_batched, *args)`. An argument
+    has the mapped axis in front where `in_batched`, a tree of bools like the arguments, says so.
+    The rule returns the outputs, and a tree prefix of bools: which of them have the axis in front.
+    Under a `vmap` that wraps a derivative (`vmap(grad(f))`) the derivative of the rule is used.
+    Outside `vmap` the function runs as it is.
 
     Raises:
         MissingRuleError: (an `AttributeError`) at the call, if there is no rule.
-        RuleError: (a `ValueError`) at the call under `vmap`, if the rule gives no pair of outputs
-            and bools, or an output without the axis where it says there is one.
+        RuleError: (a `ValueError`) at the call under `vmap`, if the rule gives no such pair, or
+            an output without the axis that it says there is.
 
     After `jax.custom_batching.custom_vmap`.
 
@@ -69,7 +69,7 @@ class custom_vmap:  # noqa: N801 (a decorator)
                 "@f.def_vmap above rule(axis_size, in_batched, *args)."
             )
         if kwargs:
-            args = _bound(self.fun, args, kwargs)
+            args = _bind_arguments(self.fun, args, kwargs)
         leaves, spec = _torch.tree_flatten(list(args))
         call = _UserCall(self, self.rule, spec)
         outputs = _VmapRuleCall.apply(call, *leaves)  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class _FlatCall(ABC):
 
 
 class _UserCall(_FlatCall):
-    """What the user wrote; after a run `out_spec` holds the structure of the outputs."""
+    """The user's function; after a run `out_spec` is the structure of the outputs."""
 
     def __init__(self, of: custom_vmap, rule: VmapRule, spec: _torch.TreeSpec) -> None:
         self.of = of
@@ -185,7 +185,7 @@ class _RuleDerivative(_FlatCall):
 
     def run(self, *values: Any) -> tuple[Any, ...]:
         leaves, given = list(values[: self.num_leaves]), values[self.num_leaves :]
-        return self._derived(self.of.run, leaves, given)
+        return self._derive(self.of.run, leaves, given)
 
     def run_rule(
         self, axis_size: int, batched: tuple[bool, ...], *values: Any
@@ -203,10 +203,10 @@ class _RuleDerivative(_FlatCall):
             pairs = zip(outputs, has_axis, strict=True)
             return tuple(x if flag else broadcast(x, axis_size, 0) for x, flag in pairs)
 
-        found = self._derived(rule, leaves, given)
+        found = self._derive(rule, leaves, given)
         return found, (True,) * len(found)
 
-    def _derived(
+    def _derive(
         self, function: Callable[..., tuple[Any, ...]], leaves: list[Any], given: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         def of_some(*values: Tensor) -> tuple[Any, ...]:
@@ -226,13 +226,12 @@ class _VmapRuleCall(torch.autograd.Function):
 
     @staticmethod
     def forward(call: _FlatCall, *leaves: Any) -> tuple[Any, ...]:
-        """The outputs; one that is an input is a view of it, so that it has a place of its own."""
+        """Run the function; make a view of an output that is an input: autograd forbids both."""
         given = {id(x) for x in leaves if isinstance(x, Tensor)}
         return tuple(x.view_as(x) if id(x) in given else x for x in call.run(*leaves))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Keep the arguments."""
         ctx.call, *leaves = inputs
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -241,22 +240,23 @@ class _VmapRuleCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        """The derivative, a call that has a rule too."""
+        """Compute the derivative by a call that has a rule too."""
         wrt = tuple(i for i, _ in enumerate(ctx.others) if ctx.needs_input_grad[i + 1])
         grads: list[Any] = [None] * len(ctx.others)
-        for i, grad in zip(wrt, _derive(ctx, wrt, cotangents, is_forward=False), strict=True):
+        for i, grad in zip(
+            wrt, _apply_derivative(ctx, wrt, cotangents, is_forward=False), strict=True
+        ):
             grads[i] = grad
         return (None, *grads)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
-        """The tangents, by a call that has a rule too."""
         wrt = tuple(i for i, t in enumerate(tangents) if t is not None)
-        return _derive(ctx, wrt, [tangents[i] for i in wrt], is_forward=True)
+        return _apply_derivative(ctx, wrt, [tangents[i] for i in wrt], is_forward=True)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _FlatCall, *leaves: Any) -> Any:
-        """The rule, given the axis in front."""
+        """Call the rule with the axis in front."""
         dims = in_dims[1:]
         moved = [
             x if dim is None else moveaxis(x, dim, 0) for x, dim in zip(leaves, dims, strict=True)
@@ -265,17 +265,19 @@ class _VmapRuleCall(torch.autograd.Function):
         return outputs, tuple(0 if flag else None for flag in flags)
 
 
-def _derive(ctx: Any, wrt: tuple[int, ...], given: Any, *, is_forward: bool) -> tuple[Any, ...]:
+def _apply_derivative(
+    ctx: Any, wrt: tuple[int, ...], given: Any, *, is_forward: bool
+) -> tuple[Any, ...]:
     tensors = iter(ctx.saved_tensors)
     leaves = [next(tensors) if other is None else other[0] for other in ctx.others]
     derivative = _RuleDerivative(ctx.call, len(leaves), wrt, is_forward)
     return _VmapRuleCall.apply(derivative, *leaves, *given)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _bound(
+def _bind_arguments(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """All arguments by position, as the rule takes them."""
+    """Bind all arguments by position: the rule takes none by keyword."""
     bound = inspect.signature(fun).bind(*args, **kwargs)
     bound.apply_defaults()
     if bound.kwargs:

@@ -48,7 +48,7 @@ class MappedLeaves:
     axes: list[Any]
     spec: _torch.TreeSpec
     caller: str = "vmap"
-    """What maps the function, as errors call it."""
+    """The name of the transformation, for errors."""
 
     @classmethod
     def of(
@@ -59,7 +59,7 @@ class MappedLeaves:
         kwargs: Mapping[str, Any],
         caller: str = "vmap",
     ) -> "MappedLeaves":
-        """Take a call apart. Keyword arguments are mapped along their first axis.
+        """Flatten a call. Keyword arguments are mapped along their first axis.
 
         Raises:
             AxisError: (a `ValueError`) if `in_axes` does not fit the arguments.
@@ -78,8 +78,9 @@ class MappedLeaves:
         """The size of the mapped axis, which all arguments agree on.
 
         Raises:
-            AxisError: (a `ValueError`) if they do not, or an argument has no such axis, or there is
-                no mapped argument and no `axis_size`; `AxisTypeError`, if an argument is no tensor.
+            AxisError: (a `ValueError`) if they do not agree, an argument has no such axis, or
+                neither an argument nor `axis_size` gives a size.
+            AxisTypeError: if an argument that is mapped is no tensor.
         """
         sizes = [
             None if axis is None or leaf is None else self._size_of(leaf, axis)
@@ -123,10 +124,11 @@ class MappedLeaves:
             )
         if not -len(shape) <= axis < len(shape):
             needed = axis + 1 if axis >= 0 else -axis
+            rank = f"{len(shape)} (its shape is {shape})"
             raise AxisError(
                 f"{self.caller} was requested to map its argument along axis {axis}, which "
-                f"implies that its rank should be at least {needed}, but is only {len(shape)} (its "
-                f"shape is {shape}): {self._name_of(leaf)}"
+                f"implies that its rank should be at least {needed}, but is only {rank}: "
+                f"{self._name_of(leaf)}"
             )
         return shape[axis]
 
@@ -163,7 +165,7 @@ class MappedLeaves:
         return self._names()[index]
 
     def _names(self) -> list[str]:
-        """What to call each leaf: `argument x[0] of type f32[3]`."""
+        """Describe each leaf: `argument x[0] of type f32[3]`."""
         tree = _torch.tree_unflatten(self.leaves, self.spec)
         paths = _torch.tree_flatten_with_path(tree, is_leaf=is_vmappable)[0]
         parameters = _parameters_of(self.fun, *tree)
@@ -171,7 +173,7 @@ class MappedLeaves:
 
 
 def _size_of_container(leaf: Any, axis: Any) -> int | None:
-    """The size of the axis that `to_elt` asks for first."""
+    """Find the size of the first axis that `to_elt` maps."""
     registered = vmappable_of(type(leaf))
     assert registered is not None
     sizes: list[int] = []

@@ -47,8 +47,8 @@ def with_sharding_constraint(
         placements: one for each axis of the mesh.
 
     Raises:
-        AxisError: (a `ValueError`) if there is not one placement for each axis, or the mesh has no
-            axis of the name that `vmap` was given, or the tensor is spread over it already.
+        AxisError: (a `ValueError`) if there is not one placement for each axis. Also if the mesh
+            has no axis `spmd_axis_name`, or the tensor is spread over it already.
         NotAvailableError: inside a trace (a checkpoint, `jit`), and without `torch.distributed`.
 
     >>> import torch, torch.distributed as dist
@@ -98,7 +98,7 @@ class _Constraint(torch.autograd.Function):
         dim = in_dims[0]
         frame = frame_being_mapped()
         names = () if frame is None else _as_names(frame.spmd_axis_name)
-        return _Constraint.apply(x, mesh, _with_dim(mesh, placements, dim, names)), dim  # type: ignore[no-untyped-call]
+        return _Constraint.apply(x, mesh, _add_dim(mesh, placements, dim, names)), dim  # type: ignore[no-untyped-call]
 
 
 def spread_examples(x: Any, dim: int, spmd_axis_name: Any) -> Any:
@@ -116,7 +116,7 @@ def spread_examples(x: Any, dim: int, spmd_axis_name: Any) -> Any:
     return x.redistribute(x.device_mesh, placements)
 
 
-def _with_dim(mesh: Any, placements: Sequence[Any], dim: int, names: Sequence[Any]) -> Any:
+def _add_dim(mesh: Any, placements: Sequence[Any], dim: int, names: Sequence[Any]) -> Any:
     """The placements of all examples, whose dimension is `dim`, from those of one."""
     shard = _dtensors().Shard
     moved = [

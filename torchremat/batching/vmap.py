@@ -1,7 +1,7 @@
 """`vmap`: a function of one example becomes one of many.
 
-It runs on PyTorch's own batching, one level of `torch.func.vmap`. A call that repeats is traced,
-once, as a checkpoint that keeps what plain autograd keeps: from then on the batched operators run,
+It runs on PyTorch's own batching, one level of `torch.func.vmap`. A call that repeats is traced
+once, as a checkpoint that saves what plain autograd saves: from then on the batched operators run,
 and no batching.
 """
 
@@ -35,14 +35,11 @@ from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.tracing.calls import Call
 
 _RANDOMNESS = ("error", "different", "same")
-
-
+# Calls of so many kinds are remembered: ever new static values must not fill the memory. Chosen by
+# hand, as is the next one.
 _MOST_KINDS = 128
-
-
+# Traces of one function, each of which takes time and memory: ever new shapes are not all traced.
 _MOST_TRACES = 8
-
-
 _log = logging.getLogger("torchremat")
 
 
@@ -59,7 +56,7 @@ class Mapped(Checkpointed):
 
     @property
     def around(self) -> Callable[..., Any]:  # type: ignore[override]
-        """See `Checkpointed.around`."""
+        """Maps the function inside a trace."""
         return self._mapping
 
     def __repr__(self) -> str:
@@ -122,7 +119,7 @@ def _call_in_compiler(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What Dynamo captures: PyTorch's own `vmap`."""
+    """Let Dynamo capture PyTorch's own `vmap`."""
     ours = (mapping.axis_name, mapping.axis_size, mapping.spmd_axis_name, mapping.sum_match or None)
     if any(option is not None for option in ours):
         raise NotAvailableError(
@@ -155,16 +152,16 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
 
     Batching is PyTorch's own (`torch.func.vmap`), with the rules that are registered in
     `torchremat.batching` where there are some. It nests with every other transformation, and with
-    autograd. A function that is called a second time alike is traced, and its batched operators run
-    from then on without batching, and without its Python; what cannot be traced runs as it is. An
+    autograd. A function that is called a second time alike is traced: from then on its batched
+    operators run without batching, and without its Python. What cannot be traced runs as it is. An
     operator for which PyTorch has no batching rule runs in a loop, with a `LoopWarning`.
 
     Args:
         fun: a function of trees of tensors, or an `nn.Module`.
-        in_axes: where the mapped axis is in each argument: an int, negative ones counting from the
-            end, `None` for what all examples share, or a tuple with a tree prefix of these for each
+        in_axes: where the mapped axis is in each argument: an int (negative ones count from the
+            end), or `None` for what all examples share. A tuple has a tree prefix of these for each
             positional argument. Keyword arguments are mapped along their first axis.
-        out_axes: where it is to be in the outputs, as a tree prefix. An output that does not vary
+        out_axes: where the outputs have it, as a tree prefix. An output that does not vary
             is repeated; `None` leaves it without the axis.
         axis_name: what collectives inside (`psum`, ...) call the axis: any hashable value.
         axis_size: its size, where no argument says it; also of a type that was registered for
@@ -279,18 +276,18 @@ def call_in_chunks(
         ]
         part_args, part_kwargs = _torch.tree_unflatten(leaves, call.spec)
         results.append(map_over(length)(*part_args, **part_kwargs))
-    return _joined(results, mapping)
+    return _join_results(results, mapping)
 
 
-def _joined(results: Sequence[Any], mapping: Mapping) -> Any:
+def _join_results(results: Sequence[Any], mapping: Mapping) -> Any:
     spec = _torch.tree_flatten(results[0])[1]
     axes = flatten_axes("vmap out_axes", spec, mapping.out_axes)
     columns = zip(*(_torch.tree_flatten(result)[0] for result in results), strict=True)
-    joined = [_join(parts, a, mapping) for parts, a in zip(columns, axes, strict=True)]
+    joined = [_join_parts(parts, a, mapping) for parts, a in zip(columns, axes, strict=True)]
     return _torch.tree_unflatten(joined, spec)
 
 
-def _join(parts: Sequence[Any], axis: int | None, mapping: Mapping) -> Any:
+def _join_parts(parts: Sequence[Any], axis: int | None, mapping: Mapping) -> Any:
     if not isinstance(parts[0], Tensor):
         return parts[0]
     if axis is not None:

@@ -1,4 +1,4 @@
-"""One level of `vmap`: a function run on elements, whose results are put together again."""
+"""One level of `vmap`: a function runs on elements, and its results become those of all."""
 
 import threading
 import warnings
@@ -25,7 +25,7 @@ from torchremat.tracing.tracing import current_tracing
 
 @dataclass(frozen=True)
 class Mapping:
-    """What `vmap` was asked for."""
+    """The options of `vmap`."""
 
     in_axes: Any = 0
     out_axes: Any = 0
@@ -41,7 +41,7 @@ class Mapping:
         return self.run(call, call.size(self.axis_size))
 
     def run(self, call: MappedLeaves, size: int) -> Any:
-        """The outputs of such a call, whose mapped axis is of `size`."""
+        """Compute the outputs of a call whose mapped axis is of `size`."""
         out_axes = _torch.tree_flatten(self.out_axes)[0]
         if has_piles(call) or needs_piles(out_axes):
             return self._run_on_piles(call, size)
@@ -53,9 +53,9 @@ class Mapping:
             if not _torch.asks_for_value(error) or not _may_be_sizes(call):
                 raise ConcretizationError(
                     f"the value of a tensor that vmap maps is needed at {source_of_error(error)}, "
-                    "but under vmap it stands for the values of all examples. To choose between "
-                    "two tensors use torch.where; between two functions, torch.cond; for a size "
-                    "that depends on values, pad and mask; or give it None in in_axes."
+                    "but under vmap it stands for the values of all examples. Choose between "
+                    "tensors with torch.where, between functions with torch.cond; pad and mask "
+                    "where a size depends on values; or give the tensor None in in_axes."
                 ) from error
         return self._run_on_piles(call, size)  # it makes tensors of sizes that it is given
 
@@ -71,21 +71,21 @@ class Mapping:
 
     def _run_level(self, call: MappedLeaves, size: int) -> Any:
         level = _Level(self, call, size)
-        with _loops_said():
+        with _warn_of_loops():
             values, dims = run_mapped(
-                level.function,
+                level.run,
                 level.in_dims,
                 size,
                 self.randomness,
                 self.axis_name,
                 self.spmd_axis_name,
             )(*level.tensors)
-        return level.outputs(values, dims)
+        return level.unflatten_outputs(values, dims)
 
 
 @dataclass(frozen=True)
 class _Container:
-    """One that a function returned, of all examples."""
+    """A container that a function returned, of all examples."""
 
     value: Any
 
@@ -93,8 +93,8 @@ class _Container:
 class _Level:
     """A call on its way into a level of `vmap`, and out of it.
 
-    The tensors of a call go in one by one: those of containers too, in the order in which `to_elt`
-    asks for them.
+    The tensors of a call go in one by one. Those of containers are in the order in which `to_elt`
+    passes them to its first argument.
     """
 
     def __init__(self, mapping: Mapping, call: MappedLeaves, size: int) -> None:
@@ -121,7 +121,7 @@ class _Level:
 
         for leaf, axis in zip(self.call.leaves, self.call.axes, strict=True):
             if is_vmappable(leaf):
-                self._element(note, leaf, axis)
+                self._make_element(note, leaf, axis)
             elif isinstance(leaf, Tensor):
                 self.tensors.append(leaf)
                 dims.append(axis)
@@ -130,7 +130,7 @@ class _Level:
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         return zip(self.call.leaves, self.call.axes, strict=True)
 
-    def _element(self, cont: Callable[..., Any], leaf: Any, axis: Any) -> Any:
+    def _make_element(self, cont: Callable[..., Any], leaf: Any, axis: Any) -> Any:
         kind = vmappable_of(type(leaf))
         assert kind is not None
 
@@ -139,7 +139,7 @@ class _Level:
 
         return kind.to_elt(cont, get_idx, leaf, axis)
 
-    def function(self, *tensors: Tensor) -> list[Any]:
+    def run(self, *tensors: Tensor) -> list[Any]:
         """The user's function, inside the level: tensors to the tensors of its result."""
         left = iter(tensors)
 
@@ -147,7 +147,7 @@ class _Level:
             return next(left) if isinstance(value, Tensor) else value
 
         elements = [
-            self._element(take, leaf, axis) if is_vmappable(leaf) else take(leaf, axis)
+            self._make_element(take, leaf, axis) if is_vmappable(leaf) else take(leaf, axis)
             for leaf, axis in self._pairs()
         ]
         args, kwargs = _torch.tree_unflatten(elements, self.call.spec)
@@ -156,25 +156,25 @@ class _Level:
         self.out_axes = flatten_axes("vmap out_axes", spec, self.mapping.out_axes)
         self.out_spec = spec
         self.out_leaves = [
-            _Container(self._all_of(leaf, axis)) if is_vmappable(leaf) else leaf
+            _Container(self._make_container(leaf, axis)) if is_vmappable(leaf) else leaf
             for leaf, axis in zip(leaves, self.out_axes, strict=True)
         ]
         return [leaf for leaf in self.out_leaves if isinstance(leaf, Tensor)]
 
-    def _all_of(self, element: Any, axis: Any) -> Any:
+    def _make_container(self, element: Any, axis: Any) -> Any:
         """The container of all examples, made inside the level: its rule may compute."""
         level = _torch.transform_depth()
 
         def cont(_: Any, value: Any, axis: Any) -> Any:
             if isinstance(value, Tensor):
-                return self._placed(*_torch.unwrap_batched_tensor(value, level), axis)
-            return self._repeated(value, axis)
+                return self._place_axis(*_torch.unwrap_batched_tensor(value, level), axis)
+            return self._repeat(value, axis)
 
         kind = vmappable_of(type(element))
         assert kind is not None
         return kind.from_elt(cont, self.axis_size, element, axis)
 
-    def outputs(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Any:
+    def unflatten_outputs(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Any:
         """The result of the call: all examples together, the axis where `out_axes` says."""
         left = iter(zip(tensors, dims, strict=True))
         placed: list[Any] = []
@@ -182,12 +182,12 @@ class _Level:
             if isinstance(leaf, _Container):
                 placed.append(leaf.value)
             elif isinstance(leaf, Tensor):
-                placed.append(self._placed(*next(left), axis))
+                placed.append(self._place_axis(*next(left), axis))
             else:
-                placed.append(self._repeated(leaf, axis))
+                placed.append(self._repeat(leaf, axis))
         return _torch.tree_unflatten(placed, self.out_spec)
 
-    def _placed(self, value: Tensor, dim: int | None, axis: Any) -> Tensor:
+    def _place_axis(self, value: Tensor, dim: int | None, axis: Any) -> Tensor:
         mapping = self.mapping
         if axis is not None and not isinstance(axis, int):
             raise AxisTypeError(
@@ -198,7 +198,7 @@ class _Level:
             return moved
         return spread_examples(moved, axis % moved.dim(), mapping.spmd_axis_name)  # type: ignore[no-any-return]
 
-    def _repeated(self, value: Any, axis: Any) -> Any:
+    def _repeat(self, value: Any, axis: Any) -> Any:
         """A Python value, the same for all; a number becomes a tensor where it has an axis."""
         if axis is None or value is None:
             return value
@@ -228,8 +228,8 @@ def _is_number(value: Any) -> bool:
 
 
 @contextmanager
-def _loops_said() -> Iterator[None]:
-    """What PyTorch says of an operator that it has no batching rule for becomes a warning of ours.
+def _warn_of_loops() -> Iterator[None]:
+    """Turn PyTorch's warning of an operator without a batching rule into a `LoopWarning`.
 
     Filters of warnings are those of all threads: in others than the main one PyTorch's own stays.
     """

@@ -51,7 +51,7 @@ def run_on_piles(
         args, kwargs = _torch.tree_unflatten(leaves, call.spec)
         return _Structure.flatten(call.fun(*args, **kwargs), structures)
 
-    found = run_ragged(
+    *tensors, number = run_ragged(
         function,
         [call.leaves[i] for i in positions],
         [call.axes[i] for i in positions],
@@ -61,17 +61,14 @@ def run_on_piles(
         owner=call.fun,
         key=(call.spec, tuple(map(WrapHashably, statics))),
     )
-    *tensors, number = found
     assert isinstance(number, Dense)
     structure = structures[number.tensor]
     axes = flatten_axes("vmap out_axes", structure.spec, out_axes)
-    leaves = [
-        as_pile(output, size)
-        if isinstance(axis, ConcatAxis)
-        else _match_axis(output, axis, size, axis_name, sum_match)
+    outputs = [
+        _place_axis(output, axis, size, axis_name, sum_match)
         for output, axis in zip(structure.fill_leaves(tensors), axes, strict=True)
     ]
-    return _torch.tree_unflatten(leaves, structure.spec)
+    return _torch.tree_unflatten(outputs, structure.spec)
 
 
 # stands in a structure for a tensor, or for a size that differs from example to example
@@ -82,8 +79,8 @@ _TENSOR = "a tensor"
 class _Structure:
     """The structure of a function's result, and its leaves that are no tensors.
 
-    A graph from the cache does not run the function. Its last output is therefore the number of
-    the structure among those that the function has returned so far.
+    A graph from the cache does not run the function. Its last output therefore is the number of
+    the structure among those that the function has returned.
     """
 
     spec: _torch.TreeSpec
@@ -121,9 +118,11 @@ def _varies(leaf: Any) -> bool:
     return isinstance(leaf, Tensor | torch.SymInt | torch.SymFloat)
 
 
-def _match_axis(
+def _place_axis(
     output: Dense | Ragged, axis: Any, size: int, axis_name: Any, sum_match: bool
 ) -> Any:
+    if isinstance(axis, ConcatAxis):
+        return as_pile(output, size)
     if isinstance(output, Ragged):
         raise RaggedTypeError(
             "ragged output without using pile_axis out_axes spec: the examples of an output have "

@@ -1,4 +1,4 @@
-"""Types of the user's that `vmap` takes apart into elements: `register_vmappable`.
+"""Types of the user's that `vmap` maps element by element: `register_vmappable`.
 
 A container (an array with named dimensions, say) is mapped along what a *spec* says, which stands
 for it in `in_axes` and `out_axes`. After `jax.interpreters.batching.register_vmappable`.
@@ -21,7 +21,7 @@ FromElt = Callable[[Callable[[Any, Any, Any], Any], Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Vmappable:
-    """How containers of one type are mapped: see `register_vmappable`."""
+    """The rules for containers of one type, as `register_vmappable` takes them."""
 
     spec_type: type
     axis_size_type: type
@@ -116,7 +116,7 @@ def is_vmappable(x: Any) -> bool:
 
 
 def vmappable_of(kind: type) -> Vmappable | None:
-    """What was registered for containers of type `kind`."""
+    """The rules for containers of type `kind`, if it is registered."""
     return _registered.get(kind)
 
 

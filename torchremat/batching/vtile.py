@@ -22,8 +22,8 @@ def vtile(
     Args:
         f_flat: a function of tensors that returns a list or tuple of tensors; it sees one tile.
         in_axes_flat: the axis to cut in each argument; `None` for what all tiles share.
-        out_axes_flat: the axis of each output along which the tiles are laid side by side again;
-            `None` for an output that is the same for all tiles.
+        out_axes_flat: the axis of each output along which its tiles are concatenated; `None` for
+            an output that is the same for all tiles.
         tile_size: the number of tiles, which divides the axis. `None`: as many as the axis is long,
             so that a tile has a size of 1.
         axis_name: what collectives in `f_flat` call the axis of tiles.
@@ -32,8 +32,8 @@ def vtile(
         A function of the whole tensors, which gives a list.
 
     Raises:
-        AxisError: (a `ValueError`) at the call, if an axis cannot be divided evenly or is not
-            there, no argument is cut, or an output that varies has `None` in `out_axes_flat`.
+        AxisError: (a `ValueError`) at the call, if an axis is missing or cannot be divided evenly,
+            or no argument is cut. Also if an output that varies has `None` in `out_axes_flat`.
 
     After `jax.interpreters.batching.vtile`.
 
@@ -43,7 +43,7 @@ def vtile(
     [tensor([1., 5., 9.])]
     """
 
-    def tiled(*args: Tensor) -> list[Tensor]:
+    def map_tiles(*args: Tensor) -> list[Tensor]:
         if len(args) != len(in_axes_flat):
             raise AxisError(
                 f"vtile was given {len(in_axes_flat)} in_axes, but the function was called with "
@@ -56,9 +56,9 @@ def vtile(
         in_front = [None if a is None else 0 for a in out_axes_flat]
         mapped = vmap(_as_list, (None, None, *axes), in_front, axis_name)
         outputs = mapped(f_flat, len(out_axes_flat), *cut)
-        return [_joined(y, a) for y, a in zip(outputs, out_axes_flat, strict=True)]
+        return [_join_tiles(y, a) for y, a in zip(outputs, out_axes_flat, strict=True)]
 
-    return tiled
+    return map_tiles
 
 
 def _as_list(f_flat: Callable[..., Any], num_outputs: int, *tiles: Tensor) -> list[Any]:
@@ -81,7 +81,7 @@ def _axis_of(x: Tensor, axis: int | None) -> int | None:
 
 
 def _cut(x: Tensor, axis: int | None, num_tiles: int | None) -> Tensor:
-    """`x` with an axis of tiles before `axis`."""
+    """Insert an axis of tiles before `axis`."""
     if axis is None:
         return x
     axis = canonical_axis(axis, x.dim())
@@ -95,8 +95,8 @@ def _cut(x: Tensor, axis: int | None, num_tiles: int | None) -> Tensor:
     return x.unflatten(axis, (count, size // count))  # type: ignore[no-any-return]
 
 
-def _joined(y: Tensor, axis: int | None) -> Tensor:
-    """The tiles, which are first in `y`, side by side along `axis`; `None`: there is one."""
+def _join_tiles(y: Tensor, axis: int | None) -> Tensor:
+    """Concatenate the tiles, which are first in `y`, along `axis`; `None`: there is one."""
     if axis is None:
         return y
     axis = canonical_axis(axis, y.dim() - 1)

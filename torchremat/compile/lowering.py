@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.batching.collectives.collective_ops import as_exchanges
+from torchremat.batching.collectives.collective_ops import as_c10d_ops
 from torchremat.compile.device_support import check_devices, lacks_triton, warn_of_triton
 from torchremat.compile.inlining import inline_bodies
 from torchremat.errors import OptionError, nearest_names
@@ -143,7 +143,7 @@ class _ByInductor:
                 else:
                     env[node] = graph.node_copy(node, env.__getitem__)
             module = fx.GraphModule(self.module, graph)
-            with as_exchanges():
+            with as_c10d_ops():
                 self._run, self._source = _torch.compile_with_inductor(module, self._fakes)
         return self._run
 

@@ -45,7 +45,7 @@ class Structure:
     def freeze_statics(self) -> "Structure":
         """The structure with copies of the static arguments, which nobody else can change."""
         return Structure(
-            _torch.tree_map(lambda x: x.frozen() if isinstance(x, WrapHashably) else x, self.tree)
+            _torch.tree_map(lambda x: x.freeze() if isinstance(x, WrapHashably) else x, self.tree)
         )
 
     @property

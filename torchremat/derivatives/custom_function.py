@@ -1,5 +1,6 @@
 """Shared by `custom_jvp` and `custom_vjp`: the decorated function, and one call of it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -19,7 +20,7 @@ from torchremat.derivatives.rule_dispatch import CustomCall
 from torchremat.derivatives.rules import FlatRule, Tensors
 
 
-class CustomFunction:
+class CustomFunction(ABC):
     """A function with rules of its own; in a class it is a method."""
 
     def __init__(self, fun: Callable[..., Any], nondiff_argnums: int | Sequence[int] = ()) -> None:
@@ -32,6 +33,9 @@ class CustomFunction:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self.fun)})"
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)

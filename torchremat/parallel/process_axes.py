@@ -88,7 +88,7 @@ def _share_of(op: CollectiveOp, everything: Tensor, index: int, params: dict[str
         return everything[gets[0]].clone() if gets else torch.zeros_like(everything[0])
     names = ("axis_size",) if op is ppermute_p else ()
     given = {key: value for key, value in params.items() if key not in names}
-    y, dim = op.worked_out(everything, **given)
+    y, dim = op.implementation(everything, **given)
     y = y if dim is None else y.select(dim, index)
     return y.clone(memory_format=torch.contiguous_format)
 

@@ -368,7 +368,7 @@ def _build_trace(
     captured = CapturedTensors(made.captured, variables, named_modules)
     made.body.captured = captured.current_tensors
     return Trace(
-        key=tuple(k.frozen() if isinstance(k, WrapHashably) else k for k in call.key),
+        key=tuple(k.freeze() if isinstance(k, WrapHashably) else k for k in call.key),
         specs=specs,
         state=state,
         records=made.region.options.with_gradients,

@@ -1,4 +1,4 @@
-"""What all collectives ask of their arguments: names in scope, leaves, and groups of examples."""
+"""Checks of the arguments of collectives: names in scope, leaves, and groups of examples."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from torchremat.tracing.axes.named_axes import AxisName, as_names, axis_frame, p
 
 T = TypeVar("T")
 Groups = Sequence[Sequence[int]] | None
-"""Which examples do something together, as lists of their indices; `None`: all of them."""
+"""Lists of the indices of examples that take part together; `None`: all of them."""
 
 
-def names_in_scope(
+def find_names(
     function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups
 ) -> tuple[AxisName, ...]:
-    """The names one by one; raises for one that is not bound."""
+    """Split tuples of names; raise for a name that is not bound."""
     names = as_names(axis_name)
     parts = tuple(part for name in names for part in parts_of(name))  # raises if there is none
     if groups is not None and len(names) == 1 and len(parts) != 1:
@@ -38,10 +38,10 @@ def names_in_scope(
 def map_leaves(
     function: str, mapping: Callable[[Any], Any], x: T, *, only_tensors: bool = False
 ) -> T:
-    """`mapping` of the leaves of a tree, which are tensors or numbers; `None` stays."""
+    """Apply `mapping` to the leaves of a tree, which are tensors or numbers; `None` stays."""
     kinds = (Tensor,) if only_tensors else (Tensor, int, float, complex)
 
-    def checked(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if leaf is None:
             return None
         if not isinstance(leaf, kinds):
@@ -52,11 +52,11 @@ def map_leaves(
             )
         return mapping(leaf)
 
-    return _torch.tree_map(checked, x)  # type: ignore[no-any-return]
+    return _torch.tree_map(map_leaf, x)  # type: ignore[no-any-return]
 
 
-def with_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
-    """The groups as a parameter of the operator; none if there are none."""
+def check_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
+    """Return the groups as parameters of the operator, none if there are no groups."""
     if groups is None:
         return {}
     size = axis_frame(name).size
@@ -70,14 +70,14 @@ def with_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any]
     return {"axis_index_groups": tuple(tuple(group) for group in groups)}
 
 
-def group_sizes(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
-    """The groups, and how many examples do something together."""
-    given = with_groups(function, name, groups)
-    return given | {"axis_size": group_size(function, name, groups)}
+def check_group_sizes(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
+    """Return the groups and `axis_size`, the number of examples in one, as parameters."""
+    given = check_groups(function, name, groups)
+    return given | {"axis_size": find_group_size(function, name, groups)}
 
 
-def group_size(function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups) -> int:
-    """How many examples do something together."""
+def find_group_size(function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups) -> int:
+    """Count the examples of a group, which must be the same in all groups."""
     if groups is None:
         return math.prod(axis_frame(name).size for name in as_names(axis_name))
     sizes = {len(group) for group in groups}

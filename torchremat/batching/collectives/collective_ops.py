@@ -1,8 +1,8 @@
-"""The operators behind the collectives, each over one named axis: what they are, and their rules.
+"""The operators of the collectives, each over one named axis, with their rules.
 
-An operator stands for itself in a trace, in which the axis cannot be reached, and under levels of
-`torch.func` other than that of the axis, which hand it on. The `torch.vmap` of the axis works it
-out, on tensors in which the axis is a dimension:
+A trace, in which the axis cannot be reached, records the operator itself. Levels of `torch.func`
+other than that of the axis pass it to the next level. The `torch.vmap` of the axis computes it, on
+tensors in which the axis is a dimension:
 
     psum                y = sum_j x_j               y does not vary
     pmax                y = max_j x_j               y does not vary
@@ -12,11 +12,10 @@ out, on tensors in which the axis is a dimension:
     ppermute            y_dst = x_src
     axis_index          y_k = k
 
-Where the axis is one of processes, the operator names the `group`. Every level hands it on then,
-and `over_processes` works it out.
+Where the axis is one of processes, the operator names the `group`. Every level passes it to the
+next one then, and `over_processes` computes it.
 
-Derivatives are those of what one example sees: each of them has a cotangent, for what does not vary
-too.
+Each example has a cotangent of its own, also for a result that does not vary:
 
     psum                dx = psum(dy)               all_to_all      dx = all_to_all(dy), back
     all_gather          dx = psum_scatter(dy)       ppermute        dx = ppermute(dy), back
@@ -49,10 +48,10 @@ _in_compiler = _InCompiler()
 
 
 @contextmanager
-def as_exchanges() -> Iterator[None]:
-    """A block in which collectives of processes are the exchanges that they are made of.
+def as_c10d_ops() -> Iterator[None]:
+    """Trace the operators of `torch.distributed` (c10d) in place of collectives of processes.
 
-    So a graph is traced for a compiler, which knows those.
+    Compilers know the former only.
     """
     _in_compiler.depth += 1
     try:
@@ -62,21 +61,21 @@ def as_exchanges() -> Iterator[None]:
 
 
 class CollectiveOp(_torch.HigherOrderOperator):
-    """An operator over a named axis: `psum[axis_name='i'] x`. It may be computed again freely."""
+    """An operator over a named axis: `psum[axis_name='i'] x`. It may be recomputed freely."""
 
     is_over_axis = True
     over_processes: ClassVar[Callable[..., Tensor] | None] = None
-    """How processes work it out together: takes it, tensors and params. `torchremat.parallel`'s."""
-    worked_out: Callable[..., "Mapped"]
-    """How it is worked out on a tensor whose first dimension is the axis."""
+    """Computes it over processes, given it, tensors and params. `torchremat.parallel` sets it."""
+    implementation: Callable[..., "Mapped"]
+    """Computes it on a tensor whose first dimension is the axis."""
 
     @property
     def title(self) -> str:
-        """What it is called."""
+        """The name of the operator."""
         return str(self.name())  # type: ignore[no-untyped-call]
 
     def __call__(self, /, *tensors: Tensor, **params: Any) -> Tensor:
-        """Work it out along the axis, or write it down where the axis is out of reach."""
+        """Compute it along the axis; record the operator where the axis is out of reach."""
         living = map(_torch.without_dead_levels, tensors)
         if "group" not in params and (group := group_of(params["axis_name"])) is not None:
             params["group"] = group
@@ -88,32 +87,34 @@ class CollectiveOp(_torch.HigherOrderOperator):
 def _define(
     name: str,
     function: type[torch.autograd.Function] | None,
-    worked_out: Callable[..., Mapped],
+    implementation: Callable[..., Mapped],
     unmapped: Callable[..., Mapped],
     shape: Callable[..., Sequence[int]],
 ) -> CollectiveOp:
-    """The operator `name`, with its rules.
+    """Define the operator `name` with its rules, which take its keywords too.
 
-    `worked_out` takes a tensor whose first dimension is the axis, `unmapped` one that does not
-    vary and the size of the axis, `shape` the shape that one example sees; and keywords all.
+    `implementation` takes a tensor whose first dimension is the axis. `unmapped` takes one that
+    does not vary, and the size of the axis. `shape` computes the shape for one example.
     """
     op = CollectiveOp(name)  # type: ignore[no-untyped-call]
-    op.worked_out = worked_out
+    op.implementation = implementation
 
-    def batched(
+    def apply_batched(
         level: int, size: int, x: Mapped, /, *, axis_name: AxisName, **params: Any
     ) -> Mapped:
         value, dim = x
         if not _is_over(level, axis_name, params):
             if dim is None:
                 return op(value, axis_name=axis_name, **params), None
-            return op(_at_front(value, dim), axis_name=axis_name, **_moved(params, 1)), 0
+            return op(
+                _move_to_front(value, dim), axis_name=axis_name, **_shift_dimensions(params, 1)
+            ), 0
         check_size(name, axis_name, size, params)
         if "axis_index_groups" in params:
-            value = value.expand(size, *value.shape) if dim is None else _at_front(value, dim)
-            return _in_groups(worked_out, value, **params), 0
-        return unmapped(value, size, **params) if dim is None else worked_out(
-            _at_front(value, dim), **params
+            value = value.expand(size, *value.shape) if dim is None else _move_to_front(value, dim)
+            return _run_in_groups(implementation, value, **params), 0
+        return unmapped(value, size, **params) if dim is None else implementation(
+            _move_to_front(value, dim), **params
         )  # fmt: skip
 
     def run(x: Tensor, *, axis_name: AxisName, **params: Any) -> Tensor:
@@ -123,7 +124,7 @@ def _define(
         return x.new_empty(shape(x.shape, **seen))
 
     _torch.register_simple_rules(op, run)
-    _torch.register_axis_rules(op, function, batched)
+    _torch.register_axis_rules(op, function, apply_batched)
     return op
 
 
@@ -135,33 +136,33 @@ def _is_over(level: int, axis_name: AxisName, params: Params) -> bool:
 
 def _run_over_processes(op: CollectiveOp, *tensors: Tensor, **params: Any) -> Tensor:
     if "group" not in params or op.over_processes is None:
-        raise _out_of_reach(op.title, params["axis_name"])
+        raise _make_out_of_reach_error(op.title, params["axis_name"])
     return CollectiveOp.over_processes(op, *tensors, **params)  # type: ignore[misc]
 
 
-def _at_front(x: Tensor, dim: int) -> Tensor:
+def _move_to_front(x: Tensor, dim: int) -> Tensor:
     return x.movedim(dim, 0) if dim else x
 
 
 _DIMENSIONS = ("axis", "scatter_dimension", "split_axis", "concat_axis")
-"""Keywords that are dimensions of one example; none is negative."""
+"""Keywords for dimensions of one example, none of them negative."""
 
 
-def _moved(params: Params, by: int) -> Params:
+def _shift_dimensions(params: Params, by: int) -> Params:
     return {key: value + by if key in _DIMENSIONS else value for key, value in params.items()}
 
 
-def _out_of_reach(name: str, axis_name: AxisName) -> AxisNameError:
+def _make_out_of_reach_error(name: str, axis_name: AxisName) -> AxisNameError:
     axis_frame(axis_name)  # raises if there is none
     return AxisNameError(
-        f"unbound axis name: {axis_name}. {name} is to be worked out where the axis cannot be "
-        "reached: a graph that was traced in the scope of the axis runs by itself. Run it under "
+        f"unbound axis name: {axis_name}. {name} runs where the axis cannot be reached: a graph "
+        "that was traced in the scope of the axis runs by itself. Run it under "
         f"vmap(..., axis_name={axis_name!r})."
     )
 
 
 def check_size(name: str, axis_name: AxisName, size: int, params: Params) -> None:
-    """Raise if the operator was written down for an axis of another size."""
+    """Raise if the operator was traced for an axis of another size."""
     groups, perm = params.get("axis_index_groups"), params.get("perm")
     if groups is not None:
         traced = sum(map(len, groups))
@@ -175,17 +176,16 @@ def check_size(name: str, axis_name: AxisName, size: int, params: Params) -> Non
         )
 
 
-def _in_groups(
-    worked_out: Callable[..., Mapped],
+def _run_in_groups(
+    implementation: Callable[..., Mapped],
     x: Tensor,
     *,
     axis_index_groups: tuple[tuple[int, ...], ...],
     **params: Any,
 ) -> Tensor:
-    """Each group of examples by itself."""
     parts: list[Tensor] = []
     for group in axis_index_groups:
-        y, dim = worked_out(torch.stack([x[i] for i in group]), **params)
+        y, dim = implementation(torch.stack([x[i] for i in group]), **params)
         parts += [y] * len(group) if dim is None else y.unbind(dim)
     members = [i for group in axis_index_groups for i in group]
     return torch.stack([part for _, part in sorted(zip(members, parts, strict=True), key=_first)])
@@ -246,18 +246,18 @@ class _AxisExtremum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        is_best, num_best = _ties(ctx)
+        is_best, num_best = _find_ties(ctx)
         share = psum_p(cotangent, **ctx.params) / num_best
         return None, None, None, torch.where(is_best, share, 0)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, ___: None, tangent: Tensor) -> Tensor:
-        is_best, num_best = _ties(ctx)
+        is_best, num_best = _find_ties(ctx)
         return psum_p(torch.where(is_best, tangent, 0), **ctx.params) / num_best
 
 
-def _ties(ctx: Any) -> tuple[Tensor, Tensor]:
-    """Whether an example has the extremum, and how many have."""
+def _find_ties(ctx: Any) -> tuple[Tensor, Tensor]:
+    """Find whether an example has the extremum, and how many have it."""
     x, best = (t.detach() for t in ctx.saved_tensors)
     is_best = (x == best) | (x.isnan() & best.isnan())
     return is_best, psum_p(is_best.to(x.dtype), **ctx.params)
@@ -324,7 +324,7 @@ def _scatter_sum(total: Tensor, dim: int, axis_size: int, tiled: bool) -> Mapped
     return (total.unflatten(dim, (axis_size, -1)) if tiled else total), dim
 
 
-def _scattered(
+def _scatter_sizes(
     shape: Sequence[int], *, scatter_dimension: int, axis_size: int, tiled: bool
 ) -> Sequence[int]:
     before, size, after = (
@@ -335,7 +335,7 @@ def _scattered(
     return (*before, size // axis_size, *after) if tiled else (*before, *after)
 
 
-psum_scatter_p = _define("psum_scatter", _Linear, _scatter, _scatter_same, _scattered)
+psum_scatter_p = _define("psum_scatter", _Linear, _scatter, _scatter_same, _scatter_sizes)
 
 
 def _exchange(
@@ -370,7 +370,7 @@ all_to_all_p = _define("all_to_all", _Linear, _exchange, _exchange_same, _exchan
 def _define_axis_index() -> CollectiveOp:
     op = CollectiveOp("axis_index")  # type: ignore[no-untyped-call]
 
-    def batched(level: int, size: int, *, axis_name: AxisName, **device: Any) -> Mapped:
+    def apply_batched(level: int, size: int, *, axis_name: AxisName, **device: Any) -> Mapped:
         if not _is_over(level, axis_name, device):
             return op(axis_name=axis_name, **device), None
         return torch.arange(size, **device), 0
@@ -382,7 +382,7 @@ def _define_axis_index() -> CollectiveOp:
         return _run_over_processes(op, axis_name=axis_name, **given, **device)
 
     _torch.register_simple_rules(op, run)
-    _torch.register_axis_rules(op, None, batched)
+    _torch.register_axis_rules(op, None, apply_batched)
     return op
 
 

@@ -1,4 +1,4 @@
-"""Collectives in which examples give one another what they have: scatter, gather, permute."""
+"""Collectives in which examples exchange values: scatter, gather, permute."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -8,10 +8,10 @@ from torch import Tensor
 
 from torchremat.batching.collectives.arguments import (
     Groups,
-    group_size,
-    group_sizes,
+    check_group_sizes,
+    find_group_size,
+    find_names,
     map_leaves,
-    names_in_scope,
 )
 from torchremat.batching.collectives.collective_ops import (
     all_gather_p,
@@ -40,7 +40,7 @@ def psum_scatter(
     Args:
         x: a tree of tensors.
         axis_name: the axis to sum over, or a tuple of several.
-        scatter_dimension: the dimension of `x` that is taken apart.
+        scatter_dimension: the dimension of `x` that is divided among the examples.
         axis_index_groups: lists of indices, all as long, that cover the axis.
         tiled: whether the dimension stays, divided by the size of the axis, of which it must be a
             multiple. Otherwise it is of that size and goes.
@@ -56,14 +56,14 @@ def psum_scatter(
     >>> tr.vmap(lambda x: tr.psum_scatter(x, "i"), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
     tensor([4, 6])
     """
-    names = names_in_scope("psum_scatter", axis_name, axis_index_groups)
-    number = group_size("psum_scatter", axis_name, axis_index_groups)
+    names = find_names("psum_scatter", axis_name, axis_index_groups)
+    number = find_group_size("psum_scatter", axis_name, axis_index_groups)
 
     def scatter(leaf: Tensor) -> Tensor:
-        dim = _dimension("psum_scatter", scatter_dimension, leaf.dim())
-        _check_scattered(leaf.shape[dim], number, tiled)
+        dim = _check_dimension("psum_scatter", scatter_dimension, leaf.dim())
+        _check_scatter(leaf.shape[dim], number, tiled)
         for name in names:
-            params = group_sizes("psum_scatter", name, axis_index_groups)
+            params = check_group_sizes("psum_scatter", name, axis_index_groups)
             leaf = psum_scatter_p(
                 leaf, axis_name=name, scatter_dimension=dim, tiled=tiled or len(names) > 1, **params
             )
@@ -80,7 +80,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
 ) -> T:
-    """What all examples have, in one tensor that is the same for each.
+    """Gather the values of all examples into one tensor that is the same for each.
 
     Args:
         x: a tree of tensors and numbers.
@@ -101,13 +101,13 @@ def all_gather(
     >>> tr.vmap(lambda x: tr.all_gather(x, "i", tiled=True), out_axes=None, axis_name="i")(x)
     tensor([1, 2, 3, 4])
     """
-    names = names_in_scope("all_gather", axis_name, axis_index_groups)
+    names = find_names("all_gather", axis_name, axis_index_groups)
 
     def gather(value: Any) -> Tensor:
         leaf: Tensor = torch.as_tensor(value)
-        dim = _dimension("all_gather", axis, leaf.dim() + (not tiled))
+        dim = _check_dimension("all_gather", axis, leaf.dim() + (not tiled))
         for number, name in enumerate(reversed(names)):
-            params = group_sizes("all_gather", name, axis_index_groups)
+            params = check_group_sizes("all_gather", name, axis_index_groups)
             # examples along a second name are further ones along the same dimension
             onto = tiled or number > 0
             leaf = all_gather_p(leaf, axis_name=name, axis=dim, tiled=onto, **params)
@@ -125,12 +125,12 @@ def all_to_all(
     axis_index_groups: Groups = None,
     tiled: bool = False,
 ) -> T:
-    """Each example gives every other a part of one dimension, and puts together what it gets.
+    """Each example sends every other a part of one dimension, and concatenates what it gets.
 
     Args:
         x: a tree of tensors.
         axis_name: the axis of the examples, or a tuple of several.
-        split_axis: the dimension of `x` that is taken apart.
+        split_axis: the dimension of `x` that is divided among the examples.
         concat_axis: the dimension of the result along which the senders are.
         axis_index_groups: lists of indices, all as long, that cover the axis.
         tiled: whether both dimensions stay: that at `split_axis` is divided by the size of the
@@ -150,16 +150,16 @@ def all_to_all(
     tensor([[1, 3],
             [2, 4]])
     """
-    names = names_in_scope("all_to_all", axis_name, axis_index_groups)
-    number = group_size("all_to_all", axis_name, axis_index_groups)
+    names = find_names("all_to_all", axis_name, axis_index_groups)
+    number = find_group_size("all_to_all", axis_name, axis_index_groups)
 
     def exchange(leaf: Tensor) -> Tensor:
-        split = _dimension("all_to_all", split_axis, leaf.dim())
-        concat = _dimension("all_to_all", concat_axis, leaf.dim())
+        split = _check_dimension("all_to_all", split_axis, leaf.dim())
+        concat = _check_dimension("all_to_all", concat_axis, leaf.dim())
         _check_split(leaf.shape[split], number, tiled, axis_name)
         if len(names) != 1:
             return _exchange_over(leaf, names, split, concat, tiled)
-        params = group_sizes("all_to_all", names[0], axis_index_groups)
+        params = check_group_sizes("all_to_all", names[0], axis_index_groups)
         return all_to_all_p(
             leaf, axis_name=names[0], split_axis=split, concat_axis=concat, tiled=tiled, **params
         )
@@ -170,12 +170,15 @@ def all_to_all(
 def _exchange_over(
     x: Tensor, names: Sequence[AxisName], split: int, concat: int, tiled: bool
 ) -> Tensor:
-    """`all_to_all` over several names: each takes a dimension of its own apart."""
+    """Run `all_to_all` over several names, each on a dimension of its own.
+
+    Sizes 2 and 3 of the names divide the split dimension of 6 * n into [2, 3, n].
+    """
     sizes = [axis_frame(name).size for name in names]
     x = x.unflatten(split, (*sizes, -1)).movedim(split + len(sizes), 0)
     x = x.movedim([split + 1 + i for i in range(len(sizes))], [*range(len(sizes))])
     for i, name in enumerate(names):
-        params = group_sizes("all_to_all", name, None)
+        params = check_group_sizes("all_to_all", name, None)
         x = all_to_all_p(x, axis_name=name, split_axis=i, concat_axis=i, tiled=False, **params)
     senders = x.flatten(0, len(sizes) - 1) if sizes else x.unsqueeze(0)
     rest = senders.movedim(1, split + 1) if tiled else senders.squeeze(1)
@@ -190,8 +193,8 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
         x: a tree of tensors and numbers.
         axis_name: the axis of the examples, or a tuple of several.
         perm: pairs of an index whose value is taken and of one that gets it. Each index of the
-            axis is once in first place and once in second; under `pmap` and over processes it may
-            be in none, and an example that nobody gives anything gets zeros.
+            axis is once in first place and once in second. Under `pmap` and over processes pairs
+            may be missing; an example that no pair names gets zeros.
 
     Raises:
         NameError: if nothing around binds a name.
@@ -206,7 +209,7 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
     >>> tr.vmap(lambda x: tr.ppermute(x, "i", ring), axis_name="i")(torch.tensor([5, 6, 7]))
     tensor([7, 5, 6])
     """
-    names = names_in_scope("ppermute", axis_name, None)
+    names = find_names("ppermute", axis_name, None)
     pairs = tuple((int(src), int(dst)) for src, dst in perm)
     size = axis_size(axis_name)
     among_processes = any(axis_frame(name).group is not None for name in names)
@@ -229,7 +232,7 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
 def _permute_gathered(
     x: Tensor, axis_name: AxisName | Sequence[AxisName], source_of: dict[int, int]
 ) -> Tensor:
-    """`ppermute` over several names, or of some: each example picks out what it gets, or zeros."""
+    """Permute over several names, or among some examples: gather all values, and select one."""
     sources = [source_of.get(i, 0) for i in range(axis_size(axis_name))]
     index = axis_index(axis_name, device=x.device).reshape(1)
     mine = torch.tensor(sources, device=x.device).index_select(0, index)
@@ -269,7 +272,7 @@ def pshuffle(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[int]
 # --- checks --------------------------------------------------------------------------------------
 
 
-def _dimension(function: str, dim: int, rank: int) -> int:
+def _check_dimension(function: str, dim: int, rank: int) -> int:
     if not -rank <= dim < rank:
         raise CollectiveError(
             f"axis {dim} is out of bounds for array of dimension {rank}: {function} at "
@@ -278,7 +281,7 @@ def _dimension(function: str, dim: int, rank: int) -> int:
     return dim % rank
 
 
-def _check_scattered(size: int, number: int, tiled: bool) -> None:
+def _check_scatter(size: int, number: int, tiled: bool) -> None:
     if tiled and size % number:
         raise CollectiveError(
             f"tiled reduce_scatter operand scatter dimension size {size} must be divisible by "
@@ -301,7 +304,7 @@ def _check_split(size: int, number: int, tiled: bool, axis_name: AxisName) -> No
         raise CollectiveError(
             "all_to_all requires the size of the mapped axis axis_name to equal "
             f"x.shape[split_axis], but they are {number} and {size} respectively, at "
-            f"{current_source()}; tiled=True takes a multiple of it"
+            f"{current_source()}. With tiled=True it may be a multiple."
         )
 
 

@@ -1,10 +1,10 @@
 """Collectives: what the examples under a `vmap(..., axis_name="i")` do together.
 
-A name is bound by the `vmap` or `pmap` around, or is that of a dimension of a device mesh in scope;
-an inner axis hides an outer one of the same name. A result
-that is the same for all examples is not mapped over, so that `out_axes=None` is right for it. They
-can be differentiated to any order, within and without the `vmap`; in `checkpoint` and `make_graph`
-each is an operator, `psum[axis_name='i']`, which a policy can name.
+The `vmap` or `pmap` around binds a name; so does a device mesh in scope, for its dimensions. An
+inner axis hides an outer one of the same name. A result that is the same for all examples is not
+mapped over, so that `out_axes=None` is right for it. They can be differentiated to any order,
+within and without the `vmap`. In `checkpoint` and `make_graph` each is an operator,
+`psum[axis_name='i']`, which a policy can name.
 
 Where there are several names, the examples are numbered in row-major order: the last name varies
 fastest.
@@ -20,10 +20,10 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.batching.collectives.arguments import (
     Groups,
-    group_size,
+    check_groups,
+    find_group_size,
+    find_names,
     map_leaves,
-    names_in_scope,
-    with_groups,
 )
 from torchremat.batching.collectives.collective_ops import axis_index_p, pmax_p, pmin_p, psum_p
 from torchremat.tracing.axes.named_axes import AxisName, as_names, axis_frame, parts_of
@@ -52,7 +52,7 @@ def axis_size(axis_name: AxisName | Sequence[AxisName]) -> int:
 def axis_index(
     axis_name: AxisName | Sequence[AxisName], *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Which example this is, along a named axis: an `int64` tensor without dimensions.
+    """The index of this example along a named axis: an `int64` tensor without dimensions.
 
     Args:
         axis_name: the name, or a tuple of names, whose examples are numbered in row-major order.
@@ -107,7 +107,7 @@ def psum(x: T, axis_name: AxisName | Sequence[AxisName], *, axis_index_groups: G
 
     def count(leaf: Any, name: AxisName, params: dict[str, Any]) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf * group_size("psum", name, axis_index_groups)
+            return leaf * find_group_size("psum", name, axis_index_groups)
         return psum_p(leaf.long() if leaf.dtype == torch.bool else leaf, axis_name=name, **params)
 
     return _reduce("psum", x, axis_name, axis_index_groups, count)
@@ -168,8 +168,8 @@ def _reduce(
     groups: Groups,
     reduce: Callable[[Any, AxisName, dict[str, Any]], Any],
 ) -> T:
-    names = names_in_scope(function, axis_name, groups)
-    params = with_groups(function, names[0], groups) if names else {}
+    names = find_names(function, axis_name, groups)
+    params = check_groups(function, names[0], groups) if names else {}
 
     def over_all(leaf: Any) -> Any:
         for name in reversed(names):

@@ -20,14 +20,14 @@ from torchremat.remat.op.op_rules import policy_of
 
 @dataclass(frozen=True)
 class _BodyForm:
-    """What of the operands of a body is no tensor; the traces of the body are kept by it."""
+    """The layouts and sizes of the operands of a body: the key of its traces."""
 
     kinds: tuple[tuple[Any, ...], ...]
     extents: tuple[tuple[str, Any], ...]
     numbers: tuple[tuple[str, Any], ...]
     batch: tuple[Any, ...]
     computed: dict[str, Any] = field(compare=False)
-    """Sizes that are computed of others, by their texts."""
+    """Sizes that are computed from others, by their texts."""
 
 
 _functions: "weakref.WeakKeyDictionary[fx.GraphModule, dict[_BodyForm, _Body]]" = (
@@ -44,30 +44,30 @@ class _Body:
         body = decompose_body(module)
 
         def run(operands: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
-            sizes = _sizes(form, lengths, operands)
+            sizes = _make_sizes(form, lengths, operands)
             batch = Batch(form.batch[0], sizes, *form.batch[1:])
             pairs = zip(operands, form.kinds, strict=True)
-            inputs = [_value(t, kind, sizes, form.computed) for t, kind in pairs]
+            inputs = [_make_value(t, kind, sizes, form.computed) for t, kind in pairs]
             found = interpret(body, inputs, batch, results_of(body), {}, run_body)
-            self.kinds = [_kind(v) for v in found]
-            form.computed.update(_compute_body(sizes))
+            self.kinds = [_describe_layout(v) for v in found]
+            form.computed.update(_find_computed_sizes(sizes))
             return [v.data for v in found]
 
-        self.function = run  # the traces of a checkpoint are kept as long as its function
+        self.function = run  # a checkpoint has its traces as long as its function lives
         self.checkpointed: Callable[..., list[Tensor]] = checkpoint(run, policy=policy_of(module))
 
 
 def run_body(module: fx.GraphModule, operands: Sequence[Value], batch: Batch) -> list[Value]:
-    """The values that the body of a checkpoint gives for a batch."""
+    """Run the body of a checkpoint for a batch, under a checkpoint."""
     symbols = batch.sizes.symbols
     extents = [(name, e.known_longest) for name, e in symbols.items() if isinstance(e, RaggedSize)]
     names = {*symbols_in(module)}
     form = _BodyForm(
-        tuple(_kind(v) for v in operands),
+        tuple(_describe_layout(v) for v in operands),
         tuple(extents),
         tuple((n, symbols[n]) for n in sorted(names) if not isinstance(symbols[n], RaggedSize)),
         (batch.axis_size, batch.randomness, batch.axis_name),
-        _compute_body(batch.sizes),
+        _find_computed_sizes(batch.sizes),
     )
     bodies = _functions.setdefault(module, {})
     body = bodies.setdefault(form, _Body(module, form))
@@ -75,14 +75,14 @@ def run_body(module: fx.GraphModule, operands: Sequence[Value], batch: Batch) ->
     results = body.checkpointed([v.data for v in operands], lengths)
     pairs = zip(results, body.kinds, strict=True)
     computed = body.computed
-    return [_value(t, kind, batch.sizes, computed) for t, kind in pairs]
+    return [_make_value(t, kind, batch.sizes, computed) for t, kind in pairs]
 
 
-def _compute_body(sizes: Sizes) -> dict[str, Any]:
+def _find_computed_sizes(sizes: Sizes) -> dict[str, Any]:
     return {text: e.symbolic for text, e in sizes.extents.items() if e.symbolic is not None}
 
 
-def _kind(value: Value) -> tuple[Any, ...]:
+def _describe_layout(value: Value) -> tuple[Any, ...]:
     if isinstance(value, Shared):
         return ("shared",)
     if isinstance(value, Packed):
@@ -90,8 +90,10 @@ def _kind(value: Value) -> tuple[Any, ...]:
     return ("padded", tuple(None if e is None else e.text for e in value.extents))
 
 
-def _value(tensor: Tensor, kind: tuple[Any, ...], sizes: Sizes, computed: dict[str, Any]) -> Value:
-    def named(text: str) -> RaggedSize:
+def _make_value(
+    tensor: Tensor, kind: tuple[Any, ...], sizes: Sizes, computed: dict[str, Any]
+) -> Value:
+    def find_size(text: str) -> RaggedSize:
         if text in sizes.extents:
             return sizes.extents[text]
         return sizes.of(computed[text])  # type: ignore[no-any-return]
@@ -99,11 +101,11 @@ def _value(tensor: Tensor, kind: tuple[Any, ...], sizes: Sizes, computed: dict[s
     if kind[0] == "shared":
         return Shared(tensor)
     if kind[0] == "packed":
-        return Packed(tensor, kind[1], named(kind[2]))
-    return Padded(tensor, tuple(None if e is None else named(e) for e in kind[1]))
+        return Packed(tensor, kind[1], find_size(kind[2]))
+    return Padded(tensor, tuple(None if e is None else find_size(e) for e in kind[1]))
 
 
-def _sizes(form: _BodyForm, lengths: Sequence[Tensor], operands: Sequence[Tensor]) -> Sizes:
+def _make_sizes(form: _BodyForm, lengths: Sequence[Tensor], operands: Sequence[Tensor]) -> Sizes:
     symbols: dict[str, Any] = dict(form.numbers)
     totals = {
         kind[2]: tensor.shape[kind[1]]

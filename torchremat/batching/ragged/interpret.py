@@ -17,8 +17,14 @@ from torchremat.batching.ragged.rules import (  # noqa: F401  (they register rul
     structural,
 )
 from torchremat.batching.ragged.rules.attention import attention
-from torchremat.batching.ragged.rules.fallback_loop import loop
-from torchremat.batching.ragged.rules.op_call import RULES, Batch, RaggedCall, is_collective, plain
+from torchremat.batching.ragged.rules.fallback_loop import run_one_by_one
+from torchremat.batching.ragged.rules.op_call import (
+    RULES,
+    Batch,
+    RaggedCall,
+    is_collective,
+    run_dense,
+)
 from torchremat.batching.ragged.rules.pointwise import map_entries, pointwise
 from torchremat.errors import RaggedError
 from torchremat.graph.nodes import inner_graphs_of
@@ -39,14 +45,17 @@ def interpret(
     items: Mapping[str, fx.Node],
     run_body: BodyRunner,
 ) -> list[Any]:
-    """The values of `outputs`, nodes of the graph of `module`, or literals."""
+    """Compute `outputs`, which are nodes of the graph of `module`, or literals.
+
+    A value is freed after the last node that reads it.
+    """
     env: dict[fx.Node, Any] = {}
     left = iter(inputs)
     named: dict[fx.Node, list[str]] = {}
     for name, node in items.items():
         named.setdefault(node, []).append(name)
     wanted = [o for o in outputs if isinstance(o, fx.Node)]
-    last, needed = _uses(module.graph, [*wanted, *items.values()])
+    last, needed = _find_last_uses(module.graph, [*wanted, *items.values()])
     for node in module.graph.nodes:
         if node.op == "output":
             break
@@ -61,13 +70,13 @@ def interpret(
             _bind(batch, name, env[node])
         for used in last.get(node, ()):
             env.pop(used, None)
-    return [_output(o, env, batch) for o in outputs]
+    return [_read_output(o, env, batch) for o in outputs]
 
 
-def _uses(
+def _find_last_uses(
     graph: fx.Graph, outputs: Sequence[fx.Node]
 ) -> tuple[dict[fx.Node, list[fx.Node]], set[fx.Node]]:
-    """For each node what it is the last to read, and all nodes that matter."""
+    """Find the values that each node is the last to read, and all nodes that must run."""
     needed = set(outputs)
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -85,16 +94,16 @@ _CHECKS = ("aten._linalg_check_errors", "aten._assert_async", "aten._assert_scal
 
 
 def _is_check(node: fx.Node) -> bool:
-    """Whether an operator gives nothing, and raises if something is wrong."""
+    """Whether an operator has no result, and only raises if something is wrong."""
     return str(getattr(node.target, "overloadpacket", "")) in _CHECKS
 
 
-def _output(output: Any, env: dict[fx.Node, Any], batch: Batch) -> Any:
+def _read_output(output: Any, env: dict[fx.Node, Any], batch: Batch) -> Any:
     if isinstance(output, fx.Node):
         return env[output]
     if isinstance(output, Size):
         if batch.sizes.varies(output):
-            return Padded(batch.sizes.numbers(output), ())
+            return Padded(batch.sizes.compute_numbers(output), ())
         return batch.sizes.of(output)
     return output
 
@@ -132,22 +141,22 @@ def _run_node(node: fx.Node, env: dict[fx.Node, Any], batch: Batch, run_body: Bo
 
 
 def run_call(call: RaggedCall) -> Any:
-    """The values that an operator gives for a batch."""
+    """Run an operator for a batch by its rule; without one, one element after the other."""
     if not call.is_ragged and not _has_ragged_result(call):
         if call.op is attention:
             call = replace(call, op=_plain_attention)
-        return plain(call)
+        return run_dense(call)
     if is_collective(call):
         raise RaggedError(
             f"{call.name} over {call.kwargs['axis_name']!r}, at {call.source}, is given a tensor "
-            "whose size differs from element to element: there is nothing to put together. Reduce "
+            "whose size differs from element to element: these cannot be combined. Reduce "
             "each element first (x.sum(), x.amax()), or pad."
         )
     rule = RULES.get(call.name)
     if rule is None and torch.Tag.pointwise in getattr(call.op, "tags", ()):
         rule = pointwise
     result = NotImplemented if rule is None else rule(call)
-    return loop(call) if result is NotImplemented else result
+    return run_one_by_one(call) if result is NotImplemented else result
 
 
 def _plain_attention(

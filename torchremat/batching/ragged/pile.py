@@ -31,10 +31,10 @@ pile_axis = ConcatAxis()
 class Pile:
     """A batch of tensors that have different sizes in one dim, or in several.
 
-    The data are concatenated along that dim; the others are dense. Elements that differ in several
-    dims (or in none) have `data` of one dim, each element's entries in their order, one element
-    after the other (or have a batch dim in front). A `Pile` is a tree of PyTorch's: its lengths and
-    its data are leaves.
+    The data are concatenated along that dim; the others are dense. If elements differ in several
+    dims, `data` has one dim: the entries of one element in their order, then those of the next. If
+    they differ in none, `data` has a batch dim in front. A `Pile` is a tree of PyTorch's: its
+    lengths and its data are leaves.
 
     Args:
         aval: what the elements are like, with lengths `[length]` of int64.
@@ -78,8 +78,8 @@ class Pile:
         dims = _dims_that_differ(shapes, dim)
         device = tensors[0].device
         lengths = [torch.tensor([s[d] for s in shapes], device=device) for d in dims]
-        longest = [_round_up(max(s[d] for s in shapes)) for d in dims]
-        data = torch.cat(tensors, dims[0]) if len(dims) == 1 else _flat(tensors)
+        longest = [round_up_to_power(max(s[d] for s in shapes)) for d in dims]
+        data = torch.cat(tensors, dims[0]) if len(dims) == 1 else _flatten_entries(tensors)
         return cls.of(data, lengths, dims, shapes[0], longest)
 
     @classmethod
@@ -99,7 +99,7 @@ class Pile:
         binder = SizeVar()
         sizes: list[Any] = list(shape)
         for i, dim in enumerate(dims):
-            bound = _longest_of(lengths[i]) if longest is None else longest[i]
+            bound = _read_longest(lengths[i]) if longest is None else longest[i]
             sizes[dim] = IndexedSize(binder, lengths[i], bound)
         count = lengths[0].shape[0] if lengths else data.shape[0]
         return cls(PileTy(binder, count, EltTy(tuple(sizes), data.dtype)), data)
@@ -200,7 +200,7 @@ class Pile:
                 "Pile.from_nested takes a nested tensor of layout torch.jagged, and is given a "
                 f"tensor of layout {nested.layout}, is_nested={nested.is_nested}"
             )
-        values: Any = nested  # with methods that types of tensors do not tell of
+        values: Any = nested  # it has methods that `Tensor` has not
         if values.lengths() is not None:
             raise RaggedError(
                 "Pile.from_nested takes a nested tensor without holes, and this one has some (it "
@@ -224,19 +224,19 @@ class Pile:
         )
 
 
-def _round_up(length: int) -> int:
+def round_up_to_power(length: int) -> int:
     """The least power of two that is not less."""
     return 1 << max(length - 1, 0).bit_length() if length else 1
 
 
-def _longest_of(lengths: Tensor) -> int:
+def _read_longest(lengths: Tensor) -> int:
     lengths = _torch.innermost_tensor(lengths)
     if _torch.is_fake(lengths):
         raise RaggedError(
             "a Pile is made, while a function is traced, of lengths that no Pile among its "
             "arguments has: how long the longest element is cannot be known. Make it outside."
         )
-    return _round_up(int(lengths.max())) if lengths.numel() else 1
+    return round_up_to_power(int(lengths.max())) if lengths.numel() else 1
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:
@@ -275,7 +275,7 @@ def _dims_that_differ(
     return dims
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten_entries(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
@@ -284,7 +284,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _PileForm:
-    """What of a pile is no tensor: an element's shape, with numbers of lengths from 1 in it."""
+    """The part of a pile that is no tensor: `("#1", 5)` is the shape with the first lengths."""
 
     shape: tuple[Any, ...]
     ragged: tuple[tuple[int, int], ...]

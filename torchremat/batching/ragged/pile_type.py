@@ -1,4 +1,4 @@
-"""The type of a `Pile`: what its elements are like, as `Var1:3 => f32[[3 1 4].Var1,2]`."""
+"""The type of a `Pile` and of its elements: `Var1:3 => f32[[3 1 4].Var1,2]`."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class SizeVar:
-    """The name of the element of a pile that a `PileTy` speaks of; any is as good as another."""
+    """A name for the element of a pile in its `PileTy`; all are equal."""
 
     number: int = field(default_factory=lambda: next(_numbers), compare=False)
 
@@ -47,7 +47,7 @@ class IndexedSize:
 
 @dataclass(frozen=True, eq=False)
 class EltTy:
-    """What an element of a pile is like: `f32[[3 1 4].Var1,2]`."""
+    """The type of an element of a pile: `f32[[3 1 4].Var1,2]`."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype

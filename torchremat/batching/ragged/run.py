@@ -15,10 +15,14 @@ from torchremat.batching.ragged.layouts.flat import flat_pile_data, pad_flat
 from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
 from torchremat.batching.ragged.layouts.layouts import batch as batch_of
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
-from torchremat.batching.ragged.pile import ConcatAxis, Pile
+from torchremat.batching.ragged.pile import ConcatAxis, Pile, round_up_to_power
 from torchremat.batching.ragged.pile_type import IndexedSize
 from torchremat.batching.ragged.rules.op_call import Batch
-from torchremat.batching.ragged.trace.element_graph import ElementGraph, ElementSpec, element_graph
+from torchremat.batching.ragged.trace.element_graph import (
+    ElementGraph,
+    ElementSpec,
+    find_element_graph,
+)
 from torchremat.errors import RaggedTypeError
 from torchremat.tracing.axes.named_axes import AxisFrame, axis_environment, in_scope
 
@@ -59,7 +63,7 @@ def run_ragged(
         axis_size: the number of elements.
         randomness: `"error"`, `"different"` or `"same"`, as `torch.func.vmap` takes it.
         axis_name: what collectives call the axis.
-        owner: what the graph of one element is kept with, weakly: the user's function. By default
+        owner: the user's function: the graph of one element lives as long as it. By default
             `function`, which then must be the same object from call to call.
         key: what the graph depends on besides `owner`, the tensors' dtypes and sizes: anything that
             can be hashed.
@@ -75,19 +79,19 @@ def run_ragged(
     specs = [inputs.add(v, axis, i) for i, (v, axis) in enumerate(zip(values, axes, strict=True))]
     owner = function if owner is None else owner
     with _name_axis(axis_name, axis_size):
-        graph, captured = element_graph(function, specs, owner, (key, axis_environment()))
+        graph, captured = find_element_graph(function, specs, owner, (key, axis_environment()))
     extra = [torch.empty(0)] if graph.has_extra_input else []
     lifted = [Shared(t) for t in [*extra, *captured]]
-    batch = Batch(axis_size, inputs.sizes(graph), randomness, axis_name)
+    batch = Batch(axis_size, inputs.make_sizes(graph), randomness, axis_name)
     found = interpret(
         graph.module,
-        [*inputs.values(batch.sizes, graph), *lifted],
+        [*inputs.make_values(batch.sizes, graph), *lifted],
         batch,
         graph.outputs,
         graph.items,
         run_body,
     )
-    return [_result(value) for value in found]
+    return [_make_output(value) for value in found]
 
 
 def _name_axis(axis_name: Any, axis_size: int) -> AbstractContextManager[None]:
@@ -95,7 +99,7 @@ def _name_axis(axis_name: Any, axis_size: int) -> AbstractContextManager[None]:
     return in_scope() if axis_name is None else in_scope(AxisFrame(axis_name, axis_size, None))
 
 
-def _result(value: Any) -> Dense | Ragged:
+def _make_output(value: Any) -> Dense | Ragged:
     if isinstance(value, Shared):
         return Dense(value.data, None)
     if isinstance(value, Packed) or (isinstance(value, Padded) and value.is_ragged):
@@ -119,14 +123,12 @@ def as_pile(value: Dense | Ragged, axis_size: int) -> Pile:
     sizes = ragged.sizes
     dims = [d for d, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     extents = [sizes[d] for d in dims]
-    bounds = [_bound(e) for e in extents]
+    bounds = [
+        round_up_to_power(e.longest if e.known_longest is None else e.known_longest)
+        for e in extents
+    ]
     data = ragged.data if isinstance(ragged, Packed) else flat_pile_data(ragged)
     return Pile.of(data, [e.lengths for e in extents], dims, sizes, bounds)
-
-
-def _bound(extent: RaggedSize) -> int:
-    longest = extent.longest if extent.known_longest is None else extent.known_longest
-    return 1 << max(longest - 1, 0).bit_length() if longest else 1
 
 
 class _Inputs:
@@ -140,7 +142,7 @@ class _Inputs:
     def add(self, value: Any, axis: Any, position: int) -> ElementSpec:
         """Note an input, and say what it is like for one element."""
         if isinstance(value, Pile) != isinstance(axis, ConcatAxis):
-            raise RaggedTypeError(_wrong_axis(value, axis, position))
+            raise RaggedTypeError(_describe_wrong_axis(value, axis, position))
         if isinstance(value, Pile):
             return self._add_pile(value)
         tensor = value
@@ -163,7 +165,7 @@ class _Inputs:
         shape = list(elt.shape)
         for dim in dims:
             total = data.shape[dim] if len(dims) == 1 else None
-            shape[dim] = -1 - self._number(elt.shape[dim], total)
+            shape[dim] = -1 - self._find_size(elt.shape[dim], total)
         if len(dims) == 1:
             number = shape[dims[0]]
             self.pending.append(lambda extents: Packed(data, dims[0], extents[number]))
@@ -173,8 +175,8 @@ class _Inputs:
             )
         return _spec(data, tuple(shape))
 
-    def _number(self, size: IndexedSize, total: Any) -> int:
-        """Which of the sizes met so far this is; equal lengths are one size."""
+    def _find_size(self, size: IndexedSize, total: Any) -> int:
+        """Find the number of a size; equal lengths are one size."""
         for i, (lengths, longest, known) in enumerate(self.lengths):
             if lengths is size.lengths or _are_equal(lengths, size.lengths):
                 self.lengths[i] = (lengths, min(longest, size.longest), known or total)
@@ -182,14 +184,14 @@ class _Inputs:
         self.lengths.append((size.lengths, size.longest, total))
         return len(self.lengths) - 1
 
-    def sizes(self, graph: ElementGraph) -> Sizes:
-        """What the symbols of the graph are."""
+    def make_sizes(self, graph: ElementGraph) -> Sizes:
+        """Map the symbols of the graph to sizes."""
         symbols: dict[str, Any] = {}
         for name, (lengths, longest, total) in zip(graph.symbols, self.lengths, strict=True):
             symbols[name] = RaggedSize(name, lengths.to(torch.int64), total, longest)
         return Sizes(self.axis_size, symbols)
 
-    def values(self, sizes: Sizes, graph: ElementGraph) -> list[Value]:
+    def make_values(self, sizes: Sizes, graph: ElementGraph) -> list[Value]:
         """The inputs as values."""
         extents = {-1 - i: sizes.symbols[name] for i, name in enumerate(graph.symbols)}
         return [make(extents) for make in self.pending]
@@ -209,7 +211,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def _wrong_axis(value: Any, axis: Any, position: int) -> str:
+def _describe_wrong_axis(value: Any, axis: Any, position: int) -> str:
     if isinstance(value, Pile):
         return (
             f"pile input without using pile_axis in_axes spec: input {position} is a Pile "

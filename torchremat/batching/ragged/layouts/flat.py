@@ -43,7 +43,7 @@ def _numel(sizes: Sequence[Any]) -> RaggedSize:
 
 def _places_in_padded(sizes: Sequence[Any], whole: RaggedSize) -> Tensor:
     """For each flat entry its place among those of padded data."""
-    element, rest = whole.element_of_row, whole.place_of_row
+    element, rest = whole.element_of_row, whole.position_of_row
     place = torch.zeros_like(rest)
     stride: Any = 1
     for size in reversed(sizes):

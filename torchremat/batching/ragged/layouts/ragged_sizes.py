@@ -1,7 +1,7 @@
-"""Sizes that differ from element to element of a batch, and what is computed of them.
+"""Sizes that differ from element to element of a batch, and numbers computed from them.
 
-In the graph of one element such a size is a symbol, `s0`; others are computed of it, as `s0 - 1`
-and `4*s0`. For a batch each is an `RaggedSize`: the lengths of all elements.
+In the graph of one element such a size is a symbol, `s0`; others are computed from it, as `s0 - 1`
+and `4*s0`. For a batch each is a `RaggedSize`: the lengths of all elements.
 
     lengths  2 0 3        offsets  0 2 2 5        total  5        longest  3
 """
@@ -23,13 +23,12 @@ from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, format_size, value_o
 from torchremat.kernels.segments.segments import offsets_of, segment_expand
 
 
-class _Reading(threading.local):
-    """What is made of the value of a tensor while a graph is traced."""
-
+class _ReadMode(threading.local):
     gives_symbols = False
+    """Whether reading the value of a tensor, while a graph is traced, makes a symbol."""
 
 
-reading = _Reading()
+read_mode = _ReadMode()
 
 
 @dataclass(eq=False)
@@ -45,7 +44,7 @@ class RaggedSize:
     known_longest: Any = None
     """No length is greater; known without reading them."""
     symbolic: Any = None
-    """The size in the graph of one element, if it is computed of others."""
+    """The size in the graph of one element, if it is computed from others."""
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -62,7 +61,7 @@ class RaggedSize:
     @cached_property
     def longest(self) -> Any:
         """The greatest length, or a bound of it."""
-        if _is_at_hand(self.lengths):
+        if _is_on_host(self.lengths):
             return self._read(lambda lengths: lengths.max())
         if self.known_longest is not None:
             return self.known_longest
@@ -71,21 +70,21 @@ class RaggedSize:
     @property
     def known_on_host(self) -> bool:
         """Whether `host` costs nothing."""
-        return _is_at_hand(self.lengths)
+        return _is_on_host(self.lengths)
 
     @cached_property
     def host(self) -> list[int]:
         """The lengths as numbers."""
         if _torch.is_fake(_torch.innermost_tensor(self.lengths)):
             raise RaggedError(
-                "the lengths of the elements of a batch must be known here as numbers, which they "
-                f"are not while a function is traced (the size {self.text} of its graph)"
+                "the lengths of the elements of a batch must be known here as numbers. They are "
+                f"not while a function is traced (the size {self.text} of its graph)"
             )
         return list(_torch.innermost_tensor(self.lengths).tolist())
 
     def _read(self, of: Callable[[Tensor], Tensor]) -> Any:
         lengths = _torch.innermost_tensor(self.lengths)
-        if _torch.is_fake(lengths) and reading.gives_symbols:
+        if _torch.is_fake(lengths) and read_mode.gives_symbols:
             return of(self.lengths).item()
         if _torch.is_fake(lengths):
             raise RaggedError(
@@ -102,7 +101,7 @@ class RaggedSize:
         return segment_expand(elements, self.offsets, self.total)
 
     @cached_property
-    def place_of_row(self) -> Tensor:
+    def position_of_row(self) -> Tensor:
         """`[total]`: the place of each row in its element."""
         starts = segment_expand(self.offsets[:-1], self.offsets, self.total)
         return torch.arange(self.total, device=starts.device) - starts
@@ -118,10 +117,10 @@ class RaggedSize:
         """The indices for `take_rows` from concatenated rows to padded ones, and back."""
         places = torch.arange(self.longest, device=self.lengths.device)
         rows = torch.where(self.is_valid, self.offsets[:-1, None] + places, -1)
-        return rows.flatten(), self.element_of_row * self.longest + self.place_of_row
+        return rows.flatten(), self.element_of_row * self.longest + self.position_of_row
 
 
-def _is_at_hand(lengths: Tensor) -> bool:
+def _is_on_host(lengths: Tensor) -> bool:
     """Whether reading `lengths` costs nothing: a device would have to be waited for."""
     lengths = _torch.innermost_tensor(lengths)
     return lengths.device.type == "cpu" and not _torch.is_fake(lengths)
@@ -149,7 +148,7 @@ _NAMES_OF_TENSORS = {
 
 @dataclass(eq=False)
 class Sizes:
-    """What the sizes in the graph of one element are, for a batch.
+    """Maps the sizes in the graph of one element to those of a batch.
 
     `symbols` has for each symbol an extent, or a number where all elements have the same.
     """
@@ -175,7 +174,7 @@ class Sizes:
         varying = {n: e for n, e in values.items() if isinstance(e, RaggedSize)}
         if not varying:
             return value_of(size, values)
-        extent = self._computed(text, size, values, varying)
+        extent = self._compute_size(text, size, values, varying)
         self.extents[text] = extent
         return extent
 
@@ -191,7 +190,7 @@ class Sizes:
         """The shape of a value of the graph of one element: numbers and extents."""
         return tuple(self.of(size) for size in tensor.shape)
 
-    def numbers(self, size: Any) -> Tensor:
+    def compute_numbers(self, size: Any) -> Tensor:
         """A number made of sizes, for each element: `[axis_size]`."""
         if isinstance(size, Size):
             size = size.symbolic
@@ -200,10 +199,10 @@ class Sizes:
         scope = {n: e.lengths if isinstance(e, RaggedSize) else e for n, e in values.items()}
         return eval(format_size(size), dict(_NAMES_OF_TENSORS), scope)  # type: ignore[no-any-return]
 
-    def _computed(
+    def _compute_size(
         self, text: str, size: Any, values: Mapping[str, Any], varying: Mapping[str, RaggedSize]
     ) -> RaggedSize:
-        lengths = self.numbers(size).clamp(min=0)
+        lengths = self.compute_numbers(size).clamp(min=0)
 
         def at(point: Mapping[str, Any]) -> Any:
             return value_of(size, {**values, **point})

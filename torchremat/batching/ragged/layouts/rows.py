@@ -30,7 +30,7 @@ def slice_places(value: Packed, start: int | Tensor, step: int, extent: RaggedSi
     """From `start` on, every `step`-th place; as many as `extent` says."""
     starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
     starts = starts.clamp(min=0)
-    places = starts[extent.element_of_row] + extent.place_of_row * step
+    places = starts[extent.element_of_row] + extent.position_of_row * step
     return take_places(value, places, extent)
 
 
@@ -89,7 +89,9 @@ def put(value: Packed, rows: Tensor, part: RaggedSize, start: int | Tensor, step
     """`value` with `rows`, of which each element has as many as `part` says, from `start` on."""
     starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
     element = part.element_of_row
-    target = value.extent.offsets[element] + starts.clamp(min=0)[element] + part.place_of_row * step
+    target = (
+        value.extent.offsets[element] + starts.clamp(min=0)[element] + part.position_of_row * step
+    )
     source = inverse_of(target, value.extent.total)
     new = take_rows(rows, source, target, zero=True)
     old = value.data.movedim(value.dim, 0)
@@ -106,7 +108,7 @@ def join_rows(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: RaggedSi
     targets = []
     for rows, lengths in parts:
         part = RaggedSize("", lengths, known_total=rows.shape[0])
-        targets.append(before[part.element_of_row] + part.place_of_row)
+        targets.append(before[part.element_of_row] + part.position_of_row)
         before = before + lengths
     target = torch.cat(targets)
     source = inverse_of(target, target.shape[0])
@@ -123,7 +125,7 @@ def _flat_index(leading: int, extent: RaggedSize) -> tuple[Tensor, Tensor]:
     Element of 2 rows and 3 columns, concatenated along the columns: its row 1 comes after row 0.
     """
     whole = RaggedSize("", extent.lengths * leading, known_total=leading * extent.total)
-    element, place = whole.element_of_row, whole.place_of_row
+    element, place = whole.element_of_row, whole.position_of_row
     lengths = extent.lengths[element]
     index = (place // lengths) * extent.total + extent.offsets[element] + place % lengths
     return index, inverse_of(index, index.shape[0])

@@ -61,12 +61,15 @@ def _batch_take_rows(
     indices = index.expand(size, -1) if index_dim is None else index.movedim(index_dim, 0)
     inverses = inverse.expand(size, -1) if inverse_dim is None else inverse.movedim(inverse_dim, 0)
     rows = _op(
-        x.flatten(0, 1), _joined(indices, x.shape[1]), _joined(inverses, indices.shape[1]), zero
+        x.flatten(0, 1),
+        _join_indices(indices, x.shape[1]),
+        _join_indices(inverses, indices.shape[1]),
+        zero,
     )
     return rows.unflatten(0, (size, indices.shape[1])), 0
 
 
-def _joined(indices: Tensor, num_rows: int) -> Tensor:
+def _join_indices(indices: Tensor, num_rows: int) -> Tensor:
     shifts = num_rows * torch.arange(indices.shape[0], device=indices.device)
     return torch.where(indices < 0, indices, indices + shifts[:, None]).flatten()
 

@@ -6,8 +6,8 @@ serve.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ def _scale_of(q: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
-def _weights(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+def _compute_weights(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
     scores = (q @ k.mT) * _scale_of(q, scale)
     if is_causal:
-        scores = scores.masked_fill(~_lower(scores), -torch.inf)
+        scores = scores.masked_fill(~_make_lower_triangle(scores), -torch.inf)
     return scores.softmax(-1)
 
 
@@ -59,7 +59,7 @@ class _ElementAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         q, k, v = ctx.saved_tensors
-        weights = _weights(q, k, *ctx.options)
+        weights = _compute_weights(q, k, *ctx.options)
         slopes = cotangent @ v.mT
         slopes = weights * (slopes - (slopes * weights).sum(-1, keepdim=True))
         slopes = slopes * _scale_of(q, ctx.options[1])
@@ -68,7 +68,7 @@ class _ElementAttention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, dq: Tensor, dk: Tensor, dv: Tensor, *__: None) -> Tensor:
         q, k, v = ctx.saved_tensors
-        weights = _weights(q, k, *ctx.options)
+        weights = _compute_weights(q, k, *ctx.options)
         zero = torch.zeros_like
         dq, dk, dv = (zero(p) if t is None else t for p, t in ((q, dq), (k, dk), (v, dv)))
         slopes = (dq @ k.mT + q @ dk.mT) * _scale_of(q, ctx.options[1])
@@ -94,41 +94,40 @@ attention = torch.ops.torchremat.attention.default
 _torch.register_function(attention, _ElementAttention)
 
 
-class KeptAttention(TorchFunctionMode):
-    """Writes `scaled_dot_product_attention` over a size that is a symbol as one operator.
+class AttentionMode(TorchFunctionMode):
+    """Traces `scaled_dot_product_attention` over a size that is a symbol as one operator.
 
-    With a mask, which says more than lengths do, or dropout, it is written as its parts.
+    With a mask, which says more than lengths do, or dropout, its parts are traced.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            kept = _restrict_mask(*args, **kwargs)
-            if kept is not None:
-                return kept
-        if func is F.multi_head_attention_forward:  # no mode sees what it calls
-            with _kept_inside():
-                return func(*args, **kwargs)
+            return _attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            func = _call_with(_attend, func)
         return func(*args, **kwargs)
 
 
-@contextmanager
-def _kept_inside() -> Iterator[None]:
-    """Attention that PyTorch's own functions call is kept too. The lock of traces is held."""
-    plain = F.scaled_dot_product_attention
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        kept = _restrict_mask(*args, **kwargs)
-        return plain(*args, **kwargs) if kept is None else kept
-
-    F.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = plain
+def _attend(*args: Any, **kwargs: Any) -> Tensor:
+    found = _attend_within_lengths(*args, **kwargs)
+    return F.scaled_dot_product_attention(*args, **kwargs) if found is None else found
 
 
-def _restrict_mask(
+def _call_with(attend: Callable[..., Tensor], function: Any) -> FunctionType:
+    """Copy `multi_head_attention_forward`, so that the copy calls `attend`.
+
+    PyTorch disables a mode while it handles a function, so that no mode sees the attention inside.
+    The copy also finds itself by its name, which it passes to the modes below.
+    """
+    names = {**function.__globals__, "scaled_dot_product_attention": attend}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    names[function.__name__] = copy
+    return copy
+
+
+def _attend_within_lengths(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -146,7 +145,7 @@ def _restrict_mask(
     return attention(query, key, value, is_causal, scale)  # type: ignore[no-any-return]
 
 
-def _rule(call: RaggedCall) -> Any:
+def _attention(call: RaggedCall) -> Any:
     q, k, v = call.args[:3]
     is_causal, scale = call.bound["is_causal"], call.bound["scale"]
     along = [isinstance(x, Packed) and x.dim == x.rank - 2 for x in (q, k, v)]
@@ -175,13 +174,13 @@ def _on_padded(call: RaggedCall, q: Value, k: Value, v: Value) -> Value:
         shape = [size, *[1] * (k.rank - 1), -1]
         scores = scores.masked_fill(~extent.is_valid.view(shape), least)
     if is_causal:
-        scores = scores.masked_fill(~_lower(scores), -torch.inf)
+        scores = scores.masked_fill(~_make_lower_triangle(scores), -torch.inf)
     data = scores.softmax(-1) @ values
     return as_padded(data, call.sizes_of(call.result))
 
 
-def _lower(scores: Tensor) -> Tensor:
+def _make_lower_triangle(scores: Tensor) -> Tensor:
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
 
 
-RULES["torchremat.attention"] = _rule
+RULES["torchremat.attention"] = _attention

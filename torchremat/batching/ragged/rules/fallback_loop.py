@@ -1,4 +1,4 @@
-"""What no rule knows: an operator run for one element after the other, which is exact and slow."""
+"""Operators without a rule run for one element after the other, which is exact and slow."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from torchremat.core.source import warn_user
 from torchremat.errors import LoopWarning, RaggedError
 
 
-def loop(call: RaggedCall) -> Any:
+def run_one_by_one(call: RaggedCall) -> Any:
     """Run the operator for one element after the other.
 
     Raises:
@@ -33,10 +33,10 @@ def loop(call: RaggedCall) -> Any:
             f"cannot run for one after the other: {error}"
         ) from error
     if isinstance(call.result, Tensor):
-        return _joined(call, results, call.result)
+        return _join_elements(call, results, call.result)
     columns = zip(*results, strict=True)
     pairs = zip(columns, call.result, strict=True)
-    return [_joined(call, c, r) if isinstance(r, Tensor) else r for c, r in pairs]
+    return [_join_elements(call, c, r) if isinstance(r, Tensor) else r for c, r in pairs]
 
 
 def _run_one(call: RaggedCall, i: int) -> Any:
@@ -60,12 +60,12 @@ def element(value: Value, i: int) -> Tensor:
     return data
 
 
-def _joined(call: RaggedCall, elements: Sequence[Tensor], result: Any) -> Value:
-    return from_elements(elements, call.sizes_of(result))
+def _join_elements(call: RaggedCall, elements: Sequence[Tensor], result: Any) -> Value:
+    return make_value(elements, call.sizes_of(result))
 
 
-def from_elements(elements: Sequence[Tensor], sizes: tuple[Any, ...]) -> Value:
-    """The value with these elements, of `sizes`."""
+def make_value(elements: Sequence[Tensor], sizes: tuple[Any, ...]) -> Value:
+    """Make the value with these elements, of `sizes`."""
     places = [d for d, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     if not places:
         return Padded(torch.stack(list(elements)), (None,) * len(sizes))

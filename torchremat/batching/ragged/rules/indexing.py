@@ -13,7 +13,7 @@ from torchremat.batching.ragged.layouts.layouts import (
     fill_beyond_ends,
     is_ragged,
 )
-from torchremat.batching.ragged.rules.op_call import RaggedCall, on_packed, on_padded, rule
+from torchremat.batching.ragged.rules.op_call import RaggedCall, rule, run_on_packed, run_on_padded
 from torchremat.batching.ragged.rules.pointwise import map_entries
 from torchremat.batching.ragged.rules.views import ALONG_RAGGED
 
@@ -22,12 +22,12 @@ from torchremat.batching.ragged.rules.views import ALONG_RAGGED
 def _embedding(call: RaggedCall) -> Any:
     weight, index = call.values
     if isinstance(weight, Shared) and isinstance(index, Packed):
-        return on_packed(call)
-    return on_padded(call, _harmless)
+        return run_on_packed(call)
+    return run_on_padded(call, _fill_indices)
 
 
-def _harmless(value: Any) -> Tensor:
-    """Index 0 where there is none."""
+def _fill_indices(value: Any) -> Tensor:
+    """Put index 0 into padding: any index is right there that is in range."""
     if value.data.dtype in (torch.int64, torch.int32):
         return fill_beyond_ends(value, range(value.rank), 0)
     return value.data  # type: ignore[no-any-return]
@@ -46,13 +46,13 @@ def _index(call: RaggedCall) -> Any:
         and alike
         and all(isinstance(i, Packed | Shared) for _, i in used)
     ):
-        return on_packed(call)
+        return run_on_packed(call)
     elsewhere = isinstance(source, Packed) and source.dim not in [d for d, _ in used]
     if elsewhere and all(isinstance(i, Shared) for _, i in used):
-        return on_packed(call)
+        return run_on_packed(call)
     if isinstance(source, Packed) and len(used) == 1 and used[0][0] == source.dim:
         return _lookup(call, source, used[0][1])
-    return on_padded(call, _harmless)
+    return run_on_padded(call, _fill_indices)
 
 
 def _lookup(call: RaggedCall, source: Packed, index: Value) -> Any:
@@ -77,12 +77,12 @@ def _index_select(call: RaggedCall) -> Any:
     dim = call.bound["dim"] % source.rank
     if isinstance(source, Packed) and source.dim == dim:
         return _lookup(call, source, index)
-    return on_padded(call, _harmless)
+    return run_on_padded(call, _fill_indices)
 
 
 @rule("index_add", "index_put")
-def _adding(call: RaggedCall) -> Any:
-    """What adds at places: where there is nothing, 0 is added at the first."""
+def _index_add(call: RaggedCall) -> Any:
+    """Add at indices: padding adds 0 at the first one."""
     if call.name == "aten.index_put" and not call.bound["accumulate"]:
         return NotImplemented
     if any(v.data.dtype == torch.bool for v in call.values):
@@ -91,29 +91,25 @@ def _adding(call: RaggedCall) -> Any:
     def fill(value: Any) -> Tensor:
         return fill_beyond_ends(value, range(value.rank), 0)
 
-    return on_padded(call, fill)
-
-
-def _gather(call: RaggedCall) -> Any:
-    return on_padded(call, _harmless)
+    return run_on_padded(call, fill)
 
 
 def _scatter(call: RaggedCall) -> Any:
-    """What is put at places that all elements have as many of."""
+    """Scatter where all elements have as many indices: padding would overwrite entries."""
     index = call.values[1]
-    return NotImplemented if is_ragged(index) else on_padded(call, _harmless)
+    return NotImplemented if is_ragged(index) else run_on_padded(call, _fill_indices)
 
 
 @rule("one_hot")
 def _one_hot(call: RaggedCall) -> Any:
-    return on_packed(call)
+    return run_on_packed(call)
 
 
 ALONG_RAGGED.update(
     {
         "aten.index_select": _index_select,
-        "aten.gather": _gather,
+        "aten.gather": lambda call: run_on_padded(call, _fill_indices),
         "aten.scatter": _scatter,
-        "aten.scatter_add": _adding,
+        "aten.scatter_add": _index_add,
     }
 )

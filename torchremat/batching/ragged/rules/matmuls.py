@@ -49,7 +49,10 @@ def contract(batch: Batch, kind: str, a: Value, b: Value) -> Value:
         **dict(zip(labels_a, a.sizes, strict=True)),
         **dict(zip(labels_b, b.sizes, strict=True)),
     }
-    left, right = _ready(batch, a, labels_a, labels_out), _ready(batch, b, labels_b, labels_out)
+    left, right = (
+        _zero_padding(batch, a, labels_a, labels_out),
+        _zero_padding(batch, b, labels_b, labels_out),
+    )
     data = _product(left, right, labels_a, labels_b, labels_out)
     extents = tuple(sizes[x] if isinstance(sizes[x], RaggedSize) else None for x in labels_out)
     return pack(Padded(data, extents))
@@ -66,7 +69,7 @@ def _lacks(label: str, of_a: str, of_b: str, labels_a: str, labels_b: str) -> bo
     return label not in (labels_b if of_a else labels_a)
 
 
-def _ready(batch: Batch, value: Value, labels: str, labels_out: str) -> Tensor:
+def _zero_padding(batch: Batch, value: Value, labels: str, labels_out: str) -> Tensor:
     """Padded data, 0 beyond the ends along dims that are summed over."""
     if isinstance(value, Shared):
         return value.data
@@ -135,11 +138,11 @@ def _outer(call: RaggedCall) -> Any:
         return NotImplemented
     a, b = call.values
     batch = call.batch
-    column = with_dim(a, 1)
+    column = unsqueeze_value(a, 1)
     return map_entries(batch, torch.mul, [column, b])
 
 
-def with_dim(value: Value, dim: int) -> Value:
+def unsqueeze_value(value: Value, dim: int) -> Value:
     """`value` with a dim of size 1 more."""
     if isinstance(value, Shared):
         return Shared(value.data.unsqueeze(dim))

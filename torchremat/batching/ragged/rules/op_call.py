@@ -20,7 +20,6 @@ from torchremat.batching.ragged.layouts.layouts import (
     pad,
 )
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
-from torchremat.core.trees import HOLE
 from torchremat.errors import RaggedError
 from torchremat.graph.symbolic_sizes import Size
 from torchremat.tracing.axes.mapped_functions import run_mapped
@@ -28,7 +27,7 @@ from torchremat.tracing.axes.named_axes import AxisName
 
 Rule = Callable[["RaggedCall"], Any]
 RULES: dict[str, Rule] = {}
-"""What runs an operator on values whose sizes differ, by the name of its packet."""
+"""The rules for values whose sizes differ, by the name of the operator's packet."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -43,7 +42,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 @dataclass(eq=False)
 class Batch:
-    """What the elements of a batch have in common."""
+    """The number of elements, their sizes, and options of the `vmap` around."""
 
     axis_size: int
     sizes: Sizes
@@ -53,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class RaggedCall:
-    """A call of `op`: arguments with values in them, and what it gives for one element."""
+    """A call of `op`: arguments with values in them, and the `result` for one element."""
 
     op: Any
     args: tuple[Any, ...]
@@ -70,14 +69,14 @@ class RaggedCall:
     @cached_property
     def values(self) -> list[Value]:
         """The values among the arguments, in order."""
-        return list(_leaves((self.args, dict(self.kwargs)), (Shared, Padded, Packed)))
+        return list(_find_leaves((self.args, dict(self.kwargs)), (Shared, Padded, Packed)))
 
     @property
     def is_ragged(self) -> bool:
         """Whether a size differs from element to element, of an argument or as one."""
         return any(map(is_ragged, self.values)) or any(
             self.batch.sizes.varies(size)
-            for size in _leaves((self.args, dict(self.kwargs)), (Size,))
+            for size in _find_leaves((self.args, dict(self.kwargs)), (Size,))
         )
 
     @cached_property
@@ -91,7 +90,7 @@ class RaggedCall:
                 bound[argument.name] = self.kwargs.get(argument.name, argument.default_value)
         return bound
 
-    def dims(self, rank: int, name: str = "dim") -> tuple[int, ...]:
+    def dims_along(self, rank: int, name: str = "dim") -> tuple[int, ...]:
         """The argument `dim`, as dims from 0; all if there is none."""
         given = self.bound.get(name)
         if given is None or (isinstance(given, Sequence) and not given):
@@ -129,6 +128,13 @@ class RaggedCall:
 
         return self.op(*_map_arguments(swap, self.args), **_map_arguments(swap, dict(self.kwargs)))
 
+    def find_number(self, leaf: Any) -> Any:
+        """The number for a size, the greatest if it differs; `leaf` if it is no size."""
+        if not isinstance(leaf, Size):
+            return leaf
+        size = self.batch.sizes.of(leaf)
+        return size.longest if isinstance(size, RaggedSize) else size
+
     def wrap(self, outputs: Any, make: Callable[[Tensor, tuple[Any, ...]], Value]) -> Any:
         """Values for what the operator gave, of the sizes that the result has."""
         if isinstance(outputs, Tensor):
@@ -141,7 +147,7 @@ class RaggedCall:
         return outputs
 
 
-def on_packed(call: RaggedCall) -> Any:
+def run_on_packed(call: RaggedCall) -> Any:
     """Run the operator on concatenated data, as it would on one element that is longer.
 
     For operators that treat each place along the dim that differs alike.
@@ -159,7 +165,7 @@ def _as_packed(data: Tensor, sizes: tuple[Any, ...]) -> Value:
     return Packed(data, dim, sizes[dim])
 
 
-def on_padded(call: RaggedCall, fill: Callable[[Padded], Tensor] | None = None) -> Any:
+def run_on_padded(call: RaggedCall, fill: Callable[[Padded], Tensor] | None = None) -> Any:
     """Run the operator on padded data, mapped over the batch.
 
     For operators that give the right values wherever those of their arguments are right. `fill`
@@ -173,7 +179,7 @@ def on_padded(call: RaggedCall, fill: Callable[[Padded], Tensor] | None = None) 
         full = pad(value, call.batch.axis_size)
         return replace(full, data=fill(full) if fill else full.data)
 
-    outputs = mapped(call, convert)
+    outputs = run_mapped_call(call, convert)
     return call.wrap(outputs, as_padded)
 
 
@@ -183,61 +189,45 @@ def as_padded(data: Tensor, sizes: tuple[Any, ...]) -> Value:
     return pack(Padded(data, extents))
 
 
-def mapped(
+def run_mapped_call(
     call: RaggedCall,
     convert: Callable[[Value], Value] = lambda v: v,
     place: Callable[[Tensor, int | None], Any] | None = None,
 ) -> Any:
-    """What the operator gives for batches along dim 0, and for what is shared.
+    """Run the operator mapped over batches along dim 0; shared values are not mapped.
 
-    `place` is given each output and where the batch is in it; by default it goes to the front.
+    `place` is called with each output and where the batch is in it; by default it goes to the
+    front.
     """
-    tensors: list[Tensor] = []
-    dims: list[int | None] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Value):
-            value = convert(leaf)
-            tensors.append(value.data)
-            dims.append(None if isinstance(value, Shared) else 0)
-            return HOLE
-        if isinstance(leaf, Size):
-            size = call.batch.sizes.of(leaf)
-            return size.longest if isinstance(size, RaggedSize) else size
-        return leaf
-
-    args, kwargs = _map_arguments(note, call.args), _map_arguments(note, dict(call.kwargs))
-    kinds: list[Any] = []
+    tree = _map_arguments(
+        lambda leaf: convert(leaf) if isinstance(leaf, Value) else call.find_number(leaf),
+        [call.args, dict(call.kwargs)],
+    )
+    values = list(_find_leaves(tree, (Shared, Padded, Packed)))
+    results: list[Any] = []
 
     def run(*inner: Tensor) -> tuple[Tensor, ...]:
         left = iter(inner)
-
-        def fill(leaf: Any) -> Any:
-            return next(left) if leaf is HOLE else leaf
-
-        outputs = call.op(*_map_arguments(fill, args), **_map_arguments(fill, kwargs))
-        kinds.append(type(outputs))
-        if outputs is None:  # a check, of an inverse say
-            return ()
-        if isinstance(outputs, Tensor):
-            return (outputs,)
-        kinds.append([isinstance(o, Tensor) for o in outputs])
-        return tuple(o for o in outputs if isinstance(o, Tensor))
+        fill = _map_arguments(lambda x: next(left) if isinstance(x, Value) else x, tree)
+        results[:] = [call.op(*fill[0], **fill[1])]
+        return tuple(_find_leaves(results, (Tensor,)))
 
     batch = call.batch
-    outputs, out_dims = run_mapped(
-        run, tuple(dims), batch.axis_size, batch.randomness, batch.axis_name
-    )(*tensors)
+    dims = tuple(None if isinstance(v, Shared) else 0 for v in values)
+    outputs, out_dims = run_mapped(run, dims, batch.axis_size, batch.randomness, batch.axis_name)(
+        *(v.data for v in values)
+    )
     if place is None:
-        place = functools.partial(_in_front, batch.axis_size)
-    moved = [place(o, dim) for o, dim in zip(outputs, out_dims, strict=True)]
-    if len(kinds) == 1:
-        return moved[0] if moved else None
-    left = iter(moved)
-    return [next(left) if is_tensor else None for is_tensor in kinds[1]]
+        place = functools.partial(_move_to_front, batch.axis_size)
+    (result,) = results
+    placed = [place(o, dim) for o, dim in zip(outputs, out_dims, strict=True)]
+    if result is None or isinstance(result, Tensor):  # None: a check, of an inverse say
+        return placed[0] if placed else None
+    left = iter(placed)
+    return [next(left) if isinstance(o, Tensor) else None for o in result]
 
 
-def _in_front(axis_size: int, output: Tensor, dim: int | None) -> Tensor:
+def _move_to_front(axis_size: int, output: Tensor, dim: int | None) -> Tensor:
     return output.expand(axis_size, *output.shape) if dim is None else output.movedim(dim, 0)
 
 
@@ -247,15 +237,17 @@ def _as_value(output: Tensor, dim: int | None) -> Value:
     return Padded(output.movedim(dim, 0), (None,) * (output.dim() - 1))
 
 
-def plain(call: RaggedCall) -> Any:
+def run_dense(call: RaggedCall) -> Any:
     """Run an operator none of whose sizes differ."""
     if is_collective(call):
-        return mapped(call, place=_as_value)
+        return run_mapped_call(call, place=_as_value)
     draws = torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ())
     if all(isinstance(v, Shared) for v in call.values) and not draws:
         outputs = call.run(lambda v: v.data, lambda s: s)
         return call.wrap(outputs, lambda data, _: Shared(data))
-    return call.wrap(mapped(call), lambda data, _: Padded(data, (None,) * (data.dim() - 1)))
+    return call.wrap(
+        run_mapped_call(call), lambda data, _: Padded(data, (None,) * (data.dim() - 1))
+    )
 
 
 def is_collective(call: RaggedCall) -> bool:
@@ -271,11 +263,11 @@ def _map_arguments(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-def _leaves(tree: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
+def _find_leaves(tree: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
     if isinstance(tree, tuple | list):
         for item in tree:
-            yield from _leaves(item, kinds)
+            yield from _find_leaves(item, kinds)
     elif isinstance(tree, dict):
-        yield from _leaves(list(tree.values()), kinds)
+        yield from _find_leaves(list(tree.values()), kinds)
     elif isinstance(tree, kinds):
         yield tree

@@ -16,11 +16,11 @@ from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.rows import inverse_of
 from torchremat.batching.ragged.layouts.take_rows_op import take_rows
 from torchremat.batching.ragged.rules.op_call import RULES, RaggedCall
-from torchremat.batching.ragged.rules.structural import part_of
+from torchremat.batching.ragged.rules.structural import find_rows
 
 
 def _rows(call: RaggedCall, value: Value) -> tuple[Tensor, RaggedSize] | None:
-    return part_of(value, 0, call.batch.axis_size)
+    return find_rows(value, 0, call.batch.axis_size)
 
 
 def _wrap_value(rows: Tensor, extent: Any, call: RaggedCall) -> Value:
@@ -31,11 +31,11 @@ def _wrap_value(rows: Tensor, extent: Any, call: RaggedCall) -> Value:
 
 
 def _places_of_segments(segments: RaggedSize, ends: RaggedSize) -> Tensor:
-    """Which of the segments between all offsets each segment is."""
-    return ends.offsets[segments.element_of_row] + segments.place_of_row
+    """The position of each segment among those between all offsets."""
+    return ends.offsets[segments.element_of_row] + segments.position_of_row
 
 
-def _extent_of(size: Any, call: RaggedCall, like: Tensor) -> RaggedSize:
+def _as_ragged_size(size: Any, call: RaggedCall, like: Tensor) -> RaggedSize:
     if isinstance(size, RaggedSize):
         return size
     count = call.batch.axis_size
@@ -43,25 +43,25 @@ def _extent_of(size: Any, call: RaggedCall, like: Tensor) -> RaggedSize:
     return RaggedSize("", lengths, known_total=size * count)
 
 
-def _reduction(call: RaggedCall) -> Any:
+def _reduce(call: RaggedCall) -> Any:
     data, ends = (_rows(call, v) for v in call.args[:2])
     if data is None or ends is None:
         return NotImplemented
     offsets = ends[0] + data[1].offsets[ends[1].element_of_row]
     found = call.op(data[0], offsets)
     size = call.sizes_of(call.result)[0]
-    segments = _extent_of(size, call, offsets)
+    segments = _as_ragged_size(size, call, offsets)
     places = _places_of_segments(segments, ends[1])
     rows = take_rows(found, places, inverse_of(places, found.shape[0]))
     return _wrap_value(rows, size, call)
 
 
-def _expansion(call: RaggedCall) -> Any:
+def _expand(call: RaggedCall) -> Any:
     values, ends = (_rows(call, v) for v in call.args[:2])
     if values is None or ends is None:
         return NotImplemented
     size = call.sizes_of(call.result)[0]
-    extent = _extent_of(size, call, ends[0])
+    extent = _as_ragged_size(size, call, ends[0])
     offsets = ends[0] + extent.offsets[ends[1].element_of_row]
     places = _places_of_segments(values[1], ends[1])
     source = inverse_of(places, offsets.shape[0] - 1)
@@ -96,10 +96,10 @@ def _shift_indices(index: tuple[Tensor, RaggedSize], into: RaggedSize) -> Tensor
 
 
 RULES.update({
-    "torchremat.segment_sum": _reduction,
-    "torchremat.segment_max": _reduction,
-    "torchremat.segment_min": _reduction,
-    "torchremat.segment_expand": _expansion,
+    "torchremat.segment_sum": _reduce,
+    "torchremat.segment_max": _reduce,
+    "torchremat.segment_min": _reduce,
+    "torchremat.segment_expand": _expand,
     "torchremat.segment_softmax": _softmax,
     "torchremat.take_rows": _take,
 })  # fmt: skip

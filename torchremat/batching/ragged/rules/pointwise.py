@@ -88,7 +88,7 @@ def pointwise(call: RaggedCall) -> Any:
             return _Place(len(operands) - 1)
         if isinstance(leaf, Size):
             if call.batch.sizes.varies(leaf):
-                operands.append(Padded(call.batch.sizes.numbers(leaf), ()))
+                operands.append(Padded(call.batch.sizes.compute_numbers(leaf), ()))
                 replaced = True
                 return _Place(len(operands) - 1)
             return call.batch.sizes.of(leaf)

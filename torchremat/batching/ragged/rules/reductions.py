@@ -16,7 +16,13 @@ from torchremat.batching.ragged.layouts.layouts import (
     pad,
 )
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
-from torchremat.batching.ragged.rules.op_call import Batch, RaggedCall, on_packed, on_padded, rule
+from torchremat.batching.ragged.rules.op_call import (
+    Batch,
+    RaggedCall,
+    rule,
+    run_on_packed,
+    run_on_padded,
+)
 from torchremat.batching.ragged.rules.pointwise import map_entries
 from torchremat.batching.ragged.rules.softmax_op import segment_softmax
 from torchremat.kernels.segments.segments import segment_max, segment_min, segment_sum
@@ -42,8 +48,8 @@ def _prod(x: Tensor, dims: Sequence[int]) -> Tensor:
 _WITHIN["prod"] = _prod
 
 
-def identity(kind: str, dtype: torch.dtype) -> Any:
-    """What changes nothing in a reduction."""
+def identity_of(kind: str, dtype: torch.dtype) -> Any:
+    """The value that does not change a reduction: 0 for a sum, -inf for a maximum."""
     if kind in ("sum", "prod"):
         return int(kind == "prod")
     if dtype == torch.bool:
@@ -76,7 +82,7 @@ def reduce_value(batch: Batch, kind: str, value: Value, dims: Sequence[int], kee
         return Shared(out if keep else out.squeeze(list(dims)))
     full = pad(value, batch.axis_size)
     out = _WITHIN[kind](
-        fill_beyond_ends(full, dims, identity(kind, full.data.dtype)), [1 + d for d in dims]
+        fill_beyond_ends(full, dims, identity_of(kind, full.data.dtype)), [1 + d for d in dims]
     )
     extents = [None if d in dims else e for d, e in enumerate(full.extents)]
     if not keep:
@@ -94,7 +100,9 @@ def count_of(batch: Batch, value: Value, dims: Sequence[int], dtype: torch.dtype
     return count
 
 
-def _over_count(batch: Batch, total: Value, value: Value, dims: Sequence[int], less: Any) -> Value:
+def _divide_by_count(
+    batch: Batch, total: Value, value: Value, dims: Sequence[int], less: Any
+) -> Value:
     dtype = total.data.dtype
     count = count_of(batch, value, dims, dtype.to_real() if dtype.is_complex else dtype)
     if not isinstance(count, Tensor):
@@ -122,7 +130,7 @@ def _sum(call: RaggedCall) -> Any:
     value = _cast(call.batch, value, call.result.dtype)
     kind = call.name.removeprefix("aten.").replace("nansum", "sum")
     return reduce_value(
-        call.batch, kind, value, call.dims(value.rank), bool(call.bound.get("keepdim"))
+        call.batch, kind, value, call.dims_along(value.rank), bool(call.bound.get("keepdim"))
     )
 
 
@@ -133,7 +141,7 @@ def _amax(call: RaggedCall) -> Any:
     keep = bool(call.bound.get("keepdim"))
     if value.data.dtype == torch.bool:
         return NotImplemented
-    return reduce_value(call.batch, kind, value, call.dims(value.rank), keep)
+    return reduce_value(call.batch, kind, value, call.dims_along(value.rank), keep)
 
 
 @rule("max", "min")
@@ -141,22 +149,22 @@ def _max(call: RaggedCall) -> Any:
     if len(call.values) > 1:  # max(x, y)
         return NotImplemented
     if "dim" in call.bound:
-        return _selecting(call)
+        return _argmax(call)
     (value,) = call.values
     kind = "a" + call.name.removeprefix("aten.")
     return reduce_value(call.batch, kind, value, range(value.rank), False)
 
 
 @rule("argmax", "argmin")
-def _selecting(call: RaggedCall) -> Any:
+def _argmax(call: RaggedCall) -> Any:
     value = call.values[0]
-    dims = call.dims(value.rank)
+    dims = call.dims_along(value.rank)
     if len(dims) > 1 and any(isinstance(size, RaggedSize) for size in value.sizes[1:]):
         return NotImplemented  # the index of an entry depends on the sizes
     if isinstance(value, Packed) and _reduces_dense(value, dims):
-        return on_packed(call)
+        return run_on_packed(call)
     kind = "amax" if "max" in call.name else "amin"
-    return on_padded(call, lambda v: fill_beyond_ends(v, dims, identity(kind, v.data.dtype)))
+    return run_on_padded(call, lambda v: fill_beyond_ends(v, dims, identity_of(kind, v.data.dtype)))
 
 
 @rule("any", "all")
@@ -165,37 +173,37 @@ def _any(call: RaggedCall) -> Any:
     kind = "amax" if call.name == "aten.any" else "amin"
     truth = map_entries(call.batch, lambda t: (t != 0).to(torch.uint8), [value])
     keep = bool(call.bound.get("keepdim"))
-    found = reduce_value(call.batch, kind, truth, call.dims(value.rank), keep)
+    found = reduce_value(call.batch, kind, truth, call.dims_along(value.rank), keep)
     return map_entries(call.batch, lambda t: t != 0, [found])
 
 
 @rule("mean")
 def _mean(call: RaggedCall) -> Any:
     (value,) = call.values
-    dims = call.dims(value.rank)
+    dims = call.dims_along(value.rank)
     value = _cast(call.batch, value, call.result.dtype)
     if isinstance(value, Packed) and _reduces_dense(value, dims):
-        return on_packed(call)
+        return run_on_packed(call)
     total = reduce_value(call.batch, "sum", value, dims, bool(call.bound.get("keepdim")))
-    return _over_count(call.batch, total, value, dims, 0)
+    return _divide_by_count(call.batch, total, value, dims, 0)
 
 
 @rule("var", "std", "var_mean", "std_mean")
 def _var(call: RaggedCall) -> Any:
     (value,) = call.values
     batch, bound = call.batch, call.bound
-    dims = call.dims(value.rank)
+    dims = call.dims_along(value.rank)
     if isinstance(value, Packed) and _reduces_dense(value, dims):
-        return on_packed(call)
+        return run_on_packed(call)
     correction = bound.get("correction")
     if "unbiased" in bound:
         correction = int(bound["unbiased"])
     correction = 1 if correction is None else correction
     keep = bool(bound.get("keepdim"))
-    mean = _over_count(batch, reduce_value(batch, "sum", value, dims, True), value, dims, 0)
+    mean = _divide_by_count(batch, reduce_value(batch, "sum", value, dims, True), value, dims, 0)
     squares = map_entries(batch, lambda x, m: (x - m) ** 2, [value, mean])
     total = reduce_value(batch, "sum", squares, dims, keep)
-    spread = _over_count(batch, total, value, dims, correction)
+    spread = _divide_by_count(batch, total, value, dims, correction)
     if "std" in call.name:
         spread = map_entries(batch, torch.sqrt, [spread])
     if "mean" not in call.name:
@@ -211,10 +219,10 @@ def _norm(call: RaggedCall) -> Any:
     bound, batch = call.bound, call.batch
     order = bound.get("ord", bound.get("p"))
     order = 2 if order is None else order
-    dims, keep = call.dims(value.rank), bool(bound.get("keepdim"))
+    dims, keep = call.dims_along(value.rank), bool(bound.get("keepdim"))
     value = _cast(batch, value, call.result.dtype)
     if isinstance(value, Packed) and _reduces_dense(value, dims):
-        return on_packed(call)
+        return run_on_packed(call)
     if abs(order) == float("inf"):
         size = map_entries(batch, torch.abs, [value])
         return reduce_value(batch, "amax" if order > 0 else "amin", size, dims, keep)
@@ -240,7 +248,7 @@ def _sqrt_with_zero_derivative(x: Tensor) -> Tensor:
 def _count_nonzero(call: RaggedCall) -> Any:
     (value,) = call.values
     nonzero = map_entries(call.batch, lambda x: (x != 0).to(torch.int64), [value])
-    return reduce_value(call.batch, "sum", nonzero, call.dims(value.rank), False)
+    return reduce_value(call.batch, "sum", nonzero, call.dims_along(value.rank), False)
 
 
 # --- softmax -------------------------------------------------------------------------------------
@@ -261,10 +269,10 @@ def _safe_shift(batch: Batch, value: Value, dims: Sequence[int]) -> Value:
 @rule("logsumexp")
 def _logsumexp(call: RaggedCall) -> Any:
     (value,) = call.values
-    batch, dims = call.batch, call.dims(value.rank)
+    batch, dims = call.batch, call.dims_along(value.rank)
     value = _cast(batch, value, call.result.dtype)
     if isinstance(value, Packed) and _reduces_dense(value, dims):
-        return on_packed(call)
+        return run_on_packed(call)
     shift = _safe_shift(batch, value, dims)
     terms = map_entries(batch, lambda x, m: (x - m).exp(), [value, shift])
     total = reduce_value(batch, "sum", terms, dims, True)
@@ -276,12 +284,12 @@ def _logsumexp(call: RaggedCall) -> Any:
 def _softmax(call: RaggedCall) -> Any:
     (value,) = call.values
     batch = call.batch
-    (dim,) = call.dims(value.rank)
+    (dim,) = call.dims_along(value.rank)
     if isinstance(value, Packed) and value.dim != dim:
-        return on_packed(call)
+        return run_on_packed(call)
     if not isinstance(value, Packed):
         least = torch.finfo(value.data.dtype).min
-        return on_padded(call, lambda v: fill_beyond_ends(v, [dim], least))
+        return run_on_padded(call, lambda v: fill_beyond_ends(v, [dim], least))
     dtype = call.result.dtype
     offsets = value.extent.offsets
     rows = segment_softmax(value.data.to(dtype).movedim(dim, 0), offsets, log="log" in call.name)
@@ -306,21 +314,23 @@ def _softmax_backward(call: RaggedCall) -> Any:
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
-def _from_the_start(call: RaggedCall) -> Any:
-    """What is after an entry has no part in its value."""
+def _cumulate(call: RaggedCall) -> Any:
+    """Run on padding too: an entry depends only on those before it."""
     value = call.values[0]
-    (dim,) = call.dims(value.rank)
+    (dim,) = call.dims_along(value.rank)
     if isinstance(value, Packed) and value.dim != dim:
-        return on_packed(call)
-    return on_padded(call)
+        return run_on_packed(call)
+    return run_on_padded(call)
 
 
 @rule("sort", "topk", "argsort")
 def _sort(call: RaggedCall) -> Any:
     value = call.values[0]
-    (dim,) = call.dims(value.rank)
+    (dim,) = call.dims_along(value.rank)
     if isinstance(value, Packed) and value.dim != dim:
-        return on_packed(call)
+        return run_on_packed(call)
     largest = bool(call.bound.get("descending", call.bound.get("largest")))
     kind = "amax" if largest else "amin"
-    return on_padded(call, lambda v: fill_beyond_ends(v, [dim], identity(kind, v.data.dtype)))
+    return run_on_padded(
+        call, lambda v: fill_beyond_ends(v, [dim], identity_of(kind, v.data.dtype))
+    )

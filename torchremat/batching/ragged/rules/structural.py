@@ -15,7 +15,7 @@ from torchremat.batching.ragged.layouts.rows import (
     slice_places,
     take_places,
 )
-from torchremat.batching.ragged.rules.matmuls import with_dim
+from torchremat.batching.ragged.rules.matmuls import unsqueeze_value
 from torchremat.batching.ragged.rules.op_call import RaggedCall, as_padded, rule
 from torchremat.batching.ragged.rules.pointwise import broadcast_to, map_entries
 from torchremat.batching.ragged.rules.views import ALONG_RAGGED
@@ -43,7 +43,7 @@ def _slice(call: RaggedCall) -> Any:
     if call.batch.sizes.varies(start):
         if not isinstance(extent, RaggedSize):
             return NotImplemented
-        return slice_places(value, call.batch.sizes.numbers(start), step, extent)
+        return slice_places(value, call.batch.sizes.compute_numbers(start), step, extent)
     start = call.batch.sizes.of(start)
     if not isinstance(extent, RaggedSize):
         stop = start + extent * step
@@ -57,7 +57,7 @@ def _flip(call: RaggedCall) -> Any:
         return NotImplemented
     others = [d % value.rank for d in call.bound["dims"] if d % value.rank != value.dim]
     extent = value.extent
-    places = extent.lengths[extent.element_of_row] - 1 - extent.place_of_row
+    places = extent.lengths[extent.element_of_row] - 1 - extent.position_of_row
     result = take_places(value, places, extent)
     return Packed(result.data.flip(others), value.dim, extent) if others else result
 
@@ -71,15 +71,15 @@ def _roll(call: RaggedCall) -> Any:
         return NotImplemented
     extent = value.extent
     lengths = extent.lengths[extent.element_of_row]
-    return take_places(value, (extent.place_of_row - shift) % lengths, extent)
+    return take_places(value, (extent.position_of_row - shift) % lengths, extent)
 
 
 def _cat(call: RaggedCall) -> Any:
-    dim = call.dims(call.values[0].rank)[0]
+    dim = call.dims_along(call.values[0].rank)[0]
     extent = call.sizes_of(call.result)[dim]
     parts = []
     for value in call.values:
-        part = part_of(value, dim, call.batch.axis_size)
+        part = find_rows(value, dim, call.batch.axis_size)
         if part is None:
             return NotImplemented
         parts.append((part[0], part[1].lengths))
@@ -125,17 +125,19 @@ def _slice_scatter(call: RaggedCall) -> Any:
     value, part = call.values
     dim, axis_size = call.bound["dim"] % value.rank, call.batch.axis_size
     start, step = call.bound["start"] or 0, call.bound["step"]
-    return _put(call, value, part_of(part, dim, axis_size), dim, start, step)
+    return _put(call, value, find_rows(part, dim, axis_size), dim, start, step)
 
 
 def _select_scatter(call: RaggedCall) -> Any:
     value, part = call.values
     dim = call.bound["dim"] % value.rank
-    full = with_dim(pad(part, call.batch.axis_size), dim)
-    return _put(call, value, part_of(full, dim, call.batch.axis_size), dim, call.bound["index"], 1)
+    full = unsqueeze_value(pad(part, call.batch.axis_size), dim)
+    return _put(
+        call, value, find_rows(full, dim, call.batch.axis_size), dim, call.bound["index"], 1
+    )
 
 
-def part_of(value: Value, dim: int, axis_size: int) -> tuple[Tensor, RaggedSize] | None:
+def find_rows(value: Value, dim: int, axis_size: int) -> tuple[Tensor, RaggedSize] | None:
     """The rows of a value along `dim`, and how many each element has."""
     if isinstance(value, Packed):
         return (value.data.movedim(dim, 0), value.extent) if value.dim == dim else None
@@ -158,7 +160,7 @@ def _put(
     if part is None or not isinstance(value, Packed) or value.dim != dim:
         return NotImplemented
     sizes = call.batch.sizes
-    begin = sizes.numbers(start) if sizes.varies(start) else sizes.of(start)
+    begin = sizes.compute_numbers(start) if sizes.varies(start) else sizes.of(start)
     return put(value, *part, begin, step)
 
 
@@ -194,7 +196,7 @@ def _stack(call: RaggedCall) -> Any:
     dim = call.bound["dim"] % rank
     sizes = call.sizes_of(call.result)
     wanted = (*sizes[:dim], 1, *sizes[dim + 1 :])
-    parts = [broadcast_to(call.batch, with_dim(v, dim), wanted) for v in call.values]
+    parts = [broadcast_to(call.batch, unsqueeze_value(v, dim), wanted) for v in call.values]
     shift = dim - rank
     return map_entries(call.batch, lambda *t: torch.cat(t, shift), parts, wanted)
 
@@ -206,14 +208,16 @@ def _stack(call: RaggedCall) -> Any:
     "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand",
     "randn", "randint", "empty_strided", "new_empty_strided", "eye",
 )  # fmt: skip
-def _new(call: RaggedCall) -> Any:
+def _make_new(call: RaggedCall) -> Any:
     call.check_random()
     sizes = call.sizes_of(call.result)
     options = {"dtype": call.result.dtype, "device": call.result.device}
     places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     fill = call.bound.get("fill_value")
     if isinstance(fill, Value) or call.batch.sizes.varies(fill):
-        number = fill if isinstance(fill, Value) else Padded(call.batch.sizes.numbers(fill), ())
+        number = (
+            fill if isinstance(fill, Value) else Padded(call.batch.sizes.compute_numbers(fill), ())
+        )
         return broadcast_to(
             call.batch, map_entries(call.batch, lambda t: t.to(options["dtype"]), [number]), sizes
         )
@@ -245,14 +249,14 @@ def _arange(call: RaggedCall) -> Any:
     start, step = bound.get("start", 0), bound.get("step", 1)
     if not isinstance(extent, RaggedSize) or call.batch.sizes.varies(step):
         return NotImplemented
-    places = extent.place_of_row.to(call.result.dtype)
+    places = extent.position_of_row.to(call.result.dtype)
     if call.batch.sizes.varies(start):
-        starts = call.batch.sizes.numbers(start).to(call.result.dtype)
+        starts = call.batch.sizes.compute_numbers(start).to(call.result.dtype)
         return Packed(starts[extent.element_of_row] + places * step, 0, extent)
     return Packed(places * step + call.batch.sizes.of(start), 0, extent)
 
 
 @rule("scalar_tensor")
 def _scalar(call: RaggedCall) -> Any:
-    number = call.batch.sizes.numbers(call.args[0])
+    number = call.batch.sizes.compute_numbers(call.args[0])
     return Padded(number.to(dtype=call.result.dtype, device=call.result.device), ())

@@ -18,9 +18,9 @@ from torchremat.batching.ragged.layouts.rows import flat_rows, from_flat_rows
 from torchremat.batching.ragged.rules.op_call import (
     RaggedCall,
     as_padded,
-    on_packed,
-    on_padded,
     rule,
+    run_on_packed,
+    run_on_padded,
 )
 
 Dims = Callable[[RaggedCall, int], Sequence[int]]
@@ -98,8 +98,8 @@ def along_some_dims(call: RaggedCall) -> Any:
     is_packed = all(isinstance(v, Packed) for v in ragged) and len(places) == 1
     is_packed = is_packed and not any(isinstance(v, Padded) for v in call.values)
     if is_packed and _others_fit(call, first):
-        return on_packed(call)
-    return on_padded(call)
+        return run_on_packed(call)
+    return run_on_padded(call)
 
 
 def _others_fit(call: RaggedCall, first: Value) -> bool:
@@ -132,12 +132,12 @@ def _diagonal(call: RaggedCall) -> Any:
     (value,) = call.values
     d1, d2 = (call.bound[d] % value.rank for d in ("dim1", "dim2"))
     is_square = value.sizes[d1] is value.sizes[d2]
-    return on_padded(call) if is_square and call.bound["offset"] == 0 else NotImplemented
+    return run_on_padded(call) if is_square and call.bound["offset"] == 0 else NotImplemented
 
 
 ALONG_RAGGED: dict[str, Callable[[RaggedCall], Any]] = {
-    "aten.tril": on_padded,
-    "aten.triu": on_padded,
+    "aten.tril": run_on_padded,
+    "aten.triu": run_on_padded,
     "aten.diagonal": _diagonal,
     "aten.diagonal_copy": _diagonal,
     "aten.constant_pad_nd": lambda call: NotImplemented,

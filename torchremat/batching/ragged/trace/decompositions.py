@@ -1,4 +1,4 @@
-"""Which operators of the graph of an element are broken up into others, that have rules."""
+"""Decomposes operators without a rule, in the graph of an element, into others with rules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,39 +19,37 @@ from torchremat.tracing.tracing import Tracing
 aten = torch.ops.aten
 
 
-def decomposition(op: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """PyTorch's own way to say `op` with others, if some size among `args` is a symbol and no rule
-    is there for it.
-    """
+def find_decomposition(op: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """PyTorch's decomposition of `op`, if a size in `args` is a symbol and `op` has no rule."""
     if not isinstance(op, _torch.OpOverload) or not _has_symbols(args):
         return None
     name = str(op.overloadpacket)
     if op is aten.native_layer_norm_backward.default:
-        return layer_norm_backward
+        return compute_layer_norm_backward
     has_rule = name in RULES or torch.Tag.pointwise in op.tags
     if op is aten.native_layer_norm.default:  # over dims whose size differs there is none
         has_rule = not _has_symbols(args[1])
     return None if has_rule else _torch.decomposition_table().get(op)
 
 
-class BreakingUp(_torch.TorchDispatchMode):
-    """Breaks up operators without a rule."""
+class DecomposeMode(_torch.TorchDispatchMode):
+    """Decomposes operators without a rule."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        broken_up = decomposition(func, args)
-        if broken_up is None:
+        decomposed = find_decomposition(func, args)
+        if decomposed is None:
             return func(*args, **kwargs)
         with self:
-            return broken_up(*args, **kwargs)
+            return decomposed(*args, **kwargs)
 
 
 def decompose_body(module: fx.GraphModule) -> fx.GraphModule:
-    """The body of a checkpoint, with operators without a rule broken up.
+    """Decompose operators without a rule in the body of a checkpoint.
 
-    It was traced by itself, out of sight of what breaks up those around it; or it is a derivative.
+    It was traced by itself, out of sight of the mode of the trace around; or it is a derivative.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     specs = [spec_of(node) for node in placeholders]
@@ -67,11 +65,11 @@ class _LoweredBody(Body):
     of: Body
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        with BreakingUp():  # type: ignore[no-untyped-call]
+        with DecomposeMode():  # type: ignore[no-untyped-call]
             return self.of.run(tracing, inputs)
 
 
-def layer_norm_backward(
+def compute_layer_norm_backward(
     cotangent: Tensor,
     x: Tensor,
     shape: list[Any],
@@ -83,7 +81,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor | None, ...]:
     """The derivative of `native_layer_norm`, in operators whose derivative is its second one.
 
-    As operators see it, `mean` and `rstd` do not depend on x: so they are computed again.
+    Autograd sees `mean` and `rstd` as independent of x, so they are recomputed from it.
 
         n = (x - mean) * rstd;  dn = dy * weight
         dx = rstd * (dn - mean(dn) - n * mean(dn * n));  dweight = sum(dy * n);  dbias = sum(dy)

@@ -16,11 +16,11 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
-from torchremat.autodiff.joint import TraceOptions, trace_joint
-from torchremat.batching.ragged.layouts.ragged_sizes import reading
-from torchremat.batching.ragged.rules.attention import KeptAttention
-from torchremat.batching.ragged.trace.decompositions import BreakingUp
-from torchremat.batching.ragged.trace.trace_errors import explain_mismatches, refusing_branches
+from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
+from torchremat.batching.ragged.layouts.ragged_sizes import read_mode
+from torchremat.batching.ragged.rules.attention import AttentionMode
+from torchremat.batching.ragged.trace.decompositions import DecomposeMode
+from torchremat.batching.ragged.trace.element_errors import explain_mismatches, refuse_branches
 from torchremat.errors import RaggedError
 from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import format_size, literal_size
@@ -30,15 +30,16 @@ from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.no_grad_op import mark_no_grad
+from torchremat.tracing.tracing import Tracing
 
 aten = torch.ops.aten
 _HINT = 1_000_003
-"""What a size is while its graph is traced: a large prime, so that no other is equal to it."""
+"""The hint of a size while its graph is traced: a large prime, so that no other is equal."""
 
 
 @dataclass(frozen=True)
 class ElementSpec:
-    """What an input is like for one element.
+    """Shape, dtype and device of an input for one element.
 
     A size that differs is the number of its symbol, below 0: `(-1, 5, -1)` has one size in two
     dims, `(-1, -2)` two sizes.
@@ -69,8 +70,8 @@ class ElementGraph:
     """Whether there is an input after the others that nothing reads."""
     guards: tuple[Any, ...] = ()
 
-    def closed_over(self) -> list[Tensor] | None:
-        """What the function closes over now; `None` if what the trace took for granted changed."""
+    def find_captured(self) -> list[Tensor] | None:
+        """The tensors that the function closes over now; `None` if a guard fails."""
         if not all(guard.holds() for guard in self.guards):
             return None
         tensors = self.captured.current()
@@ -80,8 +81,8 @@ class ElementGraph:
         return tensors if specs == self.captured_specs else None
 
 
-class _Lowering(BreakingUp):
-    """Breaks up operators, and gives a symbol to who asks for the value of an integer."""
+class _ElementMode(DecomposeMode):
+    """Decomposes operators, and returns a symbol for the value of an integer tensor."""
 
     def __init__(self, shapes: _torch.ShapeEnv) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,68 +152,96 @@ def trace_element(
 ) -> tuple[ElementGraph, list[Tensor]]:
     """Trace `function`, a function of flat tensors, for elements like `specs`.
 
-    `owner` is the user's function, whose variables and modules are watched.
+    The guards of the graph are on the variables and modules of `owner`, the user's function.
     """
     shapes = _torch.new_shape_env()
     symbols: dict[int, torch.SymInt] = {}
-    inputs = [_input_spec(spec, shapes, symbols) for spec in specs]
+    inputs = [_make_input_spec(spec, shapes, symbols) for spec in specs]
     has_extra_input = not symbols
     if has_extra_input:  # a trace knows symbols if one of its inputs has one
         extra = ElementSpec((-1,), torch.float32, torch.device("cpu"), False)
-        inputs.append(_input_spec(extra, shapes, {}))
-    lowering = _Lowering(shapes)
-    variables = variables_of(owner)
-    roots = list(modules_in(variables))
-    if isinstance(owner, torch.nn.Module):
-        roots.insert(0, ("", owner))
-    inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
-    unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
+        inputs.append(_make_input_spec(extra, shapes, {}))
+    mode = _ElementMode(shapes)
+    watched = _Watched.of(owner)
 
-    def flat(tensors: list[Tensor]) -> list[Any]:
-        with KeptAttention(), lowering, refusing_branches(shapes), _symbols_for_values():
+    def run(tensors: list[Tensor]) -> list[Any]:
+        with AttentionMode(), mode, refuse_branches(shapes), _read_values_as_symbols():
             outputs = list(function(tensors[: len(specs)]))
-        return [*outputs, *(tensor for _, tensor in lowering.found)]
+        return [*outputs, *(tensor for _, tensor in mode.found)]
 
-    paths = ModulePaths({})
-    for name, module in roots:
-        paths.add_root(module, name)
-    body = FunctionBody(lambda: flat, inputs)
-    names = [f"arg{i}" for i in range(len(inputs))]
     with torch.inference_mode(False), explain_mismatches([s.shape for s in specs], symbols):
-        options = TraceOptions(
-            with_gradients=False, whole_calls=True, grad_enabled=torch.is_grad_enabled()
-        )
-        joint, tracing = trace_joint(body, inputs, names, paths, options)
+        joint, tracing = _trace(run, inputs, watched.paths)
+    mode.refuse_numbers(joint.module.graph)
+    mark_no_grad(joint.module.graph)
+    captured, guards = watched.make_guards(tracing.captured)
+    count = len(joint.outputs) - len(mode.found)
+    graph = ElementGraph(
+        joint.module,
+        tuple(map(literal_size, joint.outputs[:count])),
+        tuple(format_size(symbols[number]) for number in sorted(symbols, reverse=True)),
+        {
+            format_size(size): node
+            for (size, _), node in zip(mode.found, joint.outputs[count:], strict=True)
+        },
+        captured,
+        tuple(tracing.captured_specs),
+        has_extra_input,
+        guards,
+    )
+    return graph, list(tracing.captured)
+
+
+def _trace(
+    run: Callable[[list[Tensor]], list[Any]], inputs: Sequence[InputSpec], paths: ModulePaths
+) -> tuple[Joint, Tracing]:
+    options = TraceOptions(
+        with_gradients=False, whole_calls=True, grad_enabled=torch.is_grad_enabled()
+    )
+    names = [f"arg{i}" for i in range(len(inputs))]
+    joint, tracing = trace_joint(FunctionBody(lambda: run, inputs), inputs, names, paths, options)
     if joint.mutations:
         raise RaggedError(
             "the mapped function writes in place to a tensor that it is given or closes over "
             f"(input {joint.mutations[0][0]}), which a ragged vmap does not do. Return the new "
             "value, or write to a copy (x.clone())."
         )
-    lowering.refuse_numbers(joint.module.graph)
-    mark_no_grad(joint.module.graph)
-    unchanged.forget_changed()
-    modules = dict.fromkeys([*inside, *paths.seen])
-    named = [(paths.name_of(m) or "", m) for m in modules]
-    count = len(lowering.found)
-    results = joint.outputs
-    outputs, read = (results[: len(results) - count], results[len(results) - count :])
-    items = {format_size(size): node for (size, _), node in zip(lowering.found, read, strict=True)}
-    order = sorted(symbols, reverse=True)
-    graph = ElementGraph(
-        joint.module,
-        tuple(map(literal_size, outputs)),
-        tuple(format_size(symbols[number]) for number in order),
-        items,
-        CapturedTensors(tracing.captured, variables, named),
-        tuple(tracing.captured_specs),
-        has_extra_input,
-        (ModuleGuard(named), unchanged),
-    )
-    return graph, list(tracing.captured)
+    return joint, tracing
 
 
-def _input_spec(
+@dataclass(frozen=True)
+class _Watched:
+    """The variables and modules that a function uses, noted before it is traced."""
+
+    variables: Sequence[Any]
+    modules: Sequence[torch.nn.Module]
+    unchanged: VariableGuard
+    paths: ModulePaths
+
+    @classmethod
+    def of(cls, owner: Any) -> "_Watched":
+        variables = variables_of(owner)
+        roots = list(modules_in(variables))
+        if isinstance(owner, torch.nn.Module):
+            roots.insert(0, ("", owner))
+        modules = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
+        unchanged = VariableGuard([*variables, *variables_of_modules(modules)])
+        paths = ModulePaths({})
+        for name, module in roots:
+            paths.add_root(module, name)
+        return cls(variables, modules, unchanged, paths)
+
+    def make_guards(self, captured: Sequence[Tensor]) -> tuple[CapturedTensors, tuple[Any, ...]]:
+        """Make what checks, at a later call, that the trace still holds."""
+        self.unchanged.forget_changed()
+        modules = dict.fromkeys([*self.modules, *self.paths.seen])
+        named = [(self.paths.name_of(m) or "", m) for m in modules]
+        return CapturedTensors(captured, self.variables, named), (
+            ModuleGuard(named),
+            self.unchanged,
+        )
+
+
+def _make_input_spec(
     spec: ElementSpec, shapes: _torch.ShapeEnv, symbols: dict[int, torch.SymInt]
 ) -> InputSpec:
     for number in spec.shape:
@@ -235,12 +264,12 @@ def _input_spec(
 
 
 @contextmanager
-def _symbols_for_values() -> Iterator[None]:
-    before, reading.gives_symbols = reading.gives_symbols, True
+def _read_values_as_symbols() -> Iterator[None]:
+    before, read_mode.gives_symbols = read_mode.gives_symbols, True
     try:
         yield
     finally:
-        reading.gives_symbols = before
+        read_mode.gives_symbols = before
 
 
 # --- the cache -----------------------------------------------------------------------------------
@@ -259,20 +288,20 @@ _cache: "weakref.WeakKeyDictionary[Any, dict[_Key, list[ElementGraph]]]" = (
 )
 
 
-def element_graph(
+def find_element_graph(
     function: Callable[[Sequence[Tensor]], Sequence[Any]],
     specs: Sequence[ElementSpec],
     owner: Any,
     key: Any,
 ) -> tuple[ElementGraph, list[Tensor]]:
-    """The graph of one element, traced now if there is none of such a call; what it closes over."""
+    """Find the graph of one element, or trace it, and the tensors that it closes over."""
     full_key = _Key(tuple(specs), key, torch.is_grad_enabled(), AmbientState.now())
     try:
         graphs = _cache.setdefault(owner, {}).setdefault(full_key, [])
-    except TypeError:  # some callables cannot be referred to weakly, some keys not be hashed
+    except TypeError:  # some callables take no weak references, some keys have no hash
         graphs = []
     for graph in graphs:
-        tensors = graph.closed_over()
+        tensors = graph.find_captured()
         if tensors is not None:
             return graph, tensors
     graph, tensors = trace_element(function, specs, owner)

@@ -1,4 +1,4 @@
-"""What the graph of one element cannot hold: branches on sizes, sizes that do not fit."""
+"""Errors for branches on sizes, and for sizes that do not fit, in the graph of one element."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ from torchremat.graph.symbolic_sizes import format_size
 def explain_mismatches(
     elements: Sequence[tuple[int, ...]], symbols: dict[int, torch.SymInt]
 ) -> Iterator[None]:
-    """Say whose sizes they are that an operator finds not to fit."""
+    """Name the inputs whose sizes do not fit, where an operator raises of them."""
     try:
         yield
     except RuntimeError as error:
@@ -43,17 +43,17 @@ def explain_mismatches(
 
 
 @contextmanager
-def refusing_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
+def refuse_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
     """Raise where the user's own Python code needs a size that differs as a number.
 
-    PyTorch's code, which asks for much, is answered as for a large size.
+    PyTorch's own code gets the answers for a large size.
     """
     evaluate = shapes.evaluate_sym_node
 
-    def checked(node: Any, *args: Any, **kwargs: Any) -> Any:
+    def check_and_evaluate(node: Any, *args: Any, **kwargs: Any) -> Any:
         if not node.expr.free_symbols:
             return evaluate(node, *args, **kwargs)
-        source = _user_who_asks()
+        source = _find_user_line()
         if source is None and node.pytype is int:
             raise RaggedError(
                 f"an operator of PyTorch, called at {current_source()}, needs a size as a number "
@@ -69,7 +69,7 @@ def refusing_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
             )
         return evaluate(node, *args, **kwargs)
 
-    shapes.evaluate_sym_node = checked  # type: ignore[method-assign,assignment]
+    shapes.evaluate_sym_node = check_and_evaluate  # type: ignore[method-assign,assignment]
     try:
         with _torch.check_comparisons_of(shapes, _refuse_comparison):
             yield
@@ -111,13 +111,13 @@ _SYMBOLS_OF_TORCH = tuple(
 _CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__", "__round__", "__trunc__")
 
 
-def _user_who_asks() -> Source | None:
-    """The line of the user's that needs the value of a size; none if PyTorch's code does."""
+def _find_user_line() -> Source | None:
+    """Find the user's line that needs the value of a size; `None` if PyTorch's code does."""
     frame: FrameType | None = sys._getframe(2)
-    asked = ""
+    method = ""
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS_OF_TORCH):
-        asked = frame.f_code.co_name
+        method = frame.f_code.co_name
         frame = frame.f_back
-    if frame is None or asked not in _CONVERSIONS or not is_user_file(frame.f_code.co_filename):
+    if frame is None or method not in _CONVERSIONS or not is_user_file(frame.f_code.co_filename):
         return None
     return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

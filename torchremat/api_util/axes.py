@@ -19,11 +19,11 @@ def flatten_axes(
     """One axis for each leaf of a tree, from a tree prefix.
 
     Args:
-        name: what to call the axes in an error: `in_axes`, say.
+        name: the name of the axes for errors: `in_axes`, say.
         treedef: the structure of the tree.
-        axis_tree: axes (integers, or `None`, which is one too); one that stands where the tree has
-            a subtree is for all leaves of that.
-        kws: whether the trees are of `(args, kwargs)`; errors tell of `args` alone.
+        axis_tree: axes: integers, or `None`, which is one too. An axis in place of a subtree is
+            for all its leaves.
+        kws: whether the trees are of `(args, kwargs)`; errors show `args` alone.
         tupled_args: whether the tree is a tuple of arguments, so that an error can say that a tuple
             around `axis_tree` is missing.
 
@@ -43,9 +43,9 @@ def flatten_axes(
       ...
     torchremat.errors.ArgumentValueError: in_axes specification must be a tree prefix of ...
     """
-    quickly = _axes_of_tuples(axis_tree, treedef)
-    if quickly is not None:
-        return quickly
+    found = _axes_of_tuples(axis_tree, treedef)
+    if found is not None:
+        return found
     tree = _torch.tree_unflatten([_Leaf()] * treedef.num_leaves, treedef)
     axes, mismatches = _prefix_axes(name, axis_tree, tree)
     if not mismatches:
@@ -73,7 +73,7 @@ def flatten_axes(
 
 
 def _axes_of_tuples(axis_tree: Any, treedef: _torch.TreeSpec) -> list[Any] | None:
-    """The axes, if `axis_tree` is an axis or nested tuples of them, as it is in most calls."""
+    """Return the axes if `axis_tree` is an axis or nested tuples of them, as in most calls."""
     if axis_tree is None or type(axis_tree) is int:
         return [axis_tree] * treedef.num_leaves
     if type(axis_tree) is not tuple or treedef.type is not tuple:
@@ -116,19 +116,19 @@ class _TreeLevel:
 
 
 def _prefix_axes(path: str, axes: Any, tree: Any) -> tuple[list[Any], list[str]]:
-    """An axis for each leaf of `tree`, and what is wrong where `axes` is no prefix of it."""
+    """Find an axis for each leaf of `tree`, and describe where `axes` is no prefix of it."""
     found: list[Any] = []
     wrong: list[str] = []
-    for where, given, wanted in _pairs(path, axes, tree):
+    for where, given, wanted in _find_places(path, axes, tree):
         if _TreeLevel.of(given).kind is None:
             found += [given] * len(_torch.tree_flatten(wanted)[0])
         else:
-            wrong.append(_mismatch(where, _TreeLevel.of(given), _TreeLevel.of(wanted)))
+            wrong.append(_describe_mismatch(where, _TreeLevel.of(given), _TreeLevel.of(wanted)))
     return found, wrong
 
 
-def _pairs(path: str, axes: Any, tree: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The places where `axes` has an axis, or where the trees part, in the order of `tree`."""
+def _find_places(path: str, axes: Any, tree: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the places where `axes` has an axis or differs from `tree`, in the order of `tree`."""
     ours, theirs = _TreeLevel.of(axes), _TreeLevel.of(tree)
     if (
         ours.kind is None
@@ -139,10 +139,10 @@ def _pairs(path: str, axes: Any, tree: Any) -> Iterator[tuple[str, Any, Any]]:
         yield path, axes, tree
         return
     for key, child in theirs.children.items():
-        yield from _pairs(path + key, ours.children[key], child)
+        yield from _find_places(path + key, ours.children[key], child)
 
 
-def _mismatch(path: str, given: _TreeLevel, wanted: _TreeLevel) -> str:
+def _describe_mismatch(path: str, given: _TreeLevel, wanted: _TreeLevel) -> str:
     if given.kind is not wanted.kind:
         return (
             f"different types at {path}: the specification has {given}, but the full pytree has "

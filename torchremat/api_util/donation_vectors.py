@@ -1,4 +1,4 @@
-"""Which leaves of a call are donated: their storage may be reused for the call's outputs."""
+"""Donated leaves of a call: their storage may be reused for the call's outputs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ def donation_vector(
     kwargs: Mapping[str, Any],
     donate_argnames: str | Iterable[str] = (),
 ) -> tuple[bool, ...]:
-    """For each leaf of `args`, then of `kwargs`, whether it is donated.
+    """Whether each leaf of `args`, then of `kwargs`, is donated.
 
     Args:
         donate_argnums: positions of donated arguments; a negative one counts from the end. One

@@ -17,7 +17,7 @@ FlatFun = Callable[..., list[Any]]
 
 
 TreeThunk = Callable[[], _torch.TreeSpec]
-"""Gives the structure of what a flat function returned when it last ran."""
+"""Gives the structure of the last result of a flat function."""
 
 
 def flatten_fun(fun: Callable[..., Any], in_tree: _torch.TreeSpec) -> tuple[FlatFun, TreeThunk]:
@@ -51,7 +51,7 @@ def flatten_fun(fun: Callable[..., Any], in_tree: _torch.TreeSpec) -> tuple[Flat
         args, kwargs = _torch.tree_unflatten(leaves, in_tree)
         return fun(*args, **kwargs)
 
-    return _flat(call)
+    return _flatten_result(call)
 
 
 def flatten_fun_nokwargs(
@@ -72,10 +72,10 @@ def flatten_fun_nokwargs(
     def call(leaves: Sequence[Any]) -> Any:
         return fun(*_torch.tree_unflatten(leaves, in_tree))
 
-    return _flat(call)
+    return _flatten_result(call)
 
 
-def _flat(call: Callable[[Sequence[Any]], Any]) -> tuple[FlatFun, TreeThunk]:
+def _flatten_result(call: Callable[[Sequence[Any]], Any]) -> tuple[FlatFun, TreeThunk]:
     last: list[_torch.TreeSpec] = []
 
     def flat_fun(*leaves: Any) -> list[Any]:
@@ -86,8 +86,8 @@ def _flat(call: Callable[[Sequence[Any]], Any]) -> tuple[FlatFun, TreeThunk]:
     def out_tree_thunk() -> _torch.TreeSpec:
         if not last:
             raise RuntimeError(
-                "the structure of the result is asked for, but the flat function has not run: it "
-                "is known once the function has been called"
+                "the structure of the result is not known, since the flat function has not run: "
+                "call it first"
             )
         return last[0]
 

@@ -1,4 +1,4 @@
-"""When two static values of traced functions are the same.
+"""Equality of static values of traced functions.
 
 After `WrapHashably` and `_HashableWithStrictTypeEquality` of `jax.api_util`.
 """
@@ -11,8 +11,8 @@ class WrapHashably:
     """A static value as part of a cache key.
 
     Two are equal when type and value are, also inside tuples, lists and dicts: `1`, `1.0` and
-    `True` are three. A value that cannot be hashed is compared with a copy taken by `frozen`, so
-    that a list that was changed in place is no longer what it was.
+    `True` are three. A value that cannot be hashed is compared with a copy that `freeze` makes: a
+    list that was changed in place is unequal to it.
 
     >>> WrapHashably(1) == WrapHashably(True), WrapHashably((1, 2)) == WrapHashably((1, 2))
     (False, True)
@@ -24,7 +24,7 @@ class WrapHashably:
         self.value = value
 
     def freeze(self) -> "WrapHashably":
-        """This value as it is now."""
+        """Copy a value that cannot be hashed, since it may change."""
         try:
             hash(self.value)
         except TypeError:

@@ -10,6 +10,8 @@ import torch
 from torchremat import _torch
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 def as_argnums(value: Any, what: str = "static_argnums") -> tuple[int, ...]:
     """Positions of arguments as a tuple; `TypeError` if they are no int or tuple of ints.
@@ -42,11 +44,11 @@ def check_argnums(argnums: Sequence[int], num_args: int, what: str = "static_arg
     """Raise `ValueError` if a position is out of range for `num_args` positional arguments."""
     for number in argnums:
         if not -num_args <= number < num_args:
+            value = f"value {number} for len(args) == {num_args}"
             raise ArgumentValueError(
                 f"{what} contains {number}, but the call has {num_args} positional argument(s). "
                 "Positional argument indices, e.g. for `static_argnums`, must have value greater "
-                "than or equal to -len(args) and less than len(args), but got value "
-                f"{number} for len(args) == {num_args}."
+                f"than or equal to -len(args) and less than len(args), but got {value}."
             )
 
 
@@ -59,7 +61,7 @@ def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class ArgumentSelection:
-    """Which arguments of calls of one function are meant, by position and by name.
+    """Selects arguments in calls of one function, by position and by name.
 
     A position is also found when the argument is passed by keyword, a name when by position. A call
     with fewer arguments than a position says is an error, unless the selection is `lenient`.
@@ -92,7 +94,7 @@ class ArgumentSelection:
         self.all_names = self.argnames | {positional[n] for n in in_range}
 
     def without_first(self) -> Self:
-        """The same for calls in which the first argument is bound already, as in a method."""
+        """Shift the selection by a first argument that is bound already, as in a method."""
         bound = copy.copy(self)
         bound.argnums = tuple(n - 1 if n > 0 else n for n in self.argnums if n != 0)
         bound._by_name = frozenset(n - 1 for n in self._by_name if n > 0)
@@ -141,7 +143,7 @@ class ArgumentSelection:
 
 
 class StaticArguments(ArgumentSelection):
-    """Which arguments are static: Python values, which are part of the key of a trace."""
+    """Selects static arguments: Python values, which are part of the key of a trace."""
 
     def refuse_tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `TypeError` if a static argument is or holds a tensor."""
@@ -149,16 +151,13 @@ class StaticArguments(ArgumentSelection):
         static: dict[Any, Any] = {i: args[i] for i in positions}
         static |= {name: kwargs[name] for name in self.all_names.intersection(kwargs)}
         for where, value in static.items():
-            held = [t for t in _torch.tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
-            if held:
+            tensors = [t for t in _torch.tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
+            if tensors:
                 raise ArgumentTypeError(
-                    f"static argument {where!r} holds a tensor of shape {tuple(held[0].shape)}, "
+                    f"static argument {where!r} holds a tensor of shape {tuple(tensors[0].shape)}, "
                     "but a static argument is a Python value, compared on every call; a tensor is "
                     "traced. Take the argument out of static_argnums and static_argnames."
                 )
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _is_empty(value: Any) -> bool:

@@ -142,7 +142,7 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dtype_of_logsumexp(dtype: torch.dtype) -> torch.dtype:
-    """What the logsumexp of scores of `dtype` is kept in.
+    """The dtype for the logsumexp of scores of `dtype`: float32 for halves.
 
     >>> dtype_of_logsumexp(torch.bfloat16), dtype_of_logsumexp(torch.float64)
     (torch.float32, torch.float64)
@@ -184,11 +184,12 @@ SIDES = {"q": 0, "k": 1, "v": 1, "o": 0, "l": 0}
 
 
 def signature_of(program: str) -> tuple[str, str]:
-    """What a derivative takes and gives, in the letters of `SIDES`.
+    """The arguments and results of a derivative, in the letters of `SIDES`.
 
-    Each letter of `program` is a transformation: "r" takes the arguments of what stands before it
-    and cotangents of its results, and gives cotangents of the arguments; "f" takes arguments and
-    their tangents, and gives tangents of the results.
+    Each letter of `program` transforms the function of the letters before it:
+
+        "r"     (arguments, cotangents of results) -> cotangents of arguments
+        "f"     (arguments, tangents of arguments) -> tangents of results
 
     >>> signature_of(""), signature_of("r"), signature_of("rf")
     (('qkv', 'ol'), ('qkvol', 'qkv'), ('qkvolqkvol', 'qkv'))

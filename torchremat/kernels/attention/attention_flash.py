@@ -1,7 +1,7 @@
-"""Attention over segments on a GPU, by the flash attention that PyTorch brings for varying lengths.
+"""Attention over segments on a GPU, by PyTorch's flash attention for varying lengths.
 
-Its kernels leave rows as they find them that no pair of a query and a key reaches: those outside of
-all segments, queries of a segment without keys, keys of one without queries. They are filled here.
+Its kernels do not write rows that no pair of a query and a key reaches: rows outside of all
+segments, queries of a segment without keys, keys of one without queries. They are filled here.
 """
 
 import torch
@@ -9,12 +9,13 @@ from torch import Tensor
 
 from torchremat import _torch
 
+# Flash attention has kernels for up to so many dims of a head: PyTorch raises for more of them.
 MOST_DIMS = 256
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def has_flash_kernel(q: Tensor, v: Tensor, cuts: tuple[Tensor, Tensor], is_causal: bool) -> bool:
-    """Whether it takes these: halves, up to 256 dims, and for a causal mask equal lengths.
+    """Whether the kernels take these: halves, up to 256 dims, and for a causal mask equal lengths.
 
     With lengths that differ it would put the diagonal into the last row, and not into the first.
     """

@@ -118,7 +118,7 @@ def _with_batch(x: Tensor, dim: int | None, batch_size: int) -> Tensor:
 
 
 def _join_offsets(offsets: Tensor, total: int) -> Tensor:
-    """The offsets of all batches, end to end: after those of each one segment that nobody wants.
+    """The offsets of all batches, end to end: after those of each comes one unused segment.
 
     Offsets 0 1 3 and 0 2 2, of 4 rows:  0 1 3 4 6 6 8.
     """
@@ -188,20 +188,20 @@ class _SegmentExtremum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         data, offsets, output = ctx.saved_tensors
-        is_best, num_best = _ties(data, offsets, output)
+        is_best, num_best = _find_ties(data, offsets, output)
         share = OPS["segment_expand"](cotangent / num_best, offsets, data.shape[0])
         return None, torch.where(is_best, share, 0), None
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor, __: None) -> Tensor:
         data, offsets, output = ctx.saved_tensors
-        is_best, num_best = _ties(data, offsets, output)
+        is_best, num_best = _find_ties(data, offsets, output)
         total: Tensor = OPS["segment_sum"](torch.where(is_best, tangent, 0), offsets)
         return total / num_best
 
 
-def _ties(data: Tensor, offsets: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Which elements are the extremum of their segment, and how many of them each segment has."""
+def _find_ties(data: Tensor, offsets: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the elements equal to the extremum of their segment, and count them by segment."""
     data, output = data.detach(), output.detach()
     best = OPS["segment_expand"](output, offsets, data.shape[0])
     is_best = (data == best) | (data.isnan() & best.isnan())

@@ -1,7 +1,7 @@
-"""The operators on segments in plain PyTorch, for every device, and what inductor is shown of them.
+"""The operators on segments in plain PyTorch, for every device; inductor compiles these.
 
 On a CPU rows are added in their order. On a GPU `index_add` would add with atomics, in an order
-that varies, so floating numbers go through `segment_reduce`, which has one thread for each sum.
+that varies. So floating numbers go through `segment_reduce`, which has one thread for each sum.
 """
 
 import torch
@@ -18,10 +18,10 @@ def reduce_segments(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
     dtype = accumulator_dtype(data.dtype)
     shape = (num_segments, *data.shape[1:])
     if reduction == "sum" and data.dtype.is_floating_point and data.device.type != "cpu":
-        kept = data.to(dtype).contiguous()
+        wide = data.to(dtype).contiguous()
         # the rows outside of all segments are segments too, for which it has no other way
         edges = torch.cat([offsets.new_zeros(1), offsets, offsets.new_full((1,), data.shape[0])])
-        sums = torch.segment_reduce(kept, "sum", offsets=edges, unsafe=True, initial=0)
+        sums = torch.segment_reduce(wide, "sum", offsets=edges, unsafe=True, initial=0)
         return sums[1 : num_segments + 1].to(data.dtype)
     bin_of_row = _bin_of_row(offsets, data.shape[0])
     if reduction == "sum":
@@ -33,7 +33,7 @@ def reduce_segments(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
 
 
 def expand_segments(values: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """The value of its segment for each of `total` rows, 0 for rows in none."""
+    """Give each of `total` rows the value of its segment, 0 to rows in none."""
     zeros = values.new_zeros((1, *values.shape[1:]))
     return torch.cat([values, zeros]).index_select(0, _bin_of_row(offsets, total))
 
@@ -46,7 +46,7 @@ def _bin_of_row(offsets: Tensor, total: int) -> Tensor:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of `dtype` are added up in.
+    """The dtype in which numbers of `dtype` are added.
 
     >>> accumulator_dtype(torch.bfloat16), accumulator_dtype(torch.int8)
     (torch.float32, torch.int8)
@@ -55,7 +55,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def identity_of(dtype: torch.dtype, reduction: str) -> int | float:
-    """What `reduction` gives for no rows at all.
+    """The result of `reduction` for no rows at all.
 
     >>> identity_of(torch.int8, "max"), identity_of(torch.float32, "min")
     (-128, inf)

@@ -27,6 +27,7 @@ CUT_ABOVE = 8192
 IS_INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether `TRITON_INTERPRET=1` was set: kernels run on the CPU, in NumPy."""
 
+# Numbers in one block, rows times columns, which a program adds at once. Chosen by hand.
 _BLOCK_SIZE = 1024
 
 
@@ -150,7 +151,7 @@ def launch_reduction(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
 
 
 def _pieces(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which pieces a segment longer than `LONG` has, and where each begins and ends.
+    """Cut segments longer than `LONG`: the range of pieces of each, their starts and ends.
 
     Rows 0 to 3 * LONG in one segment:  bounds 0 3;  starts 0 1 2 3 4 5 and ends 1 2 3 3 3 3, times
     LONG. The pieces beyond the last are of no segment, and nobody reads them.

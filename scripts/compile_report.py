@@ -116,7 +116,7 @@ def summary(results: Record) -> str:
     if met:
         text += (
             f"At the peaks of {len(found)} peers ours is faster at {sum(r < 1 for r in met)}, "
-            f"and does not meet {len(found) - len(met)}; the ratio of those met is "
+            f"and does not meet {len(found) - len(met)}. The ratio of those met is "
             f"{statistics.geometric_mean(met):.3f} in the mean and {max(met):.3f} at worst."
         )
     return text
@@ -170,5 +170,6 @@ figure, on a CPU the profiler's.
 `torch.utils.checkpoint` on each block, both under torch.compile's default backend. For each of them
 up to three of our budgets are compiled. Each is chosen by the peaks of those before. Ours is the
 fastest of all plans for that model with at most the peer's measured peak. The medians in the table
-choose it, which favours it by a little noise. Peers that do not differ from another are left out. On a machine with other work, differences of a few per cent mean nothing.
+choose it, which favours it by a little noise. Peers that do not differ from another are left out.
+On a machine with other work, differences of a few per cent mean nothing.
 """

@@ -329,10 +329,11 @@ _INTRODUCTION = """# The planner and its peers
 Made by `{command}` (`--from planning.json` writes it again from the figures), in {seconds:.0f} s.
 
 Each model is traced once, on the meta device. All figures are of that one joint graph. The values
-that a peer saves, and its order of the backward pass, become a schedule of it. One simulator and one
-cost model judge all schedules: {device}. Peaks count activations, gradients and
+that a peer saves, and its order of the backward pass, become a schedule of it. One simulator and
+one cost model judge all schedules: {device}. Peaks count activations, gradients and
 outputs, not inputs and parameters. The simulator gives one peak, to the byte, for a schedule in
-numbers and for the two graphs of PyTorch's partitioner that it came from. Otherwise the run says so.
+numbers and for the two graphs of PyTorch's partitioner that it came from. Otherwise the run says
+so.
 
 - *torch.compile*: the minimum-cut partitioner, plain, aggressive, and with each budget (0.9 to 0)
   and solver, planning by flops. Without `--fused`, bytes and time count as if no operators were

@@ -57,14 +57,15 @@ class _Mesh:
 
 def register_mesh_axes(find_axes: Callable[[], tuple[AxisFrame, ...]]) -> None:
     """Let `find_axes` return the axes of PyTorch's device mesh, which are around all others."""
-    _Mesh.find_axes = find_axes
+    if distributed.is_available():
+        _Mesh.find_axes = find_axes
 
 
 def axes_in_scope() -> tuple[AxisFrame, ...]:
     """The axes in scope, outermost first."""
     frames = _frames.innermost_last
     # each steady call of a checkpoint comes here, and one process alone has no mesh
-    if _Mesh.find_axes is not None and distributed.is_available() and distributed.is_initialized():
+    if _Mesh.find_axes is not None and distributed.is_initialized():
         names = {frame.name for frame in frames}
         around = (frame for frame in _Mesh.find_axes() if frame.name not in names)
         frames = (*around, *frames)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchremat as tr
+from tests.helpers import in_kib
 from tests.planning.models import GPT
 
 
@@ -53,11 +54,6 @@ class Model(nn.Module):
 
 
 X = torch.randn(512, 64)
-
-
-def in_kib(nbytes):
-    """Three figures of it."""
-    return f"{nbytes / 1024:#.3g} KiB".replace(". ", " ")
 
 
 def failing_step(model, policy, phase):

@@ -50,6 +50,11 @@ def grad_counts(fun: Callable[[], Tensor], wrt: Any, *names: str) -> tuple[Any, 
     return forward.only(*names), backward.only(*names)
 
 
+def in_kib(nbytes: int) -> str:
+    """Three figures of a size between 1 KiB and 1 MiB, as reports and pictures print it."""
+    return f"{nbytes / 1024:#.3g} KiB".replace(". ", " ")
+
+
 # --- equality ------------------------------------------------------------------------------------
 
 

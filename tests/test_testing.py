@@ -6,7 +6,7 @@ from torch import nn
 
 import torchremat as tr
 from torchremat import testing
-from torchremat.remat.op import autograd_functions as function
+from torchremat.remat.op import autograd_functions
 
 
 @pytest.mark.parametrize("policy", [None, "none", "dots", "full"])
@@ -28,23 +28,23 @@ def test_a_function_is_counted():
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):
-    right = function._apply_vjp
+    right = autograd_functions._apply_vjp
 
     def wrong(ctx, cotangents):
         return tuple(g if g is None else g * 1.0001 for g in right(ctx, cotangents))
 
-    monkeypatch.setattr(function, "_apply_vjp", wrong)
+    monkeypatch.setattr(autograd_functions, "_apply_vjp", wrong)
     with pytest.raises(AssertionError, match=r"gradients\[0\] of shape \(3,\) differs"):
         testing.check_remat(torch.sin, torch.ones(3))
 
 
 def test_a_wrong_output_is_found(monkeypatch):
-    right = function.run_program
+    right = autograd_functions.run_program
 
     def wrong(*args, **options):
         return tuple(out + 1 for out in right(*args, **options))
 
-    monkeypatch.setattr(function, "run_program", wrong)
+    monkeypatch.setattr(autograd_functions, "run_program", wrong)
     with pytest.raises(AssertionError, match=r"outputs\[0\]"):
         testing.check_remat(torch.sin, torch.ones(3))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import torchremat as tr
 from torchremat import _torch
-from torchremat.compile import device_support as machines
+from torchremat.compile import device_support
 from torchremat.compile.lowering import lower
 from torchremat.errors import (
     CompilerWarning,
@@ -157,7 +157,7 @@ def test_without_triton_a_gpus_operators_run_one_by_one(monkeypatch: pytest.Monk
 
 def test_without_triton_the_backend_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch, "has_triton", lambda: False)
-    monkeypatch.setattr(machines, "_BY_TRITON", ("cpu",))
+    monkeypatch.setattr(device_support, "_BY_TRITON", ("cpu",))
     g = torch.compile(f, backend="torchremat", options={"policy": "full"})
     x = torch.rand(3, 3, requires_grad=True)
     with pytest.warns(CompilerWarning, match="the backend 'torchremat' needs Triton"):

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import torchremat as tr
 from torchremat.errors import AxisNameError, NotAvailableError, ProcessError
-from torchremat.parallel import process_failures as faults
+from torchremat.parallel import process_failures
 from torchremat.parallel.agreed_plan import make_once
 from torchremat.planning import planner
 
@@ -613,9 +613,9 @@ def a_group_made_anew_has_not_agreed_on_anything():
     rank, _ = world()
     f = tr.pmap(lambda x: tr.psum(x, "i"), "i")
     f(torch.ones(1, 5))
-    agreed = faults._agreed.pop(distributed.group.WORLD)
+    agreed = process_failures._agreed.pop(distributed.group.WORLD)
     f(torch.ones(1, 5))
-    assert faults._agreed[distributed.group.WORLD].number == agreed.number + 1
+    assert process_failures._agreed[distributed.group.WORLD].number == agreed.number + 1
     shape = (1, 6 + rank)
     raises(ProcessError, "in the call of", lambda: f(torch.ones(shape)))
 

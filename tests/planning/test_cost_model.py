@@ -19,8 +19,7 @@ from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions, trace_joint
 from torchremat.planning import CostModel, cost_model
 from torchremat.planning.cost_model import measure
-from torchremat.planning.costs import measured_rates as measuring
-from torchremat.planning.costs import op_timer as profiling
+from torchremat.planning.costs import measured_rates, op_timer
 from torchremat.planning.costs.device_rates import KNOWN_DEVICES, Rates, rates_of
 from torchremat.planning.costs.op_signature import OpSignature
 from torchremat.tracing.input_spec import InputSpec
@@ -473,7 +472,7 @@ def measured(monkeypatch):
         calls.append(device)
         return replace(UNIT, name=f"measurement {len(calls)}")
 
-    monkeypatch.setattr(measuring, "measure_rates", measure_rates)
+    monkeypatch.setattr(measured_rates, "measure_rates", measure_rates)
     return calls
 
 
@@ -505,7 +504,7 @@ def test_rates_are_measured_once_by_device_and_version(measured, folder, monkeyp
     (file,) = folder.iterdir()
     assert file.name.startswith("rates-")
     assert torch.__version__.split("+")[0] in file.name
-    monkeypatch.setattr(measuring, "label_of", lambda device: "another CPU")
+    monkeypatch.setattr(measured_rates, "label_of", lambda device: "another CPU")
     assert measure("cpu").rates.name == "measurement 3"
     monkeypatch.setattr(torch, "__version__", "3.0")
     assert measure("cpu").rates.name == "measurement 4"
@@ -577,7 +576,7 @@ def timed(monkeypatch, measured):
         leaves = calls[-1] if isinstance(calls[-1], tuple | list) else [calls[-1]]
         return float(sum(leaf.numel() for leaf in leaves))
 
-    monkeypatch.setattr(profiling, "time_call", time_call)
+    monkeypatch.setattr(op_timer, "time_call", time_call)
     return calls
 
 
@@ -655,7 +654,7 @@ def test_what_cannot_be_run_is_estimated_and_said_once(timed, caplog, monkeypatc
         "no index is in range": node_of(aten.add.Tensor, meta(0), meta(0)),
         "bytes are free|are free": node_of(aten.exp.default, meta(4, 5)),
     }
-    monkeypatch.setattr(profiling, "_free_bytes", lambda device: 4 * 32)
+    monkeypatch.setattr(op_timer, "_free_bytes", lambda device: 4 * 32)
     for reason, node in nodes.items():
         caplog.clear()
         assert model.seconds(node) == model.seconds(node) == roofline.seconds(node)
@@ -684,13 +683,13 @@ def test_the_time_of_a_call_is_the_median_of_rounds_that_are_long_enough(monkeyp
     def call():
         now[0] += next(costs)
 
-    monkeypatch.setattr(measuring, "clock", lambda: now[0])
+    monkeypatch.setattr(measured_rates, "clock", lambda: now[0])
     device = torch.device("cpu")
-    assert measuring.time_call(call, device) == pytest.approx(3e-3), "the first does not count"
+    assert measured_rates.time_call(call, device) == pytest.approx(3e-3), "the first does not count"
     costs = iter([0.0] + [1e-6] * 10_000)
-    assert measuring.time_call(call, device) == pytest.approx(1e-6)
+    assert measured_rates.time_call(call, device) == pytest.approx(1e-6)
     costs = iter([0.0, 1.0, 2.0])
-    assert measuring.time_call(call, device) == 1.0, "patience has an end"
+    assert measured_rates.time_call(call, device) == 1.0, "patience has an end"
 
 
 def test_calls_that_are_alike_are_one():

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from torchremat.planning import plan
-from torchremat.planning import shared_solve as sharing
+from torchremat.planning import plan, shared_solve
 
 
 def chain(x, w):
@@ -21,7 +20,7 @@ def others(monkeypatch):
     def told(describe, make):
         return made.get(describe()) or made.setdefault(describe(), make())
 
-    monkeypatch.setattr(sharing._Others, "share", staticmethod(told))
+    monkeypatch.setattr(shared_solve._Others, "share", staticmethod(told))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     return made
 

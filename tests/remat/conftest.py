@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from torchremat import config
-from torchremat.remat.offload import host_pool
+from torchremat.measure import host_stats, reset_host_counts
 
 
 @pytest.fixture
@@ -13,5 +13,5 @@ def small_values(frozen, monkeypatch):
     """Values of any size are offloaded, and nobody else's are in the pool."""
     monkeypatch.setattr(config, "least_offload_nbytes", 0)
     gc.collect()
-    host_pool.reset_counts()
-    assert host_pool.stats().nbytes == 0
+    reset_host_counts()
+    assert host_stats().nbytes == 0

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchremat as tr
 import torchremat.nn
+from tests.helpers import OpCounter
 from torchremat.measure import HeldBytes
-from torchremat.remat.values.scope import op_base_name
 from torchremat.report.explain import report_of_programs
 
 policies = tr.checkpoint_policies
@@ -544,18 +543,6 @@ def test_closed_over_tensors_are_inputs():
     assert inputs == [("x", "input"), ("w", "input"), ("scale", "input")]
 
 
-class Operators(TorchDispatchMode):
-    """Counts calls of operators by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[op_base_name(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def deep(x, w):
     for _ in range(3):
         x = torch.tanh(torch.sin(x @ w).exp() @ w.t())
@@ -575,9 +562,9 @@ def test_recomputed_rows_are_the_operators_that_run_again(f, policy):
     def backward_operators(f):
         f(x, w)
         loss = f(x, w)
-        with Operators() as operators:
+        with OpCounter() as operators:
             torch.autograd.grad(loss, [x, w])
-        return operators.counts
+        return operators
 
     plain = backward_operators(deep)
     counts = backward_operators(tr.checkpoint(f, policy=policy))

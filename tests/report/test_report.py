@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 import torchremat as tr
-from torchremat.core.formatting import WIDTH, human_bytes, table
 from torchremat.core.source import Source
 from torchremat.report.report import Report
 from torchremat.report.report_rows import SAVED, Row, fold_rows
@@ -189,22 +188,8 @@ def test_text_fits_a_hundred_columns():
         for _ in range(2)
     )
     text = f"{Report(rows)}\n{Report(rows).diff(Report(()))}"
-    assert max(map(len, text.splitlines())) <= WIDTH
+    assert max(map(len, text.splitlines())) <= 100
     assert "…" in text
-
-
-def test_human_bytes():
-    given = [0, 1023, 1024, 10 * 1024, 102400, 1023 * 1024, 1 << 20, 3 << 30, 5 << 50]
-    assert [human_bytes(n) for n in given] == [
-        "0 B", "1023 B", "1.00 KiB", "10.0 KiB", "100 KiB", "1.00 MiB", "1.00 MiB", "3.00 GiB",
-        "5120 TiB",
-    ]  # fmt: skip
-    assert human_bytes(-2048) == "-2.00 KiB"
-
-
-def test_tables_leave_out_empty_columns():
-    assert table([("1", "", "a"), ("22", "", "b")], numeric=(0,)) == ["   1  a", "  22  b"]
-    assert table([], numeric=()) == []
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -243,4 +228,4 @@ def test_functions_are_left_out_before_names_are_cut():
     text = str(Report(tuple(long)))
     assert f"layers.0-1.{'a' * 50}.mm" in text
     assert text.splitlines()[-1].endswith("model.py:31")
-    assert max(map(len, text.splitlines())) <= WIDTH
+    assert max(map(len, text.splitlines())) <= 100

@@ -9,9 +9,6 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import torchremat as tr
-from torchremat.core.source import name_of
-from torchremat.remat.tracing.input_labels import BoundCall
-from torchremat.report.observe import observe_saved
 from torchremat.report.residuals import Residual
 
 policies = tr.checkpoint_policies
@@ -789,30 +786,3 @@ class TestLog:
         assert "saving these intermediates:\n  f32[3] output of exp" in values
         ((_, nothing),) = logged_by(caplog, tr.checkpoint(lambda x: x + 1), x)
         assert nothing.endswith("saving nothing")
-
-
-# --- the parts ------------------------------------------------------------------------------------
-
-
-def test_bound_call_of_a_builtin():
-    call = BoundCall(torch.add, (torch.ones(2), torch.ones(2)), {"alpha": 2})
-    assert [label.text for label in call.labels] == ["args[0]", "args[1]"]
-    assert call.name == "add"
-
-
-def test_name_of():
-    assert name_of(functools.partial(tr.checkpoint(three_layers))) == "three_layers"
-    assert name_of(Net()) == "Net"
-
-
-def test_observe_tells_what_is_written():
-    counter, x = torch.zeros(3), torch.ones(3)
-
-    def f(x):
-        counter.add_(1)
-        x.add_(1)
-        return x.exp()
-
-    written = {i.label.text for i in observe_saved(BoundCall(f, (x,), {})).inputs if i.is_written}
-    assert written == {"x", "counter"}
-    assert torch.equal(counter, torch.zeros(3))

@@ -1,9 +1,9 @@
 """Everything private of PyTorch that torchremat uses, and every patch of PyTorch.
 
-A new PyTorch release is the work of this room alone: `tests/test_torch.py` names each entry, and
-checks that it is there and behaves as the library needs. No other room imports a private name, and
-this one imports no other room of the package. Begin with `patches.py`, whose table lists each
-attribute of PyTorch that the library replaces; the other files have one part of PyTorch each.
+A new PyTorch release is the work of this room alone: `tests/_torch/test_entries.py` names each
+entry, and checks that it is there and behaves as the library needs. No other room imports a private
+name, and this one imports no other room of the package. Begin with `patches.py`, whose table lists
+each attribute of PyTorch that the library replaces; the other files have one part of PyTorch each.
 """
 
 from .aot import MUST_RECOMPUTE as MUST_RECOMPUTE

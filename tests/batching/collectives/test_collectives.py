@@ -6,7 +6,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vjp
 
 import torchremat as tr
 from tests.helpers import assert_same, nothing_left_behind
-from torchremat.batching.collectives import collective_ops as ops
+from torchremat.batching.collectives import collective_ops
 
 N = 4
 RING = [(k, (k + 1) % N) for k in range(N)]
@@ -475,7 +475,7 @@ def test_a_pull_back_runs_after_its_vmap_has_ended():
 
 POLICIES = [
     "full", "none", "dots", "ops:psum", "recompute_ops:psum", "names:total",
-    tr.checkpoint_policies.save_ops(ops.psum_p),
+    tr.checkpoint_policies.save_ops(collective_ops.psum_p),
 ]  # fmt: skip
 
 
@@ -499,7 +499,7 @@ def test_every_policy_gives_the_same_gradients(policy):
     assert_same(grad(lambda x, w: mapped(x, w).sum(), (0, 1))(x, w), expected, close=True)
 
 
-@pytest.mark.parametrize("spelling", ["ops:psum", "ops:torchremat.psum", ops.psum_p])
+@pytest.mark.parametrize("spelling", ["ops:psum", "ops:torchremat.psum", collective_ops.psum_p])
 def test_a_policy_may_save_what_a_collective_computes(spelling):
     policy = spelling if isinstance(spelling, str) else tr.checkpoint_policies.save_ops(spelling)
 

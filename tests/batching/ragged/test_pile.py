@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
-from torchremat import _torch
 from torchremat.batching import Pile, PileTy, pile_axis
 from torchremat.batching.ragged.run import as_pile, run_ragged
 from torchremat.errors import RaggedError, RaggedTypeError
@@ -38,9 +38,9 @@ def test_text_of_the_type_is_that_of_jax():
 
 def test_lengths_and_data_are_its_leaves():
     pile = iotas()
-    leaves, spec = _torch.tree_flatten(pile)
+    leaves, spec = pytree.tree_flatten(pile)
     assert [leaf.tolist() for leaf in leaves] == [[3, 1, 4], pile.data.tolist()]
-    again = _torch.tree_unflatten(leaves, spec)
+    again = pytree.tree_unflatten(leaves, spec)
     assert again.data is pile.data
     assert again.lengths is pile.lengths
     assert str(again.aval) == str(pile.aval)
@@ -48,7 +48,7 @@ def test_lengths_and_data_are_its_leaves():
 
 def test_trees_of_piles_are_alike_while_the_longest_is_within_a_power_of_two():
     specs = [
-        _torch.tree_flatten(iotas(lengths))[1] for lengths in ((3, 1, 4), (0, 4, 4), (5, 1, 1))
+        pytree.tree_flatten(iotas(lengths))[1] for lengths in ((3, 1, 4), (0, 4, 4), (5, 1, 1))
     ]
     assert specs[0] == specs[1]
     assert specs[0] != specs[2]
@@ -143,7 +143,7 @@ def test_plain_elements_are_a_pile_too():
 
 
 def test_its_leaves_have_paths():
-    paths = [_torch.keystr(path) for path, _ in _torch.tree_flatten_with_path(iotas())[0]]
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(iotas())[0]]
     assert paths == [".lengths[0]", ".data"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.commands import in_folder, output_of, run  # noqa: F401
 from torchremat.cli.app import main
-from torchremat.cli.commands import run_residuals as residuals
+from torchremat.cli.commands import run_residuals
 from torchremat.errors import UnmatchedWarning
 
 pytestmark = pytest.mark.usefixtures("in_folder")
@@ -108,7 +108,7 @@ def test_exit_codes(error, code, said, monkeypatch):
     def fail(_):
         raise error
 
-    monkeypatch.setattr(residuals, "run_residuals", fail)
+    monkeypatch.setattr(run_residuals, "run_residuals", fail)
     result = run("residuals", MODEL)
     assert result.exit_code == code
     assert said in result.stderr
@@ -121,7 +121,7 @@ def test_our_warnings_are_a_line(monkeypatch):
         warnings.warn("ours", UnmatchedWarning, stacklevel=1)
         warnings.warn("theirs", UserWarning, stacklevel=1)
 
-    monkeypatch.setattr(residuals, "run_residuals", warn)
+    monkeypatch.setattr(run_residuals, "run_residuals", warn)
     with pytest.warns(UserWarning, match="theirs") as others:
         result = run("residuals", MODEL)
     assert (result.exit_code, result.stderr, len(others)) == (0, "Warning: ours\n", 1)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import torchremat as tr
-from torchremat.autodiff.joint import Joint
 from torchremat.checkpoint_policies import from_plan, memory_budget
 from torchremat.planning import CostModel
 from torchremat.planning.planner import Planner
@@ -111,7 +110,7 @@ def test_the_model_is_fused_for_a_compiler_alone(
     used: list[CostModel] = []
     start = Planner.__init__
 
-    def note(planner: Planner, joint: Joint, **options: Any) -> None:
+    def note(planner: Planner, joint: Any, **options: Any) -> None:
         start(planner, joint, **options)
         used.append(planner.cost_model)
 

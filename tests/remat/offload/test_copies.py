@@ -23,12 +23,10 @@ from tests.helpers import assert_same
 from tests.remat.offload.programs import DOTS, GPT, chain, gpt, grads, layers, names, train
 from torchremat import config
 from torchremat.checkpoint_policies import from_plan
-from torchremat.measure import LiveBytes
+from torchremat.measure import LiveBytes, host_stats
 from torchremat.planning import CostModel
 from torchremat.planning.costs.device_rates import rates_of
-from torchremat.remat.offload import copies as host_copies
-from torchremat.remat.offload import host_pool
-from torchremat.remat.offload import streams as copy_streams
+from torchremat.remat.offload import copies, host_pool, streams
 from torchremat.remat.offload.host_pool import POOL
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
@@ -92,7 +90,7 @@ class LateStream:
 @pytest.fixture
 def late(monkeypatch):
     stream = LateStream()
-    monkeypatch.setattr(host_copies, "stream_of", lambda device: stream)
+    monkeypatch.setattr(copies, "stream_of", lambda device: stream)
     yield stream
     gc.collect()
     stream.synchronize()
@@ -114,7 +112,7 @@ def test_late_copies_change_nothing(late, policy, select, at_once, monkeypatch):
         expected = train(model, x, steps=10)
     assert_same(train(wrapped, x, steps=10), expected)
     assert not late.faults
-    counts = host_pool.stats()
+    counts = host_stats()
     assert counts.num_copied == counts.num_fetched > 0 == counts.nbytes
 
 
@@ -135,7 +133,7 @@ def run_layers():
 
 
 def test_a_copy_back_that_is_not_waited_for_is_found_out(late, monkeypatch):
-    monkeypatch.setattr(host_copies.Arrival, "wait", lambda self: None)
+    monkeypatch.setattr(copies.Arrival, "wait", lambda self: None)
     found, expected = run_layers()
     late.begun.clear()
     assert not torch.equal(found[0], expected[0])
@@ -207,7 +205,7 @@ def test_the_backward_pass_before_begins_to_bring_the_first_values(early):
     model(x).sum().backward()
     early.clear()
     model(x).sum().backward()
-    second, counts = len(early), host_pool.stats()
+    second, counts = len(early), host_stats()
     assert second > 0
     assert counts.num_copied == counts.num_fetched
     model(x).sum().backward()
@@ -236,7 +234,7 @@ def test_what_was_brought_for_nothing_goes_with_its_graph(early):
     assert POOL._arrivals
     del one
     assert not POOL._arrivals
-    assert host_pool.stats().nbytes == 0
+    assert host_stats().nbytes == 0
 
 
 def test_a_graph_that_is_gone_through_twice_is_brought_twice(late, early):
@@ -302,7 +300,7 @@ needs_gpu = pytest.mark.skipif(
 @needs_gpu
 @pytest.mark.parametrize("select", [None, "layers.*"])
 def test_delayed_copies_change_nothing_on_a_gpu(select, monkeypatch):
-    begin = copy_streams._OnGpu.copy
+    begin = streams._OnGpu.copy
     cycles = random.Random(0)
 
     def delayed(self, target, source):
@@ -310,7 +308,7 @@ def test_delayed_copies_change_nothing_on_a_gpu(select, monkeypatch):
             torch.cuda._sleep(cycles.randrange(1, 2_000_000))
         return begin(self, target, source)
 
-    monkeypatch.setattr(copy_streams._OnGpu, "copy", delayed)
+    monkeypatch.setattr(streams._OnGpu, "copy", delayed)
     model = GPT(4, 128).cuda()
     tokens = torch.randint(31, (8, 64), device="cuda")
     wrapped = tr.nn.wrap(copy.deepcopy(model), DOTS, select=select)

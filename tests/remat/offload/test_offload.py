@@ -24,10 +24,9 @@ from torchremat.checkpoint_policies import (
     save_only_these_names,
 )
 from torchremat.errors import OffloadWarning
-from torchremat.measure import HeldBytes, LiveBytes
+from torchremat.measure import HeldBytes, LiveBytes, host_stats
 from torchremat.planning.step.traced_step import timeline_of
-from torchremat.remat.offload import copies as host_copies
-from torchremat.remat.offload import host_pool
+from torchremat.remat.offload import copies, host_pool
 
 pytestmark = pytest.mark.usefixtures("small_values")
 
@@ -44,7 +43,7 @@ def test_training_is_the_same_to_the_bit(build, policy, select):
     with torch.random.fork_rng():
         expected = train(model, x)
     assert_same(train(wrapped, x), expected)
-    counts = host_pool.stats()
+    counts = host_stats()
     assert counts.num_copied == counts.num_fetched > 0
     assert counts.nbytes == counts.num_refused == 0
 
@@ -61,19 +60,19 @@ def test_between_the_passes_the_device_holds_nothing_and_the_host_all():
         loss = f(*inputs)
     assert held.total == 0
     assert live.live == loss.nbytes
-    assert host_pool.stats().nbytes == 3 * 8 * 8 * 4
+    assert host_stats().nbytes == 3 * 8 * 8 * 4
     del loss
-    assert host_pool.stats().nbytes == 0
+    assert host_stats().nbytes == 0
 
 
 def test_a_backward_pass_gives_the_memory_back_value_by_value():
     inputs = chain()
     loss = tr.checkpoint(layers, policy=DOTS)(*inputs)
     seen = []
-    inputs[3].register_hook(lambda g: seen.append(host_pool.stats().nbytes))
+    inputs[3].register_hook(lambda g: seen.append(host_stats().nbytes))
     loss.backward()
-    assert host_pool.stats().nbytes == 0
-    assert host_pool.stats().num_fetched == 3
+    assert host_stats().nbytes == 0
+    assert host_stats().num_fetched == 3
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 8])
@@ -89,7 +88,7 @@ def test_what_is_simulated_is_what_is_measured(policy, prefetch, monkeypatch):
         w.grad = None
     with LiveBytes() as memory:
         loss = f(*inputs)
-        host_nbytes = host_pool.stats().nbytes
+        host_nbytes = host_stats().nbytes
         held, forward = memory.live - loss.nbytes, memory.peak
         memory.reset_peak()
         loss.backward()
@@ -111,8 +110,8 @@ def test_a_value_comes_back_as_many_operators_ahead_as_is_said(monkeypatch):
         needed = tuple(spec.requires_grad for spec in program.region.specs)
         module = program.backward((True,), needed, with_states=True).module
         nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-        starts = [i for i, n in enumerate(nodes) if n.target is host_copies.start_fetch]
-        ends = [i for i, n in enumerate(nodes) if n.target is host_copies.finish_fetch]
+        starts = [i for i, n in enumerate(nodes) if n.target is copies.start_fetch]
+        ends = [i for i, n in enumerate(nodes) if n.target is copies.finish_fetch]
         needs_cotangents = [n.name.partition("_")[0] in ("mm", "mul") for n in nodes]
         pairs = zip(starts, ends, strict=True)
         ahead.append([sum(needs_cotangents[start:end]) for start, end in pairs])
@@ -145,28 +144,28 @@ LAYOUTS = {
 @pytest.mark.parametrize("value", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_comes_back_as_it_was(value):
     expected = value.clone() if value.is_neg() else value  # nothing that is kept is a view
-    kept = host_copies.to_host(value)
+    kept = copies.to_host(value)
     assert host_pool.holds(kept.untyped_storage())
     assert kept.data_ptr() != value.data_ptr() or not value.numel()
-    back = host_copies.fetch_value(kept, value.device)
+    back = copies.fetch_value(kept, value.device)
     assert not host_pool.holds(back.untyped_storage())
     assert_same(back, value)
     assert (back.stride(), back.storage_offset()) == (expected.stride(), expected.storage_offset())
 
 
 def test_values_in_one_storage_share_the_copy():
-    kept = host_copies.to_host(BASE)
-    other = host_copies.to_host(BASE.t()[1:], kept)
-    assert host_pool.stats().nbytes == BASE.nbytes
-    assert host_pool.stats().num_copied == 1
-    fetch = host_copies.start_fetch(kept, BASE.device)
-    a, b = host_copies.finish_fetch(fetch), host_copies.finish_fetch(fetch, other)
+    kept = copies.to_host(BASE)
+    other = copies.to_host(BASE.t()[1:], kept)
+    assert host_stats().nbytes == BASE.nbytes
+    assert host_stats().num_copied == 1
+    fetch = copies.start_fetch(kept, BASE.device)
+    a, b = copies.finish_fetch(fetch), copies.finish_fetch(fetch, other)
     assert_same((a, b), (BASE, BASE.t()[1:]))
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     del kept, fetch
-    assert host_pool.stats().nbytes == BASE.nbytes  # `other` has it
+    assert host_stats().nbytes == BASE.nbytes  # `other` has it
     del other
-    assert host_pool.stats().nbytes == 0
+    assert host_stats().nbytes == 0
 
 
 def test_residuals_in_one_storage_are_one_copy():
@@ -183,10 +182,10 @@ def test_residuals_in_one_storage_are_one_copy():
     f = tr.checkpoint(outer, policy=offload_all)
     loss = f(x, w)
     num_copies = len(f.last_program.offloaded) - 1
-    assert host_pool.stats().num_copied == num_copies
-    assert host_pool.stats().nbytes == num_copies * w.nbytes
+    assert host_stats().num_copied == num_copies
+    assert host_stats().nbytes == num_copies * w.nbytes
     assert_same(torch.autograd.grad(loss, w), torch.autograd.grad(outer(x, w), w))
-    assert host_pool.stats().num_fetched == num_copies
+    assert host_stats().num_fetched == num_copies
 
 
 def offload_all(op, *avals, **params):
@@ -216,7 +215,7 @@ def test_an_output_stays_and_is_caught_when_it_is_changed():
     x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
     f = tr.checkpoint(product, policy=names("out"))
     y = f(x, w)
-    assert host_pool.stats().nbytes == 0
+    assert host_stats().nbytes == 0
     y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -252,7 +251,7 @@ def test_inputs_parameters_and_their_views_are_never_moved():
     wrapped = tr.checkpoint(f, policy=offload_all)
     with HeldBytes(linear, x) as held:
         loss = wrapped(x)
-    assert host_pool.stats().nbytes == tr.explain(wrapped, x).offloaded_total > 0
+    assert host_stats().nbytes == tr.explain(wrapped, x).offloaded_total > 0
     assert held.total == 0
     for row in tr.explain(wrapped, x):
         if not row.op:
@@ -276,7 +275,7 @@ def test_places_that_cannot_be_are_told(verdict, reason):
     with pytest.warns(OffloadWarning, match=reason):
         loss = f(*inputs)
     loss.backward()
-    assert host_pool.stats().num_copied == 0
+    assert host_stats().num_copied == 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)  # a trace of its own, on fake tensors
         report = tr.explain(f, *inputs)
@@ -291,8 +290,8 @@ def test_a_full_pool_warns_once_and_nothing_is_wrong(monkeypatch):
     with pytest.warns(OffloadWarning, match="Raise config.host_pool_nbytes") as seen:
         loss = f(*inputs)
     assert len(seen) == 1
-    assert host_pool.stats().nbytes == 2 * 8 * 8 * 4
-    assert host_pool.stats().num_refused == 3
+    assert host_stats().nbytes == 2 * 8 * 8 * 4
+    assert host_stats().num_refused == 3
     expected = torch.autograd.grad(layers(*inputs), inputs[1:])
     assert_same(torch.autograd.grad(loss, inputs[1:]), expected)
     assert_same(torch.autograd.grad(f(*inputs), inputs[1:]), expected)  # without a warning
@@ -335,7 +334,7 @@ def test_checkpoints_of_pytorch_around():
     inputs = chain()
     f = tr.checkpoint(layers, policy=DOTS)
     loss = torch.utils.checkpoint.checkpoint(f, *inputs, use_reentrant=False)
-    assert host_pool.stats().nbytes == 0
+    assert host_stats().nbytes == 0
     assert_same(torch.autograd.grad(loss, inputs[1:]), grads(layers, inputs))
 
 
@@ -343,9 +342,9 @@ def test_a_graph_that_is_retained_can_be_gone_through_again():
     inputs = chain()
     loss = tr.checkpoint(layers, policy=DOTS)(*inputs)
     first = torch.autograd.grad(loss, inputs[1:], retain_graph=True)
-    held = host_pool.stats().nbytes
+    held = host_stats().nbytes
     second = torch.autograd.grad(loss, inputs[1:])
-    assert held > 0 == host_pool.stats().nbytes
+    assert held > 0 == host_stats().nbytes
     assert_same(first, second)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
@@ -360,7 +359,7 @@ def test_second_derivatives():
 
     found = second(tr.checkpoint(layers, policy=DOTS))
     assert_same(found, second(tr.checkpoint(layers, policy="dots")))
-    assert host_pool.stats().num_fetched > 0
+    assert host_stats().num_fetched > 0
     torch.autograd.gradcheck(
         tr.checkpoint(layers, policy=DOTS), [t.double().requires_grad_() for t in chain()]
     )
@@ -371,7 +370,7 @@ def test_under_torch_func_values_stay_on_the_device():
     f = tr.checkpoint(lambda w: (x @ w).sin().sum(), policy=DOTS)
     assert_same(torch.func.grad(f)(w), torch.func.grad(f.fun)(w))
     assert_same(torch.vmap(f)(w[None]), torch.vmap(f.fun)(w[None]))
-    assert host_pool.stats().num_copied == 0
+    assert host_stats().num_copied == 0
     report = tr.explain(torch.func.grad(f), w.requires_grad_())
     assert report.offloaded_total == 0
 
@@ -381,13 +380,13 @@ def test_within_another_checkpoint_the_outer_policy_decides():
     inner = tr.checkpoint(layers, policy=DOTS)
     outer = tr.checkpoint(lambda *args: inner(*args).exp(), policy=nothing_saveable)
     found = outer(*inputs)
-    assert host_pool.stats().num_copied == 0
+    assert host_stats().num_copied == 0
     expected = grads(lambda *args: layers(*args).exp(), inputs)
     assert_same(torch.autograd.grad(found, inputs[1:]), expected)
     inner = tr.checkpoint(layers, policy=nothing_saveable)
     outer = tr.checkpoint(lambda *args: inner(*args).exp(), policy=DOTS)
     found = outer(*inputs)
-    assert host_pool.stats().nbytes == 3 * 8 * 8 * 4
+    assert host_stats().nbytes == 3 * 8 * 8 * 4
     assert_same(torch.autograd.grad(found, inputs[1:]), expected)
     assert tr.explain(outer, *inputs).offloaded_total == 3 * 8 * 8 * 4
 
@@ -400,7 +399,7 @@ def test_without_gradients_nothing_is_copied():
     f(*(t.detach() for t in inputs))
     with torch.inference_mode():
         f(*inputs)
-    assert host_pool.stats().num_copied == 0
+    assert host_stats().num_copied == 0
 
 
 def test_sizes_may_change():
@@ -409,7 +408,7 @@ def test_sizes_may_change():
     for rows in (8, 5, 6, 7):
         x = torch.randn(rows, 8)
         loss = f(x, w, w)
-        assert host_pool.stats().nbytes == 2 * rows * 8 * 4
+        assert host_stats().nbytes == 2 * rows * 8 * 4
         assert_same(torch.autograd.grad(loss, w), torch.autograd.grad(layers(x, w, w), w))
 
 
@@ -453,17 +452,17 @@ def test_threads():
 
     for found in in_threads(*[work] * 4):
         assert_same(found, [expected] * 10)
-    assert host_pool.stats().nbytes == 0
+    assert host_stats().nbytes == 0
 
 
 def test_dropping_a_graph_frees_the_memory():
     inputs = chain()
     loss = tr.checkpoint(layers, policy=DOTS)(*inputs)
     node = weakref.ref(loss.grad_fn)
-    assert host_pool.stats().nbytes > 0
+    assert host_stats().nbytes > 0
     del loss
     assert node() is None
-    assert host_pool.stats().nbytes == 0
+    assert host_stats().nbytes == 0
 
 
 # --- reports -------------------------------------------------------------------------------------
@@ -490,7 +489,7 @@ def test_the_report_of_a_module_has_what_the_pool_holds():
     tr.nn.wrap(model, names("mlp", saved=["attn"]), select="layers.*")
     loss = model(x).sum()
     report = tr.nn.report(model)
-    assert report.offloaded_total == host_pool.stats().nbytes > 0
+    assert report.offloaded_total == host_stats().nbytes > 0
     rows = [row for row in report if row.decision == "offloaded"]
     assert {row.name for row in rows} == {"mlp"}
     loss.backward()
@@ -510,7 +509,7 @@ def test_a_verification_keeps_all_on_the_device(monkeypatch):
     inputs = chain()
     f = tr.checkpoint(layers, policy=DOTS)
     assert_same(grads(f, inputs), grads(layers, inputs))
-    assert host_pool.stats().num_copied == 0
+    assert host_stats().num_copied == 0
     reasons = [row.reason for row in tr.explain(f, *inputs) if row.op == "mm"]
     assert len(reasons) == 3
     assert all("verify_recomputation keeps everything" in reason for reason in reasons)
@@ -528,4 +527,4 @@ def test_compiled_graphs_save_and_say_so():
         with pytest.warns(OffloadWarning, match="saved on their device"):
             found = grads(fun, inputs)
         assert_same(found, expected)
-    assert host_pool.stats().num_copied == 0
+    assert host_stats().num_copied == 0

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import torchremat as tr
+from tests.helpers import in_kib
 from tests.viz.steps import mlp_plan
 from torchremat import viz
-from torchremat.core.formatting import human_bytes
 from torchremat.planning import Timeline
 from torchremat.planning.memory.timeline import Lifetime, LiveValue, Point
 from torchremat.viz.figure.figure import Figure
@@ -74,8 +74,8 @@ def test_the_page_has_the_plans_numbers(plan, tmp_path):
     viz.graph_html(plan, tmp_path / "p.html")
     (picture,) = data_of(tmp_path / "p.html")["pictures"]
     figures = dict(map(tuple, picture["figures"]))
-    assert figures["peak"] == human_bytes(plan.peak_bytes)
-    assert figures["saved"] == human_bytes(plan.saved_bytes)
+    assert figures["peak"] == in_kib(plan.peak_bytes)
+    assert figures["saved"] == in_kib(plan.saved_bytes)
     assert tuple(picture["timeline"]["live"]) == plan.timeline().live
     assert picture["timeline"]["saved"] == plan.saved_bytes
 
@@ -96,8 +96,8 @@ def test_text_of_the_users_cannot_end_the_data(tmp_path):
 def test_the_timeline_names_the_peak_and_the_largest_alive(plan, tmp_path):
     viz.timeline(plan, tmp_path / "step.svg", title="a <step>")
     text = " ".join(ElementTree.parse(tmp_path / "step.svg").getroot().itertext())
-    assert f"peak {human_bytes(plan.peak_bytes)}" in text
-    assert human_bytes(plan.timeline().at_peak[0].nbytes) in text
+    assert f"peak {in_kib(plan.peak_bytes)}" in text
+    assert in_kib(plan.timeline().at_peak[0].nbytes) in text
     assert "a <step>" in text
 
 

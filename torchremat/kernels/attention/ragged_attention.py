@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import SegmentError, SegmentTypeError
-from torchremat.kernels.attention import attention_ops as ragged_ops
+from torchremat.kernels.attention import attention_ops
 
 __all__ = ["ragged_attention"]
 
@@ -76,7 +76,7 @@ def ragged_attention(
             "offsets_k: each segment of queries needs one of keys, which may be empty"
         )
     factor = max(int(q.shape[2]), 1) ** -0.5 if scale is None else float(scale)
-    out, _ = ragged_ops.OPS["ragged_attention"](q, k, v, cuts_q, cuts_k, bool(is_causal), factor)
+    out, _ = attention_ops.OPS["ragged_attention"](q, k, v, cuts_q, cuts_k, bool(is_causal), factor)
     return out  # type: ignore[no-any-return]
 
 

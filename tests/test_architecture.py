@@ -58,7 +58,7 @@ def test_the_files_and_functions_of_the_page_exist():
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.parent.relative_to(PACKAGE)))
 def test_the_files_that_a_room_names_exist(room):
     text = ast.get_docstring(ast.parse(room.read_text(encoding="utf-8")))
-    assert find_missing(text, room.parent) == []
+    assert find_missing(text, room.parent, ROOT) == []
 
 
 def test_the_files_that_the_example_names_exist():

@@ -1,5 +1,8 @@
 """Schedules and bounds that tests and measurements compare plans with."""
 
+from torchremat.planning.milp.intervals import PeakPoint
+from torchremat.planning.milp.problem_index import ProblemIndex
+from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.problem.backward_order import floor_of
 from torchremat.planning.problem.problem import Part, Problem, Schedule
 from torchremat.planning.search.least_peak import is_too_small
@@ -23,3 +26,19 @@ def least_peak_bound(problem: Problem, high: int) -> int:
         else:
             high = budget
     return low
+
+
+def check_outer_programs(problem: Problem, budget: int, window: int | None, optimum: float) -> None:
+    """Programs with all moments as rows, or half of them, bound the time of every schedule."""
+    steps, positions = range(len(problem.backward)), range(len(problem.forward))
+    for some in (1, 2):
+        program = SavingProgram(
+            ProblemIndex(problem),
+            budget,
+            [PeakPoint(step) for step in steps[::some]],
+            positions[::some],
+            window,
+            outer=window is not None,
+        )
+        assert program.linear.solve(seconds=10.0).value <= optimum + 1e-5
+        assert program.linear.relax(seconds=10.0).answer.bound <= optimum + 1e-5

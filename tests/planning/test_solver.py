@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, note
 
-from tests.planning.schedules import plain_schedule
+from tests.planning.schedules import check_outer_programs, plain_schedule
 from tests.planning.test_oracles import cases, examples, least_seconds
 from torchremat.planning.milp.intervals import PeakPoint
 from torchremat.planning.milp.linear_program import LinearProgram, silence
@@ -142,19 +142,9 @@ def test_no_time_is_enough_for_some_answer():
 @given(case=cases())
 @pytest.mark.parametrize("window", [None, 0, 1, 2])
 def test_every_schedule_is_an_answer_of_the_outer_program(window, case):
-    """Its optimum is at most theirs, with all moments as rows or a few."""
     problem, budget = case
-    index = ProblemIndex(problem)
-    steps, positions = range(len(problem.backward)), range(len(problem.forward))
     note(f"{problem!r}\nbudget {budget}")
-    optimum = least_seconds(problem, budget)
-    for some in (1, 2):
-        moments = [PeakPoint(step) for step in steps[::some]]
-        program = SavingProgram(
-            index, budget, moments, positions[::some], window, outer=window is not None
-        )
-        assert program.linear.solve(seconds=10.0).value <= optimum + 1e-5
-        assert program.linear.relax(seconds=10.0).answer.bound <= optimum + 1e-5
+    check_outer_programs(problem, budget, window, least_seconds(problem, budget))
 
 
 @pytest.mark.parametrize("share", [0.65, 0.75, 0.85])

@@ -1,4 +1,7 @@
-"""From a joint graph and a budget to a schedule of the graph."""
+"""From a joint graph and a budget to a schedule of the graph.
+
+A limit on saved bytes becomes an operator of the problem, so that every solver obeys it.
+"""
 
 import functools
 from dataclasses import dataclass, replace

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import assume, given, note, seed, settings
 from hypothesis import strategies as st
 
-from tests.planning.schedules import plain_schedule
+from tests.planning.schedules import check_outer_programs, plain_schedule
 from tests.planning.test_oracles import (
     CHAIN,
     OPTIONS,
@@ -29,9 +29,6 @@ from tests.planning.test_oracles import (
     problems,
     runs_allowed,
 )
-from torchremat.planning.milp.intervals import PeakPoint
-from torchremat.planning.milp.problem_index import ProblemIndex
-from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.problem.problem import (
     Operator,
     Part,
@@ -363,14 +360,5 @@ def test_the_laws_on_many_problems(number):
 @pytest.mark.parametrize("window", [None, 0, 1, 2])
 def test_every_schedule_is_an_answer_of_the_outer_program(window, case):
     problem, budget = case
-    index = ProblemIndex(problem)
-    steps, positions = range(len(problem.backward)), range(len(problem.forward))
     note(f"{problem!r}\nbudget {budget}")
-    optimum = least_seconds_with_a_host(problem, budget)
-    for some in (1, 2):
-        moments = [PeakPoint(step) for step in steps[::some]]
-        program = SavingProgram(
-            index, budget, moments, positions[::some], window, outer=window is not None
-        )
-        assert program.linear.solve(seconds=10.0).value <= optimum + 1e-5
-        assert program.linear.relax(seconds=10.0).answer.bound <= optimum + 1e-5
+    check_outer_programs(problem, budget, window, least_seconds_with_a_host(problem, budget))

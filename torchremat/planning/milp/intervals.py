@@ -1,4 +1,4 @@
-"""The intervals between moments of the backward pass, and in which of them operators may run.
+"""Moments of the backward pass, the intervals between them, and when operators may run.
 
 moments        step 3          step 7          step 9
 intervals   0           1               2              3

@@ -1,4 +1,6 @@
 """torchremat: rematerialisation (activation checkpointing) for PyTorch, over traced graphs.
+The package exports the public functions; its folders are described in `docs/architecture.md`.
+Begin with `checkpoint`, in `remat/checkpoint.py`.
 
 >>> import torch
 >>> import torchremat as tr

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 from torchremat.checkpoint_policies import from_plan  # noqa: F401  (registers plan: and budget:)
-from torchremat.cli.arguments.targets import Target
+from torchremat.cli.arguments.targets import Target, load_target
 from torchremat.cli.arguments.user_modules import find_name, split_target
+from torchremat.cli.terminal.output import check_pages, check_writable, show_progress_of
 from torchremat.errors import TorchrematError, nearest_names
 from torchremat.planning.budget import Budget
 from torchremat.policies.module_selection import select_modules
@@ -82,6 +84,27 @@ def read_one_policy(
         return None
     texts = [policy_text] if policy_text is not None else []
     return next(iter(read_policies(texts, [budget] if budget is not None else []).values()))
+
+
+@dataclass(frozen=True)
+class OnePolicyOptions:
+    """The options of a command on a target under one policy, or without any."""
+
+    target: str
+    policy: str | None = None
+    budget: str | None = None
+    select: str | None = None
+    device: str | None = None
+    html: str | None = None
+    json_path: str | None = None
+
+    def load(self) -> tuple[Target, Policy | None]:
+        """Check the options, then load the target, which may take long."""
+        chosen = read_one_policy(self.policy, self.budget, self.select)
+        check_writable(json=self.json_path)
+        check_pages(self.html)
+        with show_progress_of(f"loading {self.target}"):
+            return load_target(self.target, self.device), chosen
 
 
 def apply_policy(target: Target, chosen: Policy | None, select: str | None) -> Callable[..., Any]:

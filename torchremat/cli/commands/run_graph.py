@@ -3,16 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torchremat.cli.arguments.read_policies import apply_policy, read_one_policy
-from torchremat.cli.arguments.targets import load_target
-from torchremat.cli.terminal.output import (
-    check_pages,
-    check_writable,
-    show,
-    show_progress_of,
-    write_json,
-    write_page,
-)
+from torchremat.cli.arguments.read_policies import OnePolicyOptions, apply_policy
+from torchremat.cli.terminal.output import show, show_progress_of, write_json, write_page
 from torchremat.planning.api import plan
 from torchremat.remat.op.make_graph import make_graph
 from torchremat.tracing.ambient_state import meta_as_cpu
@@ -20,26 +12,15 @@ from torchremat.typed_graph.typed_graph import TypedGraph
 
 
 @dataclass(frozen=True)
-class GraphOptions:
+class GraphOptions(OnePolicyOptions):
     """The options of `torchremat graph`, as its help explains them."""
 
-    target: str
-    policy: str | None = None
-    budget: str | None = None
-    select: str | None = None
     sources: bool = False
-    device: str | None = None
-    html: str | None = None
-    json_path: str | None = None
 
 
 def run_graph(options: GraphOptions) -> None:
     """Trace and print the graph, or write it as a page or JSON."""
-    chosen = read_one_policy(options.policy, options.budget, options.select)
-    check_writable(json=options.json_path)
-    check_pages(options.html)
-    with show_progress_of(f"loading {options.target}"):
-        target = load_target(options.target, options.device)
+    target, chosen = options.load()
     fun = apply_policy(target, chosen, options.select)
     with show_progress_of("tracing"), meta_as_cpu():
         graph = make_graph(fun)(*target.args, **target.kwargs)

@@ -4,16 +4,9 @@ from dataclasses import dataclass
 
 import click
 
-from torchremat.cli.arguments.read_policies import apply_policy, check_select, read_one_policy
-from torchremat.cli.arguments.targets import Target, load_target
-from torchremat.cli.terminal.output import (
-    check_pages,
-    check_writable,
-    show,
-    show_progress_of,
-    write_json,
-    write_page,
-)
+from torchremat.cli.arguments.read_policies import OnePolicyOptions, apply_policy, check_select
+from torchremat.cli.arguments.targets import Target
+from torchremat.cli.terminal.output import show, show_progress_of, write_json, write_page
 from torchremat.core.formatting import human_bytes, table
 from torchremat.policies.policy import Policy
 from torchremat.report.explain import explain
@@ -22,29 +15,18 @@ from torchremat.report.residuals import saved_residuals
 
 
 @dataclass(frozen=True)
-class ResidualsOptions:
+class ResidualsOptions(OnePolicyOptions):
     """The options of `torchremat residuals`, as its help explains them."""
 
-    target: str
-    policy: str | None = None
-    budget: str | None = None
-    select: str | None = None
     lines: bool = False
     by_module: bool = False
-    device: str | None = None
-    html: str | None = None
-    json_path: str | None = None
 
 
 def run_residuals(options: ResidualsOptions) -> None:
     """Trace, and print what is saved: the report, by module, or a line each."""
     if options.lines and options.by_module:
         raise click.UsageError("--lines and --by-module are two ways to print: give one")
-    chosen = read_one_policy(options.policy, options.budget, options.select)
-    check_writable(json=options.json_path)
-    check_pages(options.html)
-    with show_progress_of(f"loading {options.target}"):
-        target = load_target(options.target, options.device)
+    target, chosen = options.load()
     check_select(target, options.select)
     if options.lines and options.json_path is None and options.html is None:
         show(_lines(target, chosen, options.select))

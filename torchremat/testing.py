@@ -147,7 +147,6 @@ class _Run:
 def _run(
     f: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor], modules: list[nn.Module]
 ) -> _Run:
-    """Run `f` forward and backward, once for the first derivative and once for the second."""
     arguments = list(_tensors((args, kwargs)))
     parameters = [p for module in modules for p in module.parameters()]
     buffers = [b for module in modules for b in module.buffers()]
@@ -237,7 +236,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _restore_state(modules: list[nn.Module]) -> Iterator[None]:
-    """Leave random streams and buffers as they were."""
     buffers = [b for module in modules for b in module.buffers()]
     values = [b.clone() for b in buffers]
     with torch.random.fork_rng():

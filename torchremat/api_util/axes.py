@@ -96,8 +96,6 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _TreeLevel:
-    """The children of a tree's root, with paths; `kind` is the type of the root."""
-
     kind: type | None
     context: Any
     children: dict[str, Any]

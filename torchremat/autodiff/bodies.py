@@ -64,7 +64,6 @@ class FunctionBody(Body):
         self.captured: Callable[[], Sequence[Tensor]] | None = None
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """Run the function; in the first trace, note what it closes over."""
         with self.state.restore(), tracing.use_value_guards(self.value_guards):
             inputs = self._wrap_inputs(inputs)
             args = list(inputs[: self.num_args])
@@ -90,8 +89,6 @@ class FunctionBody(Body):
 
 @dataclass(frozen=True, eq=False)
 class GraphBody(Body):
-    """The function that runs a graph."""
-
     module: fx.GraphModule
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
@@ -99,7 +96,7 @@ class GraphBody(Body):
 
 
 class _GraphInterpreter(Interpreter):
-    """Runs a graph in a trace, whose constants stay constants: they are no further inputs."""
+    """Unlike `Interpreter`, it leaves constants constants: they are no further inputs."""
 
     def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
         super().__init__(module)
@@ -142,7 +139,6 @@ class VjpBody(Body):
     outputs: tuple[int, ...]
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """The cotangents of the inputs `wrt`; `None` where there is no dependence."""
         primals, cotangents = inputs[: self.num_inputs], inputs[self.num_inputs :]
         if _torch.functorch_is_active():
             return self._run_functionally(tracing, primals, cotangents)
@@ -187,7 +183,6 @@ class JvpBody(Body):
     keep_primals: bool = False
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """The tangents of the outputs, after the outputs with `keep_primals`."""
         primals, tangents = inputs[: self.num_inputs], inputs[self.num_inputs :]
 
         def function(*wrt: Tensor) -> tuple[tuple[Any, ...], Any]:
@@ -219,8 +214,6 @@ class BatchedBody(Body):
     out_dims: tuple[int | None, ...] = ()
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """The outputs, with the mapped axis first."""
-
         def function(*values: Tensor) -> tuple[Any, ...]:
             return tuple(self.of.run(tracing, values))
 
@@ -236,7 +229,6 @@ class BatchedBody(Body):
 
 
 def differentiable(tensor: Tensor) -> Tensor:
-    """`tensor` as autograd's starting point, unless it is already part of what is recorded."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
@@ -247,7 +239,6 @@ def gradients(
     *,
     create_graph: bool,
 ) -> list[Tensor | None]:
-    """`torch.autograd.grad` that allows outputs without a gradient."""
     pairs = [
         (output, cotangent)
         for output, cotangent in zip(outputs, cotangents, strict=True)
@@ -273,7 +264,6 @@ class NotedInterpreter(Interpreter):
         self.tracing = tracing
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one operator, with its notes, in the phase that the trace is in."""
         self.tracing.node_notes = replace(notes_of(n), phase=self.tracing.phase)
         try:
             return super().run_node(n)

@@ -50,11 +50,9 @@ class Joint:
 
     @property
     def forward_nodes(self) -> list[fx.Node]:
-        """The operators of the function itself, in program order."""
         return [node for node in self.module.graph.nodes if is_forward(node)]
 
     def find_live_forward_nodes(self) -> list[fx.Node]:
-        """Find the operators of the function that outputs, writes or gradients depend on."""
         written = [value for _, value in self.mutations]
         roots = [*self.outputs, *written, *self.gradients]
         needed = ancestors(roots)
@@ -155,7 +153,7 @@ def _refuse_changed_layout(tensors: Sequence[Tensor], before: Sequence[Any]) -> 
 
 
 def _writable(tracing: Tracing, tensor: Tensor, spec: InputSpec) -> Tensor:
-    """`tensor`, as no leaf if the real one is none: only leaves refuse to be written in place."""
+    """Only leaves refuse to be written to in place."""
     if spec.is_leaf or not tensor.requires_grad:
         return tensor
     return _NoLeaf.apply(tracing, tensor, spec)  # type: ignore[no-untyped-call,no-any-return]

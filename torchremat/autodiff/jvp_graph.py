@@ -125,8 +125,6 @@ class _Runner(NotedInterpreter):
 
 @dataclass(frozen=True, eq=False)
 class TracedBody:
-    """The trace of a transformed graph, as `build_graph` takes it."""
-
     module: fx.GraphModule
     inputs: tuple[Input, ...]
     outputs: tuple[Any, ...]
@@ -136,7 +134,6 @@ class TracedBody:
 def trace_body(
     g: TypedGraph, body: Body, specs: Sequence[InputSpec], names: Sequence[str]
 ) -> TracedBody:
-    """Trace a transformation of `g`, whose first inputs are the constants of `g`."""
     options = TraceOptions(with_gradients=False, whole_calls=True)
     joint, tracing = trace_joint(body, specs, names, ModulePaths({}), options)
     labels = [*names, *("const" for _ in tracing.captured)]
@@ -147,12 +144,10 @@ def trace_body(
 
 
 def spec_of(node: fx.Node) -> InputSpec:
-    """The layout of the value of `node`, as an input that autograd does not know."""
     return replace(InputSpec.of(node.meta["val"]), requires_grad=False, is_leaf=True)
 
 
 def check_pure(g: TypedGraph, what: str) -> None:
-    """Raise `GraphError` if `g` writes to its constants or inputs."""
     if g.writes:
         nodes = [(*g.const_nodes, *g.input_nodes)[i].name for i in g.writes]
         raise GraphError(
@@ -167,7 +162,6 @@ def _differentiable(g: TypedGraph) -> list[bool]:
 
 
 def check_inexact(g: TypedGraph, mask: Sequence[bool], what: str) -> None:
-    """Raise `ValueError` if `mask`, called `what`, names an input that has no derivative."""
     for i, (node, chosen) in enumerate(zip(g.input_nodes, mask, strict=True)):
         if chosen and not is_inexact(node):
             raise ArgumentValueError(
@@ -177,6 +171,5 @@ def check_inexact(g: TypedGraph, mask: Sequence[bool], what: str) -> None:
 
 
 def with_holes(tree: Any, mask: Sequence[bool]) -> Any:
-    """`tree` with `None` for constants, and for holes where `mask` says no."""
     left = iter(mask)
     return _torch.tree_map(lambda leaf: HOLE if leaf is HOLE and next(left) else None, tree)

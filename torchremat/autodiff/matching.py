@@ -48,7 +48,6 @@ def match_forward(
 
 
 def _is_of_opened(node: fx.Node) -> bool:
-    """Whether `node` is a residual of an opened checkpoint, which only this graph has."""
     if not is_item(node):
         return False
     num_outputs = notes_of(call_of(node)).num_outputs
@@ -60,7 +59,7 @@ _ALIKE: dict[Any, str] = {aten._unsafe_view.default: str(aten.view.default)}
 
 
 def _what(node: fx.Node) -> Any:
-    """The operator or constant of `node`, without names of constants, which differ by trace."""
+    """Names of constants differ from trace to trace."""
     if node.op != "get_attr":
         return _ALIKE.get(node.target, str(node.target))
     module = node.graph.owning_module
@@ -75,7 +74,6 @@ def _what(node: fx.Node) -> Any:
 
 
 def _number_nodes(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
-    """Number the inputs and forward operators so that equal ones have equal numbers."""
     found: dict[fx.Node, int] = {}
     repeats: dict[Any, int] = {}
     for i, node in enumerate(joint.inputs):

@@ -14,7 +14,6 @@ from torchremat.graph.symbolic_sizes import Size, Sizes, value_of
 
 
 def specialize_joint(joint: Joint, sizes: Sizes) -> tuple[Joint, Mapping[fx.Node, fx.Node]]:
-    """`joint` with numbers for symbols, and the node that each node of it became."""
     module, nodes = _Specializer(sizes).module(joint.module)
 
     def translate(entries: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -40,7 +39,6 @@ class _Specializer:
         self.fake_mode = _torch.new_fake_mode()
 
     def module(self, module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-        """A copy of `module`, and of the bodies in it, with numbers for symbols."""
         graph = fx.Graph()
         nodes: dict[fx.Node, fx.Node] = {}
         attributes: dict[str, Any] = {}

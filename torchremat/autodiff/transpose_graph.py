@@ -99,7 +99,6 @@ class _Transposition:
         self.inexact = [v for v in g.outputs if isinstance(v, fx.Node) and is_inexact(v)]
 
     def trace(self) -> TracedBody:
-        """The trace of the derivative, of which only what is linear is left."""
         g = self.g
         primals = [*g.const_nodes, *g.input_nodes]
         specs = [replace(spec_of(node), requires_grad=node in self.linear) for node in primals] + [
@@ -125,7 +124,6 @@ class _Transposition:
         linear: Sequence[fx.Node],
         cotangents: Sequence[fx.Node],
     ) -> None:
-        """Raise if the graph is not linear."""
         self._check_differentiability(body)
         graph = traced.module.graph
         varying = find_dependents(linear, graph)
@@ -145,7 +143,6 @@ class _Transposition:
                     self._fail(group.of, "its derivative is zero")
 
     def _check_differentiability(self, body: "_TransposeBody") -> None:
-        """Raise where autograd stops though the value depends on a linear input."""
         varying = find_dependents(self.linear, self.g.graph_module.graph)
         for node, requires_grad in body.recorded:
             if node in varying and not requires_grad and is_inexact(node):
@@ -155,7 +152,6 @@ class _Transposition:
                 self._fail(value, f"it is an output of dtype {value.meta['val'].dtype}")
 
     def _fail(self, node: fx.Node, reason: str) -> NoReturn:
-        """Raise at `node`, an operator of the graph or of its derivative."""
         source = notes_of(node).source
         varying = find_dependents(self.linear, self.g.graph_module.graph)
         here = [n for n in varying if n.op == "call_function" and notes_of(n).source == source]
@@ -172,16 +168,12 @@ class _Transposition:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The operators that differentiate one operator."""
-
     of: fx.Node
     nodes: list[fx.Node]
 
 
 @dataclass(eq=False)
 class _TransposeBody(Body):
-    """From constants, inputs and cotangents to the cotangents of the inputs `wrt`."""
-
     g: TypedGraph
     num_primals: int
     wrt: tuple[int, ...]
@@ -190,7 +182,6 @@ class _TransposeBody(Body):
     _tracing: Tracing | None = None
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        """Run the graph, then differentiate it. Gradients are noted as what they come from."""
         self._tracing = tracing
         primals, cotangents = inputs[: self.num_primals], inputs[self.num_primals :]
         outputs = TensorsOf(self.g, self._note).run(tracing, primals)
@@ -226,7 +217,6 @@ class _TransposeBody(Body):
             self._tracing.node_notes = replace(notes_of(node), phase="backward")
 
     def groups(self, graph: fx.Graph) -> Iterator[_Group]:
-        """The operators of the backward pass, grouped by the operator that they differentiate."""
         starts = {name: node for name, node in self._marks}
         current: _Group | None = None
         for node in graph.nodes:

@@ -32,7 +32,6 @@ def human_bytes(nbytes: int) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Format a share of `whole`, or `-` if there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 

@@ -52,7 +52,6 @@ class Source:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether `file` is neither torch's nor this package's."""
     return not file.startswith(_SKIPPED)
 
 
@@ -70,7 +69,6 @@ def current_source() -> Source | None:
 
 
 def source_of_error(error: BaseException) -> Source | None:
-    """The innermost line of the user's that `error` passed through."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -92,7 +90,6 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
 
 def is_user_written(file: str) -> bool:
-    """Whether `file` is neither torch's, nor this package's, nor Python's own."""
     return is_user_file(file) and (not file.startswith(_STDLIB) or "site-packages" in file)
 
 

@@ -39,18 +39,16 @@ class Structure:
     def of(
         cls, tree: Any, is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
     ) -> "Structure":
-        """The structure of `tree`, with holes where `is_value`."""
         return cls(_torch.tree_map(lambda leaf: HOLE if is_value(leaf) else leaf, tree))
 
     def freeze_statics(self) -> "Structure":
-        """The structure with copies of the static arguments, which nobody else can change."""
+        """Copy the static arguments, so that nobody else can change them."""
         return Structure(
             _torch.tree_map(lambda x: x.freeze() if isinstance(x, WrapHashably) else x, self.tree)
         )
 
     @property
     def num_values(self) -> int:
-        """The number of holes."""
         return sum(leaf is HOLE for leaf in _torch.tree_flatten(self.tree)[0])
 
     @property
@@ -60,7 +58,6 @@ class Structure:
         return _torch.tree_flatten(values)[1]
 
     def paths(self) -> list[tuple[Any, ...]]:
-        """The path to each hole."""
         leaves, _ = _torch.tree_flatten_with_path(self.tree)
         return [path for path, leaf in leaves if leaf is HOLE]
 
@@ -83,7 +80,6 @@ class Structure:
         return values
 
     def unflatten(self, values: Sequence[Any]) -> Any:
-        """The tree with `values` in the holes."""
         left = iter(values)
         return _torch.tree_map(
             lambda leaf: next(left) if leaf is HOLE else _unwrap(leaf), self.tree
@@ -91,12 +87,10 @@ class Structure:
 
 
 def positional(count: int) -> Structure:
-    """The structure of a call with `count` values, one an argument."""
     return Structure(((HOLE,) * count, {}))
 
 
 def tuple_of(count: int) -> Structure:
-    """The structure of a tuple of `count` values."""
     return Structure((HOLE,) * count)
 
 

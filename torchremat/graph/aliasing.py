@@ -11,16 +11,12 @@ from torchremat.graph.nodes import is_item, is_view
 
 
 def changes_nothing(node: fx.Node) -> bool:
-    """Whether `node` is a view with the layout of its source, such as `x[:]`.
-
-    PyTorch traces more of them where sizes are symbols.
-    """
+    """`x[:]`, for one: PyTorch traces more of them where sizes are symbols."""
     source = node.args[0] if is_view(node) and not is_item(node) else None
     return isinstance(source, fx.Node) and lies_alike(node, source)
 
 
 def lies_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values have the same dtype and layout."""
     value, other = a.meta.get("val"), b.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
@@ -28,7 +24,7 @@ def lies_alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _layout(tensor: torch.Tensor) -> list[str]:
-    """Sizes, strides and offset, in which symbols are compared by name: nothing is assumed."""
+    """Symbols are compared by name: nothing is assumed of their values."""
     return [str(n) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
 
 

@@ -30,7 +30,6 @@ def symbols_of(run: Runner) -> tuple[str, ...]:
 
 
 def source_of(run: Runner) -> str:
-    """The Python code of `run`."""
     return getattr(run, "source", None) or run.__doc__ or ""
 
 
@@ -107,7 +106,7 @@ class _CodeWriter:
         self._drop(finished)
 
     def _write_unpacking(self, node: fx.Node, items: dict[int, fx.Node], call: str) -> None:
-        """Unpack an operator's outputs at once, or all would live as long as the last."""
+        """Unpack all outputs at once: else all would live as long as the last."""
         self.unpacked.update(id(item) for item in items.values())
         names = [
             items[i].name if i in items else f"{node.name}_unused_{i}"
@@ -139,10 +138,7 @@ class _CodeWriter:
         return f"{self._bind(function)}({', '.join(arguments)})"
 
     def _prepare_body(self, node: fx.Node) -> str:
-        """Prepare the call of an operator that only runs its body: run the body, compiled too.
-
-        The body empties the list that it is given: what is read for the last time is freed there.
-        """
+        """The body empties its list of inputs, so that each is freed after its last use."""
         body, *inputs = node.args
         assert isinstance(body, fx.Node) and isinstance(node.target, BodyOperator)
         run = node.target.runner_of(attribute(self.module, str(body.target)))
@@ -163,7 +159,6 @@ class _CodeWriter:
         return self._bind(value)
 
     def _bind(self, value: Any) -> str:
-        """A global variable of the function that holds `value`."""
         if id(value) not in self.bound:
             self.bound[id(value)] = f"_{len(self.bound)}"
             self.globals[self.bound[id(value)]] = value
@@ -206,7 +201,6 @@ def _with_grad_mode(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The node that reads each node last; none for one that nobody reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:

@@ -18,7 +18,6 @@ aten = torch.ops.aten
 
 
 def is_mutable(node: fx.Node) -> bool:
-    """Whether the operator of `node` writes to one of its arguments."""
     target = node.target
     if not isinstance(target, _torch.OpOverload):
         return False
@@ -26,7 +25,6 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def functionalize_unaliased_writes(graph: fx.Graph) -> None:
-    """Replace writes of `graph` to tensors without views, where a new tensor has their layout."""
     for node in list(graph.nodes):
         if is_mutable(node):
             functional = _functional_form(node)
@@ -39,7 +37,6 @@ def functionalize_unaliased_writes(graph: fx.Graph) -> None:
 
 
 def _functional_form(node: fx.Node) -> Any:
-    """The operator that returns the value that `node` writes to its first argument, if any."""
     if node.target is aten.bernoulli_.float:  # whose probability has a default
         return aten.bernoulli.p if len(node.args) == 2 or "p" in node.kwargs else None
     target: Any = node.target
@@ -66,7 +63,6 @@ def _is_written(argument: Any) -> bool:
 
 
 def _is_unaliased(node: fx.Node) -> bool:
-    """Whether `node` writes to memory that only its first argument uses."""
     target = node.args[0]
     if not isinstance(target, fx.Node) or target.op != "call_function":
         return False
@@ -76,7 +72,6 @@ def _is_unaliased(node: fx.Node) -> bool:
 
 
 def _has_same_layout(node: fx.Node, functional: Any) -> bool:
-    """Whether `functional` returns a tensor with dtype, shape and strides of the written one."""
     written: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
     if functional is aten.bernoulli.p and not written.is_contiguous():
         return False  # it fills by index, the other in the order of memory

@@ -31,7 +31,6 @@ class BodyOperator(_torch.HigherOrderOperator):
 
 
 def is_checkpoint(node: fx.Node) -> bool:
-    """Whether `node` calls a checkpoint: an operator that only runs its body."""
     return isinstance(node.target, BodyOperator)
 
 
@@ -46,7 +45,6 @@ def inner_graphs_of(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def body_of(call: fx.Node) -> fx.GraphModule:
-    """The one body that a checkpoint runs."""
     (body,) = inner_graphs_of(call)
     return body
 
@@ -66,7 +64,6 @@ _IDENTITIES = {aten.detach.default, aten.alias.default}
 
 
 def is_forward(node: fx.Node) -> bool:
-    """Whether the function itself, and not its derivative, runs the operator `node`."""
     return node.op in ("call_function", "get_attr") and notes_of(node).phase != "backward"
 
 
@@ -91,12 +88,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether `node` takes one output of an operator that has several."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def is_inexact(node: fx.Node) -> bool:
-    """Whether the value of `node` is a tensor of floating-point or complex numbers."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
@@ -128,7 +123,6 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def call_of(node: fx.Node) -> fx.Node:
-    """The call of an operator that computes the value `node`."""
     if is_item(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -137,7 +131,6 @@ def call_of(node: fx.Node) -> fx.Node:
 
 
 def item_index(node: fx.Node) -> int:
-    """The position of the output that the item `node` takes."""
     index = node.args[1]
     assert isinstance(index, int)
     return index
@@ -176,14 +169,12 @@ def ancestors(
 
 
 def results_of(module: fx.GraphModule) -> list[Any]:
-    """The nodes and literals that the graph of `module` returns."""
     (output,) = module.graph.find_nodes(op="output")
     results = output.args[0]
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
 def attribute(module: nn.Module, name: str) -> Any:
-    """The value of a `get_attr` node of `module` whose target is `name`."""
     for part in name.split("."):
         module = getattr(module, part)
     return module

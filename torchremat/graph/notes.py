@@ -60,18 +60,15 @@ _NO_NOTES = Notes()
 
 
 def notes_of(node: fx.Node) -> Notes:
-    """The notes on `node`, all of them empty if nobody has written any."""
     notes: Notes = node.meta.get(_KEY, _NO_NOTES)
     return notes
 
 
 def set_notes(node: fx.Node, notes: Notes) -> None:
-    """Put `notes` in place of all notes on `node`."""
     node.meta[_KEY] = notes
 
 
 def note(node: fx.Node, **changes: Any) -> None:
-    """Change some of the notes on `node`, by the names of the attributes of `Notes`."""
     node.meta[_KEY] = replace(notes_of(node), **changes)
 
 
@@ -100,7 +97,6 @@ class GraphNotes:
 
     @property
     def checkpoint_policy(self) -> Any:
-        """The policy of the checkpoint whose body this is, if it is known."""
         return self.policy or getattr(self.program, "policy", None)
 
 
@@ -108,13 +104,11 @@ _NO_GRAPH_NOTES = GraphNotes()
 
 
 def graph_notes_of(module: fx.GraphModule) -> GraphNotes:
-    """The notes on the graph of `module`, all of them empty if nobody has written any."""
     notes: GraphNotes = module.meta.get(_KEY, _NO_GRAPH_NOTES)
     return notes
 
 
 def note_graph(module: fx.GraphModule, **changes: Any) -> None:
-    """Change some of the notes on a graph, by the names of the attributes of `GraphNotes`."""
     module.meta[_KEY] = replace(graph_notes_of(module), **changes)
 
 

@@ -187,7 +187,6 @@ class OpMatcher:
         return self.name
 
     def matches(self, op: object) -> bool:
-        """Whether `op` is what is looked for, or what it also finds (`aten.mm`: `addmm`)."""
         packet = packet_name(op)
         if self.name in (packet, op_name(op)):
             return True
@@ -270,7 +269,6 @@ def _normal_name(spec: str) -> str:
 
 
 def _names_like(name: str) -> set[str]:
-    """The names to suggest for `name`: operators of its namespace, or overloads of its packet."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     operators = getattr(torch.ops, namespace, ())

@@ -78,7 +78,6 @@ def build_scheduled_graph(
 def _find_needed_runs(
     wanted: Sequence[fx.Node], order: Sequence[fx.Node], always_run: Callable[[fx.Node], bool]
 ) -> list[bool]:
-    """Whether something reads the result of each run in `order` later."""
     needed = {call_of(base_of(node)) for node in wanted}
     running = []
     for call in reversed(order):

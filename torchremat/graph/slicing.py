@@ -78,7 +78,7 @@ class _Slicer:
         return fx.GraphModule(self.module, self.graph)
 
     def _copy(self, node: fx.Node) -> None:
-        """Copy `node` after what it reads, without recursion: chains are thousands long."""
+        """Without recursion: chains are thousands long."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -133,7 +133,6 @@ def prune_bodies(
 
 
 def erase_unread(graph: fx.Graph, always_run: Callable[[fx.Node], bool] | None) -> None:
-    """Erase the operators that nobody reads, last ones first, but those that always run."""
     keeps = always_run or (lambda node: False)
     # not graph.eliminate_dead_code, which goes into bodies and takes no `always_run` for them
     for node in reversed(list(graph.nodes)):
@@ -142,7 +141,6 @@ def erase_unread(graph: fx.Graph, always_run: Callable[[fx.Node], bool] | None) 
 
 
 def add_body(module: fx.GraphModule, body: nn.Module, prefix: str = "opened") -> fx.Node:
-    """Add `body` to `module` under a new name; a node of its graph that refers to it."""
     number = 0
     while hasattr(module, name := f"{prefix}_{number}"):
         number += 1
@@ -151,7 +149,7 @@ def add_body(module: fx.GraphModule, body: nn.Module, prefix: str = "opened") ->
 
 
 def add_body_like(call: fx.Node, body: fx.GraphModule) -> fx.Node:
-    """Add `body` to the module of `call`, noted as of the same phase, module and line."""
+    """The reference to `body` gets the phase, module and line of `call`."""
     module = call.graph.owning_module
     assert module is not None
     node = add_body(module, body)

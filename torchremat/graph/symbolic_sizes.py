@@ -31,23 +31,20 @@ class Size:
         return format_size(self.symbolic)
 
     def at(self, sizes: Sizes) -> Any:
-        """The value when symbols have the values `sizes`."""
         return value_of(self.symbolic, sizes)
 
 
 class Interpreter(fx.Interpreter):
-    """Runs a graph, in which sizes may be literals, operator by operator."""
+    """An `fx.Interpreter` of a graph in which sizes may be literals."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        """The arguments of `n`, with PyTorch's symbols in place of the literals of the graph."""
         return fx.node.map_aggregate(super().fetch_args_kwargs_from_env(n), _symbolic)
 
 
 def _symbolic(value: Any) -> Any:
-    """The symbol of a literal, tracked by the trace in progress if there is one."""
     if not isinstance(value, Size):
         return value
     mode = _torch.innermost_proxy_mode()
@@ -61,7 +58,6 @@ def _size_from_elsewhere() -> None:
 
 
 def sizes_as_literals(graph: fx.Graph) -> None:
-    """Put the sizes that `graph` computes in the places where it reads them."""
     computing = [n for n in graph.nodes if isinstance(n.meta.get("val"), SYMBOLIC)]
     values = {node: literal_size(node.meta["val"]) for node in computing}
 
@@ -85,12 +81,10 @@ def literal_size(size: Any) -> Any:
 
 
 def format_size(size: Any) -> str:
-    """A size as an expression of Python."""
     return _torch.printed_size(size) if isinstance(size, SYMBOLIC) else repr(size)
 
 
 def value_of(size: Any, sizes: Sizes) -> Any:
-    """The value of a size when symbols have the values `sizes`."""
     if not isinstance(size, SYMBOLIC):
         return size
     return eval(format_size(size), dict(_torch.NAMES_IN_SIZES), dict(sizes))

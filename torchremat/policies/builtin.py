@@ -136,8 +136,6 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 @dataclass(frozen=True, repr=False)
 class _PatternPolicy(_BuiltIn, ABC):
-    """A policy made of strings: names, names of operators, or patterns of module names."""
-
     items: tuple[str, ...]
 
     @abstractmethod
@@ -182,15 +180,11 @@ class _Names(_PatternPolicy):
 
 
 class SaveOnlyTheseNames(_Names):
-    """The policy of `save_only_these_names`."""
-
     function = "save_only_these_names"
     word = "names"
 
 
 class SaveAnyNamesButThese(_Names):
-    """The policy of `save_any_names_but_these`."""
-
     function = word = "save_any_names_but_these"
 
     def _saves(self, value: Value) -> bool:
@@ -198,8 +192,6 @@ class SaveAnyNamesButThese(_Names):
 
 
 class SaveAnythingExceptTheseNames(_Names):
-    """The policy of `save_anything_except_these_names`."""
-
     function = word = "save_anything_except_these_names"
 
     def _saves(self, value: Value) -> bool:
@@ -223,15 +215,11 @@ class _Ops(_PatternPolicy):
 
 
 class SaveOps(_Ops):
-    """The policy of `save_ops`."""
-
     function = "save_ops"
     word = "ops"
 
 
 class RecomputeOps(_Ops):
-    """The policy of `recompute_ops`."""
-
     function = word = "recompute_ops"
 
     def _saves(self, value: Value) -> bool:
@@ -251,15 +239,11 @@ class _Modules(_PatternPolicy):
 
 
 class SaveModules(_Modules):
-    """The policy of `save_modules`."""
-
     function = "save_modules"
     word = "modules"
 
 
 class RecomputeModules(_Modules):
-    """The policy of `recompute_modules`."""
-
     function = word = "recompute_modules"
 
     def _saves(self, value: Value) -> bool:
@@ -359,7 +343,6 @@ def save_from_both_policies(p: PolicyLike, q: PolicyLike) -> Policy:
 
 
 def check_items(function: str, kind: str, items: Iterable[object]) -> tuple[str, ...]:
-    """`items` without repetitions, if each is a string that is not empty."""
     checked = []
     for item in items:
         if not isinstance(item, str):
@@ -381,7 +364,6 @@ def _op_names(ops: Iterable[object]) -> tuple[str, ...]:
 
 
 def _enclosing_modules(module: str) -> list[str]:
-    """`module` and the modules round it: `a.b.c` is in `a`, `a.b` and itself."""
     parts = module.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 

@@ -24,7 +24,6 @@ class NameOp(_torch.HigherOrderOperator):
         super().__init__("name_p")  # type: ignore[no-untyped-call]
 
     def __call__(self, x: Tensor, /, *, name: str) -> Tensor:
-        """Return `x`; a trace records the call."""
         if _torch.innermost_proxy_mode() is None:
             return x
         return super().__call__(x, name=name)  # type: ignore[no-any-return,no-untyped-call]
@@ -80,7 +79,6 @@ _recording = threading.local()
 
 @contextmanager
 def record_names() -> Iterator[None]:
-    """Let a compiler's trace record the names of values, for a policy to see."""
     before = getattr(_recording, "by_compiler", False)
     _recording.by_compiler = True
     try:
@@ -132,8 +130,6 @@ def _name_in_dynamo(x: Tensor, name: str) -> Tensor:
 
 
 class TakesNames(ABC):
-    """A checkpoint in a compiler's trace, which decides anew on a value that gets a name."""
-
     @abstractmethod
     def take_name(self, node: fx.Node, name: str) -> None:
         """Decide anew on the value of `node`, now that it is called `name`."""

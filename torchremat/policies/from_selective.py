@@ -76,8 +76,6 @@ def from_selective(policy_fn: "Callable[..., Any] | Sequence[object]") -> Policy
 
 @dataclass(frozen=True, repr=False)
 class Selective(Policy):
-    """The policy of `from_selective`."""
-
     policy_fn: Callable[..., Any]
 
     def decide(self, value: Value) -> Verdict:
@@ -109,7 +107,7 @@ class Selective(Policy):
 
 @dataclass(frozen=True, repr=False)
 class _SaveListed:
-    """The `policy_fn` of a list of overloads; by name, since overloads do not pickle."""
+    """By name, since overloads do not pickle."""
 
     names: tuple[str, ...]
 

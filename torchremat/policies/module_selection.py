@@ -67,8 +67,6 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
 
 @dataclass(frozen=True, eq=False)
 class _Model:
-    """A module, and all names of its submodules that can be selected."""
-
     root: nn.Module
     names: tuple[tuple[str, nn.Module], ...]
     containers: tuple[tuple[str, nn.Module], ...]
@@ -259,7 +257,6 @@ def _all_types(values: tuple[Any, ...]) -> bool:
 
 
 def _num_required(function: Callable[..., Any]) -> int:
-    """The number of positional arguments that `function` requires; 1 without a signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

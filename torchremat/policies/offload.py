@@ -26,8 +26,6 @@ _USUAL = Offloadable("device", "pinned_host")
 
 @dataclass(frozen=True, repr=False)
 class OffloadDotWithNoBatchDims(Policy):
-    """The policy of `offload_dot_with_no_batch_dims`."""
-
     verdict: Offloadable
 
     def __call__(self, op: object, /, *avals: Aval, **params: Any) -> Answer:
@@ -66,8 +64,6 @@ def offload_dot_with_no_batch_dims(offload_src: Place, offload_dst: Place) -> Po
 
 @dataclass(frozen=True, repr=False)
 class SaveAndOffloadOnlyTheseNames(Policy):
-    """The policy of `save_and_offload_only_these_names`."""
-
     saved: tuple[str, ...]
     offloaded: tuple[str, ...]
     verdict: Offloadable

@@ -247,7 +247,6 @@ class Complement(Policy):
 
 
 def _value_of_call(op: object, avals: tuple[Aval, ...], params: dict[str, Any]) -> Value:
-    """The value of this call: the value in question, if the call is about it."""
     value = _value_in_question.get()
     if value is not None:
         if (op, avals, params) == (value.op, value.avals, value.params):
@@ -329,7 +328,6 @@ class FunctionPolicy(Policy):
 
 
 def _accepts_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
-    """Whether `function` can be called so; true if it has no signature."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except ValueError:
@@ -387,7 +385,6 @@ def as_policy(given: PolicyLike | None) -> Policy:
 
 
 def source_of(function: Any) -> Source | None:
-    """Where `function`, or the function behind a partial or a callable object, is defined."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)

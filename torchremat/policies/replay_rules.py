@@ -18,7 +18,6 @@ from torchremat.graph.ops import packet_name
 
 
 def reason_not_replayable(node: fx.Node) -> str | None:
-    """Why the operator of `node` must not run a second time; `None` if it may."""
     inside = body_value_of(node)
     if inside is not None:
         return reason_not_replayable(inside)
@@ -60,12 +59,10 @@ _AMONG_PROCESSES = ("_c10d_functional.", "c10d_functional.", "_dtensor.", "c10d.
 
 
 def selects(op: object) -> bool:
-    """Whether `op` selects among values: `topk`, `sort`."""
     return packet_name(op) in _SELECTING or str(op) in _SELECTING_BY_DIM
 
 
 def reason_to_save(node: fx.Node) -> str | None:
-    """Why the value of `node` is saved under the verdict `NotSaved`; `None` if it is not."""
     inside = body_value_of(node)
     if inside is not None:
         return reason_to_save(inside)
@@ -124,7 +121,6 @@ def _draws_anywhere(node: fx.Node) -> bool:
 
 
 def body_value_of(node: fx.Node) -> fx.Node | None:
-    """The value in the body (of `remat_p`, `scan`) that the output `node` of its call returns."""
     if not is_item(node):
         return None
     bodies = inner_graphs_of(call_of(node))

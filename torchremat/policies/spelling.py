@@ -16,8 +16,6 @@ from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 
 @dataclass(frozen=True, slots=True)
 class SpellingEntry:
-    """The function that makes a word's policy, and an example of the items that it takes."""
-
     make: Callable[..., Any]
     items: str = ""
 
@@ -40,17 +38,14 @@ def register_spelling(
 
 
 def list_spellings() -> list[str]:
-    """All words, each with an example of the items it takes."""
     return [f"{word}:{entry.items}" if entry.items else word for word, entry in _entries.items()]
 
 
 def is_policy_maker(function: object) -> bool:
-    """Whether `function` makes a policy when called with items, and so is not one itself."""
     return any(entry.items and entry.make == function for entry in _entries.values())
 
 
 def spell(word: str, items: Sequence[str]) -> str | None:
-    """The term that reads as `word` with `items`; `None` if there is no such term."""
     if any(item != item.strip() or not item or set(",|") & set(item) for item in items):
         return None
     return f"{word}:{','.join(items)}"

@@ -160,7 +160,7 @@ def _check_policies(policies: Any) -> list[Any]:
 
 
 def _best_seconds(steps: Mapping[str, MeasuredStep]) -> dict[str, float]:
-    """The best time of each; the steps take turns, so that a slow machine slows all of them."""
+    """The steps take turns, so that a slow machine slows all of them."""
     best = dict.fromkeys(steps, float("inf"))
     for _ in range(_ROUNDS):
         for name, step in steps.items():

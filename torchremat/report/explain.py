@@ -109,10 +109,7 @@ def explain(
 
 @dataclass(frozen=True, eq=False)
 class ExplainedCall:
-    """A call that was explained as it is, with fake tensors for its arguments.
-
-    It is traced with its derivative only when it is drawn, which few reports are.
-    """
+    """It is traced with its derivative only when it is drawn, which few reports are."""
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
@@ -122,7 +119,6 @@ class ExplainedCall:
     def of(
         cls, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> "ExplainedCall":
-        """The call, without the memory of its arguments."""
         mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         fakes: dict[int, Tensor] = {}
 
@@ -140,7 +136,6 @@ class ExplainedCall:
         return cls(fun, *_torch.tree_map(make_fake, (args, kwargs)))
 
     def check_still(self, report: Report) -> None:
-        """Raise `TraceError` if the call no longer is as in `report`."""
         again = explain(self.fun, *self.args, **self.kwargs)
         known = {(row.name, row.decision) for row in report}
         # fake tensors lack the rows of a kernel's workspace
@@ -153,13 +148,11 @@ class ExplainedCall:
 
 
 def _only_program(observation: Observation) -> FunctionProgram | None:
-    """The program of the whole function, if it is one."""
     calls = observation.scope.calls
     return program_of(calls[0]) if len(calls) == 1 else None
 
 
 def report_of(observation: Observation) -> Report:
-    """The report of an observation, with a row for each input and value."""
     labels = ValueLabels.of(observation.scope)
     inputs: list[tuple[ObservedInput, Row]] = []
     found = _Rows(labels)
@@ -177,10 +170,7 @@ def report_of(observation: Observation) -> Report:
 
 
 def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Report:
-    """The report of programs that have run, each of the module of that name.
-
-    A value that one program saved and another reads as an input is counted once, for the first.
-    """
+    """A value that one program saved and another reads as an input counts once, for the first."""
     rows: list[Row] = []
     for name, program in programs:
         scope = Scope.of_program(program, name)
@@ -194,14 +184,10 @@ def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Repor
 
 @dataclass(frozen=True, eq=False)
 class RanPrograms:
-    """Programs that have run, each with the name of its module, in the order of the modules."""
-
     modules: tuple[tuple[str, FunctionProgram], ...]
 
 
 class _Rows:
-    """Rows of computed values, one for each, in program order."""
-
     def __init__(self, labels: ValueLabels) -> None:
         self.labels = labels
         self._rows: dict[Any, tuple[int, Row]] = {}
@@ -235,10 +221,7 @@ class _Rows:
             self._add(scope.value_of(node), decision, nbytes, aval)
 
     def add_replayed(self, scope: Scope, program: FunctionProgram) -> None:
-        """Add the values that the derivative of a program, which runs in `scope`, recomputes.
-
-        They are the operators of the forward pass in its backward graph.
-        """
+        """The recomputed values are the forward operators in the backward graph of `program`."""
         given = (True,) * len(program.differentiable)
         needed = tuple(spec.requires_grad for spec in program.region.specs)
         backward = program.backward(given, needed, with_states=bool(program.replayed_random))
@@ -247,7 +230,6 @@ class _Rows:
     def _add_replays(
         self, scope: Scope, backward: fx.GraphModule, program: FunctionProgram | None
     ) -> None:
-        """Add the values of a `backward` graph, whose forward half is that of `scope`."""
         decisions = {} if program is None else program.decisions.by_value
         reasons = {node.name: decision.reason for node, decision in decisions.items()}
         calls = {call.kwargs["call"]: call for call in scope.calls}
@@ -265,7 +247,6 @@ class _Rows:
                 self._add_recomputed(ScopedValue(node, scope), reason)
 
     def _add_body(self, scope: Scope, body: fx.GraphModule, reason: str) -> None:
-        """Add the values of a body, which the derivative around it runs again."""
         for node in body.graph.nodes:
             if is_checkpoint(node):
                 self._add_body(scope.whole_inside(node), body_of(node), reason)
@@ -308,7 +289,6 @@ def _decision_on(saved: SavedStorage) -> Decision | None:
 
 
 def decision_inside(node: fx.Node) -> Decision | None:
-    """A policy's decision on `node`, if that is a residual of a checkpoint."""
     if not (is_item(node) and is_checkpoint(call_of(node))):
         return None
     program = program_of(call_of(node))
@@ -355,7 +335,6 @@ def _input_row(label: InputLabel, aval: Aval, nbytes: int) -> Row:
 
 
 def _program_inputs(name: str, program: FunctionProgram) -> list[Row]:
-    """The inputs that the derivative of a program reads."""
     region = program.region
     state = labels_of_state(region.paths)
     body = region.body

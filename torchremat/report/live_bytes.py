@@ -100,7 +100,6 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `func` and count the storages that are new in what it returns."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             args, kwargs = (
@@ -121,8 +120,6 @@ class LiveBytes(TorchDispatchMode):
             self._peak = max(self._peak, self.live)
 
     def _watch(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """`body`, which a higher-order operator calls outside this mode, under this mode."""
-
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return body(*args, **kwargs)
@@ -218,7 +215,7 @@ class _Saved:
         self.version = version_of(tensor)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, after the check of its version that PyTorch leaves to hooks."""
+        """PyTorch leaves the check of the version to hooks."""
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -241,7 +238,6 @@ class _Storages:
         return id(storage) in self._entries
 
     def put(self, storage: torch.UntypedStorage) -> None:
-        """Count `storage`, at the size that it has now if it was counted before."""
         key = id(storage)
         nbytes = storage.nbytes()
         if key in self._entries:
@@ -286,7 +282,6 @@ def storages_in(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _parts(tensor: torch.Tensor) -> list[Any] | None:
-    """The tensors that `tensor` is made of; None if it is one strided tensor."""
     if hasattr(tensor, "__tensor_flatten__"):  # the protocol of wrapper subclasses
         names, _ = tensor.__tensor_flatten__()
         return [getattr(tensor, name) for name in names]
@@ -300,7 +295,6 @@ def _parts(tensor: torch.Tensor) -> list[Any] | None:
 
 
 def _map_functions(wrap: Callable[[Any], Any], arguments: Any) -> Any:
-    """`arguments` (a tuple or a dict) with the functions among them, at the top, wrapped."""
     if isinstance(arguments, dict):
         return {
             name: wrap(value) if callable(value) else value for name, value in arguments.items()

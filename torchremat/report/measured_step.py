@@ -37,7 +37,6 @@ class MeasuredStep:
         self._devices = {i.tensor.device for i in observation.inputs}
 
     def _build_arguments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors to pass, and those to differentiate with respect to."""
         args: dict[int, Tensor] = {}
         wrt = []
         for tensor in self._call.tensors:
@@ -51,7 +50,6 @@ class MeasuredStep:
         return [args[id(tensor)] for tensor in self._call.tensors], wrt
 
     def peak(self) -> int:
-        """The most bytes alive at one time of a step's own tensors; a first step traces."""
         self.seconds()
         with torch.enable_grad():
             args, wrt = self._build_arguments()
@@ -60,7 +58,6 @@ class MeasuredStep:
         return int(memory.peak)
 
     def seconds(self) -> float:
-        """The time of a step."""
         with torch.enable_grad():
             args, wrt = self._build_arguments()
         self._wait()
@@ -111,7 +108,6 @@ class MeasuredStep:
 
 @contextmanager
 def restore_after(observation: Observation) -> Iterator[None]:
-    """Restore generators, and closed-over tensors that the call writes to, after the block."""
     closed_over = [i for i in observation.inputs if i.label.kind != "argument"]
     written = [i.tensor for i in closed_over if i.is_written]
     devices = {i.tensor.device for i in observation.inputs}

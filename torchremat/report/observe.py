@@ -72,8 +72,6 @@ class SavedStorage:
 
 @dataclass(frozen=True, eq=False)
 class ObservedInput:
-    """A tensor from before the call: an argument, or one that is closed over."""
-
     label: InputLabel
     aval: Aval
     tensor: Tensor
@@ -192,7 +190,6 @@ class _Observer:
     # --- before ----------------------------------------------------------------------------------
 
     def _inputs(self) -> list[Tensor]:
-        """Fake tensors for the arguments, one for each tensor however often it is passed."""
         fakes: dict[int, Tensor] = {}
         for tensor, label in zip(self.call.tensors, self.call.labels, strict=True):
             if id(tensor) not in fakes:
@@ -237,7 +234,6 @@ class _Observer:
     # --- after -----------------------------------------------------------------------------------
 
     def _read(self, node: Any) -> list[_SavedHandle]:
-        """Note `node` as the reader of its saved tensors; without hooks, return records of them."""
         found = []
         self.reader = node
         for name in dir(node):
@@ -253,7 +249,6 @@ class _Observer:
         return found
 
     def _build_inputs(self, fakes: list[Tensor], scope: Scope) -> dict[int, ObservedInput]:
-        """The inputs by the identity of the storages of their fake tensors."""
         written = _find_hidden_writes(scope)
         captured = list(zip(self.tracing.captured, self.tracing.captured_inputs, strict=True))
         labels = self.call.labels_of_captured([t for t, _ in captured], self.paths)
@@ -302,7 +297,7 @@ class _Observer:
         return list(found.values())
 
     def _workspace_nbytes(self, node: fx.Node | None) -> int:
-        """The bytes of a kernel's workspace, which is empty in a trace; 0 if `node` is none."""
+        """A trace leaves the workspace of a kernel empty."""
         if node is None or not is_item(node) or call_of(node).target is not _RNN_LAYER:
             return 0
         if item_index(node) != _RNN_WORKSPACE or not all(map(is_real, self.call.tensors)):
@@ -319,7 +314,6 @@ class _Observer:
 
 
 def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
-    """The program of which `node` is a residual, and the residual's number."""
     if not is_item(node) or not is_checkpoint(call_of(node)):
         return None
     program = program_of(call_of(node))
@@ -329,7 +323,6 @@ def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
 
 
 def _state_of(node: fx.Node) -> Aval | None:
-    """The generator's state that a checkpoint saves, outside traces, in place of a random value."""
     found = _residual_of(node)
     if found is None:
         return None
@@ -338,7 +331,6 @@ def _state_of(node: fx.Node) -> Aval | None:
 
 
 def _place_of(node: fx.Node) -> str:
-    """The place to which a checkpoint offloads a value outside traces, else `''`."""
     found = _residual_of(node)
     if found is None:
         return ""
@@ -349,8 +341,6 @@ def _place_of(node: fx.Node) -> str:
 
 
 class _Like(NamedTuple):
-    """A tensor on the CPU, for the key of a cache."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -368,14 +358,11 @@ def _rnn_workspace_nbytes(*args: Any) -> int:
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether `tensor` has numbers: it is neither fake nor on the meta device."""
     tensor = _torch.innermost_tensor(tensor)
     return not (tensor.is_meta or isinstance(tensor, _torch.FakeTensor))
 
 
 class _MarkDifferentiated(torch.autograd.Function):
-    """Lets autograd record a tensor that may be written to, without a copy."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, start: Tensor) -> Tensor:
         ctx.mark_dirty(tensor)
@@ -387,7 +374,7 @@ class _MarkDifferentiated(torch.autograd.Function):
 
 
 def _find_hidden_writes(scope: Scope) -> set[Any]:
-    """The running statistics that batch norms write to, though their schemas do not say so."""
+    """The schemas of batch norms do not say that they write to running statistics."""
     return {
         base_of(statistic)
         for node in scope.nodes
@@ -410,7 +397,6 @@ def _autocast_cache(is_enabled: bool) -> Iterator[None]:
 
 
 def _autograd_nodes(output: Any) -> list[Any]:
-    """The nodes of autograd's graph that the tensors in `output` come from."""
     leaves, _ = _torch.tree_flatten(output)
     stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
     seen: dict[Any, None] = {}

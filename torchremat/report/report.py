@@ -173,7 +173,6 @@ class Diff:
 
 
 def _index_by_name(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:
-    """Rows by module, name and, where both repeat, number."""
     found: dict[tuple[str, str, int], Row] = {}
     for row in rows:
         number = 0

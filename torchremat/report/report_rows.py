@@ -70,14 +70,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Fold:
-    """Rows that differ only in a number in their module's name, under one `text` for all."""
-
     text: str
     rows: tuple[Row, ...]
 
     @property
     def times(self) -> str:
-        """The number of rows, as in `x12`; `''` if there is one."""
         return f"x{len(self.rows)}" if len(self.rows) > 1 else ""
 
 
@@ -98,7 +95,6 @@ def fold_rows(rows: Sequence[Row]) -> list[Fold]:
 
 
 def _fold_alike(rows: list[Row]) -> list[Fold]:
-    """One fold of `rows` if their numbers are a full range in each place, else several."""
     names = [_name_in_module(row).split(".") for row in rows]
     numbers = [i for i, part in enumerate(names[0]) if part.isdigit()]
     values = {i: list(dict.fromkeys(int(name[i]) for name in names)) for i in numbers}
@@ -136,14 +132,13 @@ def _format_ranges(numbers: Iterable[int]) -> str:
 
 
 def _name_in_module(row: Row) -> str:
-    """The name; the module comes first if the name is the user's, which does not contain it."""
+    """The module comes first if the name is the user's, which does not contain it."""
     if not row.op or not row.module or row.name.startswith(f"{row.module}."):
         return row.name
     return f"{row.module}.'{row.name}'"
 
 
 def _group_by_reason(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows by reason, up to its first colon: the rest of a reason is about one row."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.reason.partition(": ")[0], []).append(row)
@@ -151,7 +146,6 @@ def _group_by_reason(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """The rows as text: a summary, then a section for each decision and reason."""
     sections = [_summarize(rows)]
     for decision in DECISIONS:
         decided = [row for row in rows if row.decision == decision]
@@ -188,6 +182,5 @@ def _format_section(decision: Outcome, heading: str, rows: list[Row]) -> str:
 
 
 def _fits(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether a table of these rows, indented, shows every cell whole."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return sum(widths) + 2 * sum(map(bool, widths)) <= WIDTH

@@ -94,7 +94,6 @@ class _Builder:
         )
 
     def _find_trace_constants(self) -> list[Input]:
-        """The tensors that the trace put into the module, one input for each."""
         found: dict[int, Input] = {}
         for node in self.module.graph.find_nodes(op="get_attr"):
             value = attribute(self.module, str(node.target))
@@ -165,7 +164,6 @@ class _Builder:
 
 
 def prune_bodies(module: fx.GraphModule) -> None:
-    """Let each operator that runs a body compute only those of its outputs that somebody reads."""
     for node in list(module.graph.nodes):
         if is_checkpoint(node):
             prune_body(module, node)
@@ -232,13 +230,11 @@ def _replace_body(
 
 
 def _is_vestige(node: fx.Node) -> bool:
-    """Whether an operator that nobody reads comes from inside autograd, not from the user."""
     value = node.meta.get("val")
     return node.target is aten.detach.default or not isinstance(value, Tensor | tuple | list)
 
 
 def _is_number_of_trace(node: fx.Node, key: str) -> bool:
-    """Whether the argument only pairs calls of one trace."""
     return key == "call" and is_checkpoint(node)
 
 

@@ -66,7 +66,6 @@ def dce_graph(g: TypedGraph, used_outputs: Sequence[bool]) -> tuple[TypedGraph, 
 
 
 def check_mask(mask: Sequence[bool], count: int, what: str, of_what: str) -> None:
-    """Raise unless `mask` has `count` entries, all bools; the argument is called `what`."""
     if not isinstance(mask, Sequence) or isinstance(mask, str):
         raise ArgumentTypeError(
             f"{what} must be a sequence of bools, one for each {of_what}, but it is {mask!r} "
@@ -86,7 +85,6 @@ def check_mask(mask: Sequence[bool], count: int, what: str, of_what: str) -> Non
 
 
 def copy_graph(g: TypedGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy of the operators of `g`, with no outputs yet, and the copy of each node."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(g.graph_module.graph, copies)
@@ -95,13 +93,11 @@ def copy_graph(g: TypedGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
 
 
 def set_outputs(graph: fx.Graph, outputs: Sequence[Any]) -> None:
-    """Replace the outputs of the graph."""
     (output,) = graph.find_nodes(op="output")
     output.args = (tuple(outputs),)
 
 
 def const_inputs(g: TypedGraph, copies: dict[fx.Node, fx.Node]) -> list[Input]:
-    """The constants of `g`, as inputs of a graph that is built of the copies of its nodes."""
     pairs = zip(g.const_nodes, g.consts, strict=True)
     return [Input(copies[node], node.name, tensor) for node, tensor in pairs]
 
@@ -127,12 +123,10 @@ def eliminate_dead(module: fx.GraphModule, *, draws_later: bool = False) -> None
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether the operator of `node` has an effect besides its result and random draws."""
     return node.op == "call_function" and node.is_impure(impure_random=False)
 
 
 def draws_random(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether the operator of `node`, or one in its body, draws from a random generator."""
     if isinstance(node.target, _torch.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     if node.op != "call_function":

@@ -32,7 +32,6 @@ _SECOND_FOR_SHAPE = frozenset(
 
 
 def read_by(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose values, not only whose shapes, the operator of `node` reads."""
     if is_checkpoint(node):
         yield from _read_by_body(node)
         return
@@ -52,7 +51,6 @@ def read_by(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def find_dependents(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values depend on the values of `starts`, themselves included."""
     found = set(starts)
     for node in graph.nodes:
         if any(used in found for used in read_by(node)):
@@ -61,7 +59,6 @@ def find_dependents(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 
 
 def _read_by_body(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands of a call of a body whose values the results of the body depend on."""
     reference, *operands = node.args
     module = node.graph.owning_module
     assert isinstance(reference, fx.Node) and module is not None

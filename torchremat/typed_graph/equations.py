@@ -105,17 +105,14 @@ class Names:
         self._names: dict[fx.Node, str] = {}
 
     def of(self, node: fx.Node) -> str:
-        """The name of `node`, a new one if it has none."""
         if node not in self._names:
             self._names[node] = _letters(len(self._names))
         return self._names[node]
 
     def share(self, node: fx.Node, like: fx.Node) -> None:
-        """Call `node` what `like` is called: it is the same value."""
         self._names[node] = self.of(like)
 
     def var(self, node: fx.Node) -> Var:
-        """The variable that `node` is."""
         return Var(self.of(node), aval_of(node), node)
 
 
@@ -129,7 +126,6 @@ def equations(module: fx.GraphModule, names: Names) -> Iterator[Eqn]:
 
 
 def aval_of(node: fx.Node) -> Aval:
-    """The aval of a node that is a tensor."""
     return Aval.of(node.meta["val"])
 
 
@@ -155,7 +151,6 @@ def _outputs(node: fx.Node, names: Names) -> tuple[Var, ...]:
 def _arguments(
     node: fx.Node, module: fx.GraphModule, names: Names
 ) -> tuple[tuple[Var | Literal, ...], dict[str, Any]]:
-    """The inputs of an operator, and its other arguments by name where they are no default."""
     inputs: list[Var | Literal] = []
     params: dict[str, Any] = {}
     for name, value, takes_tensor, default in _bind_arguments(node):

@@ -170,7 +170,6 @@ def eval_graph(g: TypedGraph, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def flatten_arguments(g: TypedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The inputs of `g` among the arguments of a call, which must be like the traced one."""
     wanted_args, wanted_kwargs = g.in_structure.tree
     args = tuple(
         WrapHashably(a) if i < len(wanted_args) and _is_static(wanted_args[i]) else a
@@ -205,7 +204,6 @@ def _is_static(value: Any) -> bool:
 
 
 def _consts_beside(inputs: list[Tensor], consts: list[Tensor]) -> list[Tensor]:
-    """The constants as they can be used together with `inputs`: in traces, on fake tensors."""
     if not consts:
         return consts
     if _torch.innermost_proxy_mode() is not None:

@@ -29,7 +29,6 @@ def describe_input(label: InputLabel) -> str:
 
 
 def describe_value(value: ScopedValue, label: ValueLabel, *, offloaded_to: str = "") -> str:
-    """The source of a computed value as text, with the place to which it is offloaded."""
     what = f"jitted function {value.jitted_name!r}" if value.jitted_name else value.op
     text = f"named {label.name!r}" if label.is_given else f"output of {what}"
     text += f" from {label.source}" if label.source else ""

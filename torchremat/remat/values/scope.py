@@ -57,18 +57,15 @@ class Scope:
 
     @classmethod
     def of_trace(cls, module: fx.GraphModule, paths: ModulePaths) -> "Scope":
-        """The graph of a function."""
         return cls(list(module.graph.nodes), (), (), paths)
 
     @classmethod
     def of_program(cls, program: FunctionProgram, name: str) -> "Scope":
-        """The program of the module called `name`, by itself."""
         joint = program.root_joint
         nodes, paths = list(joint.module.graph.nodes), program.region.paths
         return cls(nodes, joint.inputs, (), paths, prefix=name, program=program)
 
     def inside(self, call: fx.Node) -> "Scope":
-        """The body that `call`, a node of this scope, runs."""
         body = body_of(call)
         nodes = list(body.graph.nodes)
         return self._enter(
@@ -101,7 +98,6 @@ class Scope:
 
     @property
     def calls(self) -> list[fx.Node]:
-        """The calls of checkpoints in the forward pass."""
         return [node for node in self.nodes if is_forward(node) and is_checkpoint(node)]
 
     def module_of(self, node: fx.Node) -> str:
@@ -161,12 +157,10 @@ class ScopedValue:
 
     @property
     def key(self) -> Key:
-        """A key that the copies of the value in several graphs share."""
         return (self.scope.path, self.call.name, self.index)
 
     @property
     def op(self) -> str:
-        """The name of the operator, `''` if none computes the value."""
         return op_base_name(self.call.target) if self.node.op == "call_function" else ""
 
     @property
@@ -180,7 +174,6 @@ class ScopedValue:
 
     @property
     def jitted_name(self) -> str:
-        """The name of the innermost function under `jit` that computes it, `''` if none does."""
         scope: Scope | None = self.scope
         while scope is not None:
             if scope.program is not None and scope.program.jitted_name:
@@ -195,7 +188,6 @@ class ScopedValue:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is a tensor made of Python numbers."""
         node = self.node
         if node.target in _LIFTS:
             node = node.args[0]  # type: ignore[assignment]
@@ -210,7 +202,6 @@ _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 
 def program_of(call: fx.Node) -> FunctionProgram | None:
-    """The program that the checkpoint `call` runs, if it is that of a function."""
     program = graph_notes_of(body_of(call)).program
     return program if isinstance(program, FunctionProgram) else None
 
@@ -225,7 +216,6 @@ def is_computed(node: fx.Node) -> bool:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether `node` stands for a tensor, not for a tuple of them or a size that is a symbol."""
     return hasattr(node.meta.get("val"), "untyped_storage")
 
 

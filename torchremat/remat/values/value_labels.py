@@ -38,7 +38,6 @@ class ValueLabels:
 
     @classmethod
     def of(cls, scope: Scope) -> "ValueLabels":
-        """Count the values of `scope` and of all scopes in it."""
         counted: dict[Key, ValueLabel] = {}
         given: dict[Key, ValueLabel] = {}
         repeats: dict[str, int] = {}
@@ -78,7 +77,7 @@ class ValueLabels:
 def _iterate_values(
     scope: Scope, programs: dict[tuple[str, ...], FunctionProgram]
 ) -> Iterator[ScopedValue]:
-    """The calls of operators, and of `name_p`, in program order; notes the programs on the way."""
+    """Calls of `name_p` count too; `programs` is filled on the way."""
     for node in scope.nodes:
         if node.op != "call_function" or not is_forward(node) or is_item(node):
             continue

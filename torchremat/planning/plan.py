@@ -261,7 +261,7 @@ class Plan:
             raise PlanError(
                 f"the plan is for another graph: {find_difference(self.graph, lines)}. A plan "
                 "holds for one function at one set of shapes, dtypes and modes (train or eval, "
-                "autocast, gradients); make one for this call with tr.plan"
+                "autocast, gradients). Make one for this call with tr.plan"
             )
         nodes = list(joint.module.graph.nodes)
         return GraphSchedule(

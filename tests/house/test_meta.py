@@ -8,6 +8,8 @@ import pytest
 from tests.house.source import Source, Violation, plant, read_package, refuse
 
 NOTES = "torchremat/graph/notes.py"
+# what stands in PyTorch while a patch is entered writes the module that it replaces
+WRITES_OF_DICT = {"torchremat/_torch/replacements.py"}
 # the keys of torch.fx, AOTAutograd, Dynamo and torch.utils.checkpoint
 KEYS_OF_TORCH = {
     "ac_graph_id",
@@ -83,7 +85,8 @@ def _is_dict(node: ast.expr) -> bool:
 
 def violations() -> Iterator[Violation]:
     for source in read_package():
-        yield from find_writes_of_dict(source)
+        if source.path not in WRITES_OF_DICT:
+            yield from find_writes_of_dict(source)
         if source.path != NOTES:
             yield from find_keys(source)
 

@@ -171,3 +171,65 @@ from .shape_env import printed_size as printed_size
 from .shape_env import settled_size as settled_size
 from .shape_env import shape_env_of as shape_env_of
 from .shape_env import tensor_guard as tensor_guard
+from .aot import (
+    MUST_RECOMPUTE, MUST_SAVE, Partitioner, aot_autograd, decompose, decomposition_table,
+    default_partition, is_compiled_by_inductor, is_in_stock_compiler, merge_alike,
+    min_cut_partition, node_in_compiler, out_of_compiler, selective_policy_at_work, to_user,
+    written_inputs,
+)  # fmt: skip
+from .distributed import (
+    current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,
+)  # fmt: skip
+from .engine import (
+    attributes_of, backward_hooks_of, below_autograd, direct_apply, edges_that_run,
+    forward_hooks_of, has_saved_tensors_hooks, in_dual_level, is_below_autograd,
+    is_function_of_user, keeps_graph_after_backward, run_backward, set_saved_tensors_hooks_aside,
+)  # fmt: skip
+from .fake_proxy import (
+    DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, FakeTensor, FakeTensorMode,
+    ProxyTorchDispatchMode, PythonKeyTracer, TorchDispatchMode, TorchFunctionMetadataMode,
+    autograd_as_at_the_top, enter_proxy_modes, innermost_proxy_mode, is_active,
+    is_any_autocast_enabled, is_fake, is_faking, is_traceable_wrapper_subclass,
+    is_transformed_or_watched, isolate, new_fake_mode, proxy_of, ragged_dim_of, track, track_size,
+    untraced, without_function_modes,
+)  # fmt: skip
+from .flash_attention import (
+    FLASH_ATTENTION, FLASH_ATTENTION_BACKWARD, flash_attention_on_cpu,
+    flash_attention_on_cpu_backward, ragged_flash_attention, ragged_flash_attention_backward,
+)  # fmt: skip
+from .functorch import (
+    LOOP_WARNING, RecordRule, TransformType, VmapLevel, add_batch_dim, apply_to_functional,
+    asks_for_value, at_level_below, differentiates, dispatch_restored, functorch_is_active,
+    has_tangents, innermost_tensor, innermost_transform, is_mapped_at, leaf_at_current_level,
+    looped_operator, map_at_current_level, needs_mapped_value, offset_of, push_dual_numbers_forward,
+    push_forward_at_current_level, record_at_current_level, requires_grad_at_any_level,
+    restore_vmap, transform_depth, unwrap_batched_tensor, unwrap_dead_wrappers, with_batch_at,
+    without_dead_levels, without_level,
+)  # fmt: skip
+from .inductor import (
+    compile_fx, compile_with_inductor, has_triton, inductor_decompositions, inductor_modes,
+    inductor_option_names, inductor_option_type, inductor_partitioner, simplify_for_inductor,
+)  # fmt: skip
+from .memory import (
+    is_view, parts_of_coo, storage_id, storage_uses, swap_memory, tensor_uses, version_of,
+    without_memory,
+)  # fmt: skip
+from .operators import (
+    DispatchKey, HigherOrderOperator, OpOverload, OpOverloadPacket, boxed_call, dispatch_call,
+    is_reduction, register_axis_rules, register_derivative_rules, register_function,
+    register_simple_rules, schema_arguments, schema_of,
+)  # fmt: skip
+from .patches import (
+    FunctionHandler, call_around_modules, check_comparisons_of, dual_level_as_functorch_level,
+    handle_function_calls, let_functions_know_axes, let_modes_see_views_of_zeros,
+    lift_before_wrapping, replace_batching_rule, restore_batching_rule, set_module_trackers_aside,
+)  # fmt: skip
+from .pytrees import (
+    GetAttrKey, TreeSpec, children_of, keystr, register_pytree_node, tree_flatten,
+    tree_flatten_with_path, tree_map, tree_unflatten,
+)  # fmt: skip
+from .replacements import GLOBAL_MODULE_HOOKS, is_own_hook
+from .shape_env import (
+    NAMES_IN_SIZES, ShapeEnv, TensorGuards, depends_on_symbols, guards_of, hint_of, names_in_size,
+    new_shape_env, new_symbol, num_guards, printed_size, settled_size, shape_env_of, tensor_guard,
+)  # fmt: skip

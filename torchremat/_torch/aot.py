@@ -58,7 +58,6 @@ def is_in_stock_compiler() -> bool:
 
 
 def selective_policy_at_work() -> Any:
-    """The policy of the selective checkpoint that is tracing its function, if any."""
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, torch.utils.checkpoint._CachingTorchDispatchMode):
             return mode.policy_fn
@@ -66,7 +65,6 @@ def selective_policy_at_work() -> Any:
 
 
 def node_in_compiler(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """The node that computes `tensor` in the graph that AOTAutograd is tracing, if it is."""
     mode = innermost_proxy_mode()
     if mode is None:
         return None
@@ -113,7 +111,6 @@ def min_cut_partition(
 
 
 def decomposition_table() -> Mapping[Any, Callable[..., Any]]:
-    """How PyTorch says operators with others, in Python that knows symbols for sizes."""
     from torch._decomp import decomposition_table
 
     return decomposition_table

@@ -16,17 +16,14 @@ process_collectives = torch.ops._c10d_functional
 
 
 def group_named(name: str) -> Any:
-    """The process group of that name; `RuntimeError` if there is none."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
 
 
 def store_of_processes() -> Any:
-    """Where all processes of the default group can set and read keys."""
     return distributed_c10d._get_default_store()
 
 
 def timeout_of_processes() -> timedelta:
-    """How long the default process group waits for a process, in a collective."""
     group = distributed_c10d._get_default_group()
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     found = getattr(options, "_timeout", None)
@@ -34,6 +31,5 @@ def timeout_of_processes() -> timedelta:
 
 
 def current_mesh() -> Any:
-    """The device mesh of the innermost `with mesh:` of this thread, if any."""
     resources = getattr(device_mesh, "_mesh_resources", None)  # none without torch.distributed
     return resources.mesh_stack[-1] if resources is not None and resources.mesh_stack else None

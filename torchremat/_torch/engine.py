@@ -72,7 +72,6 @@ def set_saved_tensors_hooks_aside() -> Iterator[None]:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether `saved_tensors_hooks` of the surroundings see what autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -97,14 +96,12 @@ below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 def is_below_autograd() -> bool:
-    """Whether an operator that runs now is beneath autograd, which would record nothing."""
     key = DispatchKey.AutogradFunctionality  # what those of all devices have in common
     excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     return excluded
 
 
 def in_dual_level() -> bool:
-    """Whether forward-mode differentiation with dual numbers goes on."""
     return forward_ad._current_level >= 0
 
 

@@ -125,7 +125,6 @@ def ragged_dim_of(nested: Any) -> int:
 
 
 def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
-    """The proxy mode of the innermost trace in progress in this thread, if any."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-any-return]
 
 
@@ -139,7 +138,6 @@ def is_faking() -> bool:
 
 
 def track(tensors: Any, proxies: Any, tracer: PythonKeyTracer) -> Any:
-    """Make `proxies` stand for `tensors` (a tree) in the trace of `tracer`."""
     with disable_proxy_modes_tracing(), without_function_modes():
         return track_tensor_tree(tensors, proxies, constant=None, tracer=tracer)
 
@@ -154,13 +152,11 @@ def track_size(size: Any, tracer: Any, target: Callable[[], Any]) -> None:
 
 
 def proxy_of(tensor: torch.Tensor, tracer: PythonKeyTracer) -> torch.fx.Proxy | None:
-    """The proxy that stands for `tensor` in the trace of `tracer`, if it is tracked."""
     slot = get_proxy_slot(tensor, tracer, None)
     return None if slot is None else slot.proxy
 
 
 def is_active(mode: TorchFunctionMetadataMode) -> bool:
-    """Whether `mode` is on this thread's stack of function modes."""
     return mode in _get_current_function_mode_stack()
 
 
@@ -224,5 +220,4 @@ def is_transformed_or_watched() -> bool:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether `value` is a fake tensor."""
     return isinstance(value, FakeTensor)

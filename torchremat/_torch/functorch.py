@@ -49,13 +49,11 @@ def transform_depth() -> int:
 
 
 def innermost_transform() -> TransformType | None:
-    """The kind of the innermost active `torch.func` transformation, if any."""
     interpreter = peek_interpreter_stack()
     return None if interpreter is None else interpreter.key()
 
 
 def requires_grad_at_any_level(tensor: torch.Tensor) -> bool:
-    """Whether any `torch.func` level, or plain autograd, differentiates `tensor`."""
     while True:
         if tensor.requires_grad:
             return True
@@ -65,14 +63,12 @@ def requires_grad_at_any_level(tensor: torch.Tensor) -> bool:
 
 
 def innermost_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without the wrappers of `torch.func` levels."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def is_mapped_at(tensor: torch.Tensor, level: int) -> bool:
-    """Whether `torch.vmap` at that level of `torch.func` maps over an axis of `tensor`."""
     while is_functorch_wrapped_tensor(tensor):
         if is_batchedtensor(tensor) and maybe_get_level(tensor) == level:
             return True
@@ -203,8 +199,8 @@ def map_at_current_level(
 ) -> tuple[torch.Tensor, ...]:
     """Apply the rule of an operator for the innermost level, a `torch.func.vmap`.
 
-    `rule` takes the tensors of all examples, where the axis is in each, its size and what random
-    operators do; and gives outputs and where the axis is in each.
+    `rule` takes the tensors of all examples, where the axis is in each, its size, and the
+    randomness. It gives outputs and where the axis is in each.
     """
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
@@ -268,7 +264,6 @@ def with_batch_at(tensor: torch.Tensor, level: int, now: int) -> torch.Tensor:
 def apply_to_functional(
     function: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor]
 ) -> Any:
-    """Apply an operator for the innermost level, a `torch.func.functionalize`."""
     interpreter: Any = retrieve_current_functorch_interpreter()
     context = FunctorchFunctionalizeAPI(interpreter)
     with context.redispatch_to_next():
@@ -289,8 +284,6 @@ def without_dead_levels(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class VmapLevel:
-    """A level of `vmap`: its number, and the size of its axis."""
-
     number: int
     size: int
 
@@ -336,7 +329,6 @@ def dispatch_restored() -> AbstractContextManager[None]:
 
 
 def looped_operator(warning: str) -> str | None:
-    """The operator that such a warning is about."""
     if not warning.startswith(LOOP_WARNING):
         return None
     return warning.partition("batching rule for ")[2].partition(" ")[0].rstrip(".")

@@ -16,8 +16,7 @@ from .aot import Partitioner, decompose, merge_alike
 
 
 def simplify_for_inductor(
-    module: torch.fx.GraphModule,
-    merge: Callable[[torch.fx.Graph], torch.fx.Graph] | None = None,
+    module: torch.fx.GraphModule, merge: Callable[[torch.fx.Graph], torch.fx.Graph] | None = None
 ) -> None:
     """Simplify a joint graph in inductor's operators, as inductor and the minimum cut do.
 
@@ -51,21 +50,18 @@ def inductor_partitioner(partition: Partitioner, key: str) -> Any:
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """How inductor breaks operators into smaller ones."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
 
 
 def inductor_option_names() -> list[str]:
-    """The names of inductor's settings."""
     import torch._inductor
 
     return torch._inductor.list_options()
 
 
 def inductor_option_type(name: str) -> type | UnionType | None:
-    """The type of one of inductor's settings, if `isinstance` can tell."""
     from torch._inductor import config
 
     kind = config.get_type(name)  # type: ignore[attr-defined]
@@ -73,7 +69,6 @@ def inductor_option_type(name: str) -> type | UnionType | None:
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
-    """The settings that each mode of `torch.compile` stands for."""
     import torch._inductor
 
     return torch._inductor.list_mode_options()
@@ -83,7 +78,6 @@ _MayFuse = Callable[[list[AbstractSet[torch.fx.Node]], list[AbstractSet[torch.fx
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed, for which inductor makes its kernels for GPUs."""
     from torch.utils._triton import has_triton_package
 
     return has_triton_package()
@@ -133,8 +127,8 @@ def compile_fx(
 def _give_inputs_as_they_lie(graph: torch.fx.Graph) -> None:
     """Let inductor give those inputs of `graph` that are results too as they are.
 
-    It else gives a copy with the channels last of each that a convolution reads, its weights among
-    them, and the backward pass has that copy beside what is there anyway.
+    Of each that a convolution reads, its weights among them, it else gives a copy with the channels
+    last. The backward pass then has that copy beside the input.
     """
     output = graph.output_node()
     results = enumerate(output.args[0])  # type: ignore[arg-type]
@@ -146,9 +140,9 @@ def _give_inputs_as_they_lie(graph: torch.fx.Graph) -> None:
 def _lay_out_convolutions(module: torch.fx.GraphModule) -> None:
     """Let convolutions of a backward graph be traced in the layout that inductor gives them.
 
-    Inductor lays out what convolutions read and write with the channels last. What is computed from
-    that, and read by the gradient of a convolution, it makes once more as it was traced, which is
-    by the layout of the weights: of these it makes copies in any case.
+    Inductor lays out what convolutions read and write with the channels last. A value computed from
+    that, which the gradient of a convolution reads, it computes again in the traced layout. That is
+    the layout of the weights, of which inductor makes copies in any case.
     """
     from torch._inductor.graph import GraphLowering
 

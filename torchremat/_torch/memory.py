@@ -6,7 +6,6 @@ import torch
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a view of another, as autograd knows it."""
     return tensor._is_view()
 
 
@@ -38,7 +37,6 @@ swap_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tenso
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often `tensor`, or what shares its memory, has been written to in place."""
     return tensor._version
 
 

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey as DispatchKey
-from torch._C._functorch import (
-    TransformType,
-    _unwrap_for_grad,
-    _wrap_for_grad,
-)
+from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -40,12 +36,10 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
 
 
 def schema_arguments(op: OpOverload) -> list[Any]:
-    """The arguments in the schema of `op`: `name`, `type`, `kwarg_only`, `default_value`, ..."""
     return list(op._schema.arguments)
 
 
 def is_reduction(target: Any) -> bool:
-    """Whether `target` is an operator of which PyTorch says that it reduces: a sum, a variance."""
     tag = getattr(torch.Tag, "reduction", None)
     return isinstance(target, OpOverload) and tag in target.tags
 
@@ -179,11 +173,7 @@ class _AxisRules:
 
         def run(*tensors: torch.Tensor) -> Any:
             inner = [_unwrap_for_grad(t, level) for t in tensors]
-            with (
-                torch.enable_grad(),
-                forward_ad._set_fwd_grad_enabled(True),
-                interpreter.lower(),
-            ):
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), interpreter.lower():
                 output = dispatch_call(self.op, *inner, **params)
             return _wrap_for_grad(output, level)
 

@@ -20,10 +20,7 @@ from torch._functorch import eager_transforms
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .engine import in_dual_level
 from .replacements import (
@@ -440,5 +437,4 @@ def replace_batching_rule(op: OpOverload, kernel: Callable[..., Any]) -> torch.l
 
 
 def restore_batching_rule(library: torch.library.Library) -> None:
-    """Undo `replace_batching_rule`."""
     library._destroy()

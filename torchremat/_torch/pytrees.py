@@ -15,6 +15,5 @@ GetAttrKey = _pytree.GetAttrKey
 
 
 def children_of(spec: TreeSpec) -> Sequence[TreeSpec]:
-    """The structures of the subtrees right below the root."""
     children = getattr(spec, "children", None)  # a method since PyTorch 2.12 or so
     return children() if callable(children) else spec.children_specs

@@ -31,8 +31,6 @@ GLOBAL_MODULE_HOOKS = (
 
 
 def handle_apply(_: Any, handlers: Values) -> Any:
-    """Make an `autograd.Function.apply` that calls the innermost handler."""
-
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         entered = handlers()
@@ -42,8 +40,6 @@ def handle_apply(_: Any, handlers: Values) -> Any:
 
 
 def lift_first(plain: Callable[..., Any], lifts: Values) -> Any:
-    """Make a wrapper of tensors that wraps what the innermost lift returns."""
-
     def wrap(tensor: torch.Tensor, *rest: Any) -> Any:
         entered = lifts()
         return plain(entered[-1](tensor) if entered else tensor, *rest)
@@ -65,8 +61,6 @@ def call_between_steps(plain: Callable[..., Any], traces: Values) -> Any:
 
 
 def call_in_apply(_: Any, traces: Values) -> Any:
-    """Make a `CheckpointFunction.apply` that is a plain call."""
-
     def apply(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         if traces():
             return function(*args)
@@ -132,7 +126,6 @@ def ignore_own_hooks(plain: Callable[[], Any], traces: Values) -> Any:
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Tell whether the library registered `hook`, a hook of all modules."""
     return str(getattr(hook, "__module__", "")).startswith("torchremat.")
 
 
@@ -141,7 +134,6 @@ def ignore_module(*_: Any) -> None:
 
 
 def skip_if(aside: Values, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a hook that this thread does not run while it has set it aside."""
     return lambda *args, **kwargs: None if aside() else hook(*args, **kwargs)
 
 
@@ -157,8 +149,8 @@ def begin_session(tracer: _MakefxTracer) -> Session:
 def read_own_tracer(plain: type, sessions: Values) -> Any:
     """Make a module class whose tracer is that of this thread, but `None` while Dynamo compiles.
 
-    Dynamo, which captures the bodies of `scan` and its kin, would trace for the session, and use
-    the fake tensors of two modes together (seen in PyTorch 2.13 also with `make_fx`).
+    Dynamo, which captures the bodies of `scan` and its kin, would trace for the session. It would
+    use the fake tensors of two modes together (seen in PyTorch 2.13 also with `make_fx`).
     """
     name = "_CURRENT_MAKE_FX_TRACER"
 
@@ -176,8 +168,6 @@ def read_own_tracer(plain: type, sessions: Values) -> Any:
 
 
 def set_own_tracer(plain: Callable[..., Any], sessions: Values) -> Any:
-    """Make a block that sets the tracer of this thread, if it is in a trace of the library."""
-
     @contextmanager
     def set_tracer(tracer: _MakefxTracer) -> Iterator[None]:
         entered = sessions()

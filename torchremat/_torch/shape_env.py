@@ -26,7 +26,6 @@ def new_shape_env() -> ShapeEnv:
 
 
 def new_symbol(shapes: ShapeEnv, size: int, name: str) -> torch.SymInt:
-    """A symbol for a size above 1, which is `size` at the time of the trace."""
     from torch._dynamo.source import ConstantSource
 
     source = ConstantSource(name)
@@ -40,12 +39,10 @@ def depends_on_symbols(size: Any) -> bool:
 
 
 def shape_env_of(size: torch.SymInt) -> ShapeEnv:
-    """The environment of the symbols of `size`."""
     return size.node.shape_env  # type: ignore[no-any-return]
 
 
 def num_guards(shapes: ShapeEnv) -> int:
-    """How many things traces have assumed of the symbols so far."""
     return len(shapes.guards)
 
 
@@ -65,7 +62,6 @@ def settled_size(size: Any) -> Any:
 
 
 def hint_of(size: Any) -> int:
-    """The number that a size was when it was traced."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
@@ -75,7 +71,6 @@ def printed_size(size: Any, *, original: bool = False) -> str:
 
 
 def names_in_size(size: Any) -> set[str]:
-    """The names of the symbols that a size depends on."""
     return {symbol.name for symbol in size.node.expr.free_symbols}
 
 

@@ -164,7 +164,6 @@ def _of_kind(found: list[Device], backend: str | None, where: str) -> list[Devic
 
 
 def _own_devices(process: int) -> list[Device]:
-    """The devices of every kind that are this process's own."""
     number = config.num_cpu_devices
     names = [f"cpu:{i}" for i in range(number)] if number > 1 else ["cpu"]
     own = [Device(process, torch.device(name)) for name in names]

@@ -55,7 +55,6 @@ _known: weakref.WeakKeyDictionary[Any, tuple[AxisFrame, ...]] = weakref.WeakKeyD
 
 
 def _frames_around() -> tuple[AxisFrame, ...]:
-    """The axes of PyTorch's `with mesh:`, where its dimensions have names."""
     mesh = _torch.current_mesh()
     if mesh is None or not mesh.mesh_dim_names or mesh.get_coordinate() is None:
         return ()

@@ -1,8 +1,7 @@
 """`pmap`: a function of one example, run on the devices of every process.
 
-Each process is given the examples of its own devices, runs the function on each, and has their
-results. With one device a process, which is how `torchrun` starts them, the function runs as it is;
-over several the process maps it, as `vmap` does, and collectives reduce in the process first.
+With one device a process, which is how `torchrun` starts them, the function runs as it is. Over
+several the process maps it, as `vmap` does, and collectives reduce in the process first.
 """
 
 import functools
@@ -45,8 +44,6 @@ from torchremat.tracing.axes.named_axes import AxisFrame, AxisName, axes_in_scop
 
 
 class ProcessMapped:
-    """A function under `pmap`. Call it with the examples of this process's devices."""
-
     def __init__(
         self, fun: Callable[..., Any], options: PmapOptions, donated: tuple[int, ...]
     ) -> None:
@@ -70,7 +67,6 @@ class ProcessMapped:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function on the example of each device."""
         if torch.compiler.is_dynamo_compiling():
             raise NotAvailableError(
                 "torch.compile cannot capture a torchremat.pmap: call it outside, or compile the "
@@ -132,11 +128,11 @@ def pmap(
         The mapped function.
 
     Raises:
-        TypeError: if `fun` cannot be called, for axes that are none, and (`AxisTypeError`) at the
-            call for values that have no axes, and for ragged batches (`Pile`).
-        ValueError: for an empty `devices`; and (`AxisError`) at the call for axes that do not fit,
-            sizes that disagree, more examples than devices, and where several processes take part
-            for fewer.
+        TypeError: if `fun` cannot be called, and for axes that are none. At the call
+            (`AxisTypeError`) for values that have no axes, and for ragged batches (`Pile`).
+        ValueError: for an empty `devices`. At the call (`AxisError`) for axes that do not fit,
+            sizes that disagree, and more examples than devices, or fewer where several processes
+            take part.
         DeviceError: (a `RuntimeError`) for devices that this process does not have.
         ProcessError: (a `RuntimeError`) at the call, if another process is called with other
             shapes, or stops.
@@ -175,7 +171,6 @@ def _as_argnums(given: Any, what: str) -> tuple[int, ...]:
 
 
 def _run(fun: Callable[..., Any], options: PmapOptions, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `fun` on the examples of this process."""
     call = _bind_static(fun, options, args, kwargs)
     _refuse_containers(call)
     size = call.size(None)
@@ -197,7 +192,6 @@ def _run(fun: Callable[..., Any], options: PmapOptions, /, *args: Any, **kwargs:
 def _bind_static(
     fun: Callable[..., Any], options: PmapOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> MappedLeaves:
-    """The call of the function of mapped arguments, which static ones are bound to."""
     in_axes = options.in_axes
     if not options.static:
         return MappedLeaves.of(fun, in_axes, args, kwargs, "pmap")
@@ -227,10 +221,9 @@ def _refuse_containers(call: MappedLeaves) -> None:
         if axis is not None and (is_vmappable(leaf) or not isinstance(axis, int)):
             raise AxisTypeError(
                 f"pmap({name_of(call.fun)}) was given a {type(leaf).__name__} to map along {axis} "
-                f"at {current_source()}: devices get examples of one shape, so a ragged batch (a "
-                "Pile) and types that vmap maps by rules of their own are not spread over them. "
-                "Pad it; or give each device a batch of its own with in_axes None, and use vmap "
-                "inside"
+                f"at {current_source()}. Devices get examples of one shape: no ragged batch (a "
+                "Pile), nor types that vmap maps by rules of their own. Pad it; or give each "
+                "device a batch of its own with in_axes None, and use vmap inside"
             )
 
 
@@ -255,7 +248,6 @@ def _frame(call: MappedLeaves, options: PmapOptions, size: int) -> AxisFrame:
 
 
 def _run_one(call: MappedLeaves, options: PmapOptions) -> Any:
-    """Call the function on the one example that there is, as it is."""
     leaves = [
         leaf if axis is None or leaf is None else leaf.select(axis, 0)
         for leaf, axis in zip(call.leaves, call.axes, strict=True)
@@ -268,7 +260,6 @@ def _run_one(call: MappedLeaves, options: PmapOptions) -> Any:
 
 
 def _add_axis(value: Any, axis: Any, fun: Any) -> Any:
-    """An output with the axis of examples, of which there is one."""
     if axis is None or value is None:
         return value
     if not isinstance(value, Tensor | bool | int | float | complex):

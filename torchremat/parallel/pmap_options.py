@@ -12,19 +12,12 @@ from torchremat.batching.vmappable import is_spec
 from torchremat.core.avals import Aval
 from torchremat.core.source import current_source
 from torchremat.errors import ArgumentValueError, AxisError, AxisTypeError, DeviceError
-from torchremat.parallel.devices import (
-    Device,
-    local_device_count,
-    process_count,
-    process_index,
-)
+from torchremat.parallel.devices import Device, local_device_count, process_count, process_index
 from torchremat.tracing.axes.named_axes import AxisName
 
 
 @dataclass(frozen=True)
 class PmapOptions:
-    """The options of one `pmap`."""
-
     axis_name: AxisName
     in_axes: Any
     out_axes: Any
@@ -34,7 +27,6 @@ class PmapOptions:
 
 
 def number_of_own(devices: Sequence[Any]) -> int:
-    """How many of this process's devices were given."""
     if not devices:
         raise ArgumentValueError("'devices' argument to pmap must be non-empty, or None.")
     here = process_index()
@@ -71,7 +63,6 @@ def check_whole(out_axes: Any) -> None:
 
 
 def num_devices_for(tensor: Tensor | None) -> int:
-    """How many devices of the kind on which a tensor is this process has."""
     kind = None if tensor is None else tensor.device.type
     try:
         return local_device_count(kind)
@@ -82,7 +73,6 @@ def num_devices_for(tensor: Tensor | None) -> int:
 def check_devices(
     fun: Any, options: PmapOptions, size: int, available: int, num_processes: int
 ) -> None:
-    """Raise if there are not just the devices that `size` examples of a process need."""
     name, at = name_of(fun), current_source() or "an unknown line"
     given = options.num_devices is not None
     if given and size != available:
@@ -130,5 +120,4 @@ def _describe(leaf: Any) -> str:
 
 
 def name_of(fun: Any) -> str:
-    """The name of a function in messages."""
     return getattr(fun, "__name__", type(fun).__name__)

@@ -44,7 +44,6 @@ ALONE = "this process"
 def run_collective(
     op: CollectiveOp, *tensors: Tensor, axis_name: AxisName, group: str, **params: Any
 ) -> Tensor:
-    """A collective among the processes of a group: what `CollectiveOp.over_processes` does."""
     size, rank = _place_in(group, axis_name)
     if op is axis_index_p:
         return torch.full((), rank, dtype=torch.int64, **params)

@@ -28,8 +28,6 @@ _PATIENCE = timedelta(seconds=2)
 
 
 class _Agreed:
-    """The calls that the processes of a group have agreed on so far."""
-
     def __init__(self) -> None:
         self.texts: set[str] = set()
         self.num_rounds = 0
@@ -138,7 +136,6 @@ def wait_for(store: Any, keys: dict[str, int]) -> None:
 
 
 def publish_error(error: BaseException) -> None:
-    """Leave word of why this process stops, for others that wait for it."""
     if not can_share():
         return
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -162,7 +159,6 @@ def withdraw() -> None:
 
 
 def describe_peers() -> str:
-    """Describe the other processes: stopped and why, gone, or without a failure so far."""
     try:
         store, here = _torch.store_of_processes(), process_index()
         others = [rank for rank in range(process_count()) if rank != here]
@@ -218,7 +214,6 @@ def _word_of(rank: int) -> str:
 
 
 def has(store: Any, key: str) -> bool:
-    """Whether a key is set."""
     try:
         return bool(store.check([key]))
     except RuntimeError:

@@ -67,7 +67,6 @@ def _default_device() -> torch.device:
 
 
 def is_meta_as_cpu() -> bool:
-    """Whether this is such a block."""
     return _meta_as_cpu.is_on
 
 
@@ -89,7 +88,6 @@ class AmbientState:
 
     @classmethod
     def now(cls) -> "AmbientState":
-        """The state of this thread now."""
         autocast = tuple(
             (device, torch.get_autocast_dtype(device))
             for device in ("cpu", "cuda")
@@ -101,7 +99,6 @@ class AmbientState:
 
     @contextmanager
     def restore(self) -> Iterator[None]:
-        """A block in which they are as they were."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
         try:

@@ -29,7 +29,6 @@ _TENSOR_GETTERS = frozenset(
 
 
 def map_arguments(mapping: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Map the tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return mapping(value)
     if type(value) in (tuple, list):
@@ -94,7 +93,6 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
 
 
 def _redirect_meta(value: Any) -> Any:
-    """The CPU for the meta device, which a function may ask or ask for; all else as it is."""
     if isinstance(value, str | torch.device) and value in ("meta", META):
         return CPU
     return value

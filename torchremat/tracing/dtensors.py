@@ -29,14 +29,12 @@ class Sharding:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Sharding | None":
-        """The sharding of a `DTensor`; `None` for any other tensor."""
         if not is_sharded(tensor):
             return None
         spread: DTensor = tensor  # type: ignore[assignment]
         return cls(spread.device_mesh, tuple(spread.placements), spread.shape, spread.stride())
 
     def wrap(self, local: Tensor) -> Tensor:
-        """The `DTensor` of which this process holds `local`."""
         whole: Tensor = _dtensor().from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -54,7 +52,6 @@ class CotangentPlacements:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether `tensor` is a `DTensor`."""
     kind = _dtensor()
     return kind is not None and isinstance(tensor, kind)
 
@@ -80,7 +77,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def unwrap_inputs(tensors: Sequence[Tensor], placements: CotangentPlacements) -> list[Tensor]:
-    """The shard of each input in this process; `placements` shard its cotangent."""
     return [
         _Unwrap.apply(tensor, placements, number) if is_sharded(tensor) else tensor  # type: ignore[no-untyped-call]
         for number, tensor in enumerate(tensors)

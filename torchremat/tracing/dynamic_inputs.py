@@ -72,14 +72,10 @@ class DynamicInputs:
         )
 
     def sizes(self, tensors: Sequence[Tensor]) -> Sizes | None:
-        """The values that the symbols take for `tensors`; `None` if the trace does not hold there.
-
-        Asked are only those properties of `tensors` that vary.
-        """
+        """The values of the symbols for `tensors`; `None` if the trace does not hold there."""
         return self._checks.of_tensors(tensors)
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether all that traces have assumed of the symbols is true of `sizes`."""
         return self._checks.of_sizes(*sizes.values())
 
     @property
@@ -92,8 +88,6 @@ class DynamicInputs:
 
 @dataclass(frozen=True)
 class _Checks:
-    """Functions that tell whether a trace holds."""
-
     num_guards: int
     of_tensors: Callable[[Sequence[Tensor]], Sizes | None]
     of_sizes: Callable[..., bool]
@@ -151,13 +145,11 @@ def is_alike(a: InputSpec, b: InputSpec) -> bool:
 
 
 def spec_at(spec: InputSpec, sizes: Sizes) -> InputSpec:
-    """`spec` with numbers for symbols."""
     shape = tuple(value_of(size, sizes) for size in spec.shape)
     return replace(spec, shape=shape, stride=tuple(value_of(s, sizes) for s in spec.stride))
 
 
 def shapes_of(inputs: Iterable[InputSpec]) -> _torch.ShapeEnv | None:
-    """The environment of the symbols among the sizes of `inputs`, if there are any."""
     for value in inputs:
         for size in value.shape:
             if isinstance(size, torch.SymInt):

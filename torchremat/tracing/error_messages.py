@@ -39,7 +39,7 @@ def explain_errors(get_refusal: Callable[[], TraceError | None]) -> Iterator[Non
         if not isinstance(error.obj, _torch.FakeTensor):
             raise
         raise TraceError(
-            f"a traced tensor has no attribute {error.name!r}, asked for at "
+            f"a traced tensor has no attribute {error.name!r}, which is read at "
             f"{source_of_error(error)}: while a function is traced, a plain tensor stands for "
             "one of a subclass (a DTensor, say). Use operators of PyTorch alone, or do what "
             "needs the subclass outside the checkpoint."
@@ -58,10 +58,10 @@ def explain_errors(get_refusal: Callable[[], TraceError | None]) -> Iterator[Non
         raise
 
 
-def _concretization_error(error: BaseException, asked: str) -> ConcretizationError:
+def _concretization_error(error: BaseException, reader: str) -> ConcretizationError:
     return ConcretizationError(
-        f"the value of a traced tensor is needed at {source_of_error(error)}, through {asked}, but "
-        "while a function is traced a tensor has a shape and a dtype, no value. If it is an "
-        "argument that takes few values, name it in `static_argnums` and pass a Python value; to "
+        f"the value of a traced tensor is needed at {source_of_error(error)}, through {reader}. "
+        "While a function is traced, a tensor has a shape and a dtype, but no value. If it is an "
+        "argument that takes few values, name it in `static_argnums` and pass a Python value. To "
         "choose between two tensors use torch.where; between two functions, torch.cond."
     )

@@ -74,7 +74,6 @@ class FunctionCalls:
         args: tuple[Any, ...],
         apply: Callable[..., Any],
     ) -> Any:
-        """Call `apply`, and let what it returns stand for the outputs of a `function_p`."""
         tracing = self.tracing
         last = next(iter(reversed(tracing.graph.nodes)), None)
         result = apply(*args)

@@ -40,7 +40,6 @@ class FunctionalGraph:
     renamed: dict[fx.Node, fx.Node]
 
     def node(self, placeholder: fx.Node) -> fx.Node:
-        """The placeholder that took the place of `placeholder`."""
         return self.renamed.get(placeholder, placeholder)
 
 
@@ -100,9 +99,9 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 def _draw_in_order_of_memory(graph: fx.Graph) -> None:
     """Let random numbers that are drawn in place go where they go in plain PyTorch.
 
-    `x.bernoulli_(p)` fills a transposed x in the order of its memory, where the functional form
-    gives a contiguous tensor filled in the order of its indices: another mask. So draw into a view
-    of x that has its indices in the order of memory.
+    `x.bernoulli_(p)` fills a transposed x in the order of its memory. The functional form fills a
+    contiguous tensor in the order of its indices: another mask. So draw into a view of x that has
+    its indices in the order of memory.
     """
     for node in graph.nodes:
         if node.target not in (aten.bernoulli_.float, aten.normal_.default):
@@ -179,7 +178,6 @@ class _NotedInterpreter(Interpreter):
 
 
 def _pop_writes(graph: fx.Graph, inputs: Sequence[fx.Node]) -> tuple[tuple[int, fx.Node], ...]:
-    """Take the final writes to inputs out of the graph, as pairs of position and new value."""
     writes: dict[int, fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
         target, value = node.args[:2]

@@ -50,7 +50,6 @@ class InputSpec:
             )
 
     def empty(self) -> Tensor:
-        """A new tensor like this; fake inside a trace."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         if isinstance(self.storage_offset, int) and self.storage_offset > 0:
             length = self.storage_offset + empty.untyped_storage().nbytes() // self.dtype.itemsize
@@ -60,7 +59,6 @@ class InputSpec:
 
 
 def _refuse_kind(tensor: Tensor) -> None:
-    """Raise for a tensor that a plain one cannot stand for in a trace."""
     if hasattr(type(tensor), "describe_misuse"):  # it was donated
         raise DonationError(tensor.describe_misuse("a traced function"))  # type: ignore[attr-defined]
     if tensor.is_nested:

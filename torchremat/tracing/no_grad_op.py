@@ -35,7 +35,6 @@ class NoGradOp(_torch.HigherOrderOperator):
         super().__init__("no_grad_p")  # type: ignore[no-untyped-call]
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """`x` without its history."""
         if _torch.innermost_proxy_mode() is not None:
             return super().__call__(x)  # type: ignore[no-any-return,no-untyped-call]
         with torch.no_grad():

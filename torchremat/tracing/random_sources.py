@@ -23,26 +23,21 @@ class RandomSource:
 
 
 class RandomState:
-    """The states of random sources at some time."""
-
     def __init__(self, sources: Iterable[RandomSource]) -> None:
         self._states = [(source, source.get()) for source in sources]
 
     def find_changed(self) -> RandomSource | None:
-        """The first source whose state is another."""
         for source, state in self._states:
             if source.get() != state:
                 return source
         return None
 
     def restore(self) -> None:
-        """Set the states to what they were."""
         for source, state in self._states:
             source.set(state)
 
 
 def global_sources() -> Iterator[RandomSource]:
-    """The sources of the whole process: Python's, NumPy's, PyTorch's default generator."""
     yield _pickle_states("Python's random module", random.getstate, random.setstate, random.random)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -51,7 +46,6 @@ def global_sources() -> Iterator[RandomSource]:
 
 
 def source_of(value: Any, label: str) -> RandomSource | None:
-    """The source that `value` is, if it is one: `random.Random`, NumPy's and PyTorch's."""
     if isinstance(value, torch.Generator):
         return _generator(label, value)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -72,10 +66,7 @@ def source_of(value: Any, label: str) -> RandomSource | None:
 
 
 def _pickle_states(
-    label: str,
-    get: Callable[[], Any],
-    set_: Callable[[Any], None],
-    draw: Callable[[], object],
+    label: str, get: Callable[[], Any], set_: Callable[[Any], None], draw: Callable[[], object]
 ) -> RandomSource:
     return RandomSource(
         label, lambda: pickle.dumps(get()), lambda state: set_(pickle.loads(state)), draw

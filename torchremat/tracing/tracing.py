@@ -136,12 +136,10 @@ class Tracing:
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph written so far."""
         return self.tracer.graph
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the operators that run in the block."""
         _torch.let_modes_see_views_of_zeros()
         with ExitStack() as stack:
             stack.enter_context(trace_lock)
@@ -165,7 +163,6 @@ class Tracing:
             yield
 
     def input(self, spec: InputSpec, name: str) -> Tensor:
-        """Add an input to the graph and return the fake tensor that stands for it."""
         with self.pause_recording():
             fake = spec.empty()
         graph = self.graph
@@ -233,7 +230,6 @@ class Tracing:
 
     @contextmanager
     def use_value_guards(self, value_guards: ValueGuards | None) -> Iterator[None]:
-        """Answer branches on masks, in the block, by the guards of the function that runs."""
         before, self.value_guards = self.value_guards, value_guards
         if value_guards is not None:
             value_guards.begin()
@@ -243,7 +239,6 @@ class Tracing:
             self.value_guards = before
 
     def truth_of(self, tensor: Tensor) -> bool | None:
-        """The truth value of `tensor`, if it is a mask; `None` if it has none."""
         if self.value_guards is None:
             return None
         inputs = list(self.placeholders.values())
@@ -260,12 +255,10 @@ class Tracing:
         return self.truth_of(value)
 
     def node_of(self, tensor: Tensor) -> fx.Node | None:
-        """The node that computed `tensor`, if this trace did."""
         proxy = _torch.proxy_of(tensor, self.tracer)
         return None if proxy is None else proxy.node
 
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
-        """Close the graph with `outputs`: tensors of this trace, or literals."""
         nodes = []
         for value in outputs:
             node = self.node_of(self.lift(value)) if isinstance(value, Tensor) else value
@@ -332,7 +325,6 @@ def _has_fake_of_other_trace(args: tuple[Any, ...], mode: _torch.FakeTensorMode)
 
 
 def _is_foreign(tensor: Tensor, mode: _torch.FakeTensorMode) -> bool:
-    """Whether `tensor` is none of the trace whose fake tensors are those of `mode`."""
     inner = _torch.innermost_tensor(tensor)
     if _torch.is_traceable_wrapper_subclass(inner):  # of this trace if what it is made of is
         names, _ = inner.__tensor_flatten__()

@@ -55,7 +55,6 @@ class ValueGuard:
     reads: tuple[int, ...] = ()
 
     def holds_for(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the value is the same for the `inputs` of another call."""
         if self.module is None:
             return True
         read = [inputs[i] for i in self.reads]
@@ -63,7 +62,6 @@ class ValueGuard:
 
 
 def all_hold(guards: Sequence[ValueGuard], inputs: Sequence[Tensor]) -> bool:
-    """Whether all `guards` hold for the `inputs` of another call."""
     if not guards:
         return True
     with _isolate():
@@ -97,7 +95,6 @@ class ValueGuards:
             self._arguments = None
 
     def begin(self) -> None:
-        """Begin to run the function."""
         self._replayed = iter(tuple(self.guards))
 
     def truth_of(
@@ -192,7 +189,6 @@ def _inputs_of(node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...] | No
 
 
 def _is_mask(placeholder: fx.Node, needed: set[fx.Node]) -> bool:
-    """Whether the nodes `needed` read an input as a mask."""
     dtype = placeholder.meta["val"].dtype
     is_inexact = dtype.is_floating_point or dtype.is_complex
     return not is_inexact or all(map(_makes_mask, needed & placeholder.users.keys()))
@@ -213,8 +209,9 @@ def _is_pure(node: fx.Node) -> bool:
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs of an operator that writes in place, and the value that it writes to."""
     for node in graph.nodes:
-        if isinstance(node.target, _torch.OpOverload) and node.target._schema.is_mutable:
-            for given, argument in zip(node.args, node.target._schema.arguments, strict=False):
+        if isinstance(node.target, _torch.OpOverload):
+            arguments = _torch.schema_of(node.target).arguments
+            for given, argument in zip(node.args, arguments, strict=False):
                 if argument.is_write and isinstance(given, fx.Node):
                     yield node, given
 

@@ -97,7 +97,6 @@ def finish_copy(sending: Sending) -> Tensor:
 
 
 def _share_copy(like: Tensor, value: Tensor) -> Tensor:
-    """`value` in the memory of `like`, if that is of the pool."""
     storage = like.untyped_storage()
     if type(value) is not Tensor or not holds(storage):
         return value
@@ -120,7 +119,6 @@ class Arrival:
         self.copy = copy
 
     def wait(self) -> None:
-        """Let the operators that follow wait for the copy."""
         if self.copy is not None:
             self.copy.wait()
             self.copy = None
@@ -174,7 +172,6 @@ def finish_fetch(fetch: Fetch, kept: Tensor | None = None) -> Tensor:
 
 
 def fetch_value(kept: Tensor, device: torch.device) -> Tensor:
-    """Bring `kept`, a result of `to_host`, back to `device`."""
     return finish_fetch(start_fetch(kept, device))
 
 
@@ -246,7 +243,6 @@ COPIES = frozenset({to_host, start_copy, finish_copy, start_fetch, finish_fetch,
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """Hide operators in the block from the user's modes and from autograd."""
     return _isolate() if _torch.is_transformed_or_watched() else torch.no_grad()
 
 

@@ -1,9 +1,6 @@
 """Offloading in graphs: what may go to the host, and the nodes that take it there and back.
 
-forward     y = mm(x, w);  s = sin(y)                -> s, y
-            y = mm(x, w);  h = to_host(y);  s = ...  -> s, h
-of a plan   y = mm(x, w);  c = start_copy(y);  s = sin(y);  h = finish_copy(c)     -> s, h
-backward    h, dy;  f = start_fetch(h);  c = cos(x);  y = finish_fetch(f);  g = mul(dy, y)
+`copies.py` defines these nodes and shows them in graphs.
 """
 
 import math
@@ -47,14 +44,12 @@ class OffloadRules:
         self.least_nbytes = config.least_offload_nbytes
 
     def why_impossible(self, node: fx.Node, verdict: Offloadable) -> str | None:
-        """Why `node` cannot be moved as `verdict` says; `None` if it can."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return "only dense tensors are offloaded"
         return _why_not_there(value.device, verdict)
 
     def why_kept(self, node: fx.Node) -> str | None:
-        """Why it is no use to offload `node`: it is small, or there anyway; `None` if it is."""
         if _nbytes(base_of(node).meta["val"]) < self.least_nbytes:
             return f"values of less than {self.least_nbytes:,} bytes are not offloaded"
         memory = memory_of(node)
@@ -114,7 +109,6 @@ def memory_of(node: fx.Node) -> Memory:
 
 
 def base_of_output(body: fx.GraphModule, index: int) -> fx.Node | None:
-    """The value of `body` in whose memory its output `index` lies."""
     made = results_of(body)[index]
     return base_of(made) if isinstance(made, fx.Node) else None
 
@@ -125,7 +119,7 @@ def put_out_copies(
     """Let the outputs at `positions` be copies in the host's memory, made as soon as they can be.
 
     Those of equal `memories` share a copy. In a plan each copy is done by the end of the operator
-    after the one that makes the value, so the plan knows when the memory is free.
+    after the one that makes the value. So the plan knows when the memory is free.
     """
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
@@ -154,7 +148,6 @@ def put_out_copies(
 
 
 def _insert(graph: fx.Graph, after: fx.Node, target: Callable[..., Any], *args: fx.Node) -> fx.Node:
-    """A call of `target` right after a node, with the meta of the first argument."""
     with graph.inserting_after(after):
         node = graph.call_function(target, args)
     node.meta = dict(args[0].meta)
@@ -214,7 +207,6 @@ def fetch_copies(
 def _finish_fetches(
     graph: fx.Graph, fetch: fx.Node, group: Sequence[fx.Node], order: Mapping[fx.Node, int]
 ) -> None:
-    """Let users of `group`, which shares a storage, read what `fetch` brings back."""
     for i, placeholder in enumerate(group):
         users = [user for user in placeholder.users if user in order]
         with graph.inserting_before(min(users, key=order.__getitem__)):

@@ -1,11 +1,8 @@
 """Memory of the host for offloaded values: lent up to a limit, and returned when it is dead.
 
-On a GPU it is pinned, of which PyTorch's allocator keeps blocks for reuse: it rounds each up to a
-power of two, which is what counts here. A value that is on the CPU already is copied to the pool as
-well, so the bytes on the device and those of the host are the same numbers everywhere.
-
-When the pool is full, a value stays on its device, with one `OffloadWarning`. The pool is as large
-as `config.host_pool_nbytes` says. `copies.py` copies to it and back.
+On a GPU it is pinned, and PyTorch's allocator rounds each block up to a power of two, which is what
+counts here. Values on the CPU are copied to the pool as well, so that their figures are those of a
+GPU. When the pool is full, a value stays on its device, with one `OffloadWarning`.
 """
 
 import os
@@ -64,7 +61,6 @@ def reset_counts() -> None:
 
 
 def holds(storage: torch.UntypedStorage) -> bool:
-    """Whether `storage` is memory of the pool."""
     return POOL.is_lent(storage)
 
 
@@ -121,13 +117,11 @@ class HostPool:
             self.num_copied = self.num_fetched = self.num_refused = 0
 
     def count_fetch(self) -> None:
-        """Note that a value begins to come back."""
         with self._lock:
             self.num_fetched += 1
         self._free_copied()
 
     def is_lent(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is of the pool."""
         return self._number_of(storage) is not None
 
     def _number_of(self, storage: torch.UntypedStorage) -> int | None:
@@ -145,7 +139,6 @@ class HostPool:
         self._free_copied()
 
     def _free_copied(self) -> None:
-        """Drop what has been copied to the host, the oldest first."""
         numbers = list(self._sources)
         num_too_many = len(numbers) - max(config.offload_copies_at_once, 0)
         for i, number in enumerate(numbers):
@@ -165,16 +158,13 @@ class HostPool:
             self._arrivals[number] = arrival
 
     def has_arrival(self, storage: torch.UntypedStorage) -> bool:
-        """Whether there is one for `take_arrival`."""
         return self._number_of(storage) in self._arrivals
 
     def take_arrival(self, storage: torch.UntypedStorage) -> Any:
-        """Remove and return the arrival of `storage`; `None` if there is none."""
         number = self._number_of(storage) if self._arrivals else None
         return None if number is None else self._arrivals.pop(number, None)
 
     def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
-        """The device whose value is in `storage`; `None` if it is not of the pool."""
         number = self._number_of(storage)
         return None if number is None else self._loans[number].device
 
@@ -264,7 +254,4 @@ def _memory_of_the_host() -> Iterator[int]:
             yield int(text)
 
 
-_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

@@ -41,8 +41,6 @@ class CopyStream(Protocol):
 
 
 class _CpuStream:
-    """The stream of the CPU, whose copies are done at once."""
-
     def copy(self, target: Tensor, source: Tensor) -> Copy | None:
         target.copy_(source)
         return None

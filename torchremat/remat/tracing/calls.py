@@ -85,7 +85,7 @@ def _flatten_tree(
             raise TraceError(
                 f"{where()} holds {leaf!r} of type {type(leaf).__name__}, which is no tensor, "
                 "number, string or None, nor a tree of them. Name the argument in `static_argnums` "
-                "or `static_argnames` if the function may be traced anew for each value of it, or "
+                "or `static_argnames` if the function may be traced anew for each value. Or "
                 "register the type as a tree with torch.utils._pytree.register_pytree_node."
             )
 
@@ -157,8 +157,8 @@ class Result:
                 if _torch.is_traceable_wrapper_subclass(leaf) and not is_sharded(leaf):
                     raise TraceError(
                         f"{describe()} made and returned a {type(leaf).__name__}, which a graph of "
-                        "plain tensors cannot. Return what it is made of (x.values()), and put it "
-                        "together outside the checkpoint."
+                        "plain tensors cannot. Return its parts (x.values()), and rebuild it "
+                        "outside the checkpoint."
                     )
                 number = numbers.setdefault(id(leaf), len(self.tensors))
                 if number == len(self.tensors):
@@ -184,7 +184,6 @@ class Result:
         )
 
     def rebuild(self, tensors: tuple[Tensor, ...], sizes: Sizes | None = None) -> Any:
-        """The result with `tensors` in place of those it was made of, for the values of symbols."""
         if self._shardings:
             shardings = (self._shardings.get(i) for i in range(len(tensors)))
             tensors = tuple(

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from torchremat import _torch
 from torchremat.core.source import Source, first_line_where, warn_user
 from torchremat.errors import EffectError, EffectWarning
 from torchremat.remat.tracing.variables import Binding, variables_of
@@ -25,8 +26,6 @@ from torchremat.tracing.random_sources import RandomSource, RandomState, global_
 
 
 class HasPaths(Protocol):
-    """A result of a trace that knows the modules that ran."""
-
     @property
     def paths(self) -> ModulePaths:
         """The modules that ran, with what became of their attributes."""
@@ -128,7 +127,7 @@ def _variables_of_hooks(modules: Iterable[nn.Module]) -> list[Binding]:
     hooks = {
         id(hook): hook
         for module in modules
-        for held in (module._forward_hooks, module._forward_pre_hooks)
+        for held in _torch.forward_hooks_of(module)
         for hook in held.values()
     }
     return [variable for hook in hooks.values() for variable in variables_of(hook)]
@@ -140,8 +139,6 @@ _MOST_ITEMS = 4096
 
 
 class _Containers:
-    """The lists and dicts that a function can reach, with what they hold."""
-
     def __init__(self, variables: Iterable[Binding]) -> None:
         self._held: dict[int, tuple[str, Any, Any]] = {}
         for variable in variables:
@@ -150,7 +147,6 @@ class _Containers:
                 self._held.setdefault(id(value), (variable.label, value, value.copy()))
 
     def take_out_traced_tensors(self, name: str) -> None:
-        """Restore containers into which a tensor of the trace was put; warn."""
         for label, value, before in self._find_changed():
             if _put_back(value, before):
                 warn_user(

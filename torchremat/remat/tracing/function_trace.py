@@ -27,8 +27,6 @@ from torchremat.tracing.value_guards import ValueGuards
 
 @dataclass(frozen=True, eq=False)
 class FunctionTrace:
-    """One trace: the region to differentiate, the result, and the tensors closed over."""
-
     region: Region
     result: Result
     body: FunctionBody
@@ -115,7 +113,6 @@ def _warn_of_changed_arguments(
 
 
 def describe_fun(fun: Callable[..., Any]) -> str:
-    """The name of a traced function in messages."""
     return getattr(fun, "__qualname__", None) or type(fun).__name__
 
 

@@ -56,7 +56,6 @@ class ModuleGuard:
             self._names.append((prefix, names))
 
     def holds(self) -> bool:
-        """Whether nothing changed."""
         try:
             for get, attributes, recorded, patched in self._checks:
                 forward = attributes.get("forward")
@@ -69,7 +68,6 @@ class ModuleGuard:
         return True
 
     def what_changed(self) -> str | None:
-        """The first thing that changed, in words."""
         for (prefix, names), (_, attributes, recorded, patched) in zip(
             self._names, self._checks, strict=True
         ):
@@ -103,7 +101,6 @@ def _reference_to(value: Any) -> Reference:
 
 
 def _is_same(reference: Reference, value: Any) -> bool:
-    """Whether `value` is the object that is referred to."""
     if reference is None or value is None:
         return reference is value
     return reference() is value
@@ -134,11 +131,9 @@ class VariableGuard:
         self._entries = [pair for pair in self._entries if _has_entries(*pair)]
 
     def holds(self) -> bool:
-        """Whether nothing changed."""
         return self.what_changed() is None
 
     def what_changed(self) -> str | None:
-        """The first variable that changed, in words."""
         for variable, value in self._values:
             if not _is_unchanged(variable, value):
                 return f"the {variable.label}"
@@ -224,7 +219,6 @@ class CapturedTensors:
         ]
 
     def current_tensors(self) -> list[Any]:
-        """The tensors that the function reads if it is traced again now."""
         found = self.current()
         if found is None:
             raise RetraceError(

@@ -80,16 +80,13 @@ class BoundCall:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
         return name_of(self.fun)
 
     @property
     def roots(self) -> dict[int, str]:
-        """The modules that the function knows, by their identity, with its names for them."""
         return {id(module): name for name, module in reversed(self._modules)}
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        """Call the function on other tensors."""
         left = iter(tensors)
 
         def replace(value: Any) -> Any:
@@ -106,7 +103,6 @@ class BoundCall:
         return any(_torch.requires_grad_at_any_level(tensor) for tensor in tensors)
 
     def labels_of_captured(self, tensors: Sequence[Tensor], paths: ModulePaths) -> list[InputLabel]:
-        """Labels of tensors that the function closes over; `paths` name the modules it ran."""
         known: dict[int, InputLabel] = {}
         for name, value in self._closed_over.items():
             if isinstance(value, Tensor):
@@ -195,7 +191,6 @@ def _find_signed(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def labels_of_state(paths: ModulePaths) -> dict[int, InputLabel]:
-    """The parameters and buffers of the modules that have run, by their identity."""
     known: dict[int, InputLabel] = {}
     for module in paths.seen:
         for identity, label in _labels_in(paths.name_of(module) or "", module).items():

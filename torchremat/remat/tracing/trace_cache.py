@@ -49,25 +49,21 @@ class Trace:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether an input is spread over processes."""
         return any(spec.sharding for spec in self.region.specs)
 
     @property
     def dynamic_dims(self) -> Sequence[Sequence[int]]:
-        """Of each input of the graph, the dimensions whose size may be any."""
         dims: list[list[int]] = [[] for _ in self.region.specs]
         for i, dim in () if self.dynamic is None else self.dynamic.places:
             dims[i].append(dim)
         return dims
 
     def has_offsets_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether `tensors` begin in their storages where the trace needs them to."""
         if self.offsets is None:
             return True
         return self.offsets == tuple(InputSpec.of(t).storage_offset for t in tensors)
 
     def value_guards_hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether masks among `tensors` have the truth values that the function branched on."""
         return all_hold(self.value_guards, tensors)
 
     def still_holds(self) -> bool:
@@ -75,11 +71,9 @@ class Trace:
         return self.modules.holds() and self.variables.holds()
 
     def what_changed(self) -> str | None:
-        """The first guard that does not hold, in words."""
         return self.modules.what_changed() or self.variables.what_changed()
 
     def fits(self, call: Call, specs: tuple[InputSpec, ...], state: Any) -> bool:
-        """Whether the trace is of such a call."""
         if self.key != call.key or self.state != state:
             return False
         if self.dynamic is None:
@@ -125,7 +119,6 @@ class PolicyKey:
 
 
 def current_state() -> tuple[bool, AmbientState]:
-    """Whether gradients are enabled, and the state of PyTorch that changes what is computed."""
     return torch.is_grad_enabled(), AmbientState.now()
 
 
@@ -149,12 +142,10 @@ class Traces:
         """Kinds of calls that are not traced again, since they could not be."""
 
     def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
-        """Make no more graphs for many sizes of the dimensions `places`: it ended in `error`."""
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         self.fixed |= dict.fromkeys(places, reason)
 
     def add(self, trace: Trace) -> None:
-        """Keep a new trace; of very many the oldest goes."""
         self.traces.insert(0, trace)
         del self.traces[_MOST_TRACES:]
 
@@ -196,7 +187,6 @@ class TracesByFunction:
         self._entries: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Any], ...], Traces]] = {}
 
     def of(self, fun: Callable[..., Any], statics: tuple[Any, ...]) -> Traces:
-        """The traces of `fun`, which may be a bound method."""
         parts = (fun.__self__, fun.__func__) if isinstance(fun, MethodType) else (fun,)
         key = (*map(id, parts), statics)
         entry = self._entries.get(key)
@@ -213,12 +203,11 @@ class TracesByFunction:
         self._entries.pop(key, None)
 
 
-# equal to torch._dynamo.config.recompile_limit, where torch.compile gives a function up
+# as many as the recompilations after which torch.compile gives a function up
 _MANY_TRACES = 8
 
 
 def warn_of_retraces(name: str, known: Traces, call: Call, specs: Sequence[InputSpec]) -> None:
-    """Warn when `call` of the function `name` makes for one more of many similar traces."""
     if known.warned or len(known.traces) < _MANY_TRACES:
         return
     state = current_state()

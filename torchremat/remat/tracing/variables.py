@@ -22,7 +22,6 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a string or the like, or a short container of such."""
     if isinstance(value, dict):
         return (
             type(value) is dict and 0 < len(value) <= _MANY and all(map(_is_plain, value.values()))
@@ -41,7 +40,6 @@ class Binding:
     key: Any = None
 
     def get(self) -> Any:
-        """The value now; `MISSING` if there is none any more."""
         try:
             return self.holder.cell_contents if self.key is None else self.holder[self.key]
         except (ValueError, LookupError):
@@ -158,12 +156,10 @@ def _class_attributes(kind: type) -> list[tuple[type, str]]:
 
 
 def is_user_written(kind: type) -> bool:
-    """Whether a class is neither PyTorch's nor Python's own."""
     return kind.__module__.partition(".")[0] not in {"torch", "builtins", "torchremat"}
 
 
 def modules_in(variables: Iterable[Binding]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules among the variables, by the names that the function knows them by."""
     for variable in variables:
         value = variable.get()
         if isinstance(value, nn.Module):

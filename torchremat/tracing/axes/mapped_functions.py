@@ -16,7 +16,6 @@ def _let_functions_know_axes() -> None:
 
 
 def _with_named_axis(function: Any) -> Any:
-    """`function`, an `autograd.Function` that is about to be mapped, with the name of the axis."""
     frame = frame_at(_torch.transform_depth())
     if frame is None:
         return function

@@ -97,14 +97,12 @@ def axis_frame(name: AxisName) -> AxisFrame:
     known = ", ".join(map(repr, names))
     bound = f"the axes in scope are {known}" if known else "no axis has a name here"
     raise AxisNameError(
-        f"unbound axis name: {name}. A name is bound by vmap(fun, axis_name={name!r}) or pmap "
-        "around the function that uses it, or is that of a dimension of a device mesh in scope "
-        f"(mesh_axes); {bound}."
+        f"unbound axis name: {name}. Bind the name by vmap(fun, axis_name={name!r}) or pmap around "
+        f"the function that uses it, or by a device mesh in scope (mesh_axes); {bound}."
     )
 
 
 def group_of(name: AxisName) -> str | None:
-    """The group of processes that the axis of that name is, if it is one."""
     if name is None or not (frames := axes_in_scope()):
         return None
     depth = _torch.transform_depth()
@@ -120,7 +118,6 @@ def parts_of(name: AxisName) -> tuple[AxisName, ...]:
 
 
 def frame_at(level: int) -> AxisFrame | None:
-    """The named axis that this level of `torch.func` maps over."""
     return next((f for f in reversed(_frames.innermost_last) if f.level == level), None)
 
 
@@ -139,7 +136,6 @@ def _in_scope(frames: tuple[AxisFrame, ...]) -> Iterator[None]:
 
 
 def in_scope(*frames: AxisFrame) -> AbstractContextManager[None]:
-    """A block in which these axes are in scope too, innermost last."""
     return _in_scope((*_frames.innermost_last, *frames))
 
 
@@ -155,13 +151,11 @@ def restore_axes(axes: tuple[AxisFrame, ...]) -> AbstractContextManager[None]:
 
 
 def bind_at_innermost(frame: AxisFrame) -> AbstractContextManager[None]:
-    """A block in which the axis is that of the innermost level, a `vmap`."""
     reached = replace(frame, level=_torch.transform_depth())
     return _in_scope((*_frames.innermost_last, reached))
 
 
 def as_names(axis_name: AxisName | Sequence[AxisName]) -> tuple[AxisName, ...]:
-    """One name or several, as several."""
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 

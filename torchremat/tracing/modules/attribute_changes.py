@@ -44,28 +44,23 @@ class AttributeChange:
 
     @property
     def is_of_trace(self) -> bool:
-        """Whether the value after is, or holds, a tensor or a size of the trace."""
         held = self.items_after if self.items_after is not None else [self.after]
         values = held.values() if isinstance(held, dict) else held
         return any(is_of_trace(value) for value in values)
 
     @property
     def is_tensor(self) -> bool:
-        """Whether a tensor of the trace took the place of the value."""
         return isinstance(self.after, Tensor) and is_of_trace(self.after)
 
     def is_made(self) -> bool:
-        """Whether the attribute is, at present, another than before."""
         items = {} if self.items_before is None else {self.name: self.items_before}
         values = {} if self.before is MISSING else {self.name: self.before}
         return _change(self.module, self.name, self.place, values, items) is not None
 
     def undo(self) -> None:
-        """Give the module the value before."""
         self._set(self.before, self.items_before)
 
     def redo(self) -> None:
-        """Give the module the value after."""
         self._set(self.after, self.items_after)
 
     def _set(self, value: Any, items: Any) -> None:
@@ -85,10 +80,9 @@ class ModuleState:
         self._noted: dict[int, tuple[nn.Module, list[dict[str, Any]], dict[str, Any]]] = {}
 
     def note(self, module: nn.Module) -> None:
-        """Note what `module` has now, unless it has been noted."""
         if id(module) in self._noted:
             return
-        places = [dict(place) for place in _places(module)]
+        places = [dict(place) for place in _torch.attributes_of(module)]
         items = {
             name: value.copy()
             for name, value in places[0].items()
@@ -97,16 +91,14 @@ class ModuleState:
         self._noted[id(module)] = (module, places, items)
 
     def changes(self) -> Iterator[AttributeChange]:
-        """The attributes that differ from what was noted."""
         for module, noted, items in self._noted.values():
-            for place, values in zip(_places(module), noted, strict=True):
+            for place, values in zip(_torch.attributes_of(module), noted, strict=True):
                 for name in list({**values, **place}):
                     change = _change(module, name, place, values, items)
                     if change is not None:
                         yield change
 
     def clear(self) -> None:
-        """Forget what was noted."""
         self._noted.clear()
 
 
@@ -136,11 +128,6 @@ def is_of_trace(value: Any) -> bool:
     return isinstance(value, Tensor) and isinstance(
         _torch.innermost_tensor(value), _torch.FakeTensor
     )
-
-
-def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module has its attributes and tensors."""
-    return (module.__dict__, module._buffers, module._parameters)
 
 
 def _is_container(value: Any) -> bool:

@@ -34,7 +34,6 @@ class HookCall:
         self.__name__ = f"hook_{getattr(hook, '__name__', type(hook).__name__)}"
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The gradients after the hook."""
         if _torch.innermost_transform() == _torch.TransformType.Functionalize:
             return _torch.apply_to_functional(lambda inner: self(*inner), tensors)  # type: ignore[no-any-return]
         mode = _torch.innermost_proxy_mode()
@@ -76,13 +75,10 @@ def _record_call(call: HookCall, tensors: Sequence[Tensor], tracer: Any) -> tupl
 
 @contextmanager
 def record_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the backward hooks of `modules` write their calls into the graph of a trace."""
     changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in modules:
-        for hooks, stand_in in (
-            (module._backward_hooks, _for_backward),
-            (module._backward_pre_hooks, _for_pre_backward),
-        ):
+        stand_ins = (_for_backward, _for_pre_backward)
+        for hooks, stand_in in zip(_torch.backward_hooks_of(module), stand_ins, strict=True):
             if hooks:
                 changed.append((hooks, dict(hooks)))
                 for key, hook in hooks.items():

@@ -39,7 +39,6 @@ class ModulePaths:
         return self._names[id(self._stack[-1])] if self._stack else ""
 
     def name_of(self, module: nn.Module) -> str | None:
-        """The qualified name of `module`, if it has run or is part of one that has."""
         return self._names.get(id(module))
 
     def _name(self, module: nn.Module) -> None:
@@ -47,7 +46,6 @@ class ModulePaths:
             self.add_root(module, self._roots.get(id(module), type(module).__name__))
 
     def add_root(self, module: nn.Module, root: str) -> None:
-        """Call `module` `root`, and all that it contains accordingly, before any of it runs."""
         for name, child in module.named_modules():
             parts = [part for part in (root, *name.split(".")) if part not in ("", _COMPILED)]
             self._names.setdefault(id(child), ".".join(parts))

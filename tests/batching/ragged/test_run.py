@@ -277,6 +277,15 @@ def test_piles_go_into_and_out_of_what_is_traced(around):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_first_call_may_be_inside_a_trace():
+    def outer(x):
+        return (x @ x.T).sum(-1)
+
+    pile = pile_of(LENGTHS, 5)
+    result = checkpoint(lambda p: vmap(outer, pile_axis, pile_axis)(p).data.sum())(pile)
+    torch.testing.assert_close(result, sum(outer(x).sum() for x in pile.to_list()))
+
+
 def test_a_checkpoint_inside_stays_one():
     body = checkpoint(lambda x: linear(x).sin().cos())
     check(lambda x: body(x).sum(0), pile_of(LENGTHS, 5))

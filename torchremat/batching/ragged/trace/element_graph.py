@@ -156,11 +156,12 @@ def trace_element(
     """
     shapes = _torch.new_shape_env()
     symbols: dict[int, torch.SymInt] = {}
-    inputs = [_make_input_spec(spec, shapes, symbols) for spec in specs]
-    has_extra_input = not symbols
-    if has_extra_input:  # a trace knows symbols if one of its inputs has one
-        extra = ElementSpec((-1,), torch.float32, torch.device("cpu"), False)
-        inputs.append(_make_input_spec(extra, shapes, {}))
+    with _torch.isolate():  # a trace around would take strides, which are products, for its own
+        inputs = [_make_input_spec(spec, shapes, symbols) for spec in specs]
+        has_extra_input = not symbols
+        if has_extra_input:  # a trace knows symbols if one of its inputs has one
+            extra = ElementSpec((-1,), torch.float32, torch.device("cpu"), False)
+            inputs.append(_make_input_spec(extra, shapes, {}))
     mode = _ElementMode(shapes)
     watched = _Watched.of(owner)
 

@@ -381,7 +381,7 @@ def functions():
     torch.autograd.grad(_torch.direct_apply(_Square)(x), x)
 
 
-@check("OpOverload", "OpOverloadPacket", "schema_arguments", "schema_of", "boxed_call")
+@check("OpOverload", "OpOverloadPacket", "schema_arguments", "schema_of", "get_boxed_call")
 def operators():
     assert isinstance(aten.add.Tensor, _torch.OpOverload)
     assert isinstance(aten.add, _torch.OpOverloadPacket)
@@ -390,7 +390,7 @@ def operators():
     assert [a.name for a in arguments] == ["self", "other", "alpha"]
     assert [a.kwarg_only for a in arguments] == [False, False, True]
     assert arguments[2].default_value == 1
-    assert _torch.boxed_call(aten.add.Tensor)(torch.ones(1), torch.ones(1)) == 2
+    assert _torch.get_boxed_call(aten.add.Tensor)(torch.ones(1), torch.ones(1)) == 2
 
 
 @check("below_autograd", "is_below_autograd", "DispatchKey")
@@ -464,7 +464,7 @@ def attention_on_the_cpu():
     assert lse.shape == (2, 4, 5)
 
 
-@check("ragged_flash_attention", "ragged_flash_attention_backward")
+@check("attend_ragged", "attend_ragged_backward")
 def attention_on_a_gpu():
     """What there is without a GPU: the arguments are those that it is called with."""
     forward, backward = aten._flash_attention_forward, aten._flash_attention_backward
@@ -681,7 +681,7 @@ def guards():
 
 @check(
     "NAMES_IN_SIZES", "ShapeEnv", "guards_of", "hint_of", "names_in_size", "new_shape_env",
-    "new_symbol", "num_guards", "printed_size", "settled_size", "shape_env_of",
+    "new_symbol", "num_guards", "print_size", "settle_size", "shape_env_of",
 )  # fmt: skip
 def sizes():
     shapes = _torch.new_shape_env()
@@ -695,13 +695,13 @@ def sizes():
     assert a == b
     assert _torch.num_guards(shapes) > before
     (name,) = _torch.names_in_size(half)  # b is a now
-    assert eval(_torch.printed_size(half), dict(_torch.NAMES_IN_SIZES), {name: 10}) == 15
+    assert eval(_torch.print_size(half), dict(_torch.NAMES_IN_SIZES), {name: 10}) == 15
     guards = _torch.guards_of(shapes, [a, b], ["x", "y"])
     assert eval(guards, dict(_torch.NAMES_IN_SIZES), {"x": 7, "y": 7})
     assert not eval(guards, dict(_torch.NAMES_IN_SIZES), {"x": 7, "y": 8})
-    assert _torch.settled_size(a) is a
+    assert _torch.settle_size(a) is a
     assert a * 2 == 12
-    assert _torch.settled_size(a) == 6
+    assert _torch.settle_size(a) == 6
 
 
 @check("track_size")
@@ -872,7 +872,7 @@ class _Cuts:
         self.backwards = []
 
     def __call__(self, module, inputs, **options):
-        self.written += [node.name for node in _torch.written_inputs(module).values()]
+        self.written += [node.name for node in _torch.find_written_inputs(module).values()]
         for node in module.graph.nodes:
             if node.op == "call_function" and node.meta["partitioner_tag"] == "is_forward":
                 node.meta["recompute"] = _torch.MUST_RECOMPUTE
@@ -881,7 +881,7 @@ class _Cuts:
         return forward, backward
 
 
-@check("aot_autograd", "written_inputs", "default_partition", "MUST_RECOMPUTE", "Partitioner")
+@check("aot_autograd", "find_written_inputs", "default_partition", "MUST_RECOMPUTE", "Partitioner")
 def partition_of_aot_autograd():
     cuts = _Cuts()
 
@@ -1125,12 +1125,12 @@ def replace_batching_rule():
     assert torch.equal(torch.func.vmap(torch.sin)(x), x)
 
 
-@check("LOOP_WARNING", "looped_operator")
+@check("LOOP_WARNING", "find_looped_operator")
 def loop_warning():
     with pytest.warns(UserWarning, match=_torch.LOOP_WARNING) as noted:
         torch.func.vmap(torch.histc)(torch.ones(2, 3))
-    assert _torch.looped_operator(str(noted[0].message)) == "aten::histc"
-    assert _torch.looped_operator("something else") is None
+    assert _torch.find_looped_operator(str(noted[0].message)) == "aten::histc"
+    assert _torch.find_looped_operator("something else") is None
 
 
 @check("dispatch_restored")
@@ -1200,11 +1200,11 @@ def decomposition_table():
     assert callable(table[torch.ops.aten.mse_loss.default])
 
 
-@check("ragged_dim_of")
-def ragged_dim_of():
+@check("find_ragged_dim")
+def find_ragged_dim():
     rows = torch.nested.nested_tensor([torch.ones(2, 3)] * 2, layout=torch.jagged)
-    assert _torch.ragged_dim_of(rows) == 1
-    assert _torch.ragged_dim_of(rows.transpose(1, 2)) == 2
+    assert _torch.find_ragged_dim(rows) == 1
+    assert _torch.find_ragged_dim(rows.transpose(1, 2)) == 2
 
 
 @check("register_pytree_node")

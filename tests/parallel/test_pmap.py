@@ -161,7 +161,7 @@ def test_axes_within_vmap(four_devices, axis, out, outer):
         (
             lambda: tr.pmap(torch.sin, in_axes=pile_axis)(Pile.from_list([torch.ones(3)])),
             AxisTypeError,
-            "was given a Pile to map along .* at test_pmap.py:.*: devices get examples of one sha",
+            "was given a Pile to map along .* at test_pmap.py:.*. Devices get examples of one sha",
         ),
         (
             lambda: tr.pmap(torch.sin, out_axes={"a": pile_axis}),

@@ -8,9 +8,9 @@ each attribute of PyTorch that the library replaces; the other files have one pa
 
 from .aot import (
     MUST_RECOMPUTE, MUST_SAVE, Partitioner, aot_autograd, decompose, decomposition_table,
-    default_partition, is_compiled_by_inductor, is_in_stock_compiler, merge_alike,
-    min_cut_partition, node_in_compiler, out_of_compiler, selective_policy_at_work, to_user,
-    written_inputs,
+    default_partition, find_written_inputs, is_compiled_by_inductor, is_in_stock_compiler,
+    merge_alike, min_cut_partition, node_in_compiler, out_of_compiler, selective_policy_at_work,
+    to_user,
 )  # fmt: skip
 from .distributed import (
     current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,
@@ -23,23 +23,23 @@ from .engine import (
 from .fake_proxy import (
     DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, FakeTensor, FakeTensorMode,
     ProxyTorchDispatchMode, PythonKeyTracer, TorchDispatchMode, TorchFunctionMetadataMode,
-    autograd_as_at_the_top, enter_proxy_modes, innermost_proxy_mode, is_active,
+    autograd_as_at_the_top, enter_proxy_modes, find_ragged_dim, innermost_proxy_mode, is_active,
     is_any_autocast_enabled, is_fake, is_faking, is_traceable_wrapper_subclass,
-    is_transformed_or_watched, isolate, new_fake_mode, proxy_of, ragged_dim_of, track, track_size,
-    untraced, without_function_modes,
+    is_transformed_or_watched, isolate, new_fake_mode, proxy_of, track, track_size, untraced,
+    without_function_modes,
 )  # fmt: skip
 from .flash_attention import (
-    FLASH_ATTENTION, FLASH_ATTENTION_BACKWARD, flash_attention_on_cpu,
-    flash_attention_on_cpu_backward, ragged_flash_attention, ragged_flash_attention_backward,
+    FLASH_ATTENTION, FLASH_ATTENTION_BACKWARD, attend_ragged, attend_ragged_backward,
+    flash_attention_on_cpu, flash_attention_on_cpu_backward,
 )  # fmt: skip
 from .functorch import (
     LOOP_WARNING, RecordRule, TransformType, VmapLevel, add_batch_dim, apply_to_functional,
-    asks_for_value, at_level_below, differentiates, dispatch_restored, functorch_is_active,
-    has_tangents, innermost_tensor, innermost_transform, is_mapped_at, leaf_at_current_level,
-    looped_operator, map_at_current_level, needs_mapped_value, offset_of, push_dual_numbers_forward,
-    push_forward_at_current_level, record_at_current_level, requires_grad_at_any_level,
-    restore_vmap, transform_depth, unwrap_batched_tensor, unwrap_dead_wrappers, with_batch_at,
-    without_dead_levels, without_level,
+    asks_for_value, at_level_below, differentiates, dispatch_restored, find_looped_operator,
+    functorch_is_active, has_tangents, innermost_tensor, innermost_transform, is_mapped_at,
+    leaf_at_current_level, map_at_current_level, needs_mapped_value, offset_of,
+    push_dual_numbers_forward, push_forward_at_current_level, record_at_current_level,
+    requires_grad_at_any_level, restore_vmap, transform_depth, unwrap_batched_tensor,
+    unwrap_dead_wrappers, with_batch_at, without_dead_levels, without_level,
 )  # fmt: skip
 from .inductor import (
     compile_fx, compile_with_inductor, has_triton, inductor_decompositions, inductor_modes,
@@ -50,7 +50,7 @@ from .memory import (
     without_memory,
 )  # fmt: skip
 from .operators import (
-    DispatchKey, HigherOrderOperator, OpOverload, OpOverloadPacket, boxed_call, dispatch_call,
+    DispatchKey, HigherOrderOperator, OpOverload, OpOverloadPacket, dispatch_call, get_boxed_call,
     is_reduction, register_axis_rules, register_derivative_rules, register_function,
     register_simple_rules, schema_arguments, schema_of,
 )  # fmt: skip
@@ -67,5 +67,5 @@ from .pytrees import (
 from .replacements import GLOBAL_MODULE_HOOKS, is_own_hook
 from .shape_env import (
     NAMES_IN_SIZES, ShapeEnv, TensorGuards, depends_on_symbols, guards_of, hint_of, names_in_size,
-    new_shape_env, new_symbol, num_guards, printed_size, settled_size, shape_env_of, tensor_guard,
+    new_shape_env, new_symbol, num_guards, print_size, settle_size, shape_env_of, tensor_guard,
 )  # fmt: skip

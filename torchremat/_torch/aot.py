@@ -74,7 +74,7 @@ def node_in_compiler(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def written_inputs(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
+def find_written_inputs(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
     """Find the outputs of AOTAutograd's joint graph that are new values of inputs, by position."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
@@ -141,12 +141,12 @@ def aot_autograd(
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    def boxed(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def box(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         run = compiler(graph)
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    return aot_autograd(fw_compiler=boxed, partition_fn=partition)(module, inputs)
+    return aot_autograd(fw_compiler=box, partition_fn=partition)(module, inputs)
 
 
 def decompose(

@@ -119,7 +119,7 @@ def enter_proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Ite
         yield
 
 
-def ragged_dim_of(nested: Any) -> int:
+def find_ragged_dim(nested: Any) -> int:
     """The dim of a jagged nested tensor whose size differs; the batch is dim 0."""
     return nested._ragged_idx  # type: ignore[no-any-return]
 

@@ -24,7 +24,7 @@ flash_attention_on_cpu_backward = FLASH_ATTENTION_BACKWARD._op
 """`(cotangent, q, k, v, out, logsumexp, dropout_p, is_causal, *, scale)`: those of q, k and v."""
 
 
-def ragged_flash_attention(
+def attend_ragged(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -44,7 +44,7 @@ def ragged_flash_attention(
     return results[0], results[1]
 
 
-def ragged_flash_attention_backward(
+def attend_ragged_backward(
     cotangent: torch.Tensor,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     results: tuple[torch.Tensor, torch.Tensor],
@@ -53,7 +53,7 @@ def ragged_flash_attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cotangents of `inputs` of `ragged_flash_attention`, added up in a fixed order."""
+    """The cotangents of `inputs` of `attend_ragged`, added up in a fixed order."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=cotangent.device)
     unused = cotangent.new_empty(0)
     arguments = (cotangent, *inputs, *results, *cuts, *most, 0.0, is_causal, no_dropout, unused)

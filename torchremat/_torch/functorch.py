@@ -328,7 +328,7 @@ def dispatch_restored() -> AbstractContextManager[None]:
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
-def looped_operator(warning: str) -> str | None:
+def find_looped_operator(warning: str) -> str | None:
     if not warning.startswith(LOOP_WARNING):
         return None
     return warning.partition("batching rule for ")[2].partition(" ")[0].rstrip(".")

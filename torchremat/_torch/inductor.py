@@ -102,7 +102,7 @@ def compile_fx(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def compiled(graph_module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    def compile_graph(graph_module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         from torch._inductor.virtualized import V
 
         if keeps_as_cut:
@@ -118,7 +118,7 @@ def compile_fx(
     return compile_fx(  # type: ignore[return-value]
         module,
         inputs,
-        compiled if keeps_as_cut or may_fuse is not None else compile_fx_inner,
+        compile_graph if keeps_as_cut or may_fuse is not None else compile_fx_inner,
         config_patches=dict(config),
         decompositions=decompositions,
     )
@@ -141,7 +141,7 @@ def _lay_out_convolutions(module: torch.fx.GraphModule) -> None:
     """Let convolutions of a backward graph be traced in the layout that inductor gives them.
 
     Inductor lays out what convolutions read and write with the channels last. A value computed from
-    that, which the gradient of a convolution reads, it computes again in the traced layout. That is
+    that, which the gradient of a convolution reads, it recomputes in the traced layout. That is
     the layout of the weights, of which inductor makes copies in any case.
     """
     from torch._inductor.graph import GraphLowering

@@ -44,7 +44,7 @@ def is_reduction(target: Any) -> bool:
     return isinstance(target, OpOverload) and tag in target.tags
 
 
-def boxed_call(op: OpOverload) -> Callable[..., Any]:
+def get_boxed_call(op: OpOverload) -> Callable[..., Any]:
     """The operator as a builtin, without the Python prologue of `OpOverload.__call__`."""
     return op._op
 
@@ -71,14 +71,14 @@ def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> N
         with mode:
             return run(*args, **kwargs)
 
-    def traced(mode: ProxyTorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+    def trace(mode: ProxyTorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
         tracer = mode.tracer
         proxies = [_as_proxy(a, tracer) for a in args]
         proxy = tracer.create_proxy("call_function", op, tuple(proxies), dict(kwargs))
         result = dispatch_call(op, *args, **kwargs)
         return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
 
-    def functionalized(context: Any, *args: Any, **kwargs: Any) -> Any:
+    def functionalize(context: Any, *args: Any, **kwargs: Any) -> Any:
         inner = context.unwrap_tensors(args)
         with context.redispatch_to_next():
             return context.wrap_tensors(dispatch_call(op, *inner, **kwargs))
@@ -86,8 +86,8 @@ def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> N
     op.py_impl(DispatchKey.CompositeExplicitAutograd)(dense)
     op.py_impl(DispatchKey.Autograd)(autograd)
     op.py_impl(FakeTensorMode)(fake)
-    op.py_impl(ProxyTorchDispatchMode)(traced)
-    op.py_functionalize_impl(functionalized)
+    op.py_impl(ProxyTorchDispatchMode)(trace)
+    op.py_functionalize_impl(functionalize)
 
 
 def register_derivative_rules(
@@ -107,17 +107,17 @@ def register_derivative_rules(
         with torch._C._AutoDispatchBelowAutograd():
             return dispatch_call(op, *args, **kwargs)
 
-    def transformed(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def transform(_: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
 
-    def pushed_forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def push_forward(_: Any, *args: Any, **kwargs: Any) -> Any:
         return (forward_rule or apply)(*args, **kwargs)
 
     op.py_kernels.pop(DispatchKey.Autograd, None)
     op.py_impl(DispatchKey.Autograd)(autograd)
-    op.py_impl(TransformType.Grad)(transformed)
-    op.py_impl(TransformType.Vmap)(transformed)
-    op.py_impl(TransformType.Jvp)(pushed_forward)
+    op.py_impl(TransformType.Grad)(transform)
+    op.py_impl(TransformType.Vmap)(transform)
+    op.py_impl(TransformType.Jvp)(push_forward)
 
 
 def register_axis_rules(

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 NAMES_IN_SIZES = dict(SYMPY_INTERP)
-"""The names in the expressions of `printed_size` and `guards_of`, besides symbols."""
+"""The names in the expressions of `print_size` and `guards_of`, besides symbols."""
 
 
 def new_shape_env() -> ShapeEnv:
@@ -55,7 +55,7 @@ def guards_of(shapes: ShapeEnv, symbols: Sequence[torch.SymInt], names: Sequence
     return guards
 
 
-def settled_size(size: Any) -> Any:
+def settle_size(size: Any) -> Any:
     """`size`, as a number if a trace assumed that it is one."""
     constant = size.node.maybe_as_int()
     return size if constant is None else constant
@@ -65,7 +65,7 @@ def hint_of(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
-def printed_size(size: Any, *, original: bool = False) -> str:
+def print_size(size: Any, *, original: bool = False) -> str:
     """A size as an expression of Python; `original`: before traces assumed it equal to another."""
     return PythonPrinter().doprint(size.node._expr if original else size.node.expr)  # type: ignore[no-any-return]
 

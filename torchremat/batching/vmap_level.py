@@ -239,7 +239,7 @@ def _warn_of_loops() -> Iterator[None]:
     found: dict[str, str] = {}
 
     def note(message: Any, category: Any, *rest: Any, **named: Any) -> None:
-        name = _torch.looped_operator(str(message))
+        name = _torch.find_looped_operator(str(message))
         if name is None:
             shown(message, category, *rest, **named)
         else:

@@ -166,7 +166,7 @@ class _CodeWriter:
 
 
 # An output is a tensor of its own, since autograd keeps a record of each.
-_alias = _torch.boxed_call(torch.ops.aten.alias.default)
+_alias = _torch.get_boxed_call(torch.ops.aten.alias.default)
 
 
 def all_items(node: fx.Node) -> dict[int, fx.Node]:
@@ -184,7 +184,7 @@ def all_items(node: fx.Node) -> dict[int, fx.Node]:
 def _function(target: Any) -> Callable[..., Any]:
     if not isinstance(target, _torch.OpOverload):
         return target  # type: ignore[no-any-return]
-    function = _torch.boxed_call(target)
+    function = _torch.get_boxed_call(target)
     return _with_grad_mode(function) if target in _ASK_GRAD_MODE else function
 
 

@@ -76,12 +76,12 @@ def literal_size(size: Any) -> Any:
     """The literal for a size in a graph: a number where it is settled, else a `Size`."""
     if not isinstance(size, SYMBOLIC):
         return size
-    settled = _torch.settled_size(size)
+    settled = _torch.settle_size(size)
     return Size(settled) if isinstance(settled, SYMBOLIC) else settled
 
 
 def format_size(size: Any) -> str:
-    return _torch.printed_size(size) if isinstance(size, SYMBOLIC) else repr(size)
+    return _torch.print_size(size) if isinstance(size, SYMBOLIC) else repr(size)
 
 
 def value_of(size: Any, sizes: Sizes) -> Any:

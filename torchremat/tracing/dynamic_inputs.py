@@ -55,7 +55,7 @@ class DynamicInputs:
     def fixed(self) -> frozenset[tuple[int, int]]:
         """The places of which the function needs the very size, so that the trace holds for one."""
         pairs = zip(self.places, self.symbols, strict=True)
-        return frozenset(p for p, size in pairs if isinstance(_torch.settled_size(size), int))
+        return frozenset(p for p, size in pairs if isinstance(_torch.settle_size(size), int))
 
     def allows(self, specs: Sequence[InputSpec]) -> bool:
         """Whether inputs of `specs` are like those of the trace, apart from sizes that vary."""
@@ -94,7 +94,7 @@ class _Checks:
 
     @classmethod
     def of(cls, inputs: DynamicInputs, num_guards: int) -> "_Checks":
-        names = [_torch.printed_size(symbol, original=True) for symbol in inputs.symbols]
+        names = [_torch.print_size(symbol, original=True) for symbol in inputs.symbols]
         guards = _torch.guards_of(inputs.shapes, inputs.symbols, names)
         found = "\n    ".join(
             f"{name} = tensors[{i}].shape[{dim}]"

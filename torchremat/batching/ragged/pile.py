@@ -206,7 +206,7 @@ class Pile:
                 "Pile.from_nested takes a nested tensor without holes, and this one has some (it "
                 "was narrowed): pass nested.contiguous()"
             )
-        dim = _torch.ragged_dim_of(nested) - 1
+        dim = _torch.find_ragged_dim(nested) - 1
         shape = [0 if d == dim else s for d, s in enumerate(nested.shape[1:])]
         lengths = values.offsets().diff()
         return cls.of(values.values(), [lengths], [dim], shape)

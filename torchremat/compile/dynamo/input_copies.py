@@ -29,7 +29,7 @@ _library.impl("copied", torch.clone, "CompositeExplicitAutograd")
 def find_written_inputs(module: fx.GraphModule) -> list[fx.Node]:
     """The inputs that the function writes to, in the graph or through whoever runs it."""
     inside = [node.args[0] for node in module.graph.nodes if writes_input(node)]
-    return list(dict.fromkeys([*_torch.written_inputs(module).values(), *inside]))
+    return list(dict.fromkeys([*_torch.find_written_inputs(module).values(), *inside]))
 
 
 def writes_input(node: fx.Node) -> bool:

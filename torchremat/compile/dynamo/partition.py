@@ -53,7 +53,7 @@ def build_joint(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
         if node.op != "placeholder":
             note(node, module=module_name(node.meta), source=source_of(node.meta))
     results = results_of(module)
-    written = _torch.written_inputs(module)
+    written = _torch.find_written_inputs(module)
     mutations = [(node, results[i]) for i, node in written.items()]
     mutations += [node.args[:2] for node in module.graph.nodes if writes_input(node)]
     return Joint(

@@ -144,4 +144,4 @@ def _compile_writes(module: fx.GraphModule, backend: str, written: Mapping[int, 
     return run_and_fill
 
 
-_alias = _torch.boxed_call(torch.ops.aten.alias.default)
+_alias = _torch.get_boxed_call(torch.ops.aten.alias.default)

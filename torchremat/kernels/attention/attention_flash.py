@@ -38,7 +38,7 @@ def forward_by_flash(
     """Output and logsumexp; `cuts` are on the CPU."""
     on_device, most = _for_kernel(cuts, q.device)
     q, k, v = (_readable(x) for x in (q, k, v))
-    out, lse = _torch.ragged_flash_attention(q, k, v, on_device, most, is_causal, scale)
+    out, lse = _torch.attend_ragged(q, k, v, on_device, most, is_causal, scale)
     lse = lse.t().contiguous()
     if (missed := _rows_missed(cuts, 0, q.shape[0])) is not None:
         missed = missed.to(q.device)
@@ -61,7 +61,7 @@ def backward_by_flash(
     on_device, most = _for_kernel(cuts, q.device)
     out, lse = results
     inputs = (_readable(q), _readable(k), _readable(v))
-    grads = _torch.ragged_flash_attention_backward(
+    grads = _torch.attend_ragged_backward(
         cotangent.contiguous(),
         inputs,
         (out, lse.t().contiguous()),

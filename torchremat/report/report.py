@@ -62,12 +62,12 @@ class Report:
 
     def by_decision(self) -> dict[str, int]:
         """The bytes of each decision that some value has, in a fixed order."""
-        found: dict[str, int] = {}
-        for decision in DECISIONS:
-            rows = [row for row in self.rows if row.decision == decision]
-            if rows:
-                found[decision] = sum(row.nbytes for row in rows)
-        return found
+        present = {row.decision for row in self.rows}
+        return {
+            decision: sum(row.nbytes for row in self.rows if row.decision == decision)
+            for decision in DECISIONS
+            if decision in present
+        }
 
     def by_module(self) -> dict[str, int]:
         """The bytes that autograd saves of the values of each module; they sum to `total`.

@@ -22,17 +22,11 @@ def __dir__() -> list[str]:
 SAVED: tuple[Outcome, ...] = ("saved", "constant")
 """Decisions that cost memory of the device: inputs and parameters are there anyway."""
 
-
 DECISIONS: tuple[Outcome, ...] = (
     "saved", "offloaded", "constant", "recomputed", "input", "parameter",
 )  # fmt: skip
 
-
-_TITLES: dict[Outcome, str] = {
-    "input": "inputs",
-    "parameter": "parameters",
-    "constant": "constants",
-}
+_TITLES = {"input": "inputs", "parameter": "parameters", "constant": "constants"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def explain(
     >>> def f(x, w):
     ...     return torch.sin(x @ w).sum()
     >>> print(explain(f, torch.ones(8, 16), torch.ones(16, 32), policy="full"))
-    held for the backward pass: 0 B in 0 tensors; computed again: 1.00 KiB in 1 tensor
+    saved for the backward pass: 0 B in 0 tensors; recomputed: 1.00 KiB in 1 tensor
     <BLANKLINE>
     recomputed: ... does not let it be saved, 1.00 KiB
       1.00 KiB  mm  f32[8,32]  ...2 (f)

@@ -95,7 +95,7 @@ class Report:
         ...     return torch.tanh(torch.tanh(x))
         >>> plain = tr.explain(f, torch.ones(3))
         >>> print(plain.diff(tr.explain(f, torch.ones(3), policy="full")))
-        24 B held -> 0 B (24 B less), 3 values decided otherwise
+        24 B saved -> 0 B (24 B less), 3 values decided otherwise
           12 B  saved  ->  recomputed  tanh    f32[3]
           12 B  saved  ->  recomputed  tanh_1  f32[3]
           12 B  -      ->  input       x       f32[3]
@@ -157,7 +157,7 @@ class Diff:
         less = f"{human_bytes(abs(change))} {'less' if change < 0 else 'more'}"
         number = len(self.changes)
         summary = (
-            f"{human_bytes(self.total_before)} held -> {human_bytes(self.total_after)} ({less}), "
+            f"{human_bytes(self.total_before)} saved -> {human_bytes(self.total_after)} ({less}), "
             f"{number} value{'s' * (number != 1)} decided otherwise"
         )
         by_kind: dict[Any, list[Row]] = {}

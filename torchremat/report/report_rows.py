@@ -149,8 +149,8 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def _summarize(rows: Sequence[Row]) -> str:
-    parts = [f"held for the backward pass: {_measure(rows, SAVED)}"]
-    for decision, title in (("offloaded", "by the host"), ("recomputed", "computed again")):
+    parts = [f"saved for the backward pass: {_measure(rows, SAVED)}"]
+    for decision, title in (("offloaded", "by the host"), ("recomputed", "recomputed")):
         if any(row.decision == decision for row in rows):
             parts.append(f"{title}: {_measure(rows, (decision,))}")
     return "; ".join(parts)

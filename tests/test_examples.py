@@ -56,7 +56,7 @@ LINES = {
         r"without the budget: loss .* \d+ KiB held, peak \d+ KiB",
         r"losses are bit-equal: True",
     ],
-    "10_debug_with_the_report.py": [r"548 KiB held -> 48.0 KiB .*, 3 values decided otherwise"],
+    "10_debug_with_the_report.py": [r"548 KiB saved -> 48.0 KiB .*, 3 values decided otherwise"],
 }
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict
 ROW = re.compile(

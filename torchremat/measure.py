@@ -15,14 +15,7 @@ from torchremat.remat.offload.host_pool import reset_counts as reset_host_counts
 from torchremat.remat.offload.host_pool import stats as host_stats
 from torchremat.report.live_bytes import HeldBytes, HeldTensor, LiveBytes
 
-__all__ = [
-    "HeldBytes",
-    "HeldTensor",
-    "HostStats",
-    "LiveBytes",
-    "host_stats",
-    "reset_host_counts",
-]
+__all__ = ["HeldBytes", "HeldTensor", "HostStats", "LiveBytes", "host_stats", "reset_host_counts"]
 
 
 def __dir__() -> list[str]:

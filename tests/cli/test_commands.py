@@ -179,7 +179,7 @@ def test_env_has_versions_and_no_secrets(monkeypatch):
 
 def test_json_goes_to_a_file_beside_the_text():
     result = run("residuals", MODEL, "--json", "report.json")
-    assert "held for the backward pass" in result.stdout
+    assert "saved for the backward pass" in result.stdout
     assert result.stderr == "wrote report.json\n"
     with open("report.json", encoding="utf-8") as file:
         assert json.load(file)["total"] == tr.explain(*bound()).total

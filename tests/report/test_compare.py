@@ -56,7 +56,7 @@ def test_nothing_runs_on_meta(device):
 def test_table():
     text = str(tr.compare(deep, *arguments("meta"), policies=["full", "dots|ops:aten.sin"]))
     lines = text.splitlines()
-    assert lines[0].split() == ["policy", "held", "recomputed", "peak", "time", "added"]
+    assert lines[0].split() == ["policy", "saved", "recomputed", "peak", "time", "added"]
     assert lines[1].split() == ["plain", "46.0", "KiB", "0", "B", "-", "-", "-"]
     assert lines[3].startswith("dots_saveable | save_ops('aten.sin')")
     real = str(tr.compare(deep, *arguments(), policies=["full"])).splitlines()

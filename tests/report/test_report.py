@@ -83,7 +83,7 @@ def test_diff_pairs_values_by_module_and_name():
         ("d", None, "saved"),
     ]
     assert (diff.total_before, diff.total_after, len(diff)) == (21, 24, 4)
-    assert str(diff).splitlines()[0] == "21 B held -> 24 B (3 B more), 4 values decided otherwise"
+    assert str(diff).splitlines()[0] == "21 B saved -> 24 B (3 B more), 4 values decided otherwise"
 
 
 def test_diff_takes_a_report():
@@ -94,7 +94,7 @@ def test_diff_takes_a_report():
 def test_diff_of_equals_is_empty():
     diff = example().diff(example())
     assert len(diff) == 0
-    assert str(diff) == "13 B held -> 13 B (0 B more), 0 values decided otherwise"
+    assert str(diff) == "13 B saved -> 13 B (0 B more), 0 values decided otherwise"
 
 
 def test_diff_folds_layers():
@@ -109,7 +109,7 @@ def test_diff_folds_layers():
 def test_identical_layers_are_fold_rows():
     report = Report((*layer_rows(range(12)), *layer_rows(range(11), "attn.mm", nbytes=2048)))
     assert str(report).splitlines() == [
-        "held for the backward pass: 22.1 KiB in 23 tensors",
+        "saved for the backward pass: 22.1 KiB in 23 tensors",
         "",
         "saved: dots, 22.1 KiB",
         "      96 B  x12  layers.0-11.fc.mm    f32[2]  model.py:3 (f)",
@@ -133,7 +133,7 @@ def test_sections_tell_decision_and_reason():
         "inputs: an argument, 8 B",
     ]
     assert str(report).startswith(
-        "held for the backward pass: 16 B in 2 tensors; computed again: 8 B in 1 tensor\n"
+        "saved for the backward pass: 16 B in 2 tensors; recomputed: 8 B in 1 tensor\n"
     )
 
 

@@ -25,24 +25,11 @@ from torchremat.api_util.static_arguments import (
 )
 
 __all__ = [
-    "ArgnumsPartial",
-    "ArgumentSelection",
-    "StaticArguments",
-    "WrapHashably",
-    "apply_flat_fun",
-    "apply_flat_fun_nokwargs",
-    "argnums_partial",
-    "as_argnames",
-    "as_argnums",
-    "check_argnums",
-    "donation_vector",
-    "flatten_axes",
-    "flatten_fun",
-    "flatten_fun_nokwargs",
-    "parameters_of",
-    "rebase_donate_argnums",
-    "same_value",
-]
+    "ArgnumsPartial", "ArgumentSelection", "StaticArguments", "WrapHashably", "apply_flat_fun",
+    "apply_flat_fun_nokwargs", "argnums_partial", "as_argnames", "as_argnums", "check_argnums",
+    "donation_vector", "flatten_axes", "flatten_fun", "flatten_fun_nokwargs", "parameters_of",
+    "rebase_donate_argnums", "same_value",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -95,9 +95,7 @@ def _flatten_result(call: Callable[[Sequence[Any]], Any]) -> tuple[FlatFun, Tree
 
 
 def apply_flat_fun(
-    fun: Callable[..., Sequence[Any]],
-    io_tree: tuple[_torch.TreeSpec, _torch.TreeSpec],
-    *args: Any,
+    fun: Callable[..., Sequence[Any]], io_tree: tuple[_torch.TreeSpec, _torch.TreeSpec], *args: Any
 ) -> Any:
     """Call a function of leaves with trees.
 

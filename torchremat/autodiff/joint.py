@@ -100,23 +100,11 @@ def trace_joint(
         tracing.on_function = FunctionCalls(tracing)
     with tracing.recording():
         leaves = [tracing.input(spec, name) for spec, name in zip(specs, names, strict=True)]
-        with torch.set_grad_enabled(options.grad_enabled):
-            inputs = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
-            layouts = [(tuple(t.shape), t.stride()) for t in inputs]
-            outputs = body.run(tracing, inputs)
+        inputs, outputs = _run_body(body, tracing, leaves, specs, options.grad_enabled)
         leaves += tracing.captured_inputs
-        layouts += [(tuple(s.shape), s.stride) for s in tracing.captured_specs]
-        _refuse_changed_layout([*inputs, *tracing.captured_inputs], layouts)
-        outputs = [tracing.lift(o) if isinstance(o, Tensor) else o for o in outputs]
-        grads: list[Tensor | None] = [None] * len(leaves)
-        cotangents: list[Tensor | None] = [None] * len(outputs)
         tracing.phase = "backward"
-        if options.with_gradients:
-            wanted = options.wanted_outputs
-            if options.only_usual:
-                wanted = usual_outputs(outputs)
-            cotangents = _add_cotangents(tracing, outputs, wanted)
-            grads = _differentiate(leaves, outputs, cotangents, options.create_graph)
+        cotangents = _add_cotangents(tracing, outputs, options)
+        grads = _differentiate(leaves, outputs, cotangents, options.create_graph)
         module = tracing.finish([*outputs, *grads])
     input_nodes = [tracing.placeholder_of(t) for t in leaves]
     cotangent_nodes = [None if t is None else tracing.placeholder_of(t) for t in cotangents]
@@ -125,20 +113,35 @@ def trace_joint(
         refuse_no_grad_writes(module.graph, input_nodes[: len(specs)])
     functional = functionalize(module, input_nodes)
     if options.with_gradients or options.whole_calls:
-        written = [*inputs, *tracing.captured_inputs]
-        _refuse_differentiable_writes(functional.mutations, written)
-    results = list(functional.outputs)
-    return (
-        Joint(
-            functional.module,
-            tuple(functional.node(n) for n in input_nodes),
-            tuple(results[: len(outputs)]),
-            functional.mutations,
-            tuple(None if n is None else functional.node(n) for n in cotangent_nodes),
-            tuple(results[len(outputs) :]),
-        ),
-        tracing,
+        _refuse_differentiable_writes(functional.mutations, inputs)
+    results = tuple(functional.outputs)
+    joint = Joint(
+        functional.module,
+        tuple(functional.node(n) for n in input_nodes),
+        results[: len(outputs)],
+        functional.mutations,
+        tuple(None if n is None else functional.node(n) for n in cotangent_nodes),
+        results[len(outputs) :],
     )
+    return joint, tracing
+
+
+def _run_body(
+    body: Body,
+    tracing: Tracing,
+    leaves: Sequence[Tensor],
+    specs: Sequence[InputSpec],
+    grad_enabled: bool,
+) -> tuple[list[Tensor], list[Any]]:
+    """Return the inputs that the body may write to, captured ones last, and its outputs."""
+    with torch.set_grad_enabled(grad_enabled):
+        given = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
+        layouts = [(tuple(t.shape), t.stride()) for t in given]
+        outputs = body.run(tracing, given)
+    inputs = [*given, *tracing.captured_inputs]
+    layouts += [(tuple(s.shape), s.stride) for s in tracing.captured_specs]
+    _refuse_changed_layout(inputs, layouts)
+    return inputs, [tracing.lift(o) if isinstance(o, Tensor) else o for o in outputs]
 
 
 def _refuse_changed_layout(tensors: Sequence[Tensor], before: Sequence[Any]) -> None:
@@ -183,8 +186,11 @@ def usual_outputs(outputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _add_cotangents(
-    tracing: Tracing, outputs: Sequence[Any], wanted: tuple[int, ...] | None
+    tracing: Tracing, outputs: Sequence[Any], options: TraceOptions
 ) -> list[Tensor | None]:
+    if not options.with_gradients:
+        return [None] * len(outputs)
+    wanted = usual_outputs(outputs) if options.only_usual else options.wanted_outputs
     cotangents: list[Tensor | None] = []
     for i, output in enumerate(outputs):
         differentiable = isinstance(output, Tensor) and output.requires_grad

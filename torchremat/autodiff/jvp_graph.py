@@ -61,7 +61,9 @@ def jvp_graph(g: TypedGraph, nonzero_tangents: Sequence[bool] | None = None) -> 
     (tensor([0., 0., 0.]), tensor([1., 1., 1.]))
     """
     check_pure(g, "jvp_graph")
-    mask = _differentiable(g) if nonzero_tangents is None else nonzero_tangents
+    mask = nonzero_tangents
+    if mask is None:
+        mask = [is_inexact(node) for node in g.input_nodes]
     check_mask(mask, len(g.input_nodes), "nonzero_tangents", "input")
     check_inexact(g, mask, "nonzero_tangents")
     num_consts = len(g.consts)
@@ -155,10 +157,6 @@ def check_pure(g: TypedGraph, what: str) -> None:
             f"{', '.join(nodes)}. Return the new values instead, or switch the module that keeps "
             "running statistics to eval()."
         )
-
-
-def _differentiable(g: TypedGraph) -> list[bool]:
-    return [is_inexact(node) for node in g.input_nodes]
 
 
 def check_inexact(g: TypedGraph, mask: Sequence[bool], what: str) -> None:

@@ -11,7 +11,7 @@ from torchremat.graph.nodes import is_item, is_view
 
 
 def changes_nothing(node: fx.Node) -> bool:
-    """`x[:]`, for one: PyTorch traces more of them where sizes are symbols."""
+    """PyTorch traces such views, `x[:]` for one, mostly where sizes are symbols."""
     source = node.args[0] if is_view(node) and not is_item(node) else None
     return isinstance(source, fx.Node) and lies_alike(node, source)
 
@@ -47,7 +47,7 @@ def _storage_of(tensor: Any) -> int | None:
     if not isinstance(tensor, Tensor):
         return None
     try:
-        return int(_torch.innermost_tensor(tensor).untyped_storage()._cdata)
+        return _torch.storage_id(_torch.innermost_tensor(tensor))
     except NotImplementedError:  # a tensor without storage
         return None
 

@@ -19,28 +19,21 @@ aten = torch.ops.aten
 
 def is_mutable(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, _torch.OpOverload):
-        return False
-    return target._schema.is_mutable
+    return isinstance(target, _torch.OpOverload) and _torch.schema_of(target).is_mutable
 
 
 def functionalize_unaliased_writes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        if is_mutable(node):
-            functional = _functional_form(node)
-            if (
-                functional is not None
-                and _is_unaliased(node)
-                and _has_same_layout(node, functional)
-            ):
-                _replace(node, functional)
+        functional = _functional_form(node) if is_mutable(node) else None
+        if functional is not None and _is_unaliased(node) and _has_same_layout(node, functional):
+            _replace(node, functional)
 
 
 def _functional_form(node: fx.Node) -> Any:
     if node.target is aten.bernoulli_.float:  # whose probability has a default
         return aten.bernoulli.p if len(node.args) == 2 or "p" in node.kwargs else None
     target: Any = node.target
-    name = target._schema.name.removeprefix("aten::")
+    name = _torch.schema_of(target).name.removeprefix("aten::")
     written = [i for i, a in enumerate(_torch.schema_arguments(target)) if _is_written(a)]
     if not name.endswith("_") or name.endswith("__") or written != [0] or node.target in _NOT_ALIKE:
         return None

@@ -83,7 +83,7 @@ def is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, _torch.OpOverload):
         return False
-    schema = node.target._schema
+    schema = _torch.schema_of(node.target)
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 

@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 
-from torchremat._torch import (
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
-    schema_arguments,
-)
+from torchremat._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_arguments
 from torchremat.core.avals import Aval
 from torchremat.errors import PolicyError, PolicyValueError, nearest_names
 
@@ -336,7 +331,7 @@ def join_arguments(
             value = _consume_avals(left, params[argument.name])
         elif str(argument.type) in ("Tensor", "Optional[Tensor]"):
             value = next(left, value)
-        is_default = argument.has_default_value() and _same(value, argument.default_value)
+        is_default = argument.has_default_value() and equals_default(value, argument.default_value)
         if not argument.kwarg_only:
             args.append(value)
             num_kept = num_kept if is_default else len(args)
@@ -368,8 +363,8 @@ def _consume_avals(left: Iterator[Aval], value: Any) -> Any:
     return value
 
 
-def _same(value: object, default: object) -> bool:
-    return type(value) is type(default) and value == default
+def equals_default(value: object, default: object) -> bool:
+    return type(value) is type(default) and bool(value == default)
 
 
 def _avals_in(value: Any) -> Iterator[Aval]:

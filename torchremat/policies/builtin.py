@@ -26,21 +26,12 @@ from torchremat.policies.spelling import register_spelling, spell
 from torchremat.policies.verdicts import NotSaved, Recompute, Saveable, Verdict
 
 __all__ = [
-    "checkpoint_dots",
-    "checkpoint_dots_with_no_batch_dims",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-    "recompute_modules",
-    "recompute_ops",
-    "save_any_names_but_these",
-    "save_anything_except_these_names",
-    "save_from_both_policies",
-    "save_modules",
-    "save_only_these_names",
-    "save_ops",
-]
+    "checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "dots_saveable",
+    "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable",
+    "recompute_modules", "recompute_ops", "save_any_names_but_these",
+    "save_anything_except_these_names", "save_from_both_policies", "save_modules",
+    "save_only_these_names", "save_ops",
+]  # fmt: skip
 
 
 class _BuiltIn(Policy):

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from torchremat._torch import (
-    HigherOrderOperator,
-    OpOverload,
-    isolate,
-    tree_map,
-)
+from torchremat._torch import HigherOrderOperator, OpOverload, isolate, tree_map
 from torchremat.core.avals import Aval
 from torchremat.core.source import Source
 from torchremat.errors import PolicyError

@@ -16,12 +16,7 @@ Select: TypeAlias = (
 )
 """A selection as text, a class or several, or a predicate of a module or of its name and it."""
 
-_KEYWORDS = {
-    "every": "every:3",
-    "first": "first:2",
-    "last": "last:2",
-    "range": "range:4-8",
-}
+_KEYWORDS = {"every": "every:3", "first": "first:2", "last": "last:2", "range": "range:4-8"}
 
 
 def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn.Module]]:

@@ -3,7 +3,7 @@
 Source: `jax/_src/ad_checkpoint.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,13 @@ class SaveAndOffloadOnlyTheseNames(Policy):
         return NotSaved() if set(self.offloaded).isdisjoint(value.names) else self.verdict
 
     def find_unmatched(self, values: Sequence[Value]) -> list[str]:
-        return list(self._list_unmatched({name for value in values for name in value.names}))
-
-    def _list_unmatched(self, known: set[str]) -> Iterator[str]:
-        for item in (*self.saved, *self.offloaded):
-            if item not in known:
-                there = f"the names given by checkpoint_name, {nearest_names(item, known)}"
-                yield f"{self!r}: {item!r}{MATCHES_NOTHING}. Of {there}"
+        known = {name for value in values for name in value.names}
+        return [
+            f"{self!r}: {item!r}{MATCHES_NOTHING}. Of the names given by checkpoint_name, "
+            f"{nearest_names(item, known)}"
+            for item in (*self.saved, *self.offloaded)
+            if item not in known
+        ]
 
     @property
     def spelling(self) -> str | None:
@@ -157,9 +157,5 @@ def _offload_names(*names: str) -> Policy:
     )
 
 
-def _offload_dots() -> Policy:
-    return OffloadDotWithNoBatchDims(_USUAL)
-
-
-register_spelling("offload_dot_with_no_batch_dims", _offload_dots)
+register_spelling("offload_dot_with_no_batch_dims", lambda: OffloadDotWithNoBatchDims(_USUAL))
 register_spelling("offload_names", _offload_names, "attn,mlp")

@@ -72,7 +72,7 @@ class Comparison:
         return len(self.rows)
 
     def __str__(self) -> str:
-        head = ("policy", "held", "recomputed", "peak", "time", "added")
+        head = ("policy", "saved", "recomputed", "peak", "time", "added")
         cells = [
             (
                 row.name,
@@ -124,7 +124,7 @@ def compare(
     ...     return torch.sin(torch.sin(x @ w)).sum()
     >>> x, w = torch.ones(8, 16, device="meta"), torch.ones(16, 32, device="meta")
     >>> print(tr.compare(f, x, w, policies=["full", "dots"]))
-    policy                held  recomputed  peak  time  added
+    policy               saved  recomputed  peak  time  added
     plain             2.00 KiB         0 B     -     -      -
     nothing_saveable       0 B    2.00 KiB     -     -      -
     dots_saveable     1.00 KiB    1.00 KiB     -     -      -

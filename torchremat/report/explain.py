@@ -15,11 +15,8 @@ from torchremat.errors import TraceError
 from torchremat.graph.nodes import (
     base_of,
     body_of,
-    call_of,
     is_checkpoint,
     is_forward,
-    is_item,
-    item_index,
 )
 from torchremat.graph.notes import notes_of
 from torchremat.policies.module_selection import Select
@@ -34,19 +31,14 @@ from torchremat.remat.tracing.input_labels import (
     labels_of_state,
     refuse_misspelt,
 )
-from torchremat.remat.values.scope import (
-    Scope,
-    ScopedValue,
-    below,
-    is_computed,
-    program_of,
-)
+from torchremat.remat.values.scope import Scope, ScopedValue, below, is_computed, program_of
 from torchremat.remat.values.value_labels import ValueLabels
 from torchremat.report.observe import (
     Observation,
     ObservedInput,
     SavedStorage,
     observe_saved,
+    residual_of,
 )
 from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
@@ -88,7 +80,7 @@ def explain(
     >>> def f(x, w):
     ...     return torch.sin(x @ w).sum()
     >>> print(explain(f, torch.ones(8, 16), torch.ones(16, 32), policy="full"))
-    held for the backward pass: 0 B in 0 tensors; computed again: 1.00 KiB in 1 tensor
+    saved for the backward pass: 0 B in 0 tensors; recomputed: 1.00 KiB in 1 tensor
     <BLANKLINE>
     recomputed: ... does not let it be saved, 1.00 KiB
       1.00 KiB  mm  f32[8,32]  ...2 (f)
@@ -289,13 +281,11 @@ def _decision_on(saved: SavedStorage) -> Decision | None:
 
 
 def decision_inside(node: fx.Node) -> Decision | None:
-    if not (is_item(node) and is_checkpoint(call_of(node))):
+    found = residual_of(node)
+    if found is None or found[1] < 0:
         return None
-    program = program_of(call_of(node))
-    if program is None:
-        return None
-    number = item_index(node) - (len(call_of(node).meta["val"]) - len(program.residuals))
-    return _decision_of(program, program.residuals[number]) if number >= 0 else None
+    program, number = found
+    return _decision_of(program, program.residuals[number])
 
 
 def _decision_of(program: FunctionProgram, residual: fx.Node) -> Decision:

@@ -102,10 +102,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
-            args, kwargs = (
-                _map_functions(self._watch, args),
-                _map_functions(self._watch, kwargs),
-            )
+            args, kwargs = (_map_functions(self._watch, args), _map_functions(self._watch, kwargs))
         out = func(*args, **kwargs)
         # an unknown storage that an argument has as well is an older one, seen through a view
         older = () if func is _LIFT_FRESH else tuple(storages_in((args, kwargs)))

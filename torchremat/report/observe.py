@@ -29,12 +29,7 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
-from torchremat.remat.values.scope import (
-    Scope,
-    ScopedValue,
-    op_base_name,
-    program_of,
-)
+from torchremat.remat.values.scope import Scope, ScopedValue, op_base_name, program_of
 from torchremat.tracing.ambient_state import meta_as_cpu
 from torchremat.tracing.dtensors import Sharding, local_tensor, wrap_local
 from torchremat.tracing.input_spec import InputSpec
@@ -313,7 +308,7 @@ class _Observer:
         return _rnn_workspace_nbytes(*args)
 
 
-def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
+def residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
     if not is_item(node) or not is_checkpoint(call_of(node)):
         return None
     program = program_of(call_of(node))
@@ -323,7 +318,7 @@ def _residual_of(node: fx.Node) -> tuple[FunctionProgram, int] | None:
 
 
 def _state_of(node: fx.Node) -> Aval | None:
-    found = _residual_of(node)
+    found = residual_of(node)
     if found is None:
         return None
     program, number = found
@@ -331,7 +326,7 @@ def _state_of(node: fx.Node) -> Aval | None:
 
 
 def _place_of(node: fx.Node) -> str:
-    found = _residual_of(node)
+    found = residual_of(node)
     if found is None:
         return ""
     program, number = found

@@ -62,12 +62,12 @@ class Report:
 
     def by_decision(self) -> dict[str, int]:
         """The bytes of each decision that some value has, in a fixed order."""
-        found: dict[str, int] = {}
-        for decision in DECISIONS:
-            rows = [row for row in self.rows if row.decision == decision]
-            if rows:
-                found[decision] = sum(row.nbytes for row in rows)
-        return found
+        present = {row.decision for row in self.rows}
+        return {
+            decision: sum(row.nbytes for row in self.rows if row.decision == decision)
+            for decision in DECISIONS
+            if decision in present
+        }
 
     def by_module(self) -> dict[str, int]:
         """The bytes that autograd saves of the values of each module; they sum to `total`.
@@ -95,7 +95,7 @@ class Report:
         ...     return torch.tanh(torch.tanh(x))
         >>> plain = tr.explain(f, torch.ones(3))
         >>> print(plain.diff(tr.explain(f, torch.ones(3), policy="full")))
-        24 B held -> 0 B (24 B less), 3 values decided otherwise
+        24 B saved -> 0 B (24 B less), 3 values decided otherwise
           12 B  saved  ->  recomputed  tanh    f32[3]
           12 B  saved  ->  recomputed  tanh_1  f32[3]
           12 B  -      ->  input       x       f32[3]
@@ -157,7 +157,7 @@ class Diff:
         less = f"{human_bytes(abs(change))} {'less' if change < 0 else 'more'}"
         number = len(self.changes)
         summary = (
-            f"{human_bytes(self.total_before)} held -> {human_bytes(self.total_after)} ({less}), "
+            f"{human_bytes(self.total_before)} saved -> {human_bytes(self.total_after)} ({less}), "
             f"{number} value{'s' * (number != 1)} decided otherwise"
         )
         by_kind: dict[Any, list[Row]] = {}

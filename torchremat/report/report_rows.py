@@ -22,17 +22,11 @@ def __dir__() -> list[str]:
 SAVED: tuple[Outcome, ...] = ("saved", "constant")
 """Decisions that cost memory of the device: inputs and parameters are there anyway."""
 
-
 DECISIONS: tuple[Outcome, ...] = (
     "saved", "offloaded", "constant", "recomputed", "input", "parameter",
 )  # fmt: skip
 
-
-_TITLES: dict[Outcome, str] = {
-    "input": "inputs",
-    "parameter": "parameters",
-    "constant": "constants",
-}
+_TITLES = {"input": "inputs", "parameter": "parameters", "constant": "constants"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +149,8 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def _summarize(rows: Sequence[Row]) -> str:
-    parts = [f"held for the backward pass: {_measure(rows, SAVED)}"]
-    for decision, title in (("offloaded", "by the host"), ("recomputed", "computed again")):
+    parts = [f"saved for the backward pass: {_measure(rows, SAVED)}"]
+    for decision, title in (("offloaded", "by the host"), ("recomputed", "recomputed")):
         if any(row.decision == decision for row in rows):
             parts.append(f"{title}: {_measure(rows, (decision,))}")
     return "; ".join(parts)

@@ -131,14 +131,11 @@ def draws_random(node: fx.Node, module: fx.GraphModule) -> bool:
         return torch.Tag.nondeterministic_seeded in node.target.tags
     if node.op != "call_function":
         return False
-    bodies = [attribute(module, str(a.target)) for a in _references(node)]
+    references = [used for used in node.all_input_nodes if used.op == "get_attr"]
+    bodies = [attribute(module, str(reference.target)) for reference in references]
     return any(getattr(body, "draws_random", False) for body in bodies) or any(
         draws_random(inner, body)
         for body in bodies
         if isinstance(body, fx.GraphModule)
         for inner in body.graph.nodes
     )
-
-
-def _references(node: fx.Node) -> list[Any]:
-    return [used for used in node.all_input_nodes if used.op == "get_attr"]

@@ -44,10 +44,10 @@ def read_by(node: fx.Node) -> Iterator[fx.Node]:
     elif name in ("aten.convolution_backward", "aten.grid_sampler_2d_backward",
                   "aten.grid_sampler_3d_backward"):  # fmt: skip
         skipped = _find_masked_positions(node.args)
-    for i, value in enumerate(node.args):
-        if i not in skipped:
-            yield from _nodes_in(value)
-    yield from _nodes_in(list(node.kwargs.values()))
+    args = tuple(value for i, value in enumerate(node.args) if i not in skipped)
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg((args, node.kwargs), found.setdefault)
+    yield from found
 
 
 def find_dependents(starts: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
@@ -75,11 +75,3 @@ def _find_masked_positions(args: Sequence[object]) -> set[int]:
     mask = args[-1]
     assert isinstance(mask, Sequence)
     return {position for position, wanted in ((1, mask[1]), (2, mask[0])) if not wanted}
-
-
-def _nodes_in(value: object) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _nodes_in(item)

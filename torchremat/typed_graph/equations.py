@@ -15,7 +15,7 @@ from torchremat.core.avals import Aval
 from torchremat.core.source import Source
 from torchremat.graph.nodes import attribute, is_item
 from torchremat.graph.notes import notes_of
-from torchremat.graph.ops import op_name
+from torchremat.graph.ops import equals_default, op_name
 
 __all__ = ["Eqn", "Literal", "Var"]
 
@@ -164,7 +164,7 @@ def _arguments(
             inputs += [names.var(v) for v in value if isinstance(v, fx.Node)]
             if not all(isinstance(v, fx.Node) for v in value):
                 params[name] = fx.node.map_arg(value, names.var)  # type: ignore[arg-type]
-        elif default is inspect.Parameter.empty or not _same(value, default):
+        elif default is inspect.Parameter.empty or not equals_default(value, default):
             params[name] = fx.node.map_arg(value, names.var)  # type: ignore[arg-type]
     if hasattr(node.target, "params_of"):
         params |= node.target.params_of(params)
@@ -190,10 +190,6 @@ def _bind_arguments(node: fx.Node) -> Iterator[tuple[str, Any, bool, Any]]:
         yield name, value, False, inspect.Parameter.empty
     for name, value in node.kwargs.items():
         yield name, value, False, None
-
-
-def _same(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and bool(value == default)
 
 
 def _dtype_of(value: Number) -> torch.dtype:

@@ -147,7 +147,7 @@ def test_module_of_python_runs_it_and_warnings_are_a_line():
     process = command("residuals", MODEL, "--policy", "names:attn")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert out.startswith("held for the backward pass: 0 B")
+    assert out.startswith("saved for the backward pass: 0 B")
     assert err.startswith("Warning: save_only_these_names('attn')")
     assert err.count("\n") == 1
     assert "\x1b" not in out

@@ -28,11 +28,7 @@ from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
-from torchremat.policies.replay_rules import (
-    body_value_of,
-    reason_not_replayable,
-    reason_to_save,
-)
+from torchremat.policies.replay_rules import body_value_of, reason_not_replayable, reason_to_save
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
 from torchremat.remat.program.random_replay import state_nbytes

@@ -132,11 +132,7 @@ class Program(ABC):
         return axis_names_in(self.forward.module)
 
     def backward(
-        self,
-        outputs_with_cotangent: Mask,
-        inputs_needing_grad: Mask,
-        *,
-        with_states: bool = False,
+        self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, *, with_states: bool = False
     ) -> CompiledGraph:
         """The graph from saved inputs, residuals and cotangents to gradients.
 

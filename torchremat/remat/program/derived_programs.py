@@ -139,12 +139,10 @@ class VjpProgram(Program):
 
     @cached_property
     def output_nodes(self) -> tuple[fx.Node, ...]:
-        """The gradients, as nodes of the joint graph of the program below."""
         return tuple(g for g in self._joint.gradients if g is not None)
 
     @cached_property
     def forward(self) -> CompiledGraph:
-        """The backward pass of the program below, from all of its inputs."""
         known = self._of.values_in(self._joint, self.known_values)
         inputs: list[fx.Node | None] = [*self._joint.inputs, *self._cotangents, *known]
         compiled = compile_backward(
@@ -186,12 +184,10 @@ class BatchedProgram(Program):
 
     @cached_property
     def output_nodes(self) -> tuple[fx.Node, ...]:
-        """The outputs and the residuals of the program below."""
         return self._whole.joint.outputs
 
     @cached_property
     def forward(self) -> CompiledGraph:
-        """The forward graph of the program below, mapped."""
         joint = self._whole.joint
         module = slice_graph(joint.module, joint.inputs, joint.outputs, always_run=draws_in_forward)
         return CompiledGraph.of(module, "batched", compiler=self.compiler)

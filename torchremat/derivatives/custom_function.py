@@ -53,11 +53,9 @@ class FlatCall:
     out_structure: Structure | None = field(default=None, init=False)
 
     def primal(self, inputs: Tensors) -> list[Tensor]:
-        """Run the function itself."""
         return self.flatten_result(self.fun(*self.arguments.all(inputs)))
 
     def flatten_result(self, result: Any) -> list[Tensor]:
-        """Return the tensors of `result`, and note its structure."""
         self.out_structure, outputs = flatten_tensors(result)
         return outputs
 

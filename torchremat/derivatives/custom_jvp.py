@@ -114,7 +114,6 @@ class custom_jvp(CustomFunction):  # noqa: N801 (JAX's name, used as a decorator
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
         if self._jvp is None:
             raise MissingRuleError(
                 f"No JVP defined for custom_jvp function {name_of(self.fun)} using defjvp."

@@ -99,7 +99,6 @@ class custom_vjp(CustomFunction):  # noqa: N801 (JAX's name, used as a decorator
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
         if self._rules is None:
             raise MissingRuleError(
                 f"No VJP defined for custom_vjp function {name_of(self.fun)} using defvjp."
@@ -180,7 +179,6 @@ class _VjpCall(FlatCall):
         )
 
     def bwd(self, rest: _Rest, residuals: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
-        """Return a cotangent for each tensor among the arguments."""
         given = iter(cotangents)
         leaves = []
         for aval in rest.outputs:

@@ -18,7 +18,6 @@ from torchremat.errors import DerivativeShapeError, DerivativeTypeError
 
 
 def check_callable(fun: Any, what: str) -> None:
-    """Raise `TypeError` unless `fun` can be called; `what` names the transformation."""
     if not callable(fun):
         raise DerivativeTypeError(
             f"{what} takes a function or an nn.Module, but it was given {fun!r} "
@@ -27,7 +26,6 @@ def check_callable(fun: Any, what: str) -> None:
 
 
 def resolve_argnums(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of the arguments to differentiate, counted from 0."""
     numbers = as_argnums(argnums, "argnums")
     least = max((n + 1 if n >= 0 else -n for n in numbers), default=0)
     if least > len(args):
@@ -40,7 +38,6 @@ def resolve_argnums(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[
 
 
 def as_value(leaf: Any) -> Any:
-    """Make a tensor of a Python number that has derivatives."""
     return torch.tensor(leaf) if isinstance(leaf, float | complex) else leaf
 
 
@@ -73,11 +70,9 @@ class Flattened:
 
     @property
     def values(self) -> list[Tensor]:
-        """The tensors that are differentiated."""
         return [self.leaves[i] for i in self.wrt]
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Call the function with other tensors."""
         leaves = list(self.leaves)
         for i, tensor in zip(self.wrt, tensors, strict=True):
             leaves[i] = tensor
@@ -100,7 +95,6 @@ class Flattened:
         )
 
     def replace_values(self, values: Sequence[Tensor]) -> "Flattened":
-        """Make a copy in which the tensors that are differentiated have other values."""
         other = copy.copy(self)
         other.leaves = list(self.leaves)
         for i, value in zip(self.wrt, values, strict=True):
@@ -109,7 +103,6 @@ class Flattened:
 
     @property
     def num_inexact(self) -> int:
-        """The number of outputs that have derivatives."""
         return sum(self.is_inexact)
 
     def _check_pair(self, result: Any) -> Any:
@@ -121,7 +114,6 @@ class Flattened:
         return result
 
     def unflatten_result(self, inexact: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
-        """Make the result and the auxiliary data of the two tuples that a call returns."""
         assert self.out is not None and self.aux is not None, "the function has run"
         ours, others = iter(inexact), iter(rest)
         result = self.out.unflatten([next(ours if yes else others) for yes in self.is_inexact])
@@ -136,13 +128,11 @@ class Flattened:
         return _torch.tree_unflatten([next(holes) if _is_hole(x) else None for x in leaves], spec)
 
     def unflatten_inputs(self, found: Sequence[Any]) -> tuple[Any, ...]:
-        """Put values for the tensors that are differentiated in the trees of the arguments."""
         return _torch.tree_unflatten(  # type: ignore[no-any-return]
             scatter_values(found, self.wrt, len(self.leaves)), self.spec
         )
 
     def flatten_cotangents(self, given: Any) -> list[Tensor]:
-        """Check cotangents of the result, and return those of outputs with derivatives."""
         assert self.out is not None, "the function has run"
         try:
             leaves = flatten_up_to(given, self.out.tree)
@@ -182,7 +172,6 @@ def as_scalar_tensor(value: Any, aval: Aval) -> Any:
 
 
 def fits(tensor: Tensor, aval: Aval) -> bool:
-    """Whether `tensor` has that shape and dtype."""
     return tuple(tensor.shape) == aval.shape and tensor.dtype == aval.dtype
 
 

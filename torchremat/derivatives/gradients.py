@@ -121,8 +121,6 @@ def _name_function(function: Callable[..., Any], what: str, fun: Any) -> Callabl
 
 @dataclass(frozen=True)
 class _ScalarCheck:
-    """Raises if what is differentiated is no scalar."""
-
     holomorphic: bool
 
     def __call__(self, result: Any) -> None:
@@ -259,10 +257,7 @@ def build_pull_back(
 
 
 def jvp(
-    fun: Callable[..., Any],
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    has_aux: bool = False,
+    fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
 ) -> Any:
     """The value of `fun` and its derivative in a direction.
 
@@ -306,7 +301,6 @@ def jvp(
 def push_forward(
     flat: Flattened, tangents: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """Compute outputs with derivatives, their tangents, and all other outputs."""
     values = flat.values
     if not values:
         found, rest = flat()

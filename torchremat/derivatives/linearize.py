@@ -94,7 +94,6 @@ class Staged:
     """The outputs of the whole graph; `_LATER` for those that `graph` computes."""
 
     def __call__(self, *inputs: Tensor) -> list[Any]:
-        """Compute the outputs, given the other inputs."""
         found = iter(eval_graph(self.graph, *self.residuals, *inputs))
         return [next(found) if value is _LATER else value for value in self.outputs]
 

@@ -17,7 +17,6 @@ from torchremat.errors import RuleTypeError
 
 
 def name_of(fun: Callable[..., Any]) -> str:
-    """The name of a function or module, for errors."""
     return getattr(fun, "__name__", None) or type(fun).__name__
 
 
@@ -59,8 +58,6 @@ class Signature:
 
 @dataclass(frozen=True, eq=False)
 class RuleArguments:
-    """The arguments of one call."""
-
     name: str
     args: tuple[Any, ...]
     nondiff_argnums: tuple[int, ...]
@@ -83,15 +80,12 @@ class RuleArguments:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of the other arguments."""
         return self._flat[1]
 
     def others(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The other arguments, with other tensors."""
         return unflatten_tensors(self.structure, tensors)  # type: ignore[no-any-return]
 
     def all(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """All arguments, in the order of the function."""
         if not self.nondiff_argnums:
             return self.others(tensors)
         others = iter(self.others(tensors))
@@ -114,7 +108,6 @@ _TENSOR = Structure(HOLE)
 
 
 def unflatten_tensors(structure: Structure, values: Sequence[Any]) -> Any:
-    """Make the tree of a structure with `values` for its tensors."""
     tree = structure.tree
     if tree is HOLE:
         return values[0]
@@ -153,10 +146,8 @@ def describe_tree(tree: Any) -> str:
 
 
 def aval_of_value(value: Any) -> Any:
-    """The aval of a tensor; of anything else, itself."""
     return Aval.of(value) if isinstance(value, Tensor) else value
 
 
 def mark_tensors(structure: Structure) -> list[bool]:
-    """Whether each leaf of a structure is a tensor."""
     return [leaf is HOLE for leaf in _torch.tree_flatten(structure.tree)[0]]

@@ -63,7 +63,6 @@ class CustomCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rule: FlatRule, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the rule, and save the residuals; also the inputs, if it must run again."""
         perturbed = ctx.needs_input_grad[1:]
         values = [tensor.detach() for tensor in inputs]
         tracing = current_tracing()
@@ -84,7 +83,6 @@ class CustomCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        """Run the derivative of the rule; differentiably, if autograd makes a graph of it."""
         count = ctx.num_residuals
         saved = ctx.saved_tensors  # saved-tensor hooks may refuse to unpack twice
         residuals, inputs = saved[:count], saved[count:]

@@ -161,7 +161,6 @@ class VjpRule(FlatRule):
     bwd: Callable[[Any, Tensors, Cotangents], list[Tensor | None]]
 
     def record(self, inputs: Tensors, perturbed: Sequence[bool]) -> Recorded:
-        """Run the forward rule; the backward rule is the derivative."""
         outputs, residuals, rest = self.fwd(inputs, perturbed)
         return Recorded(outputs, residuals, partial(self._pull, rest))
 
@@ -178,7 +177,6 @@ class VjpRule(FlatRule):
         )
 
     def map_over(self, axis: RuleAxis) -> "VjpRule":
-        """Make the rule of the function mapped over an axis."""
         over = _VjpOverAxis(self, axis)
         over.rule = rule = VjpRule(self.name, over.primal, over.fwd, over.bwd)
         return rule
@@ -272,7 +270,6 @@ class JvpRule(FlatRule):
         return Recorded(outputs, [], pull, holds_more=True)
 
     def map_over(self, axis: RuleAxis) -> "JvpRule":
-        """Make the rule of the function mapped over an axis."""
         over = _JvpOverAxis(self, axis)
         over.rule = rule = JvpRule(self.name, over.primal, over.push)
         return rule
@@ -325,7 +322,6 @@ class _JvpOverAxis(_RuleOverAxis):
     def _align_axes(
         self, results: Tensors, at: Dims, nonzero: Sequence[int], num_outputs: int
     ) -> Pushed:
-        """Put the axis of each output and of its tangent in the same place."""
         tangents = scatter_values(results[num_outputs:], nonzero, num_outputs)
         tangent_dims = scatter_values(at[num_outputs:], nonzero, num_outputs)
         out_dims = [
@@ -371,7 +367,6 @@ def scatter_values(values: Sequence[Any], positions: Sequence[int], count: int) 
 
 
 def is_inexact(value: Any) -> bool:
-    """Whether `value` is a tensor of floating-point or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

@@ -71,7 +71,6 @@ class Session:
 
     @property
     def is_on(self) -> bool:
-        """Whether the policy is on a model."""
         return self._model is not None
 
     def begin(
@@ -118,7 +117,6 @@ class Session:
         _logger.debug("%s", self.report)
 
     def end(self) -> None:
-        """Leave the model as it was."""
         if self._peak is not None and self._peak.is_running:
             self._peak.stop()
         self._peak = None
@@ -232,11 +230,9 @@ class StepPeak:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been started and not stopped."""
         return self._memory is not None or self._before is not None
 
     def start(self) -> None:
-        """Begin to count bytes from here."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = _read_requested_nbytes(self._device, "current")
@@ -245,7 +241,6 @@ class StepPeak:
             self._memory.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> int:
-        """End, and return the peak in bytes."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
             memory.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -29,7 +29,6 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback_class() -> Any:
-    """The base class of callbacks of the package that is in use."""
     for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
         try:
             return import_module(name).Callback
@@ -116,7 +115,6 @@ class RematCallback(SessionCallback, _callback_class()):  # type: ignore[misc]
 
 
 def _model_in(module: nn.Module) -> nn.Module:
-    """The model in a `LightningModule`."""
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     if len(children) == 1 and has_forward(children[0]):
         return children[0]
@@ -130,5 +128,4 @@ def _model_in(module: nn.Module) -> nn.Module:
 
 
 def _is_of_the_library(forward: Any) -> bool:
-    """Whether `forward` is the one of `LightningModule`, which only raises."""
     return str(forward.__module__).startswith(("lightning.", "pytorch_lightning."))

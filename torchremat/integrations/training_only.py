@@ -79,7 +79,6 @@ class TrainingOnlyForward(RematForward):
         self.hint = options.hint
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the module, under `checkpoint` while it trains."""
         module = self.__self__
         if not self.is_on or not module.training:
             if args and args[0] is module:
@@ -95,7 +94,6 @@ class TrainingOnlyForward(RematForward):
             raise
 
     def remove(self) -> None:
-        """Leave the module as it was."""
         module = self.__self__
         self.is_on = False
         self.forget()

@@ -143,12 +143,10 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _is_for_the_whole(policy: PolicyLike | PolicyByPattern | None) -> bool:
-    """Whether the policy needs no layers: it plans the model, or has selections of its own."""
     return isinstance(policy, Mapping) or as_policy(policy).is_whole_graph
 
 
 def _accepts_function(model: Any) -> bool:
-    """Whether `_set_gradient_checkpointing` takes a function, as it does but in old model code."""
     parameters = inspect.signature(model._set_gradient_checkpointing).parameters
     return bool(model.supports_gradient_checkpointing) and "value" not in parameters
 
@@ -172,7 +170,6 @@ def _layers_of(model: Any) -> type:
 
 
 def _read_options(given: Mapping[str, Any] | str | None) -> TrainingPolicy | None:
-    """Read `gradient_checkpointing_kwargs`; `None` if they are for the library's own."""
     if isinstance(given, str):
         given = {"policy": given}
     if not given:
@@ -201,7 +198,6 @@ def _read_options(given: Mapping[str, Any] | str | None) -> TrainingPolicy | Non
 
 
 def _check_of_pytorch(given: Mapping[str, Any]) -> None:
-    """Refuse options of torch.utils.checkpoint that have no effect, or warn of them."""
     refused = [key for key in _OF_PYTORCH[2:] if key in given]
     if refused:
         cure = (
@@ -300,7 +296,6 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
 
 
 def _find_pretrained(model: nn.Module) -> Iterator[Any]:
-    """The models of the library in `model`, itself or what adapters are around, outermost first."""
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 

@@ -230,13 +230,11 @@ class _Layers:
         self.steps = [name for _, name in sorted(self._slopes(), key=lambda pair: pair[0])]
 
     def _slopes(self) -> Iterator[tuple[float, str]]:
-        """The seconds for a byte of each step of each layer."""
         for name, curve in self.curves.items():
             for a, b in pairwise(curve.points):
                 yield (b.added_seconds - a.added_seconds) / (a.saved_bytes - b.saved_bytes), name
 
     def limits(self, done: _Steps) -> dict[str, int]:
-        """The most bytes that each layer saves."""
         steps = Counter(self.steps[: done.count])
         saved = {name: c.points[steps[name]].saved_bytes for name, c in self.curves.items()}
         if done.spare:
@@ -246,13 +244,11 @@ class _Layers:
         return saved
 
     def shares(self, done: _Steps) -> Iterator[LayerShare]:
-        """Each layer's limit, with the policy for it."""
         for name, nbytes in self.limits(done).items():
             plain = self.curves[name].points[0].saved_bytes
             yield LayerShare(name, nbytes, plain, _policy_of(nbytes, plain))
 
     def peak(self, done: _Steps) -> int:
-        """The peak of a step of the model."""
         if done not in self.estimates:
             policies = {share.name: share.policy for share in self.shares(done)}
             self.estimates[done] = self._estimate(policies)
@@ -325,7 +321,6 @@ class _JointRecorder(WholeGraphPolicy):
         return self  # a model off the meta device is a copy
 
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
-        """Record `joint`, and schedule it as plain autograd runs it."""
         del fuses
         if not differentiates(joint):
             return forward_only(joint)

@@ -108,7 +108,6 @@ def _no_function(*args: Any, **kwargs: Any) -> None:
 
 
 def check_prevent_cse(prevent_cse: Any) -> Any:
-    """`prevent_cse`, if it is a bool or a tree of bools; else `TypeError`."""
     leaves, _ = _torch.tree_flatten(prevent_cse)
     if not all(isinstance(leaf, bool) for leaf in leaves):
         raise ArgumentTypeError(

@@ -135,7 +135,6 @@ class Checkpointed:
         return self._verified_key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; what it keeps for its derivative is what the policy says."""
         if torch.compiler.is_exporting():
             return self.fun(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -206,14 +205,12 @@ class Checkpointed:
     def _apply(
         self, trace: Trace, program: FunctionProgram, tensors: list[Tensor], sizes: Sizes | None
     ) -> tuple[Any, ...]:
-        """Run `program` of `trace`, differentiably."""
         if trace.records is trace.state[0]:
             return apply_program(program, self.fun, tensors, sizes)
         with torch.enable_grad():  # as the function itself does inside a `no_grad`
             return apply_program(program, self.fun, tensors, sizes)
 
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
-        """The trace of such a call and its program, made now if there is none."""
         with trace_lock:
             trace = self.trace_of(call, args, kwargs)
             key = self._current_key
@@ -235,7 +232,6 @@ class Checkpointed:
             return trace, program
 
     def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
-        """The program of `trace`, made for such arguments."""
         kind = VerifyingProgram if key.verified else FunctionProgram
         program = kind(
             trace.region, self.policy, module_prefix=self.module_prefix, compiler=self.compiler
@@ -246,7 +242,6 @@ class Checkpointed:
         return program
 
     def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
-        """The trace of such a call, made now if there is none."""
         with trace_lock:
             return self._find(call) or self._trace(call, args, kwargs)
 
@@ -280,7 +275,6 @@ class Checkpointed:
         program.is_logged = loudly
 
     def _labels(self, trace: Trace, args: Any, kwargs: Any, call: Call) -> list[str]:
-        """The names by which the user knows the inputs of such a call's trace."""
         bound = BoundCall(self.fun, args, kwargs)
         known = {id(t): str(n) for t, n in zip(bound.tensors, bound.labels, strict=True)}
         arguments = [known.get(id(t), f"argument {i}") for i, t in enumerate(call.tensors)]
@@ -395,7 +389,6 @@ def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | Non
 
 
 def _may_be_dynamic() -> bool:
-    """Whether a call may be served by a graph for many sizes: outside all that transforms it."""
     return (
         not _torch.functorch_is_active()
         and not _torch.in_dual_level()

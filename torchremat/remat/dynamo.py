@@ -37,7 +37,6 @@ def checkpoint_in_compiler(
 
 
 def _contexts(policy: PolicyLike | None) -> tuple[Any, Any]:
-    """The contexts that PyTorch's checkpoint enters for the forward pass and for recomputation."""
     decide = _Decide(as_policy(policy))
     contexts: tuple[Any, Any] = torch.utils.checkpoint.create_selective_checkpoint_contexts(decide)
     for context in contexts:  # names of values, for the policy of a compiler around it
@@ -82,7 +81,6 @@ class _Decide(TakesNames):
         return self._mark(op, args, kwargs, fx.traceback.current_meta)
 
     def take_name(self, node: fx.Node, name: str) -> None:
-        """Decide anew on the value of `node`, now that it has a name."""
         base = base_of(node)
         call = call_of(base)
         if call.op != "call_function" or "recompute" not in call.meta:

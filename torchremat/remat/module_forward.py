@@ -80,7 +80,6 @@ class RematForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the module, under `checkpoint`."""
         if args and args[0] is self._module():  # a method may have been made of it
             args = args[1:]
         function = functools.partial(self._function, self._module())
@@ -146,24 +145,20 @@ class RematForward:
 
     @property
     def last_program(self) -> FunctionProgram | None:
-        """The program of the last call that could be differentiated."""
         run = _running.get(self._key)
         return None if run is None else run.last_program
 
     def install(self) -> None:
-        """Make this the `forward` of the module."""
         # past the class of the module, whose `__setattr__` may do more
         object.__setattr__(self.__self__, "forward", self)
 
     def uninstall(self) -> None:
-        """Give the module the `forward` back that it had before."""
         self.forget()
         object.__delattr__(self.__self__, "forward")
         if self.hidden:
             object.__setattr__(self.__self__, "forward", self.hidden[0])
 
     def forget(self) -> None:
-        """Forget what was traced."""
         _running.pop(self._key, None)
 
     # pickling, and with it copying: as a bound method is, together with its object
@@ -183,7 +178,6 @@ class RematForward:
 
 
 def remat_forward_of(module: nn.Module) -> RematForward | None:
-    """The forward that `wrap` gave to `module`, if it did."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, RematForward) else None
 

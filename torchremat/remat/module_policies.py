@@ -43,14 +43,12 @@ def under_policy(
 
 
 def copy_with_same_state(model: nn.Module) -> nn.Module:
-    """A copy of `model` with the same parameters and buffers."""
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
 def assign_policies(
     module: nn.Module, policy: PolicyLike | PolicyByPattern | None, select: Select | None
 ) -> list[tuple[str, nn.Module, Policy]]:
-    """The modules that `wrap` wraps, each with its name and its policy. Raises as `wrap` does."""
     assigned = _pair_policies(module, policy, select)
     for name, submodule, _ in assigned:
         _check_traceable(name, submodule)

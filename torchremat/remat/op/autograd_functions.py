@@ -68,7 +68,6 @@ class Checkpoint(torch.autograd.Function):
     def forward(
         ctx: Any, program: Program, sizes: Sizes | None, owner: object, *inputs: Tensor
     ) -> tuple[Any, ...]:
-        """Run the program, and save the residuals."""
         ctx.call = next(_calls)
         ctx.sizes = sizes
         offloads = bool(program.offloaded)
@@ -108,7 +107,6 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        """Run the program's backward, or its derivative if that is differentiated again."""
         return _apply_vjp(ctx, cotangents)
 
 
@@ -138,7 +136,6 @@ class FunctionalCheckpoint(torch.autograd.Function):
     def forward(
         program: Program, owner: object, returns_residuals: bool, *inputs: Tensor
     ) -> tuple[Any, ...]:
-        """Run the program."""
         given = set(map(id, inputs))
         results = tuple(
             r.view_as(r) if id(r) in given else r  # else no derivative of it could be saved
@@ -148,7 +145,6 @@ class FunctionalCheckpoint(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Save the inputs and the residuals."""
         program, ctx.owner, _, *tensors = inputs
         ctx.program = program
         ctx.set_materialize_grads(False)
@@ -160,7 +156,6 @@ class FunctionalCheckpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        """Apply the program's derivative, a program again."""
         program: Program = ctx.program
         count = program.num_inputs
         given = tuple(cotangents[i] is not None for i in program.differentiable)
@@ -186,7 +181,6 @@ class FunctionalCheckpoint(torch.autograd.Function):
         returns_residuals: bool,
         *inputs: Tensor,
     ) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
-        """Apply the program mapped over the axis."""
         frame = frame_being_mapped()
         name = None if frame is None else frame.name
         axis = VmapAxis(tuple(in_dims[3:]), info.batch_size, info.randomness, name)
@@ -196,7 +190,6 @@ class FunctionalCheckpoint(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """Apply the program of tangents."""
         return _tangents_of_outputs(ctx, tangents[3:])
 
 
@@ -313,7 +306,6 @@ def _run_jvp(
     *,
     keep_primals: bool,
 ) -> tuple[Any, ...]:
-    """Run the tangent program; with `keep_primals` its outputs come before their tangents."""
     body = inputs[: len(program.region.specs)]
     wrt = tuple(i for i, _ in enumerate(body) if tangents[i] is not None)
     if not wrt:
@@ -401,7 +393,6 @@ class SecondPart:
         self._versions = [ct._version for ct in self.cotangents]
 
     def is_of(self, given: Mask, needed: Mask, cotangents: Sequence[Tensor]) -> bool:
-        """Whether the gradients that are `needed` now are its own, for the same cotangents."""
         return (
             self.given == given
             and not any(a and b for a, b in zip(needed, self.first, strict=True))
@@ -410,7 +401,6 @@ class SecondPart:
         )
 
     def run(self, saved: list[Any], call: int) -> tuple[Any, ...]:
-        """The gradients of the second part."""
         return run_graph(self.parts.second, [*self.carried, *saved], call)
 
 
@@ -422,7 +412,6 @@ def run_first(
     first: Mask,
     cotangents: Sequence[Tensor],
 ) -> tuple[tuple[Any, ...], SecondPart]:
-    """The gradients of the first part, and the second part."""
     results = run_graph(parts.first, list(saved), call)
     cut = len(results) - parts.num_carried
     return results[:cut], SecondPart(parts, given, first, cotangents, list(results[cut:]))

@@ -32,13 +32,11 @@ _programs: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, FunctionProgram]]
 
 
 def policy_of(body: fx.GraphModule) -> Policy:
-    """The policy that a checkpoint in a graph has: `body` is that of a `remat_p`."""
     policy: Policy | None = graph_notes_of(body).checkpoint_policy
     return nothing_saveable if policy is None else policy
 
 
 def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionProgram:
-    """The program of `body` for such inputs, built now if there is none."""
     specs = tuple(InputSpec.of(tensor, any_level=True) for tensor in inputs)
     symbolic = shapes_of(specs) is not None  # such symbols are those of one trace, that around
     programs = {} if symbolic else _programs.setdefault(body, {})

@@ -126,7 +126,6 @@ class Opener:
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graph may be changed; its submodules are the same."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copy = fx.GraphModule(module, graph)
@@ -142,7 +141,6 @@ def _copy_before(
     body: fx.GraphModule,
     path: str,
 ) -> None:
-    """Copy `nodes` of `body` into the graph of `where`; `env` tells what stands for what."""
     with module.graph.inserting_before(where):
         for node in nodes:
             for used in node.all_input_nodes:

@@ -124,7 +124,6 @@ class _Splitter:
         *,
         warn: bool = False,
     ) -> Residuals:
-        """The known values of a graph that `wanted` reads, by the policy."""
         nodes = list(module.graph.nodes)
         for node in nodes:
             notes = notes_of(node)

@@ -45,7 +45,6 @@ class RematOp(BodyOperator):
         return super().__call__(body, *inputs, call=call)  # type: ignore[no-any-return,no-untyped-call]
 
     def runner_of(self, body: fx.GraphModule) -> Runner:
-        """The compiled function that runs `body`, by the compiler of its program."""
         notes = graph_notes_of(body)
         runner: Runner | None = notes.runner
         if runner is None:
@@ -150,7 +149,6 @@ _OF_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
 
 
 def note_if_out_of_memory(error: RuntimeError, compiled: CompiledGraph) -> None:
-    """Add a note to `error`, which `compiled` raised, if it is that memory ran out."""
     notes = graph_notes_of(compiled.module)
     program: Program | None = notes.program
     if program is None or not _is_out_of_memory(error):
@@ -171,7 +169,6 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _node_of(error: RuntimeError, compiled: CompiledGraph) -> fx.Node | None:
-    """The node whose line of the compiled function `error` comes from, if it has lines."""
     lines = source_of(compiled.run).splitlines()
     for frame, number in traceback.walk_tb(error.__traceback__):
         if not frame.f_code.co_filename.startswith("<torchremat") or number > len(lines):

@@ -25,8 +25,6 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class CompiledGraph:
-    """A graph and the function that runs it."""
-
     module: fx.GraphModule
     run: Runner
 
@@ -38,7 +36,6 @@ class CompiledGraph:
         program: object = None,
         compiler: Compiler | None = None,
     ) -> "CompiledGraph":
-        """Compile `module`, which is the graph of `program`, with `compiler` if there is one."""
         note_graph(module, program=program)
         simplify(module.graph)
         return cls(module, compiler(module) if compiler else compile_graph(module, name))

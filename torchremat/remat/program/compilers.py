@@ -40,5 +40,4 @@ def compiler_named(name: str | None) -> Compiler | None:
 
 
 def compiler_of(fun: Callable[..., Any]) -> Compiler | None:
-    """The compiler of `fun`, if `torch.compile` runs it with inductor."""
     return _compilers["inductor"] if _torch.is_compiled_by_inductor(fun) else None

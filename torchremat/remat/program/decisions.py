@@ -28,11 +28,7 @@ from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
-from torchremat.policies.replay_rules import (
-    body_value_of,
-    reason_not_replayable,
-    reason_to_save,
-)
+from torchremat.policies.replay_rules import body_value_of, reason_not_replayable, reason_to_save
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
 from torchremat.remat.program.random_replay import state_nbytes
@@ -42,8 +38,6 @@ Outcome = Literal["saved", "recomputed", "offloaded", "input", "parameter", "con
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision on one value, with the reason."""
-
     outcome: Outcome
     reason: str
     place: str = ""
@@ -128,7 +122,6 @@ class PolicyDecisions:
         return {node for node in self.forced if state_nbytes(node) is not None}
 
     def copy_to(self, nodes: Mapping[fx.Node, fx.Node]) -> "PolicyDecisions":
-        """These decisions for a copy of the graph, in which each node became one of `nodes`."""
         other = copy.copy(self)
         other.values = {nodes[node]: value for node, value in self.values.items()}
         other.forced = {nodes[node] for node in self.forced}
@@ -138,7 +131,6 @@ class PolicyDecisions:
         return other
 
     def residuals(self, joint: Joint) -> Residuals:
-        """The forward values that the backward half of `joint` reads, by these decisions."""
         wanted = [g for g in joint.gradients if g is not None]
         if self.schedule is not None and self.schedule.backward:
             return self._residuals_of(self.schedule, joint, wanted)
@@ -163,7 +155,6 @@ class PolicyDecisions:
         )
 
     def residuals_for(self, joint: Joint, wanted: Sequence[fx.Node]) -> Residuals:
-        """The forward values that `wanted` values of `joint` need, by these decisions."""
         known = {*joint.inputs, *joint.forward_nodes}
         if self.schedule is not None:
             known |= self.schedule.kept
@@ -177,7 +168,6 @@ class PolicyDecisions:
 
     @property
     def offloads(self) -> bool:
-        """Whether a value may be offloaded."""
         return any(decision.outcome == "offloaded" for decision in self.by_value.values())
 
     def warn_of_places(self, *, is_compiled: bool) -> bool:
@@ -196,7 +186,6 @@ class PolicyDecisions:
         return bool(self.not_moved) or (is_compiled and self.offloads)
 
     def warn_of_unmatched(self) -> bool:
-        """Warn, at the user's line, of what the policy names and no value has; if anything."""
         values = list(self.values.values())
         messages = self.policy.find_unmatched(values)
         if not messages:
@@ -218,7 +207,6 @@ class PolicyDecisions:
 
 
 def _why_planned(node: fx.Node) -> str:
-    """Why a plan keeps the value."""
     return (
         reason_not_replayable(node)
         or reason_to_save(node)
@@ -231,12 +219,10 @@ def _has_several_values(node: fx.Node) -> bool:
 
 
 def _names_of(node: fx.Node) -> tuple[str, ...]:
-    """The names given to `node` in its graph."""
     return _names_among(node.graph.nodes).get(node, ())
 
 
 def _values_in_branches(cond: fx.Node, module_prefix: str) -> list[Value]:
-    """The values that the two functions of a `torch.cond` compute."""
     values = []
     for body in inner_graphs_of(cond):
         names = _names_among(body.graph.nodes)

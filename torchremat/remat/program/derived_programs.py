@@ -19,11 +19,7 @@ from torchremat.graph.slicing import slice_graph
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.compiled_graph import CompiledGraph, compile_backward
 from torchremat.remat.program.function_program import FunctionProgram
-from torchremat.remat.program.program import (
-    Program,
-    cache_by_program,
-    mark_kept_apart,
-)
+from torchremat.remat.program.program import Program, cache_by_program, mark_kept_apart
 from torchremat.remat.program.region import Mask, Region, VmapAxis
 from torchremat.tracing.input_spec import InputSpec
 
@@ -40,11 +36,7 @@ def vjp_program(
 
 @cache_by_program
 def jvp_program(
-    program: Program,
-    wrt: tuple[int, ...],
-    specs: tuple[InputSpec, ...],
-    *,
-    keep_primals: bool,
+    program: Program, wrt: tuple[int, ...], specs: tuple[InputSpec, ...], *, keep_primals: bool
 ) -> FunctionProgram:
     """The program from inputs and tangents of the inputs `wrt` to tangents of the outputs.
 
@@ -74,11 +66,7 @@ def floating_outputs(program: Program) -> tuple[int, ...]:
 
 @cache_by_program
 def batch_program(
-    program: Program,
-    specs: tuple[InputSpec, ...],
-    axis: VmapAxis,
-    *,
-    returns_residuals: bool,
+    program: Program, specs: tuple[InputSpec, ...], axis: VmapAxis, *, returns_residuals: bool
 ) -> tuple[Program, OutDims]:
     """The program mapped over an axis of its inputs, and where that axis is in each output.
 
@@ -151,12 +139,10 @@ class VjpProgram(Program):
 
     @cached_property
     def output_nodes(self) -> tuple[fx.Node, ...]:
-        """The gradients, as nodes of the joint graph of the program below."""
         return tuple(g for g in self._joint.gradients if g is not None)
 
     @cached_property
     def forward(self) -> CompiledGraph:
-        """The backward pass of the program below, from all of its inputs."""
         known = self._of.values_in(self._joint, self.known_values)
         inputs: list[fx.Node | None] = [*self._joint.inputs, *self._cotangents, *known]
         compiled = compile_backward(
@@ -198,12 +184,10 @@ class BatchedProgram(Program):
 
     @cached_property
     def output_nodes(self) -> tuple[fx.Node, ...]:
-        """The outputs and the residuals of the program below."""
         return self._whole.joint.outputs
 
     @cached_property
     def forward(self) -> CompiledGraph:
-        """The forward graph of the program below, mapped."""
         joint = self._whole.joint
         module = slice_graph(joint.module, joint.inputs, joint.outputs, always_run=draws_in_forward)
         return CompiledGraph.of(module, "batched", compiler=self.compiler)

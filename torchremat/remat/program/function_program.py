@@ -66,7 +66,6 @@ class FunctionProgram(Program):
         self._describe()
 
     def _describe(self) -> None:
-        """Set the parts of a program that follow from the joint graph and the decisions."""
         region = self.region
         inputs, mutations = self.root_joint.inputs, region.joint.mutations
         self.writes = tuple(i for i, _ in mutations)
@@ -106,7 +105,6 @@ class FunctionProgram(Program):
         return self._specialized[key]
 
     def _replace(self, region: Region, chosen: tuple[Joint, PolicyDecisions]) -> "FunctionProgram":
-        """A program of the same kind for another form of the region, with the same decisions."""
         return type(self)(
             region,
             self.policy,
@@ -119,7 +117,6 @@ class FunctionProgram(Program):
     """Why nothing is offloaded, where a policy says so of values."""
 
     def warn_of_policy(self) -> None:
-        """Warn of what the policy says and cannot be."""
         self.is_warned_of = any([*self._warnings()])
 
     def _warnings(self) -> Iterator[bool]:
@@ -139,7 +136,6 @@ class FunctionProgram(Program):
 
     @cached_property
     def forward(self) -> CompiledGraph:
-        """The graph from inputs to outputs, new values of written inputs, and residuals."""
         return self._compile_forward(())
 
     @cached_property
@@ -191,7 +187,6 @@ def _joint_under(policy: Policy, region: Region, module_prefix: str) -> Joint:
 
 
 def _find_split(inner: NestedProgram, policies: Sequence[tuple[Policy, str]]) -> NestedSplit | None:
-    """How to open `inner` for `policies`, each with the name of the module around."""
     own = inner.decisions
     everyone = list(policies)
     if own.policy.applies_to_nested:

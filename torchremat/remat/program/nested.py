@@ -99,7 +99,6 @@ def rejoin_opened(forward: fx.GraphModule) -> None:
 
 
 def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
-    """The calls of checkpoints inside: what runs forward, and what runs backward."""
     found: dict[int, tuple[fx.Node, list[fx.Node]]] = {}
     for node in joint.module.graph.nodes:
         number = node.kwargs.get("call")
@@ -167,7 +166,6 @@ def _open_forward(forward: fx.Node, split: NestedSplit) -> tuple[list[fx.Node], 
 
 
 def _items(call: fx.Node, start: int, values: Sequence[fx.Node]) -> list[fx.Node]:
-    """The outputs of `call` from `start` on, which are `values` of the graph that it runs."""
     items = []
     for i, value in enumerate(values):
         item = call.graph.call_function(operator.getitem, (call, start + i))
@@ -209,7 +207,6 @@ def _open_backward(
 
 
 def _drop_unread(body: fx.GraphModule, operands: Sequence[Any]) -> list[Any]:
-    """Take the inputs that nothing in `body` reads out of it; the operands that are left."""
     left = []
     inputs = body.graph.find_nodes(op="placeholder")
     for placeholder, operand in zip(list(inputs), operands, strict=True):

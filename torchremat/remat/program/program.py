@@ -85,29 +85,24 @@ class Program(ABC):
 
     @cached_property
     def output_nodes(self) -> tuple[Any, ...]:
-        """The tensor outputs."""
         return tuple(o for o in self.region.joint.outputs if isinstance(o, fx.Node))
 
     @cached_property
     def num_outputs(self) -> int:
-        """The number of tensor outputs, without writes and residuals."""
         return len(self.output_nodes)
 
     @cached_property
     def differentiable(self) -> tuple[int, ...]:
-        """Positions among the tensor outputs of those that have a derivative."""
         outputs = self.region.joint.outputs
         positions = [i for i, output in enumerate(outputs) if isinstance(output, fx.Node)]
         return tuple(positions.index(i) for i in self.region.differentiable)
 
     @cached_property
     def non_differentiable(self) -> tuple[int, ...]:
-        """Positions among the tensor outputs of those that have none."""
         return tuple(i for i in range(self.num_outputs) if i not in self.differentiable)
 
     @cached_property
     def discrete(self) -> tuple[int, ...]:
-        """Positions among the tensor outputs of integers and booleans."""
         return tuple(i for i, node in enumerate(self.output_nodes) if not is_inexact(node))
 
     @cached_property
@@ -128,15 +123,10 @@ class Program(ABC):
 
     @cached_property
     def axis_names(self) -> frozenset[AxisName]:
-        """The named axes that operators of the forward graph are over."""
         return axis_names_in(self.forward.module)
 
     def backward(
-        self,
-        outputs_with_cotangent: Mask,
-        inputs_needing_grad: Mask,
-        *,
-        with_states: bool = False,
+        self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, *, with_states: bool = False
     ) -> CompiledGraph:
         """The graph from saved inputs, residuals and cotangents to gradients.
 
@@ -187,7 +177,6 @@ class Program(ABC):
         return compiled
 
     def joint_for(self, outputs_with_cotangent: Mask) -> Joint:
-        """The joint graph that derivatives with respect to these outputs are taken from."""
         return self.region.joint_for(outputs_with_cotangent)
 
     def values_in(self, joint: Joint, values: Sequence[fx.Node]) -> list[fx.Node | None]:

@@ -46,12 +46,10 @@ def state_nbytes(node: fx.Node) -> int | None:
 
 
 def state_aval(node: fx.Node) -> Aval:
-    """The aval of the generator's state that the random value `node` can be replayed from."""
     return Aval((_STATE_NBYTES[node.meta["val"].device.type],), torch.uint8)
 
 
 def with_generator(op: _torch.OpOverload) -> _torch.OpOverload | None:
-    """The overload of a random operator that takes a generator."""
     if any(argument.name == "generator" for argument in _torch.schema_arguments(op)):
         return op
     packet = getattr(aten, packet_name(op).removeprefix("aten."))
@@ -104,7 +102,6 @@ def draws_again(node: fx.Node) -> bool:
 
 
 def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
-    """The arguments of `replay_random` after the state: the operator and its own arguments."""
     assert isinstance(draw.target, _torch.OpOverload)
 
     def like(node: fx.Node) -> fx.Node:
@@ -128,7 +125,6 @@ def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
 
 
 def generator_state(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """The state of `generator`, or of the default one of `device`."""
     return (generator or _default_generator(device)).get_state()
 
 
@@ -140,7 +136,6 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 def draw_now(draw: fx.Node, state: Tensor) -> Tensor:
-    """The value of `draw`, drawn from `state`."""
     op = draw.target
     assert isinstance(op, _torch.OpOverload)
 
@@ -164,7 +159,6 @@ class _Scratch(threading.local):
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def at(self, state: Tensor, device: torch.device) -> torch.Generator:
-        """The generator of `device`, set to `state`."""
         generator = self.generators.get(device)
         if generator is None:
             generator = self.generators[device] = torch.Generator(device)

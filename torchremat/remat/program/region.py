@@ -113,21 +113,18 @@ class Region:
         return self.dynamic is None or self.dynamic.holds(sizes)
 
     def specialize(self, sizes: Sizes) -> tuple["Region", Mapping[fx.Node, fx.Node]]:
-        """The region with numbers for symbols, and for each node of the joint graph its copy."""
         joint, nodes = specialize_joint(self.joint, sizes)
         specs = tuple(spec_at(spec, sizes) for spec in self.specs)
         return Region(self.body, specs, self.names, self.paths, self.options, joint=joint), nodes
 
     @cached_property
     def wrt(self) -> tuple[int, ...]:
-        """The positions of the inputs that are differentiated."""
         if not self.options.with_gradients:
             return ()
         return tuple(i for i, spec in enumerate(self.specs) if spec.requires_grad)
 
     @cached_property
     def differentiable(self) -> tuple[int, ...]:
-        """The positions, among all outputs, of those that have a cotangent."""
         return tuple(i for i, ct in enumerate(self.joint.cotangents) if ct is not None)
 
 

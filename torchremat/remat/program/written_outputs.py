@@ -26,8 +26,6 @@ class WrittenOutput:
     views: tuple[fx.Node, ...]
 
     def of(self, value: Tensor, sizes: Sizes | None) -> Tensor:
-        """The output, given the input after the write."""
-
         def literal(argument: Any) -> Any:
             if not isinstance(argument, Size):
                 return argument
@@ -43,7 +41,6 @@ class WrittenOutput:
 def find_written_outputs(
     outputs: Sequence[fx.Node], mutations: Sequence[tuple[int, fx.Node]]
 ) -> tuple[WrittenOutput, ...]:
-    """Find those of `outputs`; `mutations` pairs inputs with the nodes of their new values."""
     inputs = {value: i for i, value in mutations}
     found = []
     for position, output in enumerate(outputs):

@@ -17,7 +17,6 @@ _TARGET = """
 
 
 def _with_target(function: click.decorators.FC) -> click.decorators.FC:
-    """Give a command its target, and its help the description of targets."""
     function.__doc__ = f"{function.__doc__}\n{_TARGET}"
     return options.target(function)
 

@@ -49,7 +49,6 @@ class _Inliner:
         self.attributes: dict[str, Any] = {}
 
     def copy(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Copy the operators of `module`, run on `inputs`, into the graph; return the results."""
         env: dict[fx.Node, Any] = {}
         remaining = iter(inputs)
         for node in module.graph.nodes:

@@ -55,8 +55,6 @@ def lower(module: fx.GraphModule, backend: str) -> Runner:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend by its name: a compiler for the graphs of programs."""
-
     name: str
 
     def __post_init__(self) -> None:
@@ -73,7 +71,6 @@ class Backend:
         return self.name == "inductor"
 
     def __call__(self, module: fx.GraphModule) -> Runner:
-        """The function that runs the graph of `module`."""
         return lower(module, self.name)
 
 
@@ -104,7 +101,6 @@ class _ByInductor:
 
     @property
     def source(self) -> str:
-        """The generated code."""
         self._compile()
         return self._source
 
@@ -149,6 +145,5 @@ class _ByInductor:
 
 
 def _lay_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Copy `tensor` into strides `stride`."""
     copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

@@ -245,8 +245,6 @@ def device_of(region: Region) -> torch.device | None:
 
 
 class _PlannedFunction:
-    """A function that is being planned."""
-
     def __init__(
         self, region: Region, model: CostModel, solver: str, resident: int, offload: bool
     ) -> None:

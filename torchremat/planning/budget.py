@@ -57,7 +57,6 @@ class Budget:
         return cls(fraction=_fraction(given, given))
 
     def bytes_of(self, plain_peak: int) -> int:
-        """The bytes, if the peak without rematerialisation is `plain_peak`."""
         if self.nbytes is not None:
             return self.nbytes
         assert self.fraction is not None

@@ -22,7 +22,6 @@ class _Planned(WholeGraphPolicy):
     """A policy with a plan, which it describes when memory runs out."""
 
     def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
-        """Describe the plan's peak and what is alive at `failed`."""
         if not isinstance(program, FunctionProgram):  # a derivative of higher order has no plan
             return None
         return describe_plan(program, failed, repr(self))
@@ -190,7 +189,6 @@ class FromPlan(_Planned):
 
     @property
     def spelling(self) -> str | None:
-        """The policy as text, if the plan was given as a path."""
         return None if self.path is None else f"plan:{self.path}"
 
     def __repr__(self) -> str:

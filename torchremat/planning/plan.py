@@ -176,8 +176,6 @@ class Plan:
         # by name: pictures are a layer above
         import_module("torchremat.viz").graph_html(self, path)
 
-    # --- on disk ---------------------------------------------------------------------------------
-
     def to_json(self) -> str:
         """The plan as JSON, with its version and the graph that it is for; without graphs."""
         content = {
@@ -244,8 +242,6 @@ class Plan:
         with open(path, encoding="utf-8") as file:
             return cls.from_json(file.read(), os.fspath(path))
 
-    # --- on a graph ------------------------------------------------------------------------------
-
     def graph_schedule(self, joint: Joint) -> GraphSchedule:
         """The plan in the nodes of `joint`; raises `PlanError` if that is another graph.
 
@@ -283,7 +279,6 @@ _LATER_FIELDS = ("offloaded_bytes", "link_seconds")
 
 
 def order_of(schedule: GraphSchedule, joint: Joint) -> Order:
-    """A schedule by the positions of the nodes of `joint`."""
     numbers = {node: i for i, node in enumerate(joint.module.graph.nodes)}
     return Order(
         tuple(sorted(numbers[node] for node in schedule.saved)),

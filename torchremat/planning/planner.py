@@ -74,12 +74,10 @@ class PlannedStep:
 
     @cached_property
     def graph_schedule(self) -> GraphSchedule:
-        """The schedule, in nodes of the graph."""
         return self.step.graph_schedule(self.schedule)
 
     @cached_property
     def offloaded(self) -> frozenset[fx.Node]:
-        """The nodes that are offloaded."""
         nodes = (self.step.values[v] for v in self.schedule.offloaded)
         return frozenset(node for node in nodes if node is not None)
 
@@ -92,7 +90,6 @@ class PlannedStep:
 
     @property
     def offloaded_bytes(self) -> int:
-        """The bytes that are copied to the host."""
         return sum(self.step.problem.nbytes[v] for v in self.schedule.offloaded)
 
 
@@ -102,8 +99,6 @@ _ENOUGH = 4
 
 
 class Planner:
-    """Plans of one joint graph under several budgets."""
-
     def __init__(
         self,
         joint: Joint,
@@ -124,20 +119,17 @@ class Planner:
 
     @cached_property
     def step(self) -> NumericStep:
-        """The step in numbers, as traced."""
         return NumericStep.of(
             self.joint, self.cost_model.seconds, host_bytes_per_second=self.host_bytes_per_second
         )
 
     @cached_property
     def plain(self) -> PlannedStep:
-        """Without rematerialisation."""
         schedule = replay_of(self.step.problem, self.step.plain).schedule
         costs = costs_of(self.step.problem, schedule)
         return PlannedStep(self.step, schedule, costs, 0.0, costs.peak)
 
     def bytes_of(self, budget: Budget) -> int:
-        """The budget in bytes."""
         return budget.bytes_of(self.resident + self.plain.costs.peak)
 
     def plan(self, budget: Budget | None, asked: str, saved: int | None = None) -> PlannedStep:
@@ -204,7 +196,6 @@ class Planner:
         )
 
     def _describe_peak(self, solution: Solution) -> str:
-        """A sentence with the operator at the peak, and where the user wrote it."""
         if solution.lowest is None:
             return ""
         live = costs_of(self.step.problem, solution.lowest).live

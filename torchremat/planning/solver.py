@@ -116,7 +116,6 @@ class SolverOptions:
     progress: Callable[[float], None] | None = None
 
     def seconds_for(self, problem: Problem) -> float:
-        """The time to take for `problem`."""
         if self.seconds is not None:
             return self.seconds
         return min(28.0, 5.0 + 0.006 * len(problem.operators))
@@ -189,7 +188,6 @@ def solve_orders(
 def _search(
     problem: Problem, budget: int, options: SolverOptions, timer: CpuTimer, seconds: float
 ) -> Incumbent:
-    """Search for so many seconds, or until the best is near enough to its bound."""
     is_small = len(problem.operators) <= _MOST_OPERATORS
     whole = TimeSlice(timer, seconds)
     clock = TimeSlice(timer, _FIRST_SHARE * seconds if is_small else seconds, options.progress)
@@ -279,7 +277,6 @@ def _polish(evaluator: Evaluator, incumbent: Incumbent) -> None:
 
 
 def _repair_feasible(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> None:
-    """Find some schedule that fits: rather late than not at all."""
     assert incumbent.lowest is not None
     incumbent.note(LocalSearch(evaluator, deadline).repair(incumbent.lowest))
     if incumbent.best is None:
@@ -290,7 +287,6 @@ def _repair_feasible(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadl
 
 
 def _find_lowest(incumbent: Incumbent, evictor: Evictor, budget: int) -> None:
-    """How low the peak can be, where `budget` was not met."""
     assert incumbent.lowest is not None
     problem = evictor.problem
     floor = floor_of(problem)
@@ -304,7 +300,6 @@ def _find_lowest(incumbent: Incumbent, evictor: Evictor, budget: int) -> None:
 
 
 def _is_searchable(problem: Problem) -> bool:
-    """Whether it is small enough to search from the last step to the first."""
     return not problem.offloadable and BackwardSearch(problem).size <= _MOST_SEARCHED
 
 
@@ -334,7 +329,6 @@ def _step_back_wider(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadl
 
 
 def _refine(evaluator: Evaluator, incumbent: Incumbent, seconds: float) -> None:
-    """Search around the best with all moments as rows, where there are not too many."""
     near = Incumbent(TimeSlice(incumbent.clock.timer, seconds), incumbent.gap)
     near.best, near.lowest, near.bound = incumbent.best, incumbent.lowest, incumbent.bound
     rounds = RowGeneration(evaluator, near)
@@ -347,7 +341,6 @@ def _refine(evaluator: Evaluator, incumbent: Incumbent, seconds: float) -> None:
 def _try_larger_budget(
     evaluator: Evaluator, incumbent: Incumbent, factor: float, seconds: float
 ) -> None:
-    """Bring what is found for a budget `factor` times as large under the budget."""
     easier = Evaluator(evaluator.problem, int(factor * evaluator.budget))
     timer = incumbent.clock.timer
     found = Incumbent(TimeSlice(timer, _EASIER_SHARE * seconds), incumbent.gap)

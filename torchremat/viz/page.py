@@ -99,7 +99,6 @@ def diff_html(
 
 
 def page_of(*pictures: Picture, only_timeline: bool = False) -> str:
-    """The page of one picture, or of two side by side."""
     data = {
         "format": 1,
         "kinds": dict(KINDS),

@@ -69,7 +69,6 @@ def pareto(
 def pareto_figure(
     points: Pareto | Iterable[PointLike], named: Mapping[str, PointLike], title: str
 ) -> Figure:
-    """The curve as a figure."""
     if not isinstance(points, Iterable):
         raise ArgumentTypeError(
             f"pareto takes the points of a curve, as planning.pareto(f, x) gives them, but it was "
@@ -146,7 +145,6 @@ class _ParetoDrawing:
         return drawn
 
     def marks(self) -> list[Shape]:
-        """Points, and their names beside them."""
         labels = TextLabels((LEFT + 2, TOP - 8, WIDTH - 4, HEIGHT - BOTTOM - 2))
         labels.take_line([self.at(p) for p in self.curve])
         found: list[Shape] = []

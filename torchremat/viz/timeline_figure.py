@@ -89,7 +89,6 @@ def timeline(
 
 
 def timeline_figure(picture: Picture, *, inputs: bool = False) -> Figure:
-    """The timeline of a picture as a figure."""
     assert picture.timeline is not None
     return _TimelineDrawing(picture, picture.timeline, inputs).figure()
 

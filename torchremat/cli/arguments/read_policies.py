@@ -22,7 +22,6 @@ from torchremat.remat.module_policies import under_policy
 
 @contextmanager
 def option_errors(option: str) -> Iterator[None]:
-    """Name the option in an error of its value."""
     try:
         yield
     except (TorchrematError, OSError) as error:
@@ -75,7 +74,6 @@ def read_policies(policies: Sequence[str], budgets: Sequence[str]) -> dict[str, 
 def read_one_policy(
     policy_text: str | None, budget: str | None, select: str | None
 ) -> Policy | None:
-    """The one policy of a command that takes one; `None` without any."""
     if policy_text is not None and budget is not None:
         raise click.UsageError("--policy and --budget are two policies: give one of them")
     if policy_text is None and budget is None:
@@ -88,8 +86,6 @@ def read_one_policy(
 
 @dataclass(frozen=True)
 class OnePolicyOptions:
-    """The options of a command on a target under one policy, or without any."""
-
     target: str
     policy: str | None = None
     budget: str | None = None
@@ -99,7 +95,6 @@ class OnePolicyOptions:
     json_path: str | None = None
 
     def load(self) -> tuple[Target, Policy | None]:
-        """Check the options, then load the target, which may take long."""
         chosen = read_one_policy(self.policy, self.budget, self.select)
         check_writable(json=self.json_path)
         check_pages(self.html)

@@ -25,8 +25,6 @@ from torchremat.cli.terminal.exit_codes import UserCodeError
 
 @dataclass(frozen=True)
 class Target:
-    """A function or module, and the arguments to call it with."""
-
     text: str
     fun: Callable[..., Any]
     args: tuple[Any, ...]
@@ -88,7 +86,6 @@ def _call_maker(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
 
 
 def _num_required(function: Callable[..., Any]) -> int:
-    """The number of arguments without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function of C has none
@@ -98,7 +95,6 @@ def _num_required(function: Callable[..., Any]) -> int:
 
 
 def _read_examples(text: str, fun: Any, beside: Any) -> Any:
-    """The arguments from `example_inputs`, of the module or in its file."""
     examples = getattr(fun, "example_inputs", beside)
     if not callable(examples):
         kind = "module" if isinstance(fun, nn.Module) else "function"
@@ -129,11 +125,7 @@ def _describe_target(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-# --- devices -------------------------------------------------------------------------------------
-
-
 def _use_device(device: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Make new tensors on `device` within the block."""
     if device is None:
         return contextlib.nullcontext()
     try:
@@ -159,7 +151,6 @@ def _move(target: Target, device: str | None) -> Target:
 
 @contextlib.contextmanager
 def _name_user_errors(doing: str) -> Iterator[None]:
-    """Raise errors of the user's code as `UserCodeError`, which names what it did."""
     try:
         yield
     except (Exception, SystemExit) as error:

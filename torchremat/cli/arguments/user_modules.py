@@ -119,13 +119,11 @@ def _import_module(where: str) -> ModuleType:
 
 
 def _let_import_from(folder: Path) -> None:
-    """As for a script of that folder."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def _siblings(missing: str) -> list[str]:
-    """The modules beside the one that is missing."""
     package, _, _ = missing.rpartition(".")
     if not package:
         return [entry.name for entry in pkgutil.iter_modules([str(Path.cwd())])]

@@ -28,8 +28,6 @@ PLAIN, AGAIN = "plain", "plain again"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of `torchremat bench`, as its help explains them."""
-
     target: str
     policies: tuple[str, ...] = ()
     budgets: tuple[str, ...] = ()
@@ -52,17 +50,14 @@ class Measured:
 
     @property
     def best(self) -> float:
-        """The shortest step."""
         return min(self.seconds)
 
     @property
     def median(self) -> float:
-        """The step in the middle."""
         return statistics.median(self.seconds)
 
 
 def run_bench(options: BenchOptions) -> None:
-    """Measure, and print a table."""
     chosen = read_policies(options.policies, options.budgets)
     check_writable(json=options.json_path)
     with show_progress_of(f"loading {options.target}"):
@@ -145,7 +140,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The greatest difference between two elements."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     return float((a.to(wide) - b.to(wide)).abs().max())
 

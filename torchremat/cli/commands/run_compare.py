@@ -25,8 +25,6 @@ from torchremat.report.explain import explain
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of `torchremat compare`, as its help explains them."""
-
     target: str
     policies: tuple[str, ...] = ()
     budgets: tuple[str, ...] = ()
@@ -38,7 +36,6 @@ class CompareOptions:
 
 
 def run_compare(options: CompareOptions) -> None:
-    """Trace under each policy, and print a table."""
     chosen = read_policies(options.policies, options.budgets)
     if options.html is not None and len(chosen) > 2:
         raise click.UsageError(
@@ -76,7 +73,6 @@ def _compare(target: Target, chosen: dict[str, Policy], options: CompareOptions)
 
 
 def _row(name: str, target: Target, policy: Policy | None, options: CompareOptions) -> Compared:
-    """Explain one policy, which gives its saved bytes, and estimate peak and time of a step."""
     under: dict[str, Any] = {"policy": policy}
     if policy is not None:
         under["select"] = options.select

@@ -28,7 +28,6 @@ _VARIABLES = (
 
 
 def run_env(json_path: str | None) -> None:
-    """Print what `environment` finds."""
     found = environment()
     if json_path != "-":
         show("\n\n".join(_section(title, rows) for title, rows in found.items()))

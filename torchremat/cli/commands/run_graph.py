@@ -13,13 +13,10 @@ from torchremat.typed_graph.typed_graph import TypedGraph
 
 @dataclass(frozen=True)
 class GraphOptions(OnePolicyOptions):
-    """The options of `torchremat graph`, as its help explains them."""
-
     sources: bool = False
 
 
 def run_graph(options: GraphOptions) -> None:
-    """Trace and print the graph, or write it as a page or JSON."""
     target, chosen = options.load()
     fun = apply_policy(target, chosen, options.select)
     with show_progress_of("tracing"), meta_as_cpu():

@@ -23,8 +23,6 @@ from torchremat.planning.plan import Plan
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of `torchremat plan`, as its help explains them."""
-
     target: str
     budget: str
     save: str | None = None
@@ -37,7 +35,6 @@ class PlanOptions:
 
 
 def run_plan(options: PlanOptions) -> None:
-    """Plan, print the figures, and write the files of the options."""
     check_budget(options.budget)
     optimizer = read_optimizer(options.optimizer)
     check_rates(options.on)
@@ -75,7 +72,6 @@ def check_rates(name: str | None) -> None:
 
 
 def figures_of(found: Plan) -> dict[str, Any]:
-    """The figures of a plan by the names of its attributes, and its decisions."""
     names = (
         "budget", "peak_bytes", "saved_bytes", "offloaded_bytes", "recompute_seconds",
         "recompute_flops", "lower_bound_seconds", "gap", "device",

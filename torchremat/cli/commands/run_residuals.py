@@ -16,14 +16,11 @@ from torchremat.report.residuals import saved_residuals
 
 @dataclass(frozen=True)
 class ResidualsOptions(OnePolicyOptions):
-    """The options of `torchremat residuals`, as its help explains them."""
-
     lines: bool = False
     by_module: bool = False
 
 
 def run_residuals(options: ResidualsOptions) -> None:
-    """Trace, and print what is saved: the report, by module, or a line each."""
     if options.lines and options.by_module:
         raise click.UsageError("--lines and --by-module are two ways to print: give one")
     target, chosen = options.load()
@@ -48,7 +45,6 @@ def run_residuals(options: ResidualsOptions) -> None:
 
 
 def _lines(target: Target, chosen: Policy | None, select: str | None) -> str:
-    """The lines of `print_saved_residuals`."""
     fun = apply_policy(target, chosen, select)
     with show_progress_of("tracing"):
         found = saved_residuals(fun, *target.args, **target.kwargs)

@@ -32,7 +32,6 @@ class Command(click.Group):
     """A group of commands with short errors and the exit codes of a shell."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; end quietly if the reader of its output has ended."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # or a closed pipe is noticed only when Python ends
@@ -48,7 +47,6 @@ class Command(click.Group):
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> NoReturn:
-        """Run, and exit with a code of this module's docstring."""
         settings: dict[str, bool] = {}  # --debug writes to it, wherever it stands
         extra["standalone_mode"] = False
         try:
@@ -63,7 +61,6 @@ class Command(click.Group):
 
 
 def _print_error(error: Exception, *, debug: bool) -> int:
-    """Print an error on standard error; return the exit code."""
     if debug and not isinstance(error, click.UsageError):
         traceback.print_exception(error)
     if isinstance(error, click.ClickException):
@@ -89,7 +86,6 @@ def describe_error(error: Exception) -> str:
 
 
 def _describe_foreign(error: BaseException) -> str:
-    """Type, message and place of an error that is not ours."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     place = place_of(error)
     return f"{text}\n  at {place}" if place else text

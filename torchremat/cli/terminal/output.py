@@ -32,8 +32,6 @@ _THEME = Theme(
 
 
 class _Decisions(RegexHighlighter):
-    """Decisions in their colours, headings bold, the user's lines dim."""
-
     base_style = "remat."
     highlights = (
         r"(?m)^(?P<saved>saved)\b",
@@ -125,7 +123,6 @@ def write_page(drawn: Any, path: str) -> None:
 
 
 def write_diff(before: Any, after: Any, path: str) -> None:
-    """Draw two of them side by side."""
     _viz("diff_html")(before, after, path)
     print_note(f"wrote {path}")
 

@@ -101,7 +101,6 @@ def _read_policy(given: PolicyLike | None) -> Policy | None:
 
 
 def _read_mode(mode: str | None) -> dict[str, Any]:
-    """The settings of inductor that a mode of `torch.compile` stands for."""
     if mode in (None, "default"):
         return {}
     modes = _torch.inductor_modes()
@@ -113,7 +112,6 @@ def _read_mode(mode: str | None) -> dict[str, Any]:
 
 
 def _read_setting(key: object, value: object) -> tuple[str, object]:
-    """A setting of inductor: its name and value."""
     name = str(key).replace("-", "_")
     known = _torch.inductor_option_names()
     if name not in known:
@@ -233,8 +231,6 @@ def _compile(
 
 @dataclass(frozen=True)
 class _Cut:
-    """A partition function for AOTAutograd."""
-
     policy: Policy
     codegen: str
     report: Callable[[Report], object] | None

@@ -61,7 +61,6 @@ def drop_copies_for(graph: fx.Graph, is_late: Callable[[fx.Node], bool]) -> None
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators that read `node` or a view of it."""
     for user in node.users:
         yield user
         if is_view(user):

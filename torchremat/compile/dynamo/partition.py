@@ -39,9 +39,6 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 
-# --- AOTAutograd's graph as a joint graph of ours ------------------------------------------------
-
-
 def build_joint(module: fx.GraphModule, num_forward_outputs: int) -> Joint:
     """Read the joint graph `module`, and note the phase, module and line of each node."""
     inputs: list[fx.Node] = []
@@ -76,9 +73,6 @@ def _note_phases(graph: fx.Graph, cotangents: Sequence[fx.Node]) -> None:
             late.add(node)
         if node.op != "placeholder":
             note(node, phase="backward" if node in late else "forward")
-
-
-# --- what the policy decides ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,9 +128,6 @@ def _add_needed_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Resid
     written = {copy.args[0] for copy in needed}
     inputs = tuple(node for node in residuals.inputs if node not in written)
     return Residuals((*needed, *residuals.values), inputs, residuals.recomputed - {*needed})
-
-
-# --- cuts by PyTorch's partitioners --------------------------------------------------------------
 
 
 def partition_as_autograd_does(
@@ -206,9 +197,6 @@ def cut_as_scheduled(
     erase_names(module.graph)
     decomposed = decompose_for_inductor(module)
     return partition_as_pytorch_does(decomposed, inputs, merges=False, **options)
-
-
-# --- edits of the graph before a cut -------------------------------------------------------------
 
 
 def _move_forward(graph: fx.Graph, saved: Iterable[fx.Node]) -> None:

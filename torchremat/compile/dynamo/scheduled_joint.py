@@ -78,7 +78,6 @@ def schedule_joint(
 def _run_backward(
     builder: ReplayBuilder, order: Sequence[fx.Node], joint: Joint, once: Collection[fx.Node]
 ) -> None:
-    """Run the calls of the backward pass, but those in `once`, and mark each with run and step."""
     runs: dict[fx.Node, int] = {}
     for call, step in zip(order, _steps_of(order, joint), strict=True):
         if call in once:
@@ -265,5 +264,4 @@ class _RecomputeRun:
         return f"{self.op.__name__}_{self.run}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
         return self.op(*args, **kwargs)

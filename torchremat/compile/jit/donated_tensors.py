@@ -28,7 +28,6 @@ class DonatedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run functions that only read metadata; refuse the others."""
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return cls._refuse(func, args, kwargs or {})

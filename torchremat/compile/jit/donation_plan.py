@@ -106,8 +106,6 @@ def _match(
 
 
 class _Readers:
-    """The operators that read a value or a view of it, and the order in which they run."""
-
     def __init__(self, graph: fx.Graph) -> None:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self._readers: dict[fx.Node, list[fx.Node]] = {}
@@ -117,7 +115,6 @@ class _Readers:
                     self._readers.setdefault(base, []).append(node)
 
     def of(self, value: fx.Node) -> list[fx.Node]:
-        """The operators that read `value`, views of it included."""
         return self._readers.get(value, [])
 
 
@@ -129,7 +126,6 @@ def _same_size(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _may_write(place: fx.Node, output: fx.Node, readers: _Readers) -> bool:
-    """Whether the operator behind `output` can write to the storage of the input `place`."""
     writer = base_of(output)
     if out_variant(writer.target) is None or not _fits(place, writer):
         return False
@@ -208,9 +204,6 @@ def out_variant(target: object) -> _torch.OpOverload | None:
         if given == [*wanted, ("out", "Tensor")] and arguments[-1].kwarg_only:
             return overload
     return None
-
-
-# --- graphs that write to what was donated -------------------------------------------------------
 
 
 def write_by_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:

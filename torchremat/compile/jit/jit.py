@@ -125,7 +125,6 @@ class Jitted(Checkpointed):
         return program
 
     def _find_donated_inputs(self, args: Any, kwargs: Any) -> list[tuple[int, str]]:
-        """Positions of the tensors of such a call that are donated, with their labels."""
         static = self.statics.positions(len(args), kwargs)
         names = self.statics.all_names
         dynamic = tuple(a for i, a in enumerate(args) if i not in static)
@@ -173,8 +172,6 @@ class Jitted(Checkpointed):
             found = run_graph(program.forward, tensors, None, sizes, notes_views=notes_views)
         found = found[: program.num_outputs]
         return program.as_no_views(found) if notes_views else found
-
-    # --- graphs and code ------------------------------------------------------------------------
 
     def trace(self, *args: Any, **kwargs: Any) -> TypedGraph:
         """The function as a typed graph, as `make_graph` gives it."""

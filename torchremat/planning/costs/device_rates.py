@@ -164,7 +164,6 @@ generic-gpu    | a GPU like an A100      |     10    20    150   300    -    600
 
 
 def _gpu(row: str) -> tuple[str, Rates]:
-    """A row of the table: the short name and the rates."""
     short_name, name, operations, gigabytes = (cell.strip() for cell in row.split("|"))
     tera: list[float] = []
     for figure in operations.split():
@@ -305,7 +304,6 @@ def _parse_device(name: str) -> torch.device:
 
 
 def accelerator_name(device: torch.device) -> str:
-    """PyTorch's name of the accelerator `device`."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type == "xpu":

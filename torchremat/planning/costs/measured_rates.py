@@ -27,9 +27,6 @@ _logger = logging.getLogger("torchremat")
 clock: Callable[[], float] = time.perf_counter
 
 
-# --- time ----------------------------------------------------------------------------------------
-
-
 def time_call(call: Callable[[], object], device: torch.device, *, patience: float = 0.03) -> float:
     """The seconds that `call` takes on `device`: the median of five rounds, or of fewer.
 
@@ -77,11 +74,7 @@ def on_real_tensors(device: torch.device) -> Iterator[None]:
         yield
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
 def cache_file(kind: str, device: torch.device, suffix: str) -> Path:
-    """The file of measurements of `kind` on `device`."""
     label = f"{label_of(device)}, torch {torch.__version__}"
     words = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
     # two labels may have the same words
@@ -154,11 +147,7 @@ def _write(path: Path, rates: Rates) -> None:
         _logger.warning("rates cannot be kept in %s: %s", path, error)
 
 
-# --- rates ---------------------------------------------------------------------------------------
-
-
 def measure_rates(device: torch.device) -> Rates:
-    """Measure the rates of `device`, in a few seconds."""
     known = rates_of(device)
     with on_real_tensors(device):
         f32 = _matmul_rate(device, torch.float32)

@@ -18,15 +18,12 @@ from torchremat.graph.symbolic_sizes import SYMBOLIC, Size
 
 
 class Layout(NamedTuple):
-    """A tensor's shape, strides and dtype, sizes as numbers."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_elements(self) -> int:
-        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -75,7 +72,6 @@ class OpSignature(NamedTuple):
 
     @classmethod
     def of(cls, node: fx.Node) -> "OpSignature":
-        """The call that `node` is."""
         inputs = node.all_input_nodes
         places = {n: Place(i) for i, n in enumerate(inputs)}
         return cls(
@@ -87,11 +83,9 @@ class OpSignature(NamedTuple):
         )
 
     def tensors(self) -> list[Layout]:
-        """The inputs that are tensors."""
         return [layout for layout in self.inputs if isinstance(layout, Layout)]
 
     def outputs(self) -> list[Layout]:
-        """The outputs that are tensors."""
         found = self.output if type(self.output) is tuple else (self.output,)
         return [layout for layout in found if isinstance(layout, Layout)]
 
@@ -103,7 +97,6 @@ _LITERALS = (
 
 
 def _freeze(value: Any, places: dict[fx.Node, Place]) -> Any:
-    """An argument as a value that hashes."""
     if isinstance(value, fx.Node):
         return places[value]
     if isinstance(value, tuple | list):
@@ -120,7 +113,6 @@ def _freeze(value: Any, places: dict[fx.Node, Place]) -> Any:
 
 
 def _layouts(value: Any) -> Any:
-    """The layout of a value of a graph, or of several."""
     if isinstance(value, torch.Tensor):
         shape = tuple(map(_torch.hint_of, value.shape))
         if value.layout is not torch.strided:

@@ -81,7 +81,6 @@ class NodeTimer:
 
 
 def _why_not(call: OpSignature, device: torch.device) -> str | None:
-    """Why `call` is not run: `None` if nothing is against it."""
     if not isinstance(call.target, _torch.OpOverload):
         return "it is no operator"
     if any(word in call.target.namespace for word in _COLLECTIVES):
@@ -128,7 +127,6 @@ def _random(layout: Layout | None, device: torch.device) -> Tensor | None:
 
 
 def _fill_argument(value: Any, inputs: list[Tensor | None], device: torch.device) -> Any:
-    """An argument of a call with tensors for their places, on `device`."""
     if isinstance(value, Place):
         return inputs[value.index]
     if isinstance(value, torch.device):
@@ -138,16 +136,12 @@ def _fill_argument(value: Any, inputs: list[Tensor | None], device: torch.device
     return value
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
 def _key(call: OpSignature) -> str:
     """The call in words: the operator, its arguments, and the layouts of its inputs."""
     return repr((str(call.target), call.args, call.kwargs, call.inputs))
 
 
 def _read(path: Path) -> dict[str, float]:
-    """The times in a file, of which each line stands for itself."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

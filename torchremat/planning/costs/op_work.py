@@ -46,7 +46,6 @@ class Work:
 
 @lru_cache(maxsize=1 << 16)
 def work_of(call: OpSignature) -> Work:
-    """The work of `call`."""
     name = packet_name(call.target)
     outputs = call.outputs() or _find_written_inputs(call)
     if not outputs:
@@ -69,8 +68,6 @@ def _kind_of(name: str) -> str:
     return next((kind for kind in ("attention", "conv") if kind in name), "matmul")
 
 
-# --- operations ----------------------------------------------------------------------------------
-
 # They compute what another does for which PyTorch has a formula.
 _SAME_FLOPS = {
     "aten._scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
@@ -88,7 +85,6 @@ _SAME_FLOPS = {
 
 
 def has_formula(target: object) -> bool:
-    """Whether the operations of `target` are counted by a formula of PyTorch."""
     return _formula_of(target) is not None
 
 
@@ -134,7 +130,6 @@ def _meta_tensor(layout: Layout | None) -> Any:
 
 
 def _with_inputs(value: Any, inputs: list[Any]) -> Any:
-    """A frozen argument with `inputs` for their places."""
     if isinstance(value, Place):
         return inputs[value.index]
     if type(value) is tuple:
@@ -182,8 +177,6 @@ def _pointwise_flops(call: OpSignature, name: str, touched: list[Layout]) -> int
     return count * max(layout.num_elements for layout in touched)
 
 
-# --- bytes ---------------------------------------------------------------------------------------
-
 # they give memory with nothing in it
 _ALLOCATIONS = frozenset(
     f"aten.{name}"
@@ -215,7 +208,6 @@ _OVERWRITE = frozenset({"aten.copy_", "aten.copy"})
 
 
 def _reads(call: OpSignature, name: str, written: int) -> list[int]:
-    """The bytes that `call` reads of each input."""
     if name in _READ_NO_DATA or draws_by_shape(call.target):
         return [0] * len(call.inputs)
     reads = [_nbytes(layout) for layout in call.inputs]

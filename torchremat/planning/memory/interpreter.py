@@ -71,7 +71,6 @@ class MemoryInterpreter:
         self.storages: list[Storage] = []
 
     def timeline(self, saved_bytes: int, offloaded_bytes: int = 0) -> Timeline:
-        """The timeline of what has run so far."""
         end = len(self.points) - 1
         lifetimes = tuple(
             Lifetime(LiveValue(s.name, s.nbytes, s.category), s.first, end if s.holders else s.last)
@@ -81,10 +80,7 @@ class MemoryInterpreter:
             tuple(Point(*p) for p in self.points), lifetimes, saved_bytes, offloaded_bytes
         )
 
-    # --- memory ----------------------------------------------------------------------------------
-
     def allocate(self, name: str, nbytes: int, category: str) -> Storage:
-        """New memory, with one holder."""
         storage = Storage(name, nbytes, category, len(self.points))
         self.storages.append(storage)
         self.live += nbytes
@@ -110,7 +106,6 @@ class MemoryInterpreter:
                 storage.category = category
 
     def release(self, memory: Memory) -> None:
-        """Drop a variable that holds `memory`."""
         for storage in storages_in(memory):
             storage.holders -= 1
             if not storage.holders:
@@ -118,8 +113,6 @@ class MemoryInterpreter:
                 self.live -= storage.nbytes
         if self.points and self.points[-1][1] == self.phase:
             self.points[-1][3] = self.live
-
-    # --- operators -------------------------------------------------------------------------------
 
     def run(self, module: fx.GraphModule, operands: Sequence[Memory], path: str = "") -> list[Any]:
         """Run a graph, which takes over the variables of `operands`; the memory of its results.
@@ -275,7 +268,6 @@ def _is_forward(node: fx.Node, computed: frozenset[str]) -> bool:
 
 
 def _item_name(call: fx.Node, index: int, path: str) -> str:
-    """The name of the node that takes the output `index` of `call`, if there is one."""
     for user in call.users:
         if is_item(user) and user.args[1] == index:
             return path + user.name
@@ -283,7 +275,6 @@ def _item_name(call: fx.Node, index: int, path: str) -> str:
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake tensors of `node`: its `meta["val"]`."""
     if "val" not in node.meta:
         raise GraphError(
             f"the node {node.name} has no meta['val']: simulate needs the fake tensor that it "

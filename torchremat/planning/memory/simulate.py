@@ -108,9 +108,6 @@ def _check(graph: Any, name: str) -> None:
         )
 
 
-# --- how the graphs hang together ----------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Links:
     """Roles of the forward graph's results, and sources of the backward graph's placeholders.

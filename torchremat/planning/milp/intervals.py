@@ -27,7 +27,6 @@ class PeakPoint:
 
     @property
     def is_recompute(self) -> bool:
-        """Whether a recomputed operator runs at it."""
         return self.operator != 1 << 60
 
 
@@ -35,8 +34,6 @@ class Intervals:
     """The intervals that `moments` cut the backward pass into.
 
     Args:
-        index: the one of the problem.
-        moments: in order.
         window: operators of the forward pass that lie further than this before what the backward
             pass has reached do not run yet.
         outer: the first interval of each operator stands for all before it.
@@ -105,7 +102,6 @@ class Intervals:
         return first
 
     def is_allowed(self, o: int, interval: int) -> bool:
-        """Whether `o` may run in the interval; between moments of one step they say in which."""
         before = self.moments[interval - 1] if interval else PeakPoint(-1)
         if interval < len(self.moments):
             after = self.moments[interval]

@@ -58,8 +58,6 @@ class Relaxation:
 
 @dataclass(frozen=True)
 class Fixing:
-    """Values of some variables."""
-
     variables: NDArray[np.int64]
     values: Floats
 
@@ -93,11 +91,9 @@ class LinearProgram:
 
     @property
     def num_variables(self) -> int:
-        """How many variables there are."""
         return len(self._costs)
 
     def variable(self, cost: float = 0.0, *, integral: bool = False) -> int:
-        """The number of a new variable."""
         self._built = None
         self._costs.append(cost)
         self._upper.append(1.0)
@@ -115,11 +111,9 @@ class LinearProgram:
             self._data.append(coefficient)
 
     def at_least(self, terms: Iterable[tuple[int, float]], bound: float) -> None:
-        """Add the row `sum of coefficient * variable >= bound`."""
         self.at_most([(variable, -c) for variable, c in terms], -bound)
 
     def relax(self, *, seconds: float) -> Relaxation:
-        """Solve it without regard to integers."""
         arrays = self._arrays()
         upper = np.array(self._upper)
         with silence():
@@ -177,7 +171,6 @@ class LinearProgram:
 
     @property
     def integral(self) -> NDArray[np.int64]:
-        """The numbers of the integral variables."""
         return np.flatnonzero(np.array(self._integral)).astype(np.int64)
 
     def _arrays(self) -> "_Arrays":

@@ -36,8 +36,6 @@ class Neighbourhoods:
     """Neighbourhoods of the answers of one program.
 
     Attributes:
-        program: the program.
-        relaxation: its answer in fractions, if there is one.
         integral: the variables that must be integers.
         ranks: where in the forward pass each of them belongs, from 0 to 1.
         places: where in the backward pass, from 0 to 1; -1 for what is saved.
@@ -68,7 +66,6 @@ class Neighbourhoods:
         return answer
 
     def improve(self, answer: Answer, seconds: Callable[[], float], gap: float) -> Iterator[Answer]:
-        """Better and better answers, until nothing better was found for a while."""
         random = np.random.default_rng(0)
         sizes = [min(0.6, max(0.05, 500 / len(self.integral)))] * _KINDS
         vain, turn = 0, 0

@@ -28,7 +28,6 @@ class HostRows:
     """The variables of what is offloaded; none without a link.
 
     Attributes:
-        moments: of the backward pass.
         offloaded: the variable o_v of each value that may be offloaded.
         loads: the variables l_vj.
         first: the first interval in which each value may be fetched.
@@ -69,7 +68,6 @@ class HostRows:
         return cls(moments, offloaded, loads, {v: spans[v][0] for v in values}, outer)
 
     def build_offload_terms(self, v: int) -> Terms:
-        """Whether `v` is offloaded, as terms."""
         return [(self.offloaded[v], 1.0)] if v in self.offloaded else []
 
     def build_fetch_terms(self, v: int, interval: int, step: int | None = None) -> Terms:
@@ -85,7 +83,6 @@ class HostRows:
         return [] if variable is None else [(variable, 1.0)]
 
     def build_fetch_terms_from(self, v: int, interval: int) -> Terms:
-        """Whether `v` is fetched in an interval or later."""
         if v not in self.offloaded:
             return []
         later = range(max(interval, self.first[v]), len(self.moments) + 1)

@@ -34,7 +34,6 @@ class ProblemIndex:
 
     @cached_property
     def direct_steps(self) -> dict[int, list[int]]:
-        """The steps that read each value themselves."""
         found: dict[int, list[int]] = {}
         for step, reads in enumerate(self.direct):
             for v in reads:

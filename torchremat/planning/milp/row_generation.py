@@ -61,8 +61,6 @@ _PROVABLE_SHARE = 0.5
 
 
 class RowGeneration:
-    """The rounds of a search; what they find goes to `incumbent`."""
-
     def __init__(self, evaluator: Evaluator, incumbent: Incumbent) -> None:
         self.evaluator = evaluator
         self.incumbent = incumbent
@@ -80,7 +78,6 @@ class RowGeneration:
         self.program = self._build_program()
 
     def run(self) -> None:
-        """Search until the time is over, or what was found is good."""
         if self.window is not None:
             self._prove_root_bound()
         relaxation = self._relax()
@@ -96,7 +93,6 @@ class RowGeneration:
 
     @property
     def is_fine(self) -> bool:
-        """Whether a program with all moments is small enough to search around its answers."""
         return len(self.index.values) * len(self.index.direct) <= _MOST_FINE
 
     def refine(self) -> None:
@@ -115,7 +111,6 @@ class RowGeneration:
                 break
 
     def _build_program(self) -> SavingProgram:
-        """The program with the rows that were found so far."""
         return SavingProgram(
             self.index,
             self.evaluator.budget,
@@ -131,8 +126,6 @@ class RowGeneration:
         """Whether every schedule is an answer of the program."""
         has_recomputes = any(m.is_recompute for m in self.moments)
         return self.window is None and not has_recomputes and not self.conflicts
-
-    # --- in fractions ----------------------------------------------------------------------------
 
     def _relax(self) -> Relaxation | None:
         """The relaxation with the moments that matter for it; `None` if nothing fits."""
@@ -163,14 +156,11 @@ class RowGeneration:
         return self.tried[-1]
 
     def _repair_feasible(self) -> None:
-        """Find some schedule that fits: from the relaxation, or from nothing saved."""
         relaxed = self.incumbent.trials[-1]
         if not relaxed.fits:
             self._repair(relaxed, _FEASIBLE_SHARE)
         if self.incumbent.best is None:
             self._repair(self.incumbent.trials[1], _FEASIBLE_SHARE)
-
-    # --- in integers -----------------------------------------------------------------------------
 
     def _solve(self, relaxation: Relaxation | None) -> None:
         found = relaxation
@@ -197,7 +187,6 @@ class RowGeneration:
         return self._improve(near)
 
     def _first(self, near: Neighbourhoods, relaxation: Relaxation | None) -> Answer:
-        """An answer of the program, with a bound for all of them."""
         gap = self.incumbent.gap
         if len(near.integral) <= _SMALL:
             share = self._compute_seconds_left() * 0.6
@@ -256,7 +245,6 @@ class RowGeneration:
         self.incumbent.prove(program.linear.relax(seconds=seconds).answer.bound)
 
     def _prove(self) -> None:
-        """A bound for all schedules, and perhaps a better answer."""
         moments = [m for m in self.moments if not m.is_recompute]
         if self.window is not None:  # the first ones matter most
             moments = moments[:_MOST_PROVED]
@@ -281,8 +269,6 @@ class RowGeneration:
             if answer.x is not None and not outer:
                 self.program = program
                 self._try(answer)
-
-    # --- moments ---------------------------------------------------------------------------------
 
     def _add_moments(self, trial: Evaluated, *, narrow: bool) -> bool:
         """Add rows for what is above the budget; whether any is new."""

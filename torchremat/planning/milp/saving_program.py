@@ -42,10 +42,6 @@ class SavingProgram:
     """The program of a problem under a budget, with rows for bytes at some moments.
 
     Args:
-        index: the one of the problem.
-        budget: bytes.
-        moments: of the backward pass.
-        positions: of the forward pass.
         window: operators of the forward pass that lie further than this before what the backward
             pass has reached are not recomputed yet. Without it every schedule is an answer.
         conflicts: sets of values that must not all be saved.
@@ -85,8 +81,6 @@ class SavingProgram:
         for number, moment in enumerate(self.moments, 1):
             self._add_bytes(number, moment)
 
-    # --- variables -----------------------------------------------------------------------------
-
     def _add_variables(self) -> None:
         index, linear, problem = self.index, self.linear, self.problem
         self.saved = {v: linear.variable(integral=True) for v in index.values}
@@ -111,7 +105,6 @@ class SavingProgram:
         self.host = HostRows.of(problem, linear, self.moments, self.saved, spans, outer=self.outer)
 
     def _build_alive_terms(self, v: int, number: int) -> list[tuple[int, float]]:
-        """Whether `v` is alive beyond a moment, as terms."""
         if number > self.times.last_value.get(v, -1):
             return []
         variable = self.alive.get((v, number))
@@ -122,8 +115,6 @@ class SavingProgram:
             interval = max(interval, self.times.first[o])
         variable = self.runs.get((o, interval))
         return [] if variable is None else [(variable, 1.0)]
-
-    # --- rows ----------------------------------------------------------------------------------
 
     def _add_reads(self) -> None:
         linear, producers = self.linear, self.problem.producers
@@ -333,8 +324,6 @@ class SavingProgram:
             found[i] = self.times.last_step[j] / len(self.index.direct)
         return found
 
-    # --- answers -------------------------------------------------------------------------------
-
     def variables_of(self, replay: Replay) -> Floats | None:
         """The integers that describe a schedule; `None` if something runs that may not yet."""
         x = np.zeros(self.linear.num_variables)
@@ -370,7 +359,6 @@ class SavingProgram:
         return x
 
     def decisions(self, x: Floats, threshold: float = 0.5) -> Decisions:
-        """The decisions that the variables `x` make."""
         saved = frozenset(v for v, i in self.saved.items() if x[i] > threshold)
         offloaded = frozenset(
             v

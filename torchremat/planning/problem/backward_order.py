@@ -42,7 +42,6 @@ def _beside_recomputation(problem: Problem) -> int:
 
 
 def with_backward(problem: Problem, order: Sequence[int]) -> Problem:
-    """`problem` with its operators of the backward pass in another order; numbers stay."""
     return replace(problem, backward_order=tuple(order))
 
 

@@ -43,8 +43,6 @@ class Operator:
     Attributes:
         reads: the values that it reads, each once.
         writes: the values that it writes, in memory of their own.
-        seconds: the time that it takes.
-        part: when it runs.
         repeatable: whether it may run a second time.
         draws: whether it draws random numbers. It may draw them a second time, from the state of
             the generator; values drawn in the backward pass are alive to their last use.
@@ -91,7 +89,6 @@ class Problem:
 
     @cached_property
     def producers(self) -> tuple[int, ...]:
-        """The operator that writes each value."""
         found = [-1] * len(self.nbytes)
         for o, operator in enumerate(self.operators):
             for v in operator.writes:
@@ -100,12 +97,10 @@ class Problem:
 
     @cached_property
     def forward(self) -> tuple[int, ...]:
-        """The operators of the forward pass."""
         return tuple(o for o, op in enumerate(self.operators) if op.part is Part.FORWARD)
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
-        """The operators of the backward pass that need cotangents, in order."""
         if self.backward_order is not None:
             return self.backward_order
         return tuple(o for o, op in enumerate(self.operators) if op.part is Part.BACKWARD)
@@ -131,25 +126,16 @@ class Problem:
         return frozenset(v for v in known if self.nbytes[v] >= max(self.least_offload, 1))
 
     def seconds_of(self, operators: Iterable[int]) -> float:
-        """The time that `operators` take together."""
         return sum(self.operators[o].seconds for o in operators)
 
     def copy_seconds(self, values: Iterable[int]) -> float:
-        """The time that the link takes to carry `values` one way."""
         assert self.host_bytes_per_second is not None
         return sum(self.nbytes[v] for v in values) / self.host_bytes_per_second
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The values that the forward pass saves, and the operators of both passes in order.
-
-    Attributes:
-        saved: the values that stay on the device.
-        forward: the operators of the forward pass.
-        backward: those of the backward pass.
-        offloaded: the values that are copied to the host.
-    """
+    """The values that the forward pass saves, and the operators of both passes in order."""
 
     saved: tuple[int, ...]
     forward: tuple[int, ...]
@@ -174,7 +160,6 @@ class Costs:
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at one time."""
         return max(self.live, default=0)
 
 
@@ -297,7 +282,6 @@ def _schedule_copies(problem: Problem, schedule: Schedule) -> tuple[Moments, Mom
 
 
 def _link_seconds(problem: Problem, schedule: Schedule) -> float:
-    """The time in which the passes wait for copies."""
     copying = problem.copy_seconds(schedule.offloaded)
     passes = (schedule.forward, schedule.backward)
     return sum(max(0.0, copying - problem.seconds_of(operators)) for operators in passes)

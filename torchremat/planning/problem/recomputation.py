@@ -72,7 +72,6 @@ class Recomputation:
         return found
 
     def seconds_again(self, v: int, there: Collection[int]) -> float:
-        """The time to recompute `v` from the other values that are `there`."""
         producers = self.problem.producers
         found: set[int] = set()
         stack = [producers[v]]

@@ -32,7 +32,6 @@ class Decisions:
 
     @property
     def saved_or_offloaded(self) -> frozenset[int]:
-        """The values that the forward pass makes for the backward pass."""
         return self.saved | self.offloaded if self.offloaded else self.saved
 
 
@@ -41,7 +40,6 @@ class Replay:
     """A schedule, and what each of its operators runs for.
 
     Attributes:
-        schedule: the schedule.
         steps: for each operator of its backward pass, the step that it runs for, or is.
     """
 
@@ -152,7 +150,6 @@ def _insert_early(problem: Problem, extra: set[int]) -> tuple[int, ...]:
 
 
 def _find_place(problem: Problem, order: list[int], o: int, saved: frozenset[int]) -> int:
-    """Where in `order` the peak is least if `o` runs there."""
     operators, nbytes = problem.operators, problem.nbytes
     op = operators[o]
     live = list(costs_unchecked(problem, Schedule(tuple(saved), tuple(order), ())).live)

@@ -22,8 +22,6 @@ class Evaluated:
 
     Attributes:
         decisions: without values that are saved in vain.
-        replay: their schedule.
-        costs: of the schedule.
         excess: bytes above the budget, summed over all moments.
     """
 
@@ -34,12 +32,10 @@ class Evaluated:
 
     @property
     def fits(self) -> bool:
-        """Whether the schedule keeps within the budget."""
         return self.excess == 0
 
     @property
     def is_allowed(self) -> bool:
-        """Whether operators that may run only once do."""
         return self.excess < FORBIDDEN
 
     @property
@@ -58,8 +54,6 @@ class Evaluated:
 
 
 class Evaluator:
-    """Tries decisions on a problem under a budget."""
-
     def __init__(self, problem: Problem, budget: int) -> None:
         self.problem = problem
         self.budget = budget
@@ -78,7 +72,6 @@ class Evaluator:
         return frozenset(once) | (self.problem.outputs & self.problem.known)
 
     def __call__(self, decisions: Decisions) -> Evaluated:
-        """Replay `decisions` without values that are saved in vain."""
         self.count += 1
         replay = replay_of(self.problem, decisions)
         used = values_used(self.problem, replay.schedule)
@@ -98,7 +91,6 @@ class Evaluator:
         return Evaluated(decisions, replay, costs, excess)
 
     def _is_allowed(self, replay: Replay) -> bool:
-        """Whether operators that may run only once do."""
         if not self._once and not self._draws:
             return True
         schedule = replay.schedule

@@ -165,8 +165,6 @@ class BackwardSearch:
             last_steps.append(num if free else first[o] if once else -1)
         return last_steps
 
-    # --- the search ------------------------------------------------------------------------------
-
     def run(self, budget: int, limits: Limits, near: Schedule | None = None) -> BackwardFrontier:
         """Search for schedules within `budget` bytes.
 
@@ -191,11 +189,8 @@ class BackwardSearch:
         """Whether some schedules are left out: an operator that may run once has one last step."""
         return any(0 <= last < len(self.problem.backward) for last in self.last_step_of)
 
-    # --- what was found --------------------------------------------------------------------------
-
     @cached_property
     def again(self) -> Recomputation:
-        """The values that may be recomputed."""
         return Recomputation(self.problem)
 
     def seconds_of(self, saved: ValueSet, suffix: Suffix) -> float:
@@ -286,8 +281,6 @@ class _Guide:
 
 
 class _Search:
-    """One search; it goes from step to step."""
-
     def __init__(
         self, search: BackwardSearch, budget: int, limits: Limits, guide: _Guide | None
     ) -> None:
@@ -302,7 +295,6 @@ class _Search:
         self.is_over = False
 
     def before(self, step: int, after: Mapping[ValueSet, Suffix]) -> dict[ValueSet, Suffix]:
-        """The sets that may be needed before `step`, from those after it."""
         search = self.search
         reads = search.reads[search.problem.backward[step]]
         room = self.budget - search.bytes_of_steps.at[step]

@@ -30,7 +30,6 @@ class CpuTimer:
 
     @property
     def now(self) -> float:
-        """The seconds that went by."""
         worked = time.thread_time() - self._thread
         return max(worked, (time.monotonic() - self._wall) / self.stretch)
 
@@ -41,7 +40,6 @@ class CpuTimer:
         return min(max(wall / max(self.now, _LEAST_SECONDS), 1.0), self.stretch)
 
     def within(self, seconds: float) -> "Deadline":
-        """When so many seconds more went by."""
         return Deadline(self, self.now + seconds)
 
 
@@ -54,7 +52,6 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has gone by."""
         return self.timer is not None and self.timer.now > self.at
 
 
@@ -65,8 +62,6 @@ class TimeSlice:
     """The time of a part of a search.
 
     Args:
-        timer: the one of the search.
-        seconds: how long the part may take.
         progress: called now and then with the elapsed fraction of that time.
     """
 
@@ -81,15 +76,12 @@ class TimeSlice:
 
     @property
     def elapsed_fraction(self) -> float:
-        """The elapsed fraction of the time; more than 1 after it."""
         return (self.timer.now - self.start) / max(self.seconds, 1e-9)
 
     def seconds_until(self, fraction: float) -> float:
-        """The seconds until `fraction` of the time has elapsed."""
         return max(0.0, (fraction - self.elapsed_fraction) * self.seconds)
 
     def deadline(self, fraction: float) -> Deadline:
-        """The deadline at which `fraction` of the time has elapsed."""
         return Deadline(self.timer, self.start + fraction * self.seconds)
 
     def report(self) -> None:

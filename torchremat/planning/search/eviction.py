@@ -46,8 +46,6 @@ RULES = (EvictionRule(1, 1), EvictionRule(1, 0.5), EvictionRule(1, 0), EvictionR
 
 
 class Evictor:
-    """Walks over the steps of `problem`, until `deadline`."""
-
     def __init__(self, problem: Problem, deadline: Deadline = NEVER) -> None:
         self.problem = problem
         self.deadline = deadline
@@ -90,7 +88,6 @@ class Evictor:
 def try_evictions(
     evaluator: Evaluator, evictor: Evictor, saved: Iterable[int]
 ) -> Iterator[Evaluated]:
-    """Evaluate the walk of each rule that finds a schedule."""
     saved = tuple(saved)
     for rule in RULES:
         decisions = evictor.decisions(evaluator.budget, rule, saved)
@@ -137,7 +134,6 @@ class _Queue:
 def _choose_saved(
     again: Recomputation, budget: int, rule: EvictionRule, saved: set[int]
 ) -> set[int]:
-    """The part of `saved` for which the forward pass has room."""
     problem = again.problem
     forward = ForwardBytes.of(problem)
     nbytes, operators = problem.nbytes, problem.operators
@@ -199,8 +195,6 @@ class _Above:
 
 @dataclass(frozen=True)
 class _Before:
-    """The state of a walk before a step."""
-
     there: frozenset[int]
     saved: frozenset[int]
     num_drops: int
@@ -208,8 +202,6 @@ class _Before:
 
 
 class _BackwardPass:
-    """One walk under one budget."""
-
     def __init__(
         self, again: Recomputation, budget: int, rule: EvictionRule, saved: set[int]
     ) -> None:
@@ -226,7 +218,6 @@ class _BackwardPass:
         self.before: list[_Before] = []
 
     def back_to(self, step: int) -> None:
-        """Forget what was done from `step` on."""
         before = self.before[step]
         self.there, self.saved = set(before.there), set(before.saved)
         del self.drops[before.num_drops :], self.early[before.num_early :]
@@ -282,7 +273,6 @@ class _BackwardPass:
         return run
 
     def _find_above(self, step: int, run: _StepRecompute, gone: Collection[int]) -> _Above | None:
-        """The first moment above the budget, if there is one."""
         again, nbytes = self.again, self.problem.nbytes
 
         def stays(v: int) -> bool:
@@ -308,7 +298,6 @@ class _BackwardPass:
         return None
 
     def _list_freeable(self, step: int, above: _Above, gone: Collection[int]) -> set[int]:
-        """The values that may be freed to bring a moment under the budget."""
         run, place, again = above.run, above.place, self.again
         o = run.order[place]
         promised = self.promised.get(step - 1, ())

@@ -23,7 +23,6 @@ class Incumbent:
         self.bound = 0.0
 
     def note(self, trial: Evaluated) -> Evaluated:
-        """Remember `trial`."""
         if trial.is_allowed:
             if self.lowest is None or trial.costs.peak < self.lowest.costs.peak:
                 self.lowest = trial
@@ -39,17 +38,14 @@ class Incumbent:
             self.lowest = trial
 
     def prove(self, bound: float) -> None:
-        """Remember that no schedule that fits adds less than `bound`."""
         if bound < float("inf"):
             self.bound = max(self.bound, bound)
 
     @property
     def is_good(self) -> bool:
-        """Whether the best is near enough to the bound."""
         return self.is_near(self.gap)
 
     def is_near(self, gap: float) -> bool:
-        """Whether the best is within `gap`, a fraction, of the bound."""
         if self.best is None:
             return False
         return self.best.costs.added_seconds <= self.bound * (1 + gap) + 1e-12

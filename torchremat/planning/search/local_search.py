@@ -20,8 +20,6 @@ WIDTH = 48
 
 
 class LocalSearch:
-    """Search around decisions for better ones, until `deadline`."""
-
     def __init__(self, evaluator: Evaluator, deadline: Deadline) -> None:
         self.evaluator = evaluator
         self.deadline = deadline
@@ -30,7 +28,6 @@ class LocalSearch:
         self.tiny = sum(self.seconds) * 1e-5
 
     def repair(self, start: Evaluated) -> Evaluated:
-        """Bring `start` under the budget, as far as that goes."""
         current = start
         while not current.fits and not self._is_late():
             best, best_score = None, 0.0
@@ -79,8 +76,6 @@ class LocalSearch:
     def _is_late(self) -> bool:
         return self.deadline.is_over
 
-    # --- changes that lower the bytes where they are highest -------------------------------------
-
     def _reliefs(self, trial: Evaluated) -> Iterator[Decisions]:
         live = trial.costs.live
         worst = max(range(len(live)), key=live.__getitem__)
@@ -119,7 +114,6 @@ class LocalSearch:
         yield from self._offload(decisions, list(again)[-WIDTH:])
 
     def _free_values(self, trial: Evaluated, place: int, idle: set[int]) -> Iterator[Decisions]:
-        """Free values after they were last read, alone or with what they come from."""
         decisions, steps = trial.decisions, trial.replay.steps
         step = steps[place]
         last_read = _find_last_reads(self.problem, trial.replay.schedule.backward, place)
@@ -159,15 +153,12 @@ class LocalSearch:
 
     @cached_property
     def _last_direct(self) -> dict[int, int]:
-        """The last step that reads each value itself."""
         problem = self.problem
         return {v: i for i, o in enumerate(problem.backward) for v in problem.operators[o].reads}
 
     def _may_drop(self, v: int) -> bool:
         op = self.problem.operators[self.problem.producers[v]]
         return op.repeatable and not op.draws
-
-    # --- changes that take time away -------------------------------------------------------------
 
     def _savings(self, trial: Evaluated) -> Iterator[Decisions]:
         problem, decisions = self.problem, trial.decisions
@@ -241,7 +232,6 @@ def _find_read_later(problem: Problem, order: tuple[int, ...], place: int) -> se
 
 
 def _find_last_reads(problem: Problem, order: tuple[int, ...], place: int) -> dict[int, int]:
-    """The step before `place` that reads each value last."""
     found: dict[int, int] = {}
     step = 0
     for o in order[:place]:

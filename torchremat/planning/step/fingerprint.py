@@ -74,7 +74,6 @@ _OF_A_PROCESS = ("device", "group", "group_name")
 
 
 def _find_group_arguments(node: fx.Node) -> list[int]:
-    """The positions of arguments that name a group of processes."""
     if not isinstance(node.target, _torch.OpOverload):
         return []
     arguments = enumerate(_torch.schema_arguments(node.target))

@@ -99,7 +99,6 @@ class NumericStep:
         return sum(nbytes_of(node, node.meta["val"]) for node in written & read)
 
     def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
-        """`schedule` as nodes of the graph."""
         # an output is there for the backward pass, which must be handed it
         read = {v for o in schedule.backward for v in self.problem.operators[o].reads}
         saved = (self.values[v] for v in {*schedule.saved, *(self.problem.outputs & read)})
@@ -225,7 +224,6 @@ def _outputs_of(call: fx.Node) -> Sequence[object]:
 
 
 def _output_item(call: fx.Node, index: int) -> fx.Node | None:
-    """The node that is the output `index` of `call`, if one is."""
     if not isinstance(call.meta.get("val"), tuple | list):
         return call
     return next((u for u in call.users if is_item(u) and u.args[1] == index), None)

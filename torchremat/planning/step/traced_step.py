@@ -36,7 +36,6 @@ class WholeGraphPolicy(Policy):
 
     @property
     def is_whole_graph(self) -> bool:
-        """True: `schedule` decides."""
         return True
 
     def __call__(self, op: object, /, *avals: Any, **params: Any) -> bool:
@@ -45,13 +44,10 @@ class WholeGraphPolicy(Policy):
 
 
 class FixedSchedule(WholeGraphPolicy):
-    """A schedule that has been found, as a policy."""
-
     def __init__(self, schedule: GraphSchedule) -> None:
         self._schedule = schedule
 
     def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
-        """The schedule, of the graph that it was found for."""
         return self._schedule
 
 
@@ -61,7 +57,6 @@ def differentiates(joint: Joint) -> bool:
 
 
 def forward_only(joint: Joint) -> GraphSchedule:
-    """The schedule of a forward pass without a backward pass."""
     calls = (n for n in joint.forward_nodes if n.op == "call_function")
     order = tuple(n for n in calls if not is_item(n) and not is_view(n))
     return GraphSchedule(frozenset(), order, ())
@@ -96,7 +91,6 @@ def region_of(
 
 
 def _label_inputs(region: Region, bound: BoundCall) -> None:
-    """Note on each input what the user calls it."""
     body = region.body
     captured = body.captured() if isinstance(body, FunctionBody) and body.captured else ()
     labels = [*bound.labels, *bound.labels_of_captured(captured, region.paths)]
@@ -128,6 +122,5 @@ def graphs_of(program: FunctionProgram) -> tuple[CompiledGraph, CompiledGraph]:
 
 
 def timeline_of(program: FunctionProgram) -> Timeline:
-    """The bytes alive at each operator of a step."""
     forward, backward = graphs_of(program)
     return simulate(forward.module, backward.module)

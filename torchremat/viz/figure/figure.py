@@ -25,8 +25,6 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line through points."""
-
     points: Points
     colour: str = INK
     width: float = 1.0
@@ -48,8 +46,6 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A disc, a square or a diamond."""
-
     x: float
     y: float
     colour: str = ACCENT
@@ -86,7 +82,6 @@ class Figure:
             write_text(path, _PAGE.format(title=escape(self.title), svg=svg), what)
 
     def svg(self) -> str:
-        """The figure as SVG."""
         kinds = dict.fromkeys(shape.kind for shape in self.shapes if isinstance(shape, Area))
         size = f'width="{self.width}" height="{self.height}"'
         return "\n".join(
@@ -119,8 +114,6 @@ svg {{ max-width: 100%; height: auto; }}
 {svg}</body>
 </html>
 """
-
-# --- SVG -----------------------------------------------------------------------------------------
 
 _HATCHES = {
     "diagonal": "M0 8L8 0M-2 2L2 -2M6 10L10 6",
@@ -172,7 +165,6 @@ def _svg_of(shape: Shape) -> str:
 
 
 def mark_points(mark: Mark) -> Points:
-    """The corners of a square or a diamond."""
     s = mark.size
     offsets = (
         [(-s, -s), (s, -s), (s, s), (-s, s)]
@@ -189,8 +181,6 @@ def _pair(point: tuple[float, float]) -> str:
 def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
-
-# --- PNG -----------------------------------------------------------------------------------------
 
 _MPL_HATCHES = {"diagonal": "////", "horizontal": "---", "vertical": "|||", "dots": "..."}
 _MPL_ANCHORS = {"start": "left", "middle": "center", "end": "right"}

@@ -47,7 +47,6 @@ class TextLabels:
         self._taken.append((x - size, y - size, x + size, y + size))
 
     def take_line(self, points: Points) -> None:
-        """Take the boxes along a line through these points."""
         for a, b in pairwise(points):
             count = ceil(dist(a, b) / _STRAY)
             for i in range(count):

@@ -14,7 +14,6 @@ class TickAxis:
     end: float
 
     def __call__(self, value: float) -> float:
-        """The pixel at which `value` stands."""
         share = (value - self.low) / ((self.high - self.low) or 1)
         return self.start + share * (self.end - self.start)
 

@@ -41,7 +41,6 @@ class Operators:
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[str]]:
-        """The names of the operators that read each."""
         found: dict[str, list[str]] = {}
         for name, reads in self.reads.items():
             for read in reads:
@@ -50,7 +49,6 @@ class Operators:
 
     @cached_property
     def unknown(self) -> list[str]:
-        """Those without a noted module."""
         return [name for name in self.reads if name not in self.modules]
 
 

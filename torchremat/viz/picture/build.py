@@ -71,8 +71,6 @@ def picture_of(
     )
 
 
-# --- plans ---------------------------------------------------------------------------------------
-
 _ON_HOST = "the plan copies it to the host, and back before the backward pass reads it"
 
 
@@ -132,7 +130,6 @@ def _share(plan: Plan) -> str:
 
 
 def _reasons_of(forward: fx.GraphModule) -> dict[str, str]:
-    """The reasons why a program saves or recomputes values, by the names of nodes."""
     program = graph_notes_of(forward).program
     decisions = getattr(program, "decisions", None)
     if decisions is None:
@@ -164,9 +161,6 @@ def _labels_of(program: FunctionProgram | None) -> dict[str, InputLabel]:
     return {node.name: known[id(tensor)] for node, tensor in pairs if id(tensor) in known}
 
 
-# --- reports -------------------------------------------------------------------------------------
-
-
 def _build_of_report(report: Report, cost_model: CostModel | None, title: str) -> Picture:
     sizes = {"saved": 0, "recomputed": 0} | report.by_decision()
     figures = tuple((kind, human_bytes(size)) for kind, size in sizes.items())
@@ -187,7 +181,6 @@ def _build_of_report(report: Report, cost_model: CostModel | None, title: str) -
 def _draw(
     program: FunctionProgram, cost_model: CostModel | None
 ) -> tuple[tuple[DrawnValue, ...], Timeline]:
-    """The values of a program, and the bytes alive over its passes."""
     forward, backward = (compiled.module for compiled in graphs_of(program))
     timeline = simulate(forward, backward)
     inside = _find_saved_inside(program, forward)
@@ -206,7 +199,6 @@ def _draw(
 def _find_saved_inside(
     program: FunctionProgram, forward: fx.GraphModule
 ) -> dict[str, tuple[ScopedValue, Decision]]:
-    """The values that checkpoints inside save, by the names of nodes, with their decisions."""
     scope = Scope.of_program(program, "")
     decisions = {node: decision_inside(node) for node in forward.graph.nodes}
     there = {node.name: node for node in scope.nodes}
@@ -229,7 +221,6 @@ def _programs_of(report: Report) -> Sequence[tuple[str, FunctionProgram]]:
 
 
 def _decisions_of(program: FunctionProgram) -> dict[str, str]:
-    """The decisions on the values of the forward pass that the backward pass needs."""
     decisions = program.decisions.by_value
     saved = {base_of(node) for node in program.residuals}
     found: dict[str, str] = {
@@ -259,9 +250,6 @@ def _value_of_row(row: Row) -> DrawnValue:
         reason=row.reason,
         reads=(),
     )
-
-
-# --- graphs --------------------------------------------------------------------------------------
 
 
 def _build_of_graph(

@@ -83,7 +83,6 @@ class Picture:
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """The position of each value by its name."""
         return {value.name: i for i, value in enumerate(self.values)}
 
     def position_of(self, name: str) -> int | None:

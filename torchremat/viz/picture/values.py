@@ -48,8 +48,6 @@ class ProgramNotes:
 
 
 class ValueBuilder:
-    """Builds the values of a forward and a backward graph."""
-
     def __init__(self, notes: ProgramNotes) -> None:
         self.notes = notes
         self.storages = notes.storages()
@@ -62,7 +60,6 @@ class ValueBuilder:
     def of(
         self, forward: fx.GraphModule, backward: fx.GraphModule | None
     ) -> tuple[DrawnValue, ...]:
-        """The values of both, each once, in the order in which they are computed."""
         nodes = _nodes_of(forward)
         names = {node.name for node in nodes}
         later = [] if backward is None else [n for n in _nodes_of(backward) if n.name not in names]
@@ -135,7 +132,6 @@ class ValueBuilder:
         return node.op == "placeholder" and node.name.startswith("captured_")
 
     def _label(self, node: fx.Node) -> str:
-        """The label of a node: the user's name for it, else its operator."""
         if node.name in self.notes.inside:
             return self.notes.inside[node.name].op
         if is_item(node):
@@ -272,6 +268,5 @@ def concatenate_values(parts: Sequence[tuple[str, Sequence[DrawnValue]]]) -> tup
 
 
 def move_within(name: str, value: DrawnValue) -> DrawnValue:
-    """Prefix the module and the label of `value` with the module `name`."""
     label = below(name, value.label) if value.kind in _NAMED and not value.op else value.label
     return replace(value, module=below(name, value.module), label=label)

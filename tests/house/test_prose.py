@@ -28,7 +28,8 @@ PHRASES = {
     r"(work|works|worked|working)( it| them)? out": "compute, derive",
     r"at hand": "current",
     r"(is|are|was|were) to be": "must be, or a verb with its subject",
-    r"held": "saved, residual, alive",
+    # the column `held` of reports keeps its name: where it is defined, a colon follows
+    r"held(?! ?:)": "saved, residual, alive",
     r"kept": "saved",
     r"told": "warned, recorded, distinguished",
     r"asked": "guard, request",

@@ -176,14 +176,12 @@ def trace_element(
     mark_no_grad(joint.module.graph)
     captured, guards = watched.make_guards(tracing.captured)
     count = len(joint.outputs) - len(mode.found)
+    found = zip(mode.found, joint.outputs[count:], strict=True)
     graph = ElementGraph(
         joint.module,
         tuple(map(literal_size, joint.outputs[:count])),
         tuple(format_size(symbols[number]) for number in sorted(symbols, reverse=True)),
-        {
-            format_size(size): node
-            for (size, _), node in zip(mode.found, joint.outputs[count:], strict=True)
-        },
+        {format_size(size): node for (size, _), node in found},
         captured,
         tuple(tracing.captured_specs),
         has_extra_input,

@@ -263,7 +263,8 @@ class _FunctionRules:
         return list(result) if self._returns_list else result
 
     def _differentiate(self, run: Callable[..., Any], args: Sequence[Any]) -> Any:
-        if self.push is not None and in_dual_level() and _has_tangents(args):
+        tensors = (a for a in args if isinstance(a, torch.Tensor))
+        if self.push is not None and in_dual_level() and has_tangents(list(tensors)):
             return _push_forward(lambda *args: self._record(run, args), self.push, args)
         if self.push is None and in_dual_level():
             with enable_single_level_autograd_function():
@@ -275,10 +276,6 @@ class _FunctionRules:
             with enable_single_level_autograd_function():
                 return self.apply(run, *args)
         return run(*args)
-
-
-def _has_tangents(args: Sequence[Any]) -> bool:
-    return has_tangents([a for a in args if isinstance(a, torch.Tensor)])
 
 
 def _push_forward(record: Callable[..., Any], push: Callable[..., Any], args: Sequence[Any]) -> Any:

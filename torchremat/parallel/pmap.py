@@ -167,9 +167,6 @@ def _as_argnums(given: Any, what: str) -> tuple[int, ...]:
     return as_argnums(tuple(given) if isinstance(given, list) else given, what)
 
 
-# --- a call --------------------------------------------------------------------------------------
-
-
 def _run(fun: Callable[..., Any], options: PmapOptions, /, *args: Any, **kwargs: Any) -> Any:
     call = _bind_static(fun, options, args, kwargs)
     _refuse_containers(call)

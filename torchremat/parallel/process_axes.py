@@ -92,9 +92,6 @@ def _share_of(op: CollectiveOp, everything: Tensor, index: int, params: dict[str
     return y.clone(memory_format=torch.contiguous_format)
 
 
-# --- one exchange among processes ----------------------------------------------------------------
-
-
 def _sum(x: Tensor, group: str, size: int) -> Tensor:
     return _from_carrier(_reduce(_as_carrier(x), "sum", group), x)
 

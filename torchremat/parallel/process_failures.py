@@ -112,9 +112,6 @@ def _difference(said: Sequence[str], what: str) -> str:
     )
 
 
-# --- processes that stop -------------------------------------------------------------------------
-
-
 def wait_for(store: Any, keys: dict[str, int]) -> None:
     """Return when all keys are set, each by the process of that number.
 

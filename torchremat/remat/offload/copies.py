@@ -25,27 +25,6 @@ from torchremat import _torch
 from torchremat.remat.offload.host_pool import POOL, holds
 from torchremat.remat.offload.streams import Copy, stream_of
 
-__all__ = [
-    "COPIES",
-    "Arrival",
-    "Fetch",
-    "Kept",
-    "Sending",
-    "bring_next",
-    "expect",
-    "fetch_value",
-    "finish_copy",
-    "finish_fetch",
-    "note_kept",
-    "start_copy",
-    "start_fetch",
-    "to_host",
-    "wait_for_copies",
-]
-
-
-# --- in graphs -----------------------------------------------------------------------------------
-
 
 def to_host(value: Tensor, like: Tensor | None = None) -> Tensor:
     """A copy of `value` in the pool, which may only have begun; `value` if it cannot be there.
@@ -62,15 +41,13 @@ def to_host(value: Tensor, like: Tensor | None = None) -> Tensor:
     return sending.kept
 
 
+@dataclass(slots=True, eq=False)
 class Sending:
     """A value that is copied from `source` to `kept`, in the pool; one that stays is both."""
 
-    __slots__ = ("copy", "kept", "source")
-
-    def __init__(self, kept: Tensor, source: Tensor, copy: Copy | None = None) -> None:
-        self.kept = kept
-        self.source = source
-        self.copy = copy
+    kept: Tensor
+    source: Tensor
+    copy: Copy | None = None
 
 
 def start_copy(value: Tensor) -> Sending:
@@ -109,14 +86,12 @@ def _is_captured(value: Tensor) -> bool:
     return value.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
     """A storage on its way back to `made`, memory on the device."""
 
-    __slots__ = ("copy", "made")
-
-    def __init__(self, made: Tensor, copy: Copy | None) -> None:
-        self.made = made
-        self.copy = copy
+    made: Tensor
+    copy: Copy | None
 
     def wait(self) -> None:
         if self.copy is not None:
@@ -128,14 +103,12 @@ class Arrival:
         self.wait()
 
 
+@dataclass(slots=True, eq=False)
 class Fetch:
     """A result `kept` of `to_host` on its way back; without an `arrival` it never left."""
 
-    __slots__ = ("arrival", "kept")
-
-    def __init__(self, kept: Tensor, arrival: Arrival | None) -> None:
-        self.kept = kept
-        self.arrival = arrival
+    kept: Tensor
+    arrival: Arrival | None
 
 
 def start_fetch(kept: Tensor, device: torch.device) -> Fetch:
@@ -179,9 +152,6 @@ def wait_for_copies() -> None:
     """Wait until every copy that has begun is done: what is in the pool can be read by the host."""
     for device in tuple(POOL.devices):
         stream_of(device).synchronize()
-
-
-# --- from one checkpoint to the next -------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +208,6 @@ def bring_next() -> None:
 
 COPIES = frozenset({to_host, start_copy, finish_copy, start_fetch, finish_fetch, bring_next})
 """The functions above that are nodes of graphs."""
-
-# --- tensors of storages -------------------------------------------------------------------------
 
 
 def _unseen() -> AbstractContextManager[Any]:

@@ -23,8 +23,6 @@ from torchremat.core.source import warn_user
 from torchremat.errors import OffloadWarning
 from torchremat.remat.offload.streams import Copy
 
-__all__ = ["POOL", "HostPool", "HostStats", "holds", "reset_counts", "stats"]
-
 
 @dataclass(frozen=True, slots=True)
 class HostStats:
@@ -62,9 +60,6 @@ def reset_counts() -> None:
 
 def holds(storage: torch.UntypedStorage) -> bool:
     return POOL.is_lent(storage)
-
-
-# --- the pool ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +124,6 @@ class HostPool:
         loan = self._loans.get(number)
         return number if loan is not None and loan.storage() is storage else None
 
-    # --- copies under way ------------------------------------------------------------------------
-
     def keep_source(self, storage: torch.UntypedStorage, copy: Copy, source: Tensor) -> None:
         """Hold `source` until it is copied to `storage`, or too many newer copies have begun."""
         number = self._number_of(storage)
@@ -167,8 +160,6 @@ class HostPool:
     def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
         number = self._number_of(storage)
         return None if number is None else self._loans[number].device
-
-    # --- loans -----------------------------------------------------------------------------------
 
     def lend(self, nbytes: int, device: torch.device) -> Tensor | None:
         """That many bytes, as a tensor of them, for `device`; `None` if there is no room."""

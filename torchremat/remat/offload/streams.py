@@ -9,35 +9,30 @@ reads its target or frees its source, the operators that follow must wait for it
 On a GPU that is a CUDA stream for each device. On the CPU a copy is done at once.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Copy", "CopyStream", "stream_of"]
 
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A copy on a GPU that has begun."""
 
-class Copy(Protocol):
-    """A copy that has begun."""
+    event: torch.cuda.Event
+    operators: torch.cuda.Stream
 
     def is_done(self) -> bool:
         """Whether it is done already; asks without waiting."""
+        return bool(self.event.query())
 
     def is_of_here(self) -> bool:
         """Whether it waited for the operators of the stream that is current now."""
+        return bool(torch.cuda.current_stream(self.operators.device) == self.operators)
 
     def wait(self) -> None:
         """Let the operators that follow, on the stream it waited for, wait for it."""
-
-
-class CopyStream(Protocol):
-    """The copies of one device, one after the other."""
-
-    def copy(self, target: Tensor, source: Tensor) -> Copy | None:
-        """Begin to copy `source` to `target`, one of them on the device; `None` if it is done."""
-
-    def synchronize(self) -> None:
-        """Wait, on the host, until all copies that have begun are done."""
+        self.operators.wait_event(self.event)
 
 
 class _CpuStream:
@@ -46,7 +41,7 @@ class _CpuStream:
         return None
 
     def synchronize(self) -> None:
-        """Nothing has only begun."""
+        """Do nothing: each copy is done at once."""
 
 
 class _GpuStream:
@@ -54,39 +49,24 @@ class _GpuStream:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def copy(self, target: Tensor, source: Tensor) -> Copy | None:
+    def copy(self, target: Tensor, source: Tensor) -> Copy:
+        """Begin to copy `source` to `target`, one of them on the device."""
         operators = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(operators)
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-            return _GpuCopy(self.stream.record_event(), operators)
+            return Copy(self.stream.record_event(), operators)
 
     def synchronize(self) -> None:
+        """Wait, on the host, until all copies that have begun are done."""
         self.stream.synchronize()
 
 
-class _GpuCopy:
-    __slots__ = ("event", "operators")
-
-    def __init__(self, event: torch.cuda.Event, operators: torch.cuda.Stream) -> None:
-        self.event = event
-        self.operators = operators
-
-    def is_done(self) -> bool:
-        return bool(self.event.query())
-
-    def is_of_here(self) -> bool:
-        return bool(torch.cuda.current_stream(self.operators.device) == self.operators)
-
-    def wait(self) -> None:
-        self.operators.wait_event(self.event)
-
-
-_streams: dict[torch.device, CopyStream] = {}
+_streams: dict[torch.device, _GpuStream] = {}
 _cpu_stream = _CpuStream()
 
 
-def stream_of(device: torch.device) -> CopyStream:
+def stream_of(device: torch.device) -> _CpuStream | _GpuStream:
     """The stream of `device`, always the same.
 
     >>> stream_of(torch.device("cpu")).copy(torch.empty(2), torch.ones(2)) is None

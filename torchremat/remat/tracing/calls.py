@@ -107,9 +107,6 @@ def _holds(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-# --- the structure of a call or a result ---------------------------------------------------------
-
-
 Parts = tuple[list[Any], _torch.TreeSpec]
 """The leaves of a tree, and its structure."""
 

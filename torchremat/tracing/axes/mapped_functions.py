@@ -1,18 +1,12 @@
 """Functions mapped over an axis that has a name while they run, `autograd.Function`s among them."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from torchremat import _torch
 from torchremat.tracing.axes.named_axes import AxisFrame, AxisName, bind_at_innermost, frame_at
-
-
-@cache
-def _let_functions_know_axes() -> None:
-    _torch.let_functions_know_axes(_with_named_axis)
 
 
 def _with_named_axis(function: Any) -> Any:
@@ -66,7 +60,7 @@ def run_mapped(
     def call_with_axis(*values: Any) -> Any:
         if name is None and spmd_axis_name is None:
             return function(*values)
-        _let_functions_know_axes()
+        _torch.let_functions_know_axes(_with_named_axis)
         with bind_at_innermost(AxisFrame(name, axis_size, None, spmd_axis_name)):
             return function(*values)
 

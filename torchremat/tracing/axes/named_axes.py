@@ -159,9 +159,6 @@ def as_names(axis_name: AxisName | Sequence[AxisName]) -> tuple[AxisName, ...]:
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
-# --- operators over an axis in graphs ------------------------------------------------------------
-
-
 def axis_names_in(module: fx.GraphModule) -> frozenset[AxisName]:
     """The axes that operators in a graph, and in the bodies of its operators, are over.
 

@@ -77,12 +77,11 @@ def _record_call(call: HookCall, tensors: Sequence[Tensor], tracer: Any) -> tupl
 def record_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in modules:
-        stand_ins = (_for_backward, _for_pre_backward)
-        for hooks, stand_in in zip(_torch.backward_hooks_of(module), stand_ins, strict=True):
+        for hooks in _torch.backward_hooks_of(module):
             if hooks:
                 changed.append((hooks, dict(hooks)))
                 for key, hook in hooks.items():
-                    hooks[key] = stand_in(hook)
+                    hooks[key] = _make_stand_in(hook)
     try:
         yield
     finally:
@@ -92,26 +91,13 @@ def record_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
                     hooks[key] = hook
 
 
-def _for_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def stand_in(module: nn.Module, inputs: Gradients, outputs: Gradients) -> Any:
-        return _call_hook(hook, module, inputs, outputs)
+def _make_stand_in(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def stand_in(module: nn.Module, inputs: Gradients, outputs: Gradients = ()) -> Any:
+        if torch.is_grad_enabled():  # of a derivative that is differentiated again: as it computes
+            return hook(module, inputs, outputs) if outputs else hook(module, inputs)
+        given = [*inputs, *outputs]
+        call = HookCall(hook, module, [g is not None for g in given], len(inputs))
+        results = iter(call(*(g for g in given if g is not None)))
+        return tuple(None if g is None else next(results) for g in inputs)
 
     return stand_in
-
-
-def _for_pre_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def stand_in(module: nn.Module, outputs: Gradients) -> Any:
-        return _call_hook(hook, module, outputs, ())
-
-    return stand_in
-
-
-def _call_hook(
-    hook: Callable[..., Any], module: nn.Module, inputs: Gradients, outputs: Gradients
-) -> Any:
-    if torch.is_grad_enabled():  # of a derivative that is differentiated again: as it computes
-        return hook(module, inputs, outputs) if outputs else hook(module, inputs)
-    given = [*inputs, *outputs]
-    call = HookCall(hook, module, [g is not None for g in given], len(inputs))
-    results = iter(call(*(g for g in given if g is not None)))
-    return tuple(None if g is None else next(results) for g in inputs)

@@ -390,14 +390,14 @@ class SecondPart:
     carried: list[Any]
 
     def __post_init__(self) -> None:
-        self._versions = [ct._version for ct in self.cotangents]
+        self._versions = [_torch.version_of(ct) for ct in self.cotangents]
 
     def is_of(self, given: Mask, needed: Mask, cotangents: Sequence[Tensor]) -> bool:
         return (
             self.given == given
             and not any(a and b for a, b in zip(needed, self.first, strict=True))
             and all(a is b for a, b in zip(cotangents, self.cotangents, strict=True))
-            and self._versions == [ct._version for ct in cotangents]
+            and self._versions == [_torch.version_of(ct) for ct in cotangents]
         )
 
     def run(self, saved: list[Any], call: int) -> tuple[Any, ...]:

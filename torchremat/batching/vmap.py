@@ -113,11 +113,7 @@ class Mapped(Checkpointed):
 
 
 def _call_in_compiler(
-    fun: Callable[..., Any],
-    mapping: Mapping,
-    chunk_size: int | None,
-    *args: Any,
-    **kwargs: Any,
+    fun: Callable[..., Any], mapping: Mapping, chunk_size: int | None, *args: Any, **kwargs: Any
 ) -> Any:
     """Let Dynamo capture PyTorch's own `vmap`."""
     ours = (mapping.axis_name, mapping.axis_size, mapping.spmd_axis_name, mapping.sum_match or None)

@@ -73,12 +73,7 @@ class Mapping:
         level = _Level(self, call, size)
         with _warn_of_loops():
             values, dims = run_mapped(
-                level.run,
-                level.in_dims,
-                size,
-                self.randomness,
-                self.axis_name,
-                self.spmd_axis_name,
+                level.run, level.in_dims, size, self.randomness, self.axis_name, self.spmd_axis_name
             )(*level.tensors)
         return level.unflatten_outputs(values, dims)
 

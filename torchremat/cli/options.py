@@ -65,9 +65,7 @@ select = click.option(
 )
 
 device = click.option(
-    "--device",
-    metavar="DEVICE",
-    help="Where the model is made; meta allocates nothing.",
+    "--device", metavar="DEVICE", help="Where the model is made; meta allocates nothing."
 )
 
 on = click.option(

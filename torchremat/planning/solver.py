@@ -17,11 +17,7 @@ from torchremat.planning.problem.backward_order import floor_of
 from torchremat.planning.problem.problem import Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluated, Evaluator
-from torchremat.planning.search.backward_search import (
-    BackwardFrontier,
-    BackwardSearch,
-    Limits,
-)
+from torchremat.planning.search.backward_search import BackwardFrontier, BackwardSearch, Limits
 from torchremat.planning.search.clock import CpuTimer, Deadline, TimeSlice
 from torchremat.planning.search.eviction import Evictor, try_evictions
 from torchremat.planning.search.incumbent import Incumbent

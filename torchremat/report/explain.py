@@ -12,12 +12,7 @@ from torchremat.autodiff.bodies import FunctionBody
 from torchremat.core.avals import Aval
 from torchremat.core.source import name_of
 from torchremat.errors import TraceError
-from torchremat.graph.nodes import (
-    base_of,
-    body_of,
-    is_checkpoint,
-    is_forward,
-)
+from torchremat.graph.nodes import base_of, body_of, is_checkpoint, is_forward
 from torchremat.graph.notes import notes_of
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike

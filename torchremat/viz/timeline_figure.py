@@ -197,10 +197,7 @@ class _TimelineDrawing:
         top = max(y - 8, TOP)
         corners = [(left, top), (left + width, top), (left + width, top + 24 + 15 * len(alive)),
                    (left, top + 24 + 15 * len(alive))]  # fmt: skip
-        shapes: list[Shape] = [
-            Area(corners, "note"),
-            Text(left + 7, top + 16, head, 12, bold=True),
-        ]
+        shapes: list[Shape] = [Area(corners, "note"), Text(left + 7, top + 16, head, 12, bold=True)]
         shapes += [Text(left + 7, top + 32 + 15 * i, t, 11) for i, t in enumerate(alive)]
         return [*shapes, Mark(x, y, ACCENT)]
 

@@ -116,8 +116,7 @@ def check_select(target: Target, select: str | None) -> None:
         return
     if not isinstance(target.fun, nn.Module):
         raise click.BadParameter(
-            f"it picks modules of a model, and {target.text} is a function",
-            param_hint="'--select'",
+            f"it picks modules of a model, and {target.text} is a function", param_hint="'--select'"
         )
     try:
         select_modules(target.fun, select)

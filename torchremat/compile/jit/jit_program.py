@@ -10,11 +10,7 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
-from torchremat.compile.jit.donation_plan import (
-    Donation,
-    write_at_the_end,
-    write_by_operators,
-)
+from torchremat.compile.jit.donation_plan import Donation, write_at_the_end, write_by_operators
 from torchremat.compile.lowering import lower
 from torchremat.graph.codegen import Runner, source_of
 from torchremat.graph.nodes import inner_graphs_of, results_of

@@ -77,10 +77,7 @@ class Evaluator:
         used = values_used(self.problem, replay.schedule)
         if used != decisions.saved_or_offloaded:
             decisions = Decisions(
-                used & decisions.saved,
-                decisions.drops,
-                decisions.early,
-                used & decisions.offloaded,
+                used & decisions.saved, decisions.drops, decisions.early, used & decisions.offloaded
             )
             replay = replay_of(self.problem, decisions)
         costs = costs_unchecked(self.problem, replay.schedule)

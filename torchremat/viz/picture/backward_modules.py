@@ -60,12 +60,7 @@ def backward_modules(operators: Operators) -> dict[str, str]:
     {'w': 'fc', 'mm': 'fc', 'sum': 'fc', 'dy': 'fc'}
     """
     found = dict(operators.modules)
-    for step in (
-        _vote_by_reads,
-        _find_of_co_readers,
-        _find_of_readers,
-        _find_of_joined,
-    ):
+    for step in (_vote_by_reads, _find_of_co_readers, _find_of_readers, _find_of_joined):
         for name in operators.unknown:
             if name not in found:
                 module = step(operators, name, found)

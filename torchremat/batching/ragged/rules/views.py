@@ -5,14 +5,7 @@ from math import prod
 from typing import Any
 
 from torchremat.batching.ragged.layouts.flat import flat_pile_data, pad_flat
-from torchremat.batching.ragged.layouts.layouts import (
-    Packed,
-    Padded,
-    Value,
-    is_ragged,
-    pack,
-    pad,
-)
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Value, is_ragged, pack, pad
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.rows import flat_rows, from_flat_rows
 from torchremat.batching.ragged.rules.op_call import (

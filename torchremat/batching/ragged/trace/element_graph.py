@@ -146,9 +146,7 @@ def _value_of_a_tensor() -> None:
 
 
 def trace_element(
-    function: Callable[[Sequence[Tensor]], Sequence[Any]],
-    specs: Sequence[ElementSpec],
-    owner: Any,
+    function: Callable[[Sequence[Tensor]], Sequence[Any]], specs: Sequence[ElementSpec], owner: Any
 ) -> tuple[ElementGraph, list[Tensor]]:
     """Trace `function`, a function of flat tensors, for elements like `specs`.
 
@@ -253,12 +251,7 @@ def _make_input_spec(
         strides.insert(0, step)
         step = step * size
     return InputSpec(
-        shape,
-        tuple(strides),
-        spec.dtype,
-        spec.device,
-        spec.requires_grad,
-        is_leaf=True,
+        shape, tuple(strides), spec.dtype, spec.device, spec.requires_grad, is_leaf=True
     )
 
 

@@ -126,9 +126,9 @@ class RematForward:
 
         original = self._original
         functools.update_wrapper(run, original)
-        vars(run)["__wrapped__"] = self
+        run.__wrapped__ = self  # type: ignore[attr-defined]
         if isinstance(original, FunctionType):
-            vars(run)["__signature__"] = inspect.signature(original)
+            run.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         return run
 
     @property

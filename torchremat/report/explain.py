@@ -37,7 +37,6 @@ from torchremat.remat.tracing.input_labels import (
 from torchremat.remat.values.scope import (
     Scope,
     ScopedValue,
-    below,
     is_computed,
     program_of,
 )
@@ -50,6 +49,7 @@ from torchremat.report.observe import (
 )
 from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
+from torchremat.tracing.modules.module_paths import below
 
 
 def explain(

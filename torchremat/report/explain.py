@@ -26,7 +26,13 @@ from torchremat.remat.tracing.input_labels import (
     labels_of_state,
     refuse_misspelt,
 )
-from torchremat.remat.values.scope import Scope, ScopedValue, below, is_computed, program_of
+from torchremat.remat.values.scope import (
+    Scope,
+    ScopedValue,
+    below,
+    is_computed,
+    program_of,
+)
 from torchremat.remat.values.value_labels import ValueLabels
 from torchremat.report.observe import (
     Observation,
@@ -37,6 +43,7 @@ from torchremat.report.observe import (
 )
 from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
+from torchremat.tracing.modules.module_paths import below
 
 
 def explain(

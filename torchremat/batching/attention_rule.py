@@ -21,7 +21,6 @@ _backward = _torch.FLASH_ATTENTION_BACKWARD
 
 @cache
 def register() -> None:
-    """Let the rule stand, from the first `vmap` on."""
     rules_where_torch_has_none[_attention] = _attention_rule
     rules_where_torch_has_none[_backward] = _backward_rule
 

@@ -94,9 +94,6 @@ def matchaxis(
 def canonical_axis(axis: int, rank: int) -> int:
     """Count `axis` of a tensor of `rank` dimensions from the front.
 
-    Raises:
-        AxisError: (a `ValueError`) if there is no such dimension.
-
     >>> canonical_axis(-1, 3)
     2
     """

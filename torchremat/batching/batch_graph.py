@@ -1,5 +1,3 @@
-"""`batch_graph`: a graph mapped over an axis, as `vmap` maps a function."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -88,10 +86,7 @@ def batch_graph(
 
 
 def _with_shared_empties(g: TypedGraph) -> TypedGraph:
-    """Replace tensors made like another, which varies, by ones of given shapes.
-
-    A dropout draws into `empty_like(x)`: PyTorch draws the same for all only if that is unmapped.
-    """
+    """Dropout draws into `empty_like(x)`: PyTorch draws alike for all only if that is unmapped."""
     module, copies = copy_graph(g)
     set_outputs(module.graph, [copies.get(value, value) for value in g.outputs])
     for node in module.graph.nodes:
@@ -105,10 +100,7 @@ def _with_shared_empties(g: TypedGraph) -> TypedGraph:
 
 @dataclass(eq=False)
 class _PlaceAxes(Body):
-    """Moves the axis in the outputs of `of` to where it is `wanted`; numbers get one there too.
-
-    After a run `out_axes` says where it is.
-    """
+    """After a run `out_axes` says where the axis of each output is."""
 
     of: BatchedBody
     outputs: Sequence[Any]
@@ -152,7 +144,6 @@ def _check_size(axis_size: Any) -> None:
 
 
 def _as_axes(axes: Any, ranks: Sequence[int], what: str, of_what: str) -> list[int | None]:
-    """Check the axes, and make a list of one for each rank, none negative."""
     if axes is None or isinstance(axes, int):
         axes = [axes] * len(ranks)
     if not isinstance(axes, Sequence) or isinstance(axes, str):

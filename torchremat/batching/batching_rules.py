@@ -1,9 +1,7 @@
 """How an operator is mapped over an axis: PyTorch's own rules, and those that a user registers.
 
-A rule takes the arguments for all examples at once, and where the mapped axis is in each tensor. It
-gives the outputs, and where the axis is in them. It stands in a registry under its `OpOverload`;
-PyTorch has a rule for nearly every other operator. After `jax.interpreters.batching`, whose rules
-have these signatures:
+A rule takes the arguments for all examples at once, and gives the outputs with the axis of each.
+The signatures are those of `jax.interpreters.batching`:
 
     primitive_batchers[op](vals, dims, **params) -> (out, out_dim)
     axis_primitive_batchers[op](axis_size, axis_name, None, vals, dims, **params)
@@ -95,7 +93,6 @@ def _unhook(op: _torch.OpOverload) -> None:
 
 
 def _batch(op: _torch.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run `op` at the innermost level of `vmap` by the rule that stands for it."""
     rule = _find_rule(op)
     if rule is None:  # one for `spmd_axis_name`, and there is none
         _torch.restore_batching_rule(_hooks.pop(op))
@@ -167,8 +164,6 @@ def _wrap_output(op: _torch.OpOverload, value: Any, dim: Any, level: _torch.Vmap
 
 
 class BatchedArguments:
-    """The arguments of a call of an operator: tensors in order, the others by name."""
-
     def __init__(self, op: _torch.OpOverload, given: dict[str, Any]) -> None:
         self.op = op
         self.given = given
@@ -179,13 +174,11 @@ class BatchedArguments:
     def of(
         cls, op: _torch.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> "BatchedArguments":
-        """Sort the arguments of a call."""
         schema = _torch.schema_arguments(op)
         named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
         return cls(op, {a.name: named.get(a.name, a.default_value) for a in schema})
 
     def call(self, tensors: Sequence[Tensor], **params: Any) -> Any:
-        """Call the operator with other tensors, and with some other arguments changed."""
         left = iter(tensors)
         filled = {name: _fill_holes(value, left) for name, value in self.given.items()} | params
         schema = _torch.schema_arguments(self.op)
@@ -207,9 +200,6 @@ def _fill_holes(value: Any, left: Iterator[Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return [_fill_holes(item, left) for item in value]
     return value
-
-
-# --- rules for kinds of operators ----------------------------------------------------------------
 
 
 def defvectorized(op: _torch.OpOverload) -> None:
@@ -300,7 +290,6 @@ def _argument_types(op: _torch.OpOverload) -> dict[str, str]:
 
 
 def _find_overload(op: _torch.OpOverload, dim: str) -> _torch.OpOverload:
-    """The one that reduces one input over `dim` to one output."""
     for name in op.overloadpacket.overloads():
         overload: _torch.OpOverload = getattr(op.overloadpacket, name)
         kinds = _argument_types(overload)
@@ -350,7 +339,6 @@ def _reduce(
 
 
 def _call(op: _torch.OpOverload, vals: Sequence[Tensor], params: dict[str, Any]) -> Any:
-    """Call `op` with tensors in the places that `params` leaves."""
     left = iter(vals)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}

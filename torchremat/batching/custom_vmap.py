@@ -1,5 +1,3 @@
-"""`custom_vmap`: a function that says itself how it is mapped over an axis."""
-
 import functools
 import inspect
 from abc import ABC, abstractmethod
@@ -113,8 +111,6 @@ def sequential_vmap(fun: Callable[..., Any]) -> custom_vmap:
 
 
 class _FlatCall(ABC):
-    """A function of flat arguments with its rule for `vmap`."""
-
     @abstractmethod
     def run(self, *leaves: Any) -> tuple[Any, ...]:
         """The outputs."""
@@ -173,10 +169,7 @@ class _UserCall(_FlatCall):
 
 @dataclass(frozen=True)
 class _RuleDerivative(_FlatCall):
-    """A derivative of `of`, with that of its rule as its rule.
-
-    It takes the leaves of `of`, then tangents of those at `wrt`, or cotangents of the outputs.
-    """
+    """It takes the leaves of `of`, then tangents of those at `wrt` or cotangents of the outputs."""
 
     of: _FlatCall
     num_leaves: int
@@ -240,7 +233,6 @@ class _VmapRuleCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        """Compute the derivative by a call that has a rule too."""
         wrt = tuple(i for i, _ in enumerate(ctx.others) if ctx.needs_input_grad[i + 1])
         grads: list[Any] = [None] * len(ctx.others)
         for i, grad in zip(
@@ -256,7 +248,6 @@ class _VmapRuleCall(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _FlatCall, *leaves: Any) -> Any:
-        """Call the rule with the axis in front."""
         dims = in_dims[1:]
         moved = [
             x if dim is None else moveaxis(x, dim, 0) for x, dim in zip(leaves, dims, strict=True)

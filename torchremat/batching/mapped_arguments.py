@@ -1,7 +1,4 @@
-"""The axes that `vmap` is given: one for each leaf of the arguments, and the size they share.
-
-The texts of the errors are those of `jax.vmap`.
-"""
+"""The texts of the errors are those of `jax.vmap`."""
 
 import inspect
 from collections import Counter
@@ -20,7 +17,6 @@ from torchremat.errors import AxisError, AxisTypeError
 
 
 def check_axes(in_axes: Any, out_axes: Any, caller: str = "vmap") -> None:
-    """Raise for axes that cannot be meant, before there are arguments."""
     if not (in_axes is None or _is_axis(in_axes) or isinstance(in_axes, tuple)):
         raise AxisTypeError(
             f"{caller} in_axes must be an int, None, or a tuple of entries corresponding to the "
@@ -41,8 +37,6 @@ def _is_axis(axis: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class MappedLeaves:
-    """The leaves of a call of a mapped function, each with the axis that is mapped."""
-
     fun: Callable[..., Any]
     leaves: list[Any]
     axes: list[Any]
@@ -59,11 +53,7 @@ class MappedLeaves:
         kwargs: Mapping[str, Any],
         caller: str = "vmap",
     ) -> "MappedLeaves":
-        """Flatten a call. Keyword arguments are mapped along their first axis.
-
-        Raises:
-            AxisError: (a `ValueError`) if `in_axes` does not fit the arguments.
-        """
+        """Keyword arguments are mapped along their first axis."""
         if isinstance(in_axes, tuple) and len(in_axes) != len(args):
             raise AxisError(
                 f"{caller} in_axes must be an int, None, or a tuple of entries corresponding to "
@@ -75,13 +65,6 @@ class MappedLeaves:
         return cls(fun, leaves, axes, spec, caller)
 
     def size(self, axis_size: Any) -> int:
-        """The size of the mapped axis, which all arguments agree on.
-
-        Raises:
-            AxisError: (a `ValueError`) if they do not agree, an argument has no such axis, or
-                neither an argument nor `axis_size` gives a size.
-            AxisTypeError: if an argument that is mapped is no tensor.
-        """
         sizes = [
             None if axis is None or leaf is None else self._size_of(leaf, axis)
             for leaf, axis in zip(self.leaves, self.axes, strict=True)
@@ -173,7 +156,6 @@ class MappedLeaves:
 
 
 def _size_of_container(leaf: Any, axis: Any) -> int | None:
-    """Find the size of the first axis that `to_elt` maps."""
     registered = vmappable_of(type(leaf))
     assert registered is not None
     sizes: list[int] = []

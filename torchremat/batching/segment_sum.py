@@ -1,5 +1,3 @@
-"""`segment_sum` with the signature of `jax.interpreters.batching.segment_sum`."""
-
 from torch import Tensor
 
 from torchremat.errors import SegmentError

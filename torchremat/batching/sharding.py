@@ -102,7 +102,6 @@ class _Constraint(torch.autograd.Function):
 
 
 def spread_examples(x: Any, dim: int, spmd_axis_name: Any) -> Any:
-    """`x`, if it is a `DTensor`, with its dimension `dim` on the axis of its mesh of that name."""
     if not isinstance(x, _dtensors().DTensor):
         return x
     shard = _dtensors().Shard

@@ -44,8 +44,6 @@ _log = logging.getLogger("torchremat")
 
 
 class Mapped(Checkpointed):
-    """A function under `vmap`. Call it as the function itself, with one dimension more."""
-
     def __init__(self, fun: Callable[..., Any], mapping: Mapping) -> None:
         self._mapping = mapping
         statics = StaticArguments(fun, (), (), lenient=True)
@@ -56,7 +54,6 @@ class Mapped(Checkpointed):
 
     @property
     def around(self) -> Callable[..., Any]:  # type: ignore[override]
-        """Maps the function inside a trace."""
         return self._mapping
 
     def __repr__(self) -> str:
@@ -69,7 +66,6 @@ class Mapped(Checkpointed):
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function on all examples at once."""
         if torch.compiler.is_dynamo_compiling():
             return _call_in_compiler(self.fun, self._mapping, None, *args, **kwargs)
         if self._is_never_traced or holds_containers((args, kwargs)):
@@ -87,10 +83,7 @@ class Mapped(Checkpointed):
         return super()._slow_call(call, args, kwargs)
 
     def _is_traced(self, call: Call, args: Any, kwargs: Any) -> bool:
-        """Whether there is a trace of such a call, made now if it is the second of its kind.
-
-        What cannot be traced, Python that asks for values say, runs as it did the first time.
-        """
+        """A call that cannot be traced, since Python asks for values, runs as the first time."""
         own = self._trace_cache
         if call.key in own.untraceable_keys:
             return False
@@ -115,7 +108,6 @@ class Mapped(Checkpointed):
 def _call_in_compiler(
     fun: Callable[..., Any], mapping: Mapping, chunk_size: int | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Let Dynamo capture PyTorch's own `vmap`."""
     ours = (mapping.axis_name, mapping.axis_size, mapping.spmd_axis_name, mapping.sum_match or None)
     if any(option is not None for option in ours):
         raise NotAvailableError(
@@ -255,10 +247,7 @@ def call_in_chunks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Map over at most `chunk_size` examples at a time, and join the outputs.
-
-    `map_over` gives the function of so many examples.
-    """
+    """`map_over` gives the function of so many examples."""
     call = MappedLeaves.of(map_over(1), mapping.in_axes, args, kwargs)
     if any(map(is_vmappable, call.leaves)):
         raise AxisTypeError("chunk_size works on tensors, not on containers of registered types")

@@ -25,8 +25,6 @@ from torchremat.tracing.tracing import current_tracing
 
 @dataclass(frozen=True)
 class Mapping:
-    """The options of `vmap`."""
-
     in_axes: Any = 0
     out_axes: Any = 0
     axis_name: Any = None
@@ -36,12 +34,10 @@ class Mapping:
     randomness: str = "error"
 
     def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `fun`, mapped."""
         call = MappedLeaves.of(fun, self.in_axes, args, kwargs)
         return self.run(call, call.size(self.axis_size))
 
     def run(self, call: MappedLeaves, size: int) -> Any:
-        """Compute the outputs of a call whose mapped axis is of `size`."""
         out_axes = _torch.tree_flatten(self.out_axes)[0]
         if has_piles(call) or needs_piles(out_axes):
             return self._run_on_piles(call, size)
@@ -80,17 +76,11 @@ class Mapping:
 
 @dataclass(frozen=True)
 class _Container:
-    """A container that a function returned, of all examples."""
-
     value: Any
 
 
 class _Level:
-    """A call on its way into a level of `vmap`, and out of it.
-
-    The tensors of a call go in one by one. Those of containers are in the order in which `to_elt`
-    passes them to its first argument.
-    """
+    """The order of the tensors of containers is that in which `to_elt` calls its first argument."""
 
     def __init__(self, mapping: Mapping, call: MappedLeaves, size: int) -> None:
         self.mapping = mapping
@@ -135,7 +125,6 @@ class _Level:
         return kind.to_elt(cont, get_idx, leaf, axis)
 
     def run(self, *tensors: Tensor) -> list[Any]:
-        """The user's function, inside the level: tensors to the tensors of its result."""
         left = iter(tensors)
 
         def take(value: Any, axis: Any) -> Any:
@@ -170,7 +159,6 @@ class _Level:
         return kind.from_elt(cont, self.axis_size, element, axis)
 
     def unflatten_outputs(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Any:
-        """The result of the call: all examples together, the axis where `out_axes` says."""
         left = iter(zip(tensors, dims, strict=True))
         placed: list[Any] = []
         for leaf, axis in zip(self.out_leaves, self.out_axes, strict=True):

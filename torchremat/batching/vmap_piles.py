@@ -1,5 +1,3 @@
-"""`vmap` where sizes differ from example to example: piles among the arguments or the outputs."""
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +17,10 @@ from torchremat.errors import RaggedTypeError
 
 
 def needs_piles(axes: Sequence[Any]) -> bool:
-    """Whether an axis among them is `pile_axis`."""
     return any(isinstance(axis, ConcatAxis) for axis in axes)
 
 
 def has_piles(call: MappedLeaves) -> bool:
-    """Whether there are piles among the arguments of a call, or axes that are for piles."""
     return needs_piles(call.axes) or any(isinstance(leaf, Pile) for leaf in call.leaves)
 
 
@@ -37,7 +33,6 @@ def run_on_piles(
     out_axes: Any,
     sum_match: bool,
 ) -> Any:
-    """The outputs of a call with piles, whose mapped axis is of `size`."""
     positions = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor | Pile)]
     statics = [None if i in positions else leaf for i, leaf in enumerate(call.leaves)]
     structures = _find_structures(call.fun)
@@ -77,9 +72,7 @@ _TENSOR = "a tensor"
 
 @dataclass(frozen=True)
 class _Structure:
-    """The structure of a function's result, and its leaves that are no tensors.
-
-    A graph from the cache does not run the function. Its last output therefore is the number of
+    """A graph from the cache does not run the function. Its last output therefore is the number of
     the structure among those that the function has returned.
     """
 
@@ -88,7 +81,6 @@ class _Structure:
 
     @classmethod
     def flatten(cls, result: Any, known: "list[_Structure]") -> list[Any]:
-        """The tensors of a result, and the number of its structure."""
         leaves, spec = _torch.tree_flatten(result)
         statics = tuple(WrapHashably(_TENSOR if _varies(x) else x) for x in leaves)
         structure = cls(spec, statics)
@@ -97,7 +89,6 @@ class _Structure:
         return [*(x for x in leaves if _varies(x)), known.index(structure)]
 
     def fill_leaves(self, tensors: Sequence[Dense | Ragged]) -> list[Dense | Ragged]:
-        """The leaves of the result for all examples."""
         left = iter(tensors)
         return [
             next(left) if leaf.value is _TENSOR else Dense(leaf.value, None) for leaf in self.leaves

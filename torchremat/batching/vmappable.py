@@ -1,9 +1,3 @@
-"""Types of the user's that `vmap` maps element by element: `register_vmappable`.
-
-A container (an array with named dimensions, say) is mapped along what a *spec* says, which stands
-for it in `in_axes` and `out_axes`. After `jax.interpreters.batching.register_vmappable`.
-"""
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +15,6 @@ FromElt = Callable[[Callable[[Any, Any, Any], Any], Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Vmappable:
-    """The rules for containers of one type, as `register_vmappable` takes them."""
-
     spec_type: type
     axis_size_type: type
     to_elt: ToElt
@@ -30,7 +22,6 @@ class Vmappable:
     make_iota: Callable[[Any], Any] | None
 
     def numbers(self, axis_size: Any, size: int) -> Any:
-        """The numbers of the examples of an axis, of which there are `size`."""
         if self.make_iota is None or not isinstance(axis_size, self.axis_size_type):
             return torch.arange(size)
         return self.make_iota(axis_size)
@@ -116,17 +107,14 @@ def is_vmappable(x: Any) -> bool:
 
 
 def vmappable_of(kind: type) -> Vmappable | None:
-    """The rules for containers of type `kind`, if it is registered."""
     return _registered.get(kind)
 
 
 def is_axis_size(size: Any) -> bool:
-    """Whether `size` is of a type that says how large the axis of some container is."""
     return any(isinstance(size, v.axis_size_type) for v in _registered.values())
 
 
 def num_examples(axis_size: Any) -> int | None:
-    """How many examples an axis size of a registered type stands for, if that is known."""
     for kind in _registered.values():
         if kind.make_iota is not None and isinstance(axis_size, kind.axis_size_type):
             return int(kind.make_iota(axis_size).shape[0])
@@ -134,14 +122,12 @@ def num_examples(axis_size: Any) -> int | None:
 
 
 def holds_containers(tree: Any) -> bool:
-    """Whether there is a container of a registered type in a tree."""
     return bool(_registered) and any(
         vmappable_of(type(leaf)) for leaf in _torch.tree_flatten(tree, is_leaf=is_vmappable)[0]
     )
 
 
 def is_spec(axis: Any) -> bool:
-    """Whether `axis` is of a type that stands for the axis of some container."""
     return isinstance(axis, ConcatAxis) or any(
         type(axis) is v.spec_type for v in _registered.values()
     )

@@ -1,5 +1,3 @@
-"""`vtile`: an axis cut into tiles, and a function mapped over the tiles."""
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +79,6 @@ def _axis_of(x: Tensor, axis: int | None) -> int | None:
 
 
 def _cut(x: Tensor, axis: int | None, num_tiles: int | None) -> Tensor:
-    """Insert an axis of tiles before `axis`."""
     if axis is None:
         return x
     axis = canonical_axis(axis, x.dim())
@@ -96,7 +93,6 @@ def _cut(x: Tensor, axis: int | None, num_tiles: int | None) -> Tensor:
 
 
 def _join_tiles(y: Tensor, axis: int | None) -> Tensor:
-    """Concatenate the tiles, which are first in `y`, along `axis`; `None`: there is one."""
     if axis is None:
         return y
     axis = canonical_axis(axis, y.dim() - 1)

@@ -1,5 +1,3 @@
-"""Checks of the arguments of collectives: names in scope, leaves, and groups of examples."""
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -19,7 +17,6 @@ Groups = Sequence[Sequence[int]] | None
 def find_names(
     function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups
 ) -> tuple[AxisName, ...]:
-    """Split tuples of names; raise for a name that is not bound."""
     names = as_names(axis_name)
     parts = tuple(part for name in names for part in parts_of(name))  # raises if there is none
     if groups is not None and len(names) == 1 and len(parts) != 1:
@@ -38,7 +35,6 @@ def find_names(
 def map_leaves(
     function: str, mapping: Callable[[Any], Any], x: T, *, only_tensors: bool = False
 ) -> T:
-    """Apply `mapping` to the leaves of a tree, which are tensors or numbers; `None` stays."""
     kinds = (Tensor,) if only_tensors else (Tensor, int, float, complex)
 
     def map_leaf(leaf: Any) -> Any:
@@ -56,7 +52,6 @@ def map_leaves(
 
 
 def check_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
-    """Return the groups as parameters of the operator, none if there are no groups."""
     if groups is None:
         return {}
     size = axis_frame(name).size
@@ -71,13 +66,11 @@ def check_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any
 
 
 def check_group_sizes(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
-    """Return the groups and `axis_size`, the number of examples in one, as parameters."""
     given = check_groups(function, name, groups)
     return given | {"axis_size": find_group_size(function, name, groups)}
 
 
 def find_group_size(function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups) -> int:
-    """Count the examples of a group, which must be the same in all groups."""
     if groups is None:
         return math.prod(axis_frame(name).size for name in as_names(axis_name))
     sizes = {len(group) for group in groups}

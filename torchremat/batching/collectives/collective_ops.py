@@ -49,10 +49,7 @@ _in_compiler = _InCompiler()
 
 @contextmanager
 def as_c10d_ops() -> Iterator[None]:
-    """Trace the operators of `torch.distributed` (c10d) in place of collectives of processes.
-
-    Compilers know the former only.
-    """
+    """Compilers know the operators of `torch.distributed` (c10d), and none of ours."""
     _in_compiler.depth += 1
     try:
         yield
@@ -71,11 +68,9 @@ class CollectiveOp(_torch.HigherOrderOperator):
 
     @property
     def title(self) -> str:
-        """The name of the operator."""
         return str(self.name())  # type: ignore[no-untyped-call]
 
     def __call__(self, /, *tensors: Tensor, **params: Any) -> Tensor:
-        """Compute it along the axis; record the operator where the axis is out of reach."""
         living = map(_torch.without_dead_levels, tensors)
         if "group" not in params and (group := group_of(params["axis_name"])) is not None:
             params["group"] = group
@@ -91,9 +86,7 @@ def _define(
     unmapped: Callable[..., Mapped],
     shape: Callable[..., Sequence[int]],
 ) -> CollectiveOp:
-    """Define the operator `name` with its rules, which take its keywords too.
-
-    `implementation` takes a tensor whose first dimension is the axis. `unmapped` takes one that
+    """`implementation` takes a tensor whose first dimension is the axis. `unmapped` takes one that
     does not vary, and the size of the axis. `shape` computes the shape for one example.
     """
     op = CollectiveOp(name)  # type: ignore[no-untyped-call]
@@ -129,7 +122,6 @@ def _define(
 
 
 def _is_over(level: int, axis_name: AxisName, params: Params) -> bool:
-    """Whether the axis of an operator is that of a level."""
     frame = frame_at(level)
     return "group" not in params and frame is not None and frame.name == axis_name
 
@@ -162,7 +154,6 @@ def _make_out_of_reach_error(name: str, axis_name: AxisName) -> AxisNameError:
 
 
 def check_size(name: str, axis_name: AxisName, size: int, params: Params) -> None:
-    """Raise if the operator was traced for an axis of another size."""
     groups, perm = params.get("axis_index_groups"), params.get("perm")
     if groups is not None:
         traced = sum(map(len, groups))
@@ -193,9 +184,6 @@ def _run_in_groups(
 
 def _first(pair: tuple[int, Tensor]) -> int:
     return pair[0]
-
-
-# --- derivatives ---------------------------------------------------------------------------------
 
 
 class _Linear(torch.autograd.Function):
@@ -257,13 +245,9 @@ class _AxisExtremum(torch.autograd.Function):
 
 
 def _find_ties(ctx: Any) -> tuple[Tensor, Tensor]:
-    """Find whether an example has the extremum, and how many have it."""
     x, best = (t.detach() for t in ctx.saved_tensors)
     is_best = (x == best) | (x.isnan() & best.isnan())
     return is_best, psum_p(is_best.to(x.dtype), **ctx.params)
-
-
-# --- the operators -------------------------------------------------------------------------------
 
 
 def _same(shape: Sequence[int], **_: Any) -> Sequence[int]:

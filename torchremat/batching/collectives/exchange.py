@@ -1,5 +1,3 @@
-"""Collectives in which examples exchange values: scatter, gather, permute."""
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -170,10 +168,7 @@ def all_to_all(
 def _exchange_over(
     x: Tensor, names: Sequence[AxisName], split: int, concat: int, tiled: bool
 ) -> Tensor:
-    """Run `all_to_all` over several names, each on a dimension of its own.
-
-    Sizes 2 and 3 of the names divide the split dimension of 6 * n into [2, 3, n].
-    """
+    """Sizes 2 and 3 of the names divide the split dimension of 6 * n into [2, 3, n]."""
     sizes = [axis_frame(name).size for name in names]
     x = x.unflatten(split, (*sizes, -1)).movedim(split + len(sizes), 0)
     x = x.movedim([split + 1 + i for i in range(len(sizes))], [*range(len(sizes))])
@@ -232,7 +227,6 @@ def ppermute(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[tupl
 def _permute_gathered(
     x: Tensor, axis_name: AxisName | Sequence[AxisName], source_of: dict[int, int]
 ) -> Tensor:
-    """Permute over several names, or among some examples: gather all values, and select one."""
     sources = [source_of.get(i, 0) for i in range(axis_size(axis_name))]
     index = axis_index(axis_name, device=x.device).reshape(1)
     mine = torch.tensor(sources, device=x.device).index_select(0, index)
@@ -267,9 +261,6 @@ def pshuffle(x: T, axis_name: AxisName | Sequence[AxisName], perm: Sequence[int]
             f"of 0, ..., {len(perm) - 1} once: perm[k] is where example k gets its value from"
         )
     return ppermute(x, axis_name, [(src, dst) for dst, src in enumerate(perm)])
-
-
-# --- checks --------------------------------------------------------------------------------------
 
 
 def _check_dimension(function: str, dim: int, rank: int) -> int:

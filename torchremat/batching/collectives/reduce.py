@@ -1,13 +1,7 @@
 """Collectives: what the examples under a `vmap(..., axis_name="i")` do together.
 
-The `vmap` or `pmap` around binds a name; so does a device mesh in scope, for its dimensions. An
-inner axis hides an outer one of the same name. A result that is the same for all examples is not
-mapped over, so that `out_axes=None` is right for it. They can be differentiated to any order,
-within and without the `vmap`. In `checkpoint` and `make_graph` each is an operator,
-`psum[axis_name='i']`, which a policy can name.
-
-Where there are several names, the examples are numbered in row-major order: the last name varies
-fastest.
+An inner axis hides an outer one of the same name. A result that is the same for all examples is not
+mapped over, so that `out_axes=None` is right for it.
 """
 
 import math
@@ -77,9 +71,6 @@ def axis_index(
     for index, size in zip(indices[1:], sizes[1:], strict=True):
         total = total * size + index
     return total
-
-
-# --- reductions ----------------------------------------------------------------------------------
 
 
 def psum(x: T, axis_name: AxisName | Sequence[AxisName], *, axis_index_groups: Groups = None) -> T:

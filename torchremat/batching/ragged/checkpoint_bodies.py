@@ -36,8 +36,6 @@ _functions: "weakref.WeakKeyDictionary[fx.GraphModule, dict[_BodyForm, _Body]]" 
 
 
 class _Body:
-    """The body under `checkpoint`, for operands of one form."""
-
     def __init__(self, module: fx.GraphModule, form: _BodyForm) -> None:
         self.kinds: list[tuple[Any, ...]] = []
         self.computed = form.computed
@@ -58,7 +56,6 @@ class _Body:
 
 
 def run_body(module: fx.GraphModule, operands: Sequence[Value], batch: Batch) -> list[Value]:
-    """Run the body of a checkpoint for a batch, under a checkpoint."""
     symbols = batch.sizes.symbols
     extents = [(name, e.known_longest) for name, e in symbols.items() if isinstance(e, RaggedSize)]
     names = {*symbols_in(module)}

@@ -1,5 +1,3 @@
-"""Runs the graph of one element for a whole batch, node by node."""
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,10 +43,7 @@ def interpret(
     items: Mapping[str, fx.Node],
     run_body: BodyRunner,
 ) -> list[Any]:
-    """Compute `outputs`, which are nodes of the graph of `module`, or literals.
-
-    A value is freed after the last node that reads it.
-    """
+    """A value is freed after the last node that reads it."""
     env: dict[fx.Node, Any] = {}
     left = iter(inputs)
     named: dict[fx.Node, list[str]] = {}
@@ -76,7 +71,6 @@ def interpret(
 def _find_last_uses(
     graph: fx.Graph, outputs: Sequence[fx.Node]
 ) -> tuple[dict[fx.Node, list[fx.Node]], set[fx.Node]]:
-    """Find the values that each node is the last to read, and all nodes that must run."""
     needed = set(outputs)
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -109,7 +103,6 @@ def _read_output(output: Any, env: dict[fx.Node, Any], batch: Batch) -> Any:
 
 
 def _bind(batch: Batch, name: str, value: Value) -> None:
-    """Let the symbol `name` stand for the numbers in `value`."""
     if isinstance(value, Shared):
         batch.sizes.symbols[name] = int(value.data)
         return
@@ -141,7 +134,6 @@ def _run_node(node: fx.Node, env: dict[fx.Node, Any], batch: Batch, run_body: Bo
 
 
 def run_call(call: RaggedCall) -> Any:
-    """Run an operator for a batch by its rule; without one, one element after the other."""
     if not call.is_ragged and not _has_ragged_result(call):
         if call.op is attention:
             call = replace(call, op=_plain_attention)

@@ -1,5 +1,3 @@
-"""`Pile`: tensors of different sizes as one value, concatenated."""
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,8 +51,6 @@ class Pile:
     def __init__(self, aval: PileTy, data: Tensor) -> None:
         self.aval = aval
         self.data = data
-
-    # --- what it is made of ----------------------------------------------------------------------
 
     @classmethod
     def from_list(cls, tensors: Sequence[Tensor], dim: int | Sequence[int] | None = None) -> "Pile":
@@ -141,8 +137,6 @@ class Pile:
     def __repr__(self) -> str:
         return f"Pile({self.aval}, data={self.data!r})"
 
-    # --- elements --------------------------------------------------------------------------------
-
     def to_list(self) -> list[Tensor]:
         """The elements: views of the data, where these are concatenated along one dim.
 
@@ -178,8 +172,6 @@ class Pile:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.to_list())
-
-    # --- nested tensors --------------------------------------------------------------------------
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> "Pile":
@@ -225,7 +217,6 @@ class Pile:
 
 
 def round_up_to_power(length: int) -> int:
-    """The least power of two that is not less."""
     return 1 << max(length - 1, 0).bit_length() if length else 1
 
 
@@ -277,9 +268,6 @@ def _dims_that_differ(
 
 def _flatten_entries(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
-
-
-# --- as a tree -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

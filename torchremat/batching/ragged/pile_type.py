@@ -1,5 +1,3 @@
-"""The type of a `Pile` and of its elements: `Var1:3 => f32[[3 1 4].Var1,2]`."""
-
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +23,7 @@ class SizeVar:
 
 @dataclass(frozen=True, eq=False)
 class IndexedSize:
-    """A size that differs from element to element: `[3 1 4].Var1`.
-
-    `longest` is a bound of the lengths that is known on the host, a power of two: so it seldom
+    """`longest` is a bound of the lengths that is known on the host, a power of two: so it seldom
     changes from batch to batch, and a trace that depends on it serves many.
     """
 
@@ -54,7 +50,6 @@ class EltTy:
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """The dims whose size differs."""
         return tuple(d for d, size in enumerate(self.shape) if isinstance(size, IndexedSize))
 
     def __repr__(self) -> str:

@@ -1,5 +1,3 @@
-"""`run_ragged`: a function mapped over elements of different sizes."""
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,8 +35,6 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """An output whose elements have different sizes."""
-
     value: Packed | Padded
 
 
@@ -53,27 +49,11 @@ def run_ragged(
     owner: Any = None,
     key: Any = (),
 ) -> list[Dense | Ragged]:
-    """Map `function` over the elements of `values`, some of them piles.
+    """Map `function`, which takes the tensors of one element, over the elements of `values`.
 
-    Args:
-        function: takes a list of the tensors of one element, gives a list of tensors and numbers.
-        values: tensors and piles.
-        axes: for each an int (which axis of a tensor is mapped), `None` (all elements share it) or
-            `pile_axis`.
-        axis_size: the number of elements.
-        randomness: `"error"`, `"different"` or `"same"`, as `torch.func.vmap` takes it.
-        axis_name: what collectives call the axis.
-        owner: the user's function: the graph of one element lives as long as it. By default
-            `function`, which then must be the same object from call to call.
-        key: what the graph depends on besides `owner`, the tensors' dtypes and sizes: anything that
-            can be hashed.
-
-    Returns:
-        The outputs.
-
-    Raises:
-        RaggedTypeError: for a pile without `pile_axis`, and the other way round.
-        RaggedError: for what elements of different sizes cannot do.
+    `axes` has for each value an int, `None` (all elements share it) or `pile_axis`. The graph of
+    one element lives as long as `owner`. By default that is `function`, which then must be the same
+    object from call to call. The graph depends on `key` besides the tensors' dtypes and sizes.
     """
     inputs = _Inputs(axis_size)
     specs = [inputs.add(v, axis, i) for i, (v, axis) in enumerate(zip(values, axes, strict=True))]
@@ -110,7 +90,6 @@ def _make_output(value: Any) -> Dense | Ragged:
 
 
 def as_pile(value: Dense | Ragged, axis_size: int) -> Pile:
-    """The pile of an output of `run_ragged`; of one whose elements have one size, a plain batch."""
     if isinstance(value, Dense):
         tensor = value.tensor
         if value.dim is None:
@@ -132,15 +111,12 @@ def as_pile(value: Dense | Ragged, axis_size: int) -> Pile:
 
 
 class _Inputs:
-    """The inputs of a run, and which of their sizes are equal."""
-
     def __init__(self, axis_size: int) -> None:
         self.axis_size = axis_size
         self.lengths: list[tuple[Tensor, int, Any]] = []
         self.pending: list[Callable[[dict[int, RaggedSize]], Value]] = []
 
     def add(self, value: Any, axis: Any, position: int) -> ElementSpec:
-        """Note an input, and say what it is like for one element."""
         if isinstance(value, Pile) != isinstance(axis, ConcatAxis):
             raise RaggedTypeError(_describe_wrong_axis(value, axis, position))
         if isinstance(value, Pile):
@@ -185,14 +161,12 @@ class _Inputs:
         return len(self.lengths) - 1
 
     def make_sizes(self, graph: ElementGraph) -> Sizes:
-        """Map the symbols of the graph to sizes."""
         symbols: dict[str, Any] = {}
         for name, (lengths, longest, total) in zip(graph.symbols, self.lengths, strict=True):
             symbols[name] = RaggedSize(name, lengths.to(torch.int64), total, longest)
         return Sizes(self.axis_size, symbols)
 
     def make_values(self, sizes: Sizes, graph: ElementGraph) -> list[Value]:
-        """The inputs as values."""
         extents = {-1 - i: sizes.symbols[name] for i, name in enumerate(graph.symbols)}
         return [make(extents) for make in self.pending]
 

@@ -26,8 +26,6 @@ One call for 8 heads of 64 numbers takes 10 us and 5 ns a pair on a core: more w
 
 @dataclass(frozen=True)
 class Chunk:
-    """Segments with `lengths` queries and keys each, and which rows are theirs."""
-
     num: int
     lengths: tuple[int, int]
     rows: tuple[slice | Tensor, slice | Tensor]
@@ -40,7 +38,6 @@ class Chunk:
         return shaped
 
     def put(self, x: Tensor, side: int, values: Tensor) -> None:
-        """Write what `take` would read."""
         rows = self.rows[side]
         if isinstance(rows, slice):
             x[rows].unflatten(0, (self.num, self.lengths[side])).copy_(values)
@@ -79,18 +76,13 @@ def _chunk(starts: list[tuple[int, int]], lengths: tuple[int, int], device: torc
     return Chunk(len(starts), lengths, (rows_q, rows_k))
 
 
-# --- PyTorch's kernels for the CPU ---------------------------------------------------------------
-
-
 def has_cpu_kernel(q: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch has an attention for the CPU that takes these, of sizes above 0."""
     return q.device.type == "cpu" and q.shape[2] == v.shape[2] and 0 not in q.shape[1:]
 
 
 def forward_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, cuts: tuple[Tensor, Tensor], is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp, by PyTorch's flash attention for the CPU."""
     out, lse = empty_results(q, v)
     q, k, v = (_readable(x) for x in (q, k, v))
     for chunk in chunks_of(*cuts):
@@ -115,7 +107,6 @@ def backward_on_cpu(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of `q`, `k` and `v`, by PyTorch's flash attention for the CPU."""
     grads = [x.new_zeros(x.shape) for x in (q, k, v)]
     rows = [_readable(x) for x in (cotangent, q, k, v, results[0])]
     sides = (0, 0, 1, 1, 0)
@@ -135,7 +126,6 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of queries that see no keys."""
     shape = (q.shape[0], q.shape[1])
     lse = q.new_full(shape, -torch.inf, dtype=dtype_of_logsumexp(q.dtype))
     return q.new_zeros((*shape, v.shape[2])), lse
@@ -149,8 +139,6 @@ def dtype_of_logsumexp(dtype: torch.dtype) -> torch.dtype:
     """
     return torch.float32 if dtype.itemsize < 4 else dtype
 
-
-# --- the plain formula, and derivatives of it ----------------------------------------------------
 
 Formula = Callable[..., tuple[Tensor, ...]]
 
@@ -207,7 +195,6 @@ def run_program(
     is_causal: bool,
     scale: float,
 ) -> list[Tensor]:
-    """A derivative of attention, of any order, chunk by chunk through `torch.func`."""
     takes, gives = signature_of(program)
     results = empty_derivatives(program, tensors)
     if not program:
@@ -234,7 +221,6 @@ def _derivative(program: str, function: Formula) -> Formula:
 
 
 def empty_derivatives(program: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros of the shapes and dtypes that a derivative gives."""
     takes, gives = signature_of(program)
     models = dict(zip(takes, tensors, strict=False))
     if not {"o", "l"} <= models.keys():

@@ -79,7 +79,6 @@ def backward_by_flash(
 def _for_kernel(
     cuts: tuple[Tensor, Tensor], device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Offsets on the device in int32, and the greatest length, of queries and of keys."""
     most_q, most_k = (int(c.diff().max()) if c.shape[0] > 1 else 0 for c in cuts)
     on_q, on_k = (c.to(device, torch.int32, non_blocking=True) for c in cuts)
     return (on_q, on_k), (most_q, most_k)

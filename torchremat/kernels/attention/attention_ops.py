@@ -92,7 +92,6 @@ def _derivative(
 
 
 def _check_cuts(offsets_q: Tensor, offsets_k: Tensor, q: Tensor, k: Tensor) -> Cuts:
-    """The offsets on the CPU, of which the lengths of the work are read."""
     on_cpu = offsets_q.cpu()
     cuts = (on_cpu, on_cpu if offsets_k is offsets_q else offsets_k.cpu())
     for offsets, rows in zip(cuts, (q, k), strict=True):
@@ -112,12 +111,7 @@ def _fake_derivative(tensors: Sequence[Tensor], program: str, *_: Any) -> list[T
     return empty_derivatives(program, tensors)
 
 
-# --- vmap ----------------------------------------------------------------------------------------
-
-
 def _batching_rule(name: str, sides: str) -> Callable[..., Any]:
-    """The rule of an operator that takes tensors with the letters `sides`, and then offsets."""
-
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         num = len(sides)
         mapped, (results_dim, unfold) = _fold(
@@ -174,9 +168,6 @@ def _join_cuts(offsets_q: Tensor, offsets_k: Tensor, total_q: int, total_k: int)
     q, k = offsets_q + total_q * shifts, offsets_k + total_k * shifts
     next_q = torch.cat([q[1:, :1], q[-1:, -1:]])
     return torch.cat([q, next_q], 1).flatten(), torch.cat([k, k[:, -1:]], 1).flatten()
-
-
-# --- derivatives ---------------------------------------------------------------------------------
 
 
 def _differentiate(program: str, tensors: Sequence[Tensor], rest: Sequence[Any]) -> list[Tensor]:
@@ -271,8 +262,6 @@ def _push_derivative(args: list[Any], tangents: list[Tensor | None]) -> list[Ten
         program + "f", (*tensors, *pushed), (offsets_q, offsets_k, is_causal, scale)
     )
 
-
-# --- the operators -------------------------------------------------------------------------------
 
 OPS: dict[str, Any] = {}
 """The operators by name."""

@@ -120,7 +120,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _as_cuts(name: str, offsets: Tensor, q: Tensor) -> Tensor:
-    """Offsets in int64, after all checks that need no values."""
     if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
         raise SegmentTypeError(
             f"ragged_attention takes {name} of an integer dtype, not {offsets.dtype}"

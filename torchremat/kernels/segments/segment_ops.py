@@ -81,9 +81,6 @@ def _fake_expand(values: Tensor, offsets: Tensor, total: int) -> Tensor:
     return values.new_empty((total, *values.shape[1:]))
 
 
-# --- vmap ----------------------------------------------------------------------------------------
-
-
 def _batch_reduction(name: str) -> Callable[..., tuple[Tensor, int]]:
     def rule(info: Any, in_dims: Any, data: Tensor, offsets: Tensor) -> tuple[Tensor, int]:
         """Batched data alone has one dim more; batched offsets make one long list of segments."""
@@ -124,9 +121,6 @@ def _join_offsets(offsets: Tensor, total: int) -> Tensor:
     """
     shifts = total * torch.arange(offsets.shape[0], device=offsets.device)
     return torch.cat([(offsets + shifts[:, None]).flatten(), shifts[-1:] + total])
-
-
-# --- derivatives ---------------------------------------------------------------------------------
 
 
 class _Sum(torch.autograd.Function):
@@ -201,15 +195,12 @@ class _SegmentExtremum(torch.autograd.Function):
 
 
 def _find_ties(data: Tensor, offsets: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the elements equal to the extremum of their segment, and count them by segment."""
     data, output = data.detach(), output.detach()
     best = OPS["segment_expand"](output, offsets, data.shape[0])
     is_best = (data == best) | (data.isnan() & best.isnan())
     num_best = OPS["segment_sum"](is_best.to(torch.int32), offsets)
     return is_best, num_best.clamp(min=1).to(data.dtype)
 
-
-# --- the operators -------------------------------------------------------------------------------
 
 OPS: dict[str, Any] = {}
 """The operators by name: `segment_sum`, `segment_max`, `segment_min`, `segment_expand`."""

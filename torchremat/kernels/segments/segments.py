@@ -26,21 +26,8 @@ def segment_sum(
 
         y[s] = sum of data[i] for offsets[s] <= i < offsets[s + 1];   d data[i] = d y[segment of i]
 
-    Args:
-        data: `[total, ...]`, of a floating, complex or integer dtype, with any strides.
-        offsets: `[num_segments + 1]` integers that do not decrease, from 0 to `total`. Rows before
-            the first and from the last on belong to no segment.
-        lengths: in place of `offsets`, the number of rows of each segment, `[num_segments]`.
-
-    Returns:
-        `[num_segments, ...]` of the dtype of `data`. Halves are added up in float32.
-
-    Raises:
-        SegmentError: for shapes that do not fit, and for offsets that decrease or leave `data`. The
-            values of offsets on a GPU are not looked at: rows outside of `data` count for nothing.
-        SegmentTypeError: for what is no tensor, and for dtypes without a sum.
-
-    `jax.ops.segment_sum` for segments that lie one after the other.
+    Halves are added up in float32. The values of offsets on a GPU are not looked at: rows outside
+    of `data` count for nothing.
 
     >>> segment_sum(torch.arange(6.0), torch.tensor([0, 2, 2, 6]))
     tensor([ 1.,  0., 14.])
@@ -57,14 +44,10 @@ def segment_sum(
 def segment_max(
     data: Tensor, offsets: Tensor | None = None, *, lengths: Tensor | None = None
 ) -> Tensor:
-    """The greatest of each segment of the rows of `data`, elementwise.
+    """The greatest of each segment of the rows of `data`, elementwise; NaN wins.
 
-    An empty segment gives -inf, or the least number of an integer dtype; NaN wins. Rows that tie
-    share the gradient evenly, as in `torch.amax`. For arguments and errors see `segment_sum`.
-
-    Raises:
-        SegmentError: as `segment_sum`.
-        SegmentTypeError: as `segment_sum`, and for complex numbers, which have no order.
+    An empty segment gives -inf, or the least number of an integer dtype. Rows that tie share the
+    gradient evenly, as in `torch.amax`.
 
     >>> segment_max(torch.tensor([3.0, 5.0, 4.0]), torch.tensor([0, 2, 2, 3]))
     tensor([5., -inf, 4.])
@@ -75,14 +58,7 @@ def segment_max(
 def segment_min(
     data: Tensor, offsets: Tensor | None = None, *, lengths: Tensor | None = None
 ) -> Tensor:
-    """The least of each segment of the rows of `data`, elementwise.
-
-    An empty segment gives inf, or the greatest number of an integer dtype; NaN wins. Rows that tie
-    share the gradient evenly, as in `torch.amin`. For arguments and errors see `segment_sum`.
-
-    Raises:
-        SegmentError: as `segment_sum`.
-        SegmentTypeError: as `segment_sum`, and for complex numbers, which have no order.
+    """The least of each segment, as `segment_max` gives the greatest.
 
     >>> segment_min(torch.tensor([3, 5, 4]), lengths=torch.tensor([2, 1]))
     tensor([3, 4])
@@ -91,21 +67,9 @@ def segment_min(
 
 
 def segment_expand(values: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """The value of its segment for each of `total` rows; the transpose of `segment_sum`.
+    """The value of its segment for each of `total` rows, and 0 in rows that belong to none.
 
         y[i] = values[s] for offsets[s] <= i < offsets[s + 1];   d values = segment_sum(d y)
-
-    Args:
-        values: `[num_segments, ...]`, of a floating, complex or integer dtype.
-        offsets: `[num_segments + 1]`, as for `segment_sum`.
-        total: the number of rows of the result.
-
-    Returns:
-        `[total, ...]` of the dtype of `values`; 0 in rows that belong to no segment.
-
-    Raises:
-        SegmentError: for shapes that do not fit, and for offsets that decrease or leave the rows.
-        SegmentTypeError: as `segment_sum`.
 
     >>> segment_expand(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 2, 3]), 4)
     tensor([7, 7, 9, 0])
@@ -139,7 +103,6 @@ def _call(name: str, *args: Any) -> Tensor:
 def _check_segments(
     name: str, data: Tensor, offsets: Tensor | None, lengths: Tensor | None
 ) -> Tensor:
-    """The offsets, in int64, after all checks that need no values."""
     if (offsets is None) == (lengths is None):
         raise SegmentError(f"{name} takes either offsets or lengths, and is given {_both(offsets)}")
     kind, cuts = ("offsets", offsets) if lengths is None else ("lengths", lengths)

@@ -13,7 +13,6 @@ _REDUCE = {"max": "amax", "min": "amin"}
 
 
 def reduce_segments(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
-    """`"sum"`, `"max"` or `"min"` of each segment of the rows of `data`."""
     num_segments = offsets.shape[0] - 1
     dtype = accumulator_dtype(data.dtype)
     shape = (num_segments, *data.shape[1:])
@@ -33,7 +32,6 @@ def reduce_segments(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
 
 
 def expand_segments(values: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """Give each of `total` rows the value of its segment, 0 to rows in none."""
     zeros = values.new_zeros((1, *values.shape[1:]))
     return torch.cat([values, zeros]).index_select(0, _bin_of_row(offsets, total))
 

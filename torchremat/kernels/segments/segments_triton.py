@@ -115,7 +115,6 @@ def segment_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_reduction(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
-    """`"sum"`, `"max"` or `"min"` of each segment of the rows of `data`, on its device."""
     num_segments = offsets.shape[0] - 1
     out = data.new_empty((num_segments, *data.shape[1:]))
     if out.numel() == 0:

@@ -13,7 +13,6 @@ from torchremat.batching.ragged.layouts.take_rows_op import take_rows
 
 
 def flat_pile_data(value: Padded) -> Tensor:
-    """The entries of each element in their order, one element after the other."""
     whole = _numel(value.sizes)
     source = _places_in_padded(value.sizes, whole)
     rows = value.data.reshape(-1)
@@ -21,7 +20,6 @@ def flat_pile_data(value: Padded) -> Tensor:
 
 
 def pad_flat(data: Tensor, sizes: Sequence[Any]) -> Padded:
-    """The value with flat `data`, of elements of these sizes."""
     whole = _numel(sizes)
     whole.known_total = data.shape[0]
     place = _places_in_padded(sizes, whole)

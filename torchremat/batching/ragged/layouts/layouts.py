@@ -23,64 +23,50 @@ from torchremat.kernels.segments.segments import segment_expand
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A tensor that all elements share."""
-
     data: Tensor
 
     @property
     def rank(self) -> int:
-        """The number of dims of an element."""
         return self.data.dim()
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """The sizes of an element: numbers."""
         return tuple(self.data.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """A batch along dim 0; entries beyond the length of an element mean nothing.
-
-    `extents` has for each dim of an element its extent, or `None` where all have the same size.
-    """
+    """`extents` has for each dim of an element its extent, `None` where all have the same size."""
 
     data: Tensor
     extents: tuple[RaggedSize | None, ...]
 
     @property
     def rank(self) -> int:
-        """The number of dims of an element."""
         return len(self.extents)
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """The sizes of an element: numbers and extents."""
         pairs = zip(self.extents, self.data.shape[1:], strict=True)
         return tuple(size if extent is None else extent for extent, size in pairs)
 
     @property
     def is_ragged(self) -> bool:
-        """Whether a size differs."""
         return any(self.extents)
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Elements concatenated along `dim`, the only one whose size differs."""
-
     data: Tensor
     dim: int
     extent: RaggedSize
 
     @property
     def rank(self) -> int:
-        """The number of dims of an element."""
         return self.data.dim()
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """The sizes of an element: numbers and an extent."""
         sizes: list[Any] = list(self.data.shape)
         sizes[self.dim] = self.extent
         return tuple(sizes)
@@ -90,12 +76,10 @@ Value = Shared | Padded | Packed
 
 
 def is_ragged(value: Any) -> bool:
-    """Whether a value has sizes that differ from element to element."""
     return isinstance(value, Packed) or (isinstance(value, Padded) and value.is_ragged)
 
 
 def batch(data: Tensor) -> Padded:
-    """A plain batch along dim 0."""
     return Padded(data, (None,) * (data.dim() - 1))
 
 
@@ -107,7 +91,6 @@ def as_rows(values: Tensor, extent: RaggedSize) -> Tensor:
 
 
 def pad(value: Value, axis_size: int) -> Padded:
-    """`value` with a batch dim in front."""
     if isinstance(value, Padded):
         return value
     if isinstance(value, Shared):
@@ -134,7 +117,6 @@ def pack(value: Padded) -> Padded | Packed:
 
 
 def fill_beyond_ends(value: Padded, dims: Sequence[int], fill: Any) -> Tensor:
-    """The data of `value`, with `fill` beyond the ends along those of `dims` that differ."""
     data = value.data
     for dim in dims:
         extent = value.extents[dim]

@@ -33,8 +33,6 @@ read_mode = _ReadMode()
 
 @dataclass(eq=False)
 class RaggedSize:
-    """A size that differs from element to element."""
-
     text: str
     """The size as an expression: equal texts are equal extents in one run."""
     lengths: Tensor
@@ -48,12 +46,10 @@ class RaggedSize:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each element begins in concatenated data, and the last one ends."""
         return offsets_of(self.lengths)
 
     @cached_property
     def total(self) -> Any:
-        """The sum of the lengths."""
         if self.known_total is not None:
             return self.known_total
         return self._read(lambda lengths: lengths.sum())
@@ -69,12 +65,10 @@ class RaggedSize:
 
     @property
     def known_on_host(self) -> bool:
-        """Whether `host` costs nothing."""
         return _is_on_host(self.lengths)
 
     @cached_property
     def host(self) -> list[int]:
-        """The lengths as numbers."""
         if _torch.is_fake(_torch.innermost_tensor(self.lengths)):
             raise RaggedError(
                 "the lengths of the elements of a batch must be known here as numbers. They are "
@@ -96,13 +90,11 @@ class RaggedSize:
 
     @cached_property
     def element_of_row(self) -> Tensor:
-        """`[total]`: the element that each row of concatenated data belongs to."""
         elements = torch.arange(self.lengths.shape[0], device=self.lengths.device)
         return segment_expand(elements, self.offsets, self.total)
 
     @cached_property
     def position_of_row(self) -> Tensor:
-        """`[total]`: the place of each row in its element."""
         starts = segment_expand(self.offsets[:-1], self.offsets, self.total)
         return torch.arange(self.total, device=starts.device) - starts
 
@@ -148,10 +140,7 @@ _NAMES_OF_TENSORS = {
 
 @dataclass(eq=False)
 class Sizes:
-    """Maps the sizes in the graph of one element to those of a batch.
-
-    `symbols` has for each symbol an extent, or a number where all elements have the same.
-    """
+    """`symbols` has for each symbol an extent, or a number where all elements have the same."""
 
     axis_size: int
     symbols: dict[str, Any]
@@ -161,7 +150,6 @@ class Sizes:
         self.extents |= {e.text: e for e in self.symbols.values() if isinstance(e, RaggedSize)}
 
     def of(self, size: Any) -> Any:
-        """A size of the graph of one element: a number, or an `RaggedSize`."""
         if isinstance(size, Size):
             size = size.symbolic
         if not isinstance(size, SYMBOLIC):
@@ -179,7 +167,6 @@ class Sizes:
         return extent
 
     def varies(self, size: Any) -> bool:
-        """Whether a number made of sizes differs from element to element."""
         if isinstance(size, Size):
             size = size.symbolic
         if not isinstance(size, SYMBOLIC):
@@ -187,11 +174,9 @@ class Sizes:
         return any(isinstance(self.symbols[n], RaggedSize) for n in _torch.names_in_size(size))
 
     def shape(self, tensor: Any) -> tuple[Any, ...]:
-        """The shape of a value of the graph of one element: numbers and extents."""
         return tuple(self.of(size) for size in tensor.shape)
 
     def compute_numbers(self, size: Any) -> Tensor:
-        """A number made of sizes, for each element: `[axis_size]`."""
         if isinstance(size, Size):
             size = size.symbolic
         names = _torch.names_in_size(size)

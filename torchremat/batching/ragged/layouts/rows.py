@@ -27,7 +27,6 @@ def take_places(value: Packed, places: Tensor, extent: RaggedSize) -> Packed:
 
 
 def slice_places(value: Packed, start: int | Tensor, step: int, extent: RaggedSize) -> Packed:
-    """From `start` on, every `step`-th place; as many as `extent` says."""
     starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
     starts = starts.clamp(min=0)
     places = starts[extent.element_of_row] + extent.position_of_row * step
@@ -39,7 +38,6 @@ def _from_start(lengths: Tensor, place: int) -> Tensor:
 
 
 def select_place(value: Packed, place: int, source: Any) -> Padded:
-    """One place of each element, which must have it."""
     lengths = value.extent.lengths
     places = _from_start(lengths, place)
     fits = _check(value.extent, place, source)
@@ -70,7 +68,6 @@ def _mark_missing(rows: Tensor, fits: Tensor | None) -> Tensor:
 
 
 def constant_slice(value: Packed, start: int, stop: int, step: int, source: Any) -> Padded:
-    """Places from `start` to before `stop`, which all elements must have: a batch of one size."""
     places = list(range(start, stop, step))
     if not places:
         start = 0
@@ -86,7 +83,6 @@ def constant_slice(value: Packed, start: int, stop: int, step: int, source: Any)
 
 
 def put(value: Packed, rows: Tensor, part: RaggedSize, start: int | Tensor, step: int) -> Packed:
-    """`value` with `rows`, of which each element has as many as `part` says, from `start` on."""
     starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
     element = part.element_of_row
     target = (
@@ -100,10 +96,7 @@ def put(value: Packed, rows: Tensor, part: RaggedSize, start: int | Tensor, step
 
 
 def join_rows(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: RaggedSize) -> Packed:
-    """Values one after the other along `dim`.
-
-    Each part has its rows, concatenated over the elements, and the lengths of the elements.
-    """
+    """Each part has its rows, concatenated over the elements, and the lengths of the elements."""
     before = extent.offsets[:-1]
     targets = []
     for rows, lengths in parts:
@@ -114,9 +107,6 @@ def join_rows(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: RaggedSi
     source = inverse_of(target, target.shape[0])
     rows = take_rows(torch.cat([rows for rows, _ in parts]), source, target)
     return Packed(rows.movedim(0, dim), dim, extent)
-
-
-# --- all entries in a row ------------------------------------------------------------------------
 
 
 def _flat_index(leading: int, extent: RaggedSize) -> tuple[Tensor, Tensor]:
@@ -132,7 +122,6 @@ def _flat_index(leading: int, extent: RaggedSize) -> tuple[Tensor, Tensor]:
 
 
 def flat_rows(value: Packed) -> Tensor:
-    """The entries of one element after those of another, each element's in its own order."""
     leading = prod(value.data.shape[: value.dim])
     data = value.data.reshape(leading * value.extent.total, -1)
     if leading != 1:
@@ -141,7 +130,6 @@ def flat_rows(value: Packed) -> Tensor:
 
 
 def from_flat_rows(rows: Tensor, sizes: tuple[Any, ...], dim: int) -> Packed:
-    """The value of these `sizes`, which differ along `dim`."""
     extent: RaggedSize = sizes[dim]
     leading, trailing = prod(sizes[:dim]), prod(sizes[dim + 1 :])
     data = rows.reshape(leading * extent.total, trailing)

@@ -16,17 +16,7 @@ from torchremat import _torch
 
 
 def take_rows(x: Tensor, index: Tensor, inverse: Tensor, *, zero: bool = False) -> Tensor:
-    """The rows `index` of `x`.
-
-    Args:
-        x: `[N, ...]`.
-        index: `[M]`, of int64: which row of `x` each row of the result is, or -1 for none.
-        inverse: `[N]`, of int64: which row of the result each row of `x` is, or -1.
-        zero: whether a row that is none is zero. Else it is some row of `x`, if that has any: a
-            value that is as good as the others to compute with.
-
-    Returns:
-        `[M, ...]`, of the dtype of `x`.
+    """With `zero` a hole is 0; else it is some row of `x`, as good as the others to compute with.
 
     >>> x = torch.tensor([1., 2., 3.])
     >>> take_rows(x, torch.tensor([2, -1, 0]), torch.tensor([2, -1, 0]), zero=True)

@@ -95,10 +95,7 @@ _torch.register_function(attention, _ElementAttention)
 
 
 class AttentionMode(TorchFunctionMode):
-    """Traces `scaled_dot_product_attention` over a size that is a symbol as one operator.
-
-    With a mask, which says more than lengths do, or dropout, its parts are traced.
-    """
+    """With dropout or a mask, which says more than lengths do, the parts are traced as they are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -14,11 +14,6 @@ from torchremat.errors import LoopWarning, RaggedError
 
 
 def run_one_by_one(call: RaggedCall) -> Any:
-    """Run the operator for one element after the other.
-
-    Raises:
-        RaggedError: if it cannot run so, naming the operator.
-    """
     count = call.batch.axis_size
     warn_user(
         f"{call.name}, at {call.source}, has no rule for elements of different sizes: it runs for "
@@ -47,7 +42,6 @@ def _run_one(call: RaggedCall, i: int) -> Any:
 
 
 def element(value: Value, i: int) -> Tensor:
-    """Element `i` of a value."""
     if isinstance(value, Shared):
         return value.data
     if isinstance(value, Packed):
@@ -65,7 +59,6 @@ def _join_elements(call: RaggedCall, elements: Sequence[Tensor], result: Any) ->
 
 
 def make_value(elements: Sequence[Tensor], sizes: tuple[Any, ...]) -> Value:
-    """Make the value with these elements, of `sizes`."""
     places = [d for d, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     if not places:
         return Padded(torch.stack(list(elements)), (None,) * len(sizes))

@@ -1,5 +1,3 @@
-"""Rules for lookups: embeddings, index tensors, gather along the dim whose size differs."""
-
 from typing import Any
 
 import torch

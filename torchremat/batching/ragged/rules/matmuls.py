@@ -29,7 +29,6 @@ _LABELS = {
 
 
 def contract(batch: Batch, kind: str, a: Value, b: Value) -> Value:
-    """The matrix product `mm`, `bmm`, `mv` or `dot` of values."""
     if kind in ("mv", "dot"):
         terms = map_entries(batch, torch.mul, [a, b])
         return reduce_value(batch, "sum", terms, [terms.rank - 1], False)
@@ -70,7 +69,6 @@ def _lacks(label: str, of_a: str, of_b: str, labels_a: str, labels_b: str) -> bo
 
 
 def _zero_padding(batch: Batch, value: Value, labels: str, labels_out: str) -> Tensor:
-    """Padded data, 0 beyond the ends along dims that are summed over."""
     if isinstance(value, Shared):
         return value.data
     full = pad(value, batch.axis_size)
@@ -143,7 +141,6 @@ def _outer(call: RaggedCall) -> Any:
 
 
 def unsqueeze_value(value: Value, dim: int) -> Value:
-    """`value` with a dim of size 1 more."""
     if isinstance(value, Shared):
         return Shared(value.data.unsqueeze(dim))
     if isinstance(value, Packed):

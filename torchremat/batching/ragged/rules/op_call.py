@@ -1,5 +1,3 @@
-"""One operator of the graph of an element, to be run for a whole batch; the rules by operator."""
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,8 +40,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 @dataclass(eq=False)
 class Batch:
-    """The number of elements, their sizes, and options of the `vmap` around."""
-
     axis_size: int
     sizes: Sizes
     randomness: str = "error"
@@ -68,12 +64,10 @@ class RaggedCall:
 
     @cached_property
     def values(self) -> list[Value]:
-        """The values among the arguments, in order."""
         return list(_find_leaves((self.args, dict(self.kwargs)), (Shared, Padded, Packed)))
 
     @property
     def is_ragged(self) -> bool:
-        """Whether a size differs from element to element, of an argument or as one."""
         return any(map(is_ragged, self.values)) or any(
             self.batch.sizes.varies(size)
             for size in _find_leaves((self.args, dict(self.kwargs)), (Size,))
@@ -99,11 +93,9 @@ class RaggedCall:
         return tuple(d % rank if rank else 0 for d in given)
 
     def sizes_of(self, result: Any) -> tuple[Any, ...]:
-        """The sizes of a result for an element: numbers and extents."""
         return self.batch.sizes.shape(result)
 
     def check_random(self) -> None:
-        """Raise if the operator draws random numbers that it may not draw."""
         if torch.Tag.nondeterministic_seeded not in getattr(self.op, "tags", ()):
             return
         if self.batch.randomness == "error":
@@ -119,8 +111,6 @@ class RaggedCall:
             )
 
     def run(self, convert: Callable[[Value], Tensor], size: Callable[[Any], Any]) -> Any:
-        """Call the operator with tensors for values, and numbers for sizes."""
-
         def swap(leaf: Any) -> Any:
             if isinstance(leaf, Value):
                 return convert(leaf)
@@ -136,7 +126,6 @@ class RaggedCall:
         return size.longest if isinstance(size, RaggedSize) else size
 
     def wrap(self, outputs: Any, make: Callable[[Tensor, tuple[Any, ...]], Value]) -> Any:
-        """Values for what the operator gave, of the sizes that the result has."""
         if isinstance(outputs, Tensor):
             return make(outputs, self.sizes_of(self.result))
         if isinstance(outputs, tuple | list):
@@ -148,10 +137,7 @@ class RaggedCall:
 
 
 def run_on_packed(call: RaggedCall) -> Any:
-    """Run the operator on concatenated data, as it would on one element that is longer.
-
-    For operators that treat each place along the dim that differs alike.
-    """
+    """For operators that treat each place along the dim that differs alike."""
     call.check_random()
     outputs = call.run(lambda v: v.data, lambda s: s.total if isinstance(s, RaggedSize) else s)
     return call.wrap(outputs, _as_packed)
@@ -166,11 +152,7 @@ def _as_packed(data: Tensor, sizes: tuple[Any, ...]) -> Value:
 
 
 def run_on_padded(call: RaggedCall, fill: Callable[[Padded], Tensor] | None = None) -> Any:
-    """Run the operator on padded data, mapped over the batch.
-
-    For operators that give the right values wherever those of their arguments are right. `fill`
-    puts what does no harm where arguments have no values.
-    """
+    """For operators that are right wherever their arguments are; `fill` is harmless elsewhere."""
     call.check_random()
 
     def convert(value: Value) -> Value:
@@ -184,7 +166,6 @@ def run_on_padded(call: RaggedCall, fill: Callable[[Padded], Tensor] | None = No
 
 
 def as_padded(data: Tensor, sizes: tuple[Any, ...]) -> Value:
-    """The value of these sizes with `data`, that is padded."""
     extents = tuple(size if isinstance(size, RaggedSize) else None for size in sizes)
     return pack(Padded(data, extents))
 
@@ -194,11 +175,7 @@ def run_mapped_call(
     convert: Callable[[Value], Value] = lambda v: v,
     place: Callable[[Tensor, int | None], Any] | None = None,
 ) -> Any:
-    """Run the operator mapped over batches along dim 0; shared values are not mapped.
-
-    `place` is called with each output and where the batch is in it; by default it goes to the
-    front.
-    """
+    """`place` gets each output and where the batch is in it; by default it goes to the front."""
     tree = _map_arguments(
         lambda leaf: convert(leaf) if isinstance(leaf, Value) else call.find_number(leaf),
         [call.args, dict(call.kwargs)],
@@ -238,7 +215,6 @@ def _as_value(output: Tensor, dim: int | None) -> Value:
 
 
 def run_dense(call: RaggedCall) -> Any:
-    """Run an operator none of whose sizes differ."""
     if is_collective(call):
         return run_mapped_call(call, place=_as_value)
     draws = torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ())
@@ -251,7 +227,6 @@ def run_dense(call: RaggedCall) -> Any:
 
 
 def is_collective(call: RaggedCall) -> bool:
-    """Whether it is of all elements together: `psum` over the axis of the elements, say."""
     return call.batch.axis_name is not None and "axis_name" in call.kwargs
 
 

@@ -31,7 +31,6 @@ def _wrap_value(rows: Tensor, extent: Any, call: RaggedCall) -> Value:
 
 
 def _places_of_segments(segments: RaggedSize, ends: RaggedSize) -> Tensor:
-    """The position of each segment among those between all offsets."""
     return ends.offsets[segments.element_of_row] + segments.position_of_row
 
 
@@ -90,7 +89,6 @@ def _take(call: RaggedCall) -> Any:
 
 
 def _shift_indices(index: tuple[Tensor, RaggedSize], into: RaggedSize) -> Tensor:
-    """Indices of rows of an element, as those of all rows."""
     rows, extent = index
     return torch.where(rows < 0, rows, rows + into.offsets[extent.element_of_row])
 

@@ -1,5 +1,3 @@
-"""Rules for operators that work on each entry, with broadcasting."""
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +19,6 @@ from torchremat.graph.symbolic_sizes import Size
 
 
 def broadcast_sizes(operands: Sequence[Value]) -> tuple[Any, ...]:
-    """The sizes of an element that operands of these sizes broadcast to: numbers and extents."""
     rank = max(v.rank for v in operands)
     sizes: list[Any] = [1] * rank
     for value in operands:
@@ -37,10 +34,7 @@ def map_entries(
     operands: Sequence[Value],
     sizes: tuple[Any, ...] | None = None,
 ) -> Any:
-    """Apply `function`, which works entry by entry, to values that broadcast to `sizes`.
-
-    It is called with tensors that broadcast, and gives one tensor or several.
-    """
+    """`function` gets tensors that broadcast, and gives one tensor or several."""
     sizes = broadcast_sizes(operands) if sizes is None else sizes
     places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     if not places and all(isinstance(v, Shared) for v in operands):
@@ -76,7 +70,6 @@ def _with_rank(value: Value, rank: int, axis_size: int) -> Tensor:
 
 
 def pointwise(call: RaggedCall) -> Any:
-    """The rule of operators with the tag `pointwise`, and of others that work entry by entry."""
     call.check_random()
     operands: list[Value] = []
     replaced = False
@@ -142,7 +135,6 @@ def _drop_tag(call: RaggedCall) -> Any:
 
 
 def broadcast_to(batch: Batch, value: Value, sizes: tuple[Any, ...]) -> Value:
-    """`value`, expanded to elements of `sizes`."""
     rank = len(sizes)
     places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
 

@@ -1,5 +1,3 @@
-"""Rules for reductions, along dims whose size differs, along others, and along both."""
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +47,6 @@ _WITHIN["prod"] = _prod
 
 
 def identity_of(kind: str, dtype: torch.dtype) -> Any:
-    """The value that does not change a reduction: 0 for a sum, -inf for a maximum."""
     if kind in ("sum", "prod"):
         return int(kind == "prod")
     if dtype == torch.bool:
@@ -61,7 +58,6 @@ def identity_of(kind: str, dtype: torch.dtype) -> Any:
 
 
 def reduce_value(batch: Batch, kind: str, value: Value, dims: Sequence[int], keep: bool) -> Value:
-    """The `sum`, `amax`, `amin` or `prod` of a value along `dims` of an element."""
     if isinstance(value, Packed) and kind in _SEGMENTS and value.dim in dims:
         others = [d for d in dims if d != value.dim]
         data = _WITHIN[kind](value.data, others) if others else value.data
@@ -92,7 +88,6 @@ def reduce_value(batch: Batch, kind: str, value: Value, dims: Sequence[int], kee
 
 
 def count_of(batch: Batch, value: Value, dims: Sequence[int], dtype: torch.dtype) -> Any:
-    """How many entries of an element lie along `dims`: a number or a batch of numbers."""
     count: Any = 1
     for dim in dims:
         size = value.sizes[dim]
@@ -249,9 +244,6 @@ def _count_nonzero(call: RaggedCall) -> Any:
     (value,) = call.values
     nonzero = map_entries(call.batch, lambda x: (x != 0).to(torch.int64), [value])
     return reduce_value(call.batch, "sum", nonzero, call.dims_along(value.rank), False)
-
-
-# --- softmax -------------------------------------------------------------------------------------
 
 
 def _safe_shift(batch: Batch, value: Value, dims: Sequence[int]) -> Value:

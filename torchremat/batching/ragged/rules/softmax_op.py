@@ -18,15 +18,7 @@ _MANY = 4096
 
 
 def segment_softmax(x: Tensor, offsets: Tensor, *, log: bool = False) -> Tensor:
-    """The softmax of each segment of the rows of `x`, or its logarithm.
-
-    Args:
-        x: `[total, ...]`, floating.
-        offsets: `[num_segments + 1]`, from 0 to `total`: where each segment begins.
-        log: whether the logarithm is wanted.
-
-    Returns:
-        `[total, ...]`, of the dtype of `x`.
+    """The segments of `x` begin at `offsets`, which go from 0 to its number of rows.
 
     >>> segment_softmax(torch.tensor([0.0, 0.0, 5.0]), torch.tensor([0, 2, 2, 3]))
     tensor([0.5000, 0.5000, 1.0000])

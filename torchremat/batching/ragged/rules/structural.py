@@ -87,7 +87,6 @@ def _cat(call: RaggedCall) -> Any:
 
 
 def _pad(call: RaggedCall) -> Any:
-    """Constants before and after: of a dim whose size differs, rows more."""
     (value,) = call.values
     pads = list(call.bound["pad"])
     place = 2 * (value.rank - 1 - value.dim) if isinstance(value, Packed) else 0
@@ -138,7 +137,6 @@ def _select_scatter(call: RaggedCall) -> Any:
 
 
 def find_rows(value: Value, dim: int, axis_size: int) -> tuple[Tensor, RaggedSize] | None:
-    """The rows of a value along `dim`, and how many each element has."""
     if isinstance(value, Packed):
         return (value.data.movedim(dim, 0), value.extent) if value.dim == dim else None
     full = pad(value, axis_size)
@@ -199,9 +197,6 @@ def _stack(call: RaggedCall) -> Any:
     parts = [broadcast_to(call.batch, unsqueeze_value(v, dim), wanted) for v in call.values]
     shift = dim - rank
     return map_entries(call.batch, lambda *t: torch.cat(t, shift), parts, wanted)
-
-
-# --- new tensors ---------------------------------------------------------------------------------
 
 
 @rule(

@@ -20,8 +20,6 @@ Dims = Callable[[RaggedCall, int], Sequence[int]]
 
 
 def _dims(*names: str) -> Dims:
-    """The dims that arguments of these names say."""
-
     def dims(call: RaggedCall, rank: int) -> Sequence[int]:
         return [dim % rank for name in names for dim in _as_list(call.bound[name])]
 
@@ -74,7 +72,6 @@ ALONG: dict[str, Dims] = {
 
 @rule(*ALONG)
 def along_some_dims(call: RaggedCall) -> Any:
-    """An operator that works along other dims than those whose size differs."""
     first = call.values[0]
     if call.name == "aten.squeeze" and "dim" not in call.bound:
         return _squeeze(call)
@@ -121,7 +118,6 @@ def _squeeze(call: RaggedCall) -> Any:
 
 
 def _diagonal(call: RaggedCall) -> Any:
-    """The main diagonal of a square."""
     (value,) = call.values
     d1, d2 = (call.bound[d] % value.rank for d in ("dim1", "dim2"))
     is_square = value.sizes[d1] is value.sizes[d2]
@@ -138,9 +134,6 @@ ALONG_RAGGED: dict[str, Callable[[RaggedCall], Any]] = {
 """Rules along dims whose size differs; `rows.py` and `indexing.py` add theirs."""
 
 
-# --- other shapes --------------------------------------------------------------------------------
-
-
 @rule("view", "_unsafe_view", "reshape", "flatten", "_reshape_alias")
 def _view(call: RaggedCall) -> Any:
     (value,) = call.values
@@ -148,7 +141,6 @@ def _view(call: RaggedCall) -> Any:
 
 
 def view_as(call: RaggedCall, value: Value, sizes: tuple[Any, ...]) -> Any:
-    """The entries of each element in their order, as elements of `sizes`."""
     if isinstance(value, Packed):
         places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
         if len(places) == 1:

@@ -1,5 +1,3 @@
-"""Decomposes operators without a rule, in the graph of an element, into others with rules."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,6 @@ aten = torch.ops.aten
 
 
 def find_decomposition(op: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """PyTorch's decomposition of `op`, if a size in `args` is a symbol and `op` has no rule."""
     if not isinstance(op, _torch.OpOverload) or not _has_symbols(args):
         return None
     name = str(op.overloadpacket)
@@ -33,8 +30,6 @@ def find_decomposition(op: Any, args: tuple[Any, ...]) -> Callable[..., Any] | N
 
 
 class DecomposeMode(_torch.TorchDispatchMode):
-    """Decomposes operators without a rule."""
-
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,10 +42,7 @@ class DecomposeMode(_torch.TorchDispatchMode):
 
 
 def decompose_body(module: fx.GraphModule) -> fx.GraphModule:
-    """Decompose operators without a rule in the body of a checkpoint.
-
-    It was traced by itself, out of sight of the mode of the trace around; or it is a derivative.
-    """
+    """The body was traced out of sight of the mode of the trace around, or it is a derivative."""
     placeholders = module.graph.find_nodes(op="placeholder")
     specs = [spec_of(node) for node in placeholders]
     names = [node.name for node in placeholders]

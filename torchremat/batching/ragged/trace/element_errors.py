@@ -1,5 +1,3 @@
-"""Errors for branches on sizes, and for sizes that do not fit, in the graph of one element."""
-
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,6 @@ from torchremat.graph.symbolic_sizes import format_size
 def explain_mismatches(
     elements: Sequence[tuple[int, ...]], symbols: dict[int, torch.SymInt]
 ) -> Iterator[None]:
-    """Name the inputs whose sizes do not fit, where an operator raises of them."""
     try:
         yield
     except RuntimeError as error:
@@ -44,10 +41,7 @@ def explain_mismatches(
 
 @contextmanager
 def refuse_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
-    """Raise where the user's own Python code needs a size that differs as a number.
-
-    PyTorch's own code gets the answers for a large size.
-    """
+    """PyTorch's own code gets the answers for a large size."""
     evaluate = shapes.evaluate_sym_node
 
     def check_and_evaluate(node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,10 +72,7 @@ def refuse_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
 
 
 def _refuse_comparison(name: str, result: Any, size: Any, *others: Any) -> None:
-    """Raise where the user's code compares a size with what only an empty element would equal.
-
-    The trace takes sizes for positive, and would answer `n > 0` without asking.
-    """
+    """The trace takes sizes for positive, and would answer `n > 0` without asking."""
     other = others[0] if others else 0
     frame = sys._getframe(2)
     if (

@@ -39,9 +39,7 @@ _HINT = 1_000_003
 
 @dataclass(frozen=True)
 class ElementSpec:
-    """Shape, dtype and device of an input for one element.
-
-    A size that differs is the number of its symbol, below 0: `(-1, 5, -1)` has one size in two
+    """A size that differs is the number of its symbol, below 0: `(-1, 5, -1)` has one size in two
     dims, `(-1, -2)` two sizes.
     """
 
@@ -53,10 +51,8 @@ class ElementSpec:
 
 @dataclass(frozen=True, eq=False)
 class ElementGraph:
-    """The graph of one element.
-
-    `symbols` names those of the inputs, in the order of their numbers. `items` has the symbols that
-    stand for values of tensors, with the nodes of these. `captured` gives the tensors that
+    """`symbols` names those of the inputs, in the order of their numbers. `items` has the symbols
+    that stand for values of tensors, with the nodes of these. `captured` gives the tensors that
     the function closes over, which are inputs after the others.
     """
 
@@ -82,8 +78,6 @@ class ElementGraph:
 
 
 class _ElementMode(DecomposeMode):
-    """Decomposes operators, and returns a symbol for the value of an integer tensor."""
-
     def __init__(self, shapes: _torch.ShapeEnv) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes = shapes
@@ -103,7 +97,6 @@ class _ElementMode(DecomposeMode):
         return [_torch.hint_of(size) for size in tensor.shape]
 
     def refuse_numbers(self, graph: fx.Graph) -> None:
-        """Raise if an operator was given a number for a size that differs."""
         for node in graph.nodes if self.gave_numbers else ():
             value = node.meta.get("val")
             sizes = value.shape if isinstance(value, Tensor) else ()
@@ -148,10 +141,7 @@ def _value_of_a_tensor() -> None:
 def trace_element(
     function: Callable[[Sequence[Tensor]], Sequence[Any]], specs: Sequence[ElementSpec], owner: Any
 ) -> tuple[ElementGraph, list[Tensor]]:
-    """Trace `function`, a function of flat tensors, for elements like `specs`.
-
-    The guards of the graph are on the variables and modules of `owner`, the user's function.
-    """
+    """The guards of the graph are on the variables and modules of `owner`, the user's function."""
     shapes = _torch.new_shape_env()
     symbols: dict[int, torch.SymInt] = {}
     with _torch.isolate():  # a trace around would take strides, which are products, for its own
@@ -228,7 +218,6 @@ class _Watched:
         return cls(variables, modules, unchanged, paths)
 
     def make_guards(self, captured: Sequence[Tensor]) -> tuple[CapturedTensors, tuple[Any, ...]]:
-        """Make what checks, at a later call, that the trace still holds."""
         self.unchanged.forget_changed()
         modules = dict.fromkeys([*self.modules, *self.paths.seen])
         named = [(self.paths.name_of(m) or "", m) for m in modules]
@@ -264,9 +253,6 @@ def _read_values_as_symbols() -> Iterator[None]:
         read_mode.gives_symbols = before
 
 
-# --- the cache -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Key:
     specs: tuple[ElementSpec, ...]
@@ -286,7 +272,6 @@ def find_element_graph(
     owner: Any,
     key: Any,
 ) -> tuple[ElementGraph, list[Tensor]]:
-    """Find the graph of one element, or trace it, and the tensors that it closes over."""
     full_key = _Key(tuple(specs), key, torch.is_grad_enabled(), AmbientState.now())
     try:
         graphs = _cache.setdefault(owner, {}).setdefault(full_key, [])

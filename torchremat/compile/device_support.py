@@ -14,7 +14,6 @@ _BY_TRITON = ("cuda", "xpu")
 
 
 def _nodes_by_device(module: fx.GraphModule) -> dict[torch.device, fx.Node]:
-    """The devices of the tensors of a graph, each with the first node that has one there."""
     found: dict[torch.device, fx.Node] = {}
     for node in module.graph.nodes:
         value = node.meta.get("val", node.meta.get("example_value"))
@@ -45,7 +44,6 @@ def check_devices(module: fx.GraphModule) -> None:
 
 
 def lacks_triton(module: fx.GraphModule) -> bool:
-    """Whether inductor would need Triton for the graph, and it is not installed."""
     if _torch.has_triton():
         return False
     return any(device.type in _BY_TRITON for device in _nodes_by_device(module))

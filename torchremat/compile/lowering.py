@@ -67,7 +67,6 @@ class Backend:
 
     @property
     def fuses(self) -> bool:
-        """Whether it makes one kernel of pointwise operators and their readers."""
         return self.name == "inductor"
 
     def __call__(self, module: fx.GraphModule) -> Runner:

@@ -257,7 +257,6 @@ class _PlannedFunction:
         self.resident = resident
 
     def even_budgets(self, count: int) -> list[Budget]:
-        """Budgets from the peak without rematerialisation down to the least that can be met."""
         most = self.planner.bytes_of(Budget(fraction=1.0))
         try:
             self.planner.plan(Budget(nbytes=self.resident + 1), "pareto")

@@ -19,8 +19,6 @@ from torchremat.remat.program.function_program import FunctionProgram
 
 
 class _Planned(WholeGraphPolicy):
-    """A policy with a plan, which it describes when memory runs out."""
-
     def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
         if not isinstance(program, FunctionProgram):  # a derivative of higher order has no plan
             return None
@@ -29,8 +27,6 @@ class _Planned(WholeGraphPolicy):
 
 @dataclass(frozen=True, repr=False)
 class MemoryBudget(_Planned):
-    """Made by `memory_budget`."""
-
     budget: BudgetLike | None
     solver: str = "auto"
     cost_model: CostModel | None = None
@@ -171,8 +167,6 @@ def limit_saved(saved: int | str) -> Policy:
 
 @dataclass(frozen=True, repr=False)
 class FromPlan(_Planned):
-    """Made by `from_plan`."""
-
     text: str
     """The plan as JSON."""
     path: str | None = field(default=None, compare=False)

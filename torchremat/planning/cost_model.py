@@ -142,7 +142,6 @@ class CostModel:
         return f"CostModel({', '.join(said)})"
 
     def _total(self, node: fx.Node, cost: Callable[[fx.Node], float]) -> float:
-        """The cost of `node`: its own, or that of the graphs inside it."""
         if node.op != "call_function" or is_item(node) or is_view(node):
             return 0
         bodies = [] if has_formula(node.target) else inner_graphs_of(node)

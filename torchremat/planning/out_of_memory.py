@@ -18,10 +18,7 @@ _SHOWN = 5
 
 
 def describe_plan(program: FunctionProgram, failed: FailedOperator, asked: str) -> str:
-    """The plan's peak, what is alive by it where the step failed, and what to change.
-
-    `asked` is how the user wrote the policy of `program`.
-    """
+    """Name the plan's peak, what was alive, and a cure; `asked` is the policy as written."""
     forward, backward = graphs_of(program)
     timeline = simulate(forward.module, backward.module)
     nodes = {n.name: n for module in (backward.module, forward.module) for n in module.graph.nodes}

@@ -40,10 +40,7 @@ def check_solver(solver: str) -> str:
 
 
 def host_rate_of(model: CostModel) -> float:
-    """The bytes a second that can be copied to the host and back.
-
-    Raises `PlanError` (a `ValueError`) if the device of `model` has no link to a host.
-    """
+    """The bytes a second to the host and back; raises `PlanError` without such a link."""
     seconds = model.transfer_seconds(1)
     if seconds is None:
         raise PlanError(
@@ -56,15 +53,7 @@ def host_rate_of(model: CostModel) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A step with the schedule that was found for it.
-
-    Attributes:
-        step: the joint graph in numbers.
-        schedule: what runs when.
-        costs: what that costs.
-        lower_bound_seconds: no schedule that keeps within the budget adds less.
-        budget: in bytes.
-    """
+    """A step with its schedule: none within the budget adds less than `lower_bound_seconds`."""
 
     step: NumericStep
     schedule: Schedule
@@ -83,7 +72,6 @@ class PlannedStep:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that the forward pass saves on the device for the backward pass."""
         nbytes = self.step.problem.nbytes
         saved = set(self.schedule.saved) - self.step.problem.outputs
         return sum(nbytes[v] for v in saved) + self.step.copied_nbytes
@@ -251,6 +239,5 @@ def add_saved_limit(problem: Problem, room: int, limit: int) -> Problem:
 
 
 def drop_limit_operator(problem: Problem, schedule: Schedule) -> Schedule:
-    """`schedule`, of `problem` with a limit, as one of `problem`."""
     end = len(problem.operators)
     return replace(schedule, backward=tuple(o for o in schedule.backward if o < end))

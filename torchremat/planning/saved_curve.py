@@ -12,12 +12,7 @@ from torchremat.planning.search.min_cut import cut_saved_sets
 
 @dataclass(frozen=True)
 class SavedPoint:
-    """A corner of the curve.
-
-    Attributes:
-        saved_bytes: the bytes that the forward pass saves for the backward pass, outputs apart.
-        added_seconds: the time of recomputation.
-    """
+    """A corner of the curve; `saved_bytes` are without outputs."""
 
     saved_bytes: int
     added_seconds: float

@@ -123,12 +123,9 @@ class Solution:
 
     Attributes:
         schedule: the best schedule found; `None` if none fits.
-        added_seconds: the time that it adds.
-        peak: the most bytes alive at one time.
         lower_bound_seconds: no schedule that fits, with the operators of both passes in their
             order, adds less.
         least_peak: the least peak that was found.
-        lowest: the schedule that has it.
     """
 
     schedule: Schedule | None
@@ -302,7 +299,6 @@ def _is_searchable(problem: Problem) -> bool:
 def _step_back(
     evaluator: Evaluator, incumbent: Incumbent, limits: Limits, near: Evaluated | None = None
 ) -> BackwardFrontier:
-    """Search from the last step to the first, near a schedule if there is one."""
     search = BackwardSearch(evaluator.problem)
     found = search.run(evaluator.budget, limits, None if near is None else near.replay.schedule)
     for decisions in itertools.islice(search.decisions(found), _MOST_STARTS):
@@ -312,7 +308,6 @@ def _step_back(
 
 
 def _step_back_wider(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> None:
-    """Search so wider and wider, and improve what it finds."""
     states, before = _MOST_STATES, incumbent.best
     for width, is_near in itertools.product(_WIDTHS, (False, True)):
         limits = Limits(width, states, deadline, prompt=True)

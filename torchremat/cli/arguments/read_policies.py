@@ -103,7 +103,6 @@ class OnePolicyOptions:
 
 
 def apply_policy(target: Target, chosen: Policy | None, select: str | None) -> Callable[..., Any]:
-    """Put the target's function under a policy: as a whole, or each of the selected modules."""
     if chosen is None:
         return target.fun
     check_select(target, select)

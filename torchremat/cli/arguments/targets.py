@@ -53,7 +53,6 @@ def load_target(text: str, device: str | None = None) -> Target:
 
 
 def _call_maker(text: str, found: Any) -> tuple[Callable[..., Any], Any]:
-    """A function or module, and its arguments if they came with it."""
     if isinstance(found, nn.Module):
         return found, None
     if not callable(found):

@@ -29,8 +29,6 @@ class UserCodeError(click.ClickException):
 
 
 class Command(click.Group):
-    """A group of commands with short errors and the exit codes of a shell."""
-
     def invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
@@ -115,7 +113,6 @@ def _is_library(filename: str) -> bool:
 
 
 def _short_path(filename: str) -> str:
-    """A path relative to the current folder, if it lies there."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
 
@@ -130,7 +127,6 @@ def _discard_output() -> None:
 
 @contextmanager
 def _print_own_warnings() -> Iterator[None]:
-    """Print the library's own warnings as a line on standard error; leave others as they are."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
 

@@ -1,8 +1,4 @@
-"""Results: text on standard output, coloured on a terminal, JSON in files, and pages.
-
-`check_writable` and `check_pages` run before the long work; `show`, `write_json`, `write_page` and
-`write_diff` after it. Notes and progress go to standard error.
-"""
+"""Results: text on standard output, coloured on a terminal, JSON in files, and pages."""
 
 import importlib
 import json
@@ -43,10 +39,7 @@ class _Decisions(RegexHighlighter):
 
 
 def show(text: str) -> None:
-    """Print `text`, on a terminal with colours unless `NO_COLOR` or `TERM=dumb` forbids them.
-
-    Lines are never broken or cut.
-    """
+    """Print `text`, on a terminal with colours unless `NO_COLOR` or `TERM=dumb` forbids them."""
     if not sys.stdout.isatty():
         click.echo(text)
         return
@@ -77,10 +70,7 @@ def check_writable(**paths: str | None) -> None:
 
 
 def write_json(content: Any, path: str) -> None:
-    """Write `content`, what `json` takes or text that is JSON, to a file; `-` is standard output.
-
-    Raises `OSError` if the file cannot be written.
-    """
+    """Write `content`, JSON text or what `json` takes, to a file; `-` is standard output."""
     text = content if isinstance(content, str) else json.dumps(content, indent=1)
     if path == "-":
         click.echo(text)
@@ -97,7 +87,6 @@ def print_note(text: str) -> None:
 
 @contextmanager
 def show_progress_of(what: str) -> Iterator[None]:
-    """Show `what` with a spinner while the block runs, if standard error is a terminal."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
@@ -106,11 +95,7 @@ def show_progress_of(what: str) -> Iterator[None]:
 
 
 def check_pages(path: str | None, function: str = "graph_html") -> None:
-    """Check before long work that a page can be drawn and written, if `path` is given.
-
-    Raises `click.BadParameter`, and `NotAvailableError` (a `NotImplementedError`) where
-    `torchremat.viz` lacks the function.
-    """
+    """Check before long work that a page can be drawn and written, if `path` is given."""
     if path is not None:
         check_writable(html=path)
         _viz(function)

@@ -50,7 +50,6 @@ def copy_written_inputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
 
 
 def drop_copies_for(graph: fx.Graph, is_late: Callable[[fx.Node], bool]) -> None:
-    """Drop the copies of written inputs that no operator reads for which `is_late` is true."""
     for target in (torch.ops.torchremat.copied.default, aten.clone.default):
         for node in graph.find_nodes(op="call_function", target=target):
             source = node.args[0]

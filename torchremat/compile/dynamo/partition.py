@@ -81,7 +81,6 @@ class Partition:
 
     Attributes:
         joint: the graph, names of values still in it.
-        decisions: the decision of the policy on each value.
         residuals: the values that the backward graph needs by these decisions.
         saved: those of them that the forward graph returns.
         replayed_random: the first value of each operator that the backward graph runs from the
@@ -123,7 +122,6 @@ def decide(
 
 
 def _add_needed_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
-    """Save the copies of written inputs that the backward graph reads, in place of the inputs."""
     needed = [copy for copy in copies if copy in residuals.recomputed]
     written = {copy.args[0] for copy in needed}
     inputs = tuple(node for node in residuals.inputs if node not in written)

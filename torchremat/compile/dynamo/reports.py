@@ -14,10 +14,7 @@ from torchremat.tracing.modules.module_paths import ModulePaths
 
 
 def build_report(partition: Partition) -> Report:
-    """Build the report of a graph: a row for each saved or recomputed value, in order.
-
-    Inputs have the names that the compiler gave them, and a row only where they are saved.
-    """
+    """Build the report of a graph: a row for each saved or recomputed value, in order."""
     joint = partition.joint
     scope = Scope(list(joint.module.graph.nodes), joint.inputs, (), ModulePaths({}))
     labels = ValueLabels.of(scope)

@@ -142,7 +142,6 @@ def _may_write(place: fx.Node, output: fx.Node, readers: _Readers) -> bool:
 
 
 def _may_fuse(place: fx.Node, output: fx.Node, readers: _Readers) -> bool:
-    """Whether a compiler fuses a copy of `output` to `place` into what computes it."""
     return is_pointwise(output.target) and not _may_vanish(output) and _has_layout_of(place, output)
 
 
@@ -207,7 +206,6 @@ def out_variant(target: object) -> _torch.OpOverload | None:
 
 
 def write_by_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-    """A copy of `module` in which operators write outputs to the storage of inputs."""
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     results = results_of(module)

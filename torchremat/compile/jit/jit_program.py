@@ -24,8 +24,6 @@ from torchremat.remat.program.region import Region
 
 
 class JitProgram(FunctionProgram):
-    """A program whose graphs a backend compiles, for calls that donate the inputs `donated`."""
-
     def __init__(
         self,
         region: Region,
@@ -55,7 +53,6 @@ class JitProgram(FunctionProgram):
 
     @cached_property
     def donating(self) -> "JitProgram":
-        """A program that writes outputs to the storage of the donated inputs."""
         chosen = self.root_joint, self.decisions
         return self._replace(self.region, chosen, written=self.donation.written)
 
@@ -118,7 +115,6 @@ class JitProgram(FunctionProgram):
 
 
 def _compile_writes(module: fx.GraphModule, backend: str, written: Mapping[int, int]) -> Runner:
-    """Compile `module` so that it writes outputs to inputs, by `written`, if that can be."""
     if backend != "inductor":
         return lower(write_by_operators(module, written), backend)
     run = lower(write_at_the_end(module, written), backend)

@@ -94,7 +94,6 @@ def _find_normalised_input(node: fx.Node) -> fx.Node:
 
 
 def _consumers(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators that read the outputs of `node`, through views too."""
     stack = list(node.users)
     while stack:
         user = stack.pop()

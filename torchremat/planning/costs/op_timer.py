@@ -137,7 +137,6 @@ def _fill_argument(value: Any, inputs: list[Tensor | None], device: torch.device
 
 
 def _key(call: OpSignature) -> str:
-    """The call in words: the operator, its arguments, and the layouts of its inputs."""
     return repr((str(call.target), call.args, call.kwargs, call.inputs))
 
 

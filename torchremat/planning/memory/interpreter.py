@@ -59,8 +59,6 @@ def storages_in(memory: Memory) -> list[Storage]:
 
 
 class MemoryInterpreter:
-    """A run of graphs in which only memory moves."""
-
     def __init__(self, device_type: str | None) -> None:
         self.device_type = device_type
         self.phase = "forward"
@@ -115,10 +113,7 @@ class MemoryInterpreter:
             self.points[-1][3] = self.live
 
     def run(self, module: fx.GraphModule, operands: Sequence[Memory], path: str = "") -> list[Any]:
-        """Run a graph, which takes over the variables of `operands`; the memory of its results.
-
-        The caller has a variable of each result.
-        """
+        """Run a graph, which takes over the variables of `operands`; the memory of its results."""
         env: dict[fx.Node, Memory] = {}
         last_use = last_uses(module.graph)
         given = iter(operands)
@@ -168,7 +163,6 @@ class MemoryInterpreter:
             self.release(env.pop(node, None))
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:
-        """Run the operator of `node`; the memory of its result, with a holder."""
         if node.op == "get_attr":
             return None
         if is_item(node):
@@ -250,10 +244,7 @@ class MemoryInterpreter:
 
 
 def peak_inside(node: fx.Node, device_type: str | None = None) -> int:
-    """The most bytes of what the graphs inside `node` make at one time; 0 if there are none.
-
-    Their inputs are alive outside, and not counted.
-    """
+    """The most bytes of what the graphs inside `node` make at one time; 0 if there are none."""
     peaks = [0]
     for body in inner_graphs_of(node):
         interpreter = MemoryInterpreter(device_type)

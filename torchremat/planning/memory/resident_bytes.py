@@ -15,17 +15,13 @@ OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
 
 
 def resident_nbytes(region: Region, optimizer: OptimizerLike) -> int:
-    """The bytes of inputs and parameters, and of the state that `optimizer` keeps for them.
-
-    0 without an optimizer: then only what a step makes counts.
-    """
+    """The bytes of inputs, parameters and the optimizer's state; 0 without an optimizer."""
     if optimizer is None:
         return 0
     return input_nbytes(region) + state_nbytes(region, optimizer)
 
 
 def input_nbytes(region: Region) -> int:
-    """The bytes of all inputs of a step: arguments, parameters and buffers."""
     return sum(map(_nbytes, (node.meta["val"] for node in region.joint.inputs)))
 
 

@@ -171,9 +171,6 @@ def _source_by_name(
 
 
 def roles_of_results(graph: fx.GraphModule) -> tuple[str, ...] | None:
-    """The roles of the results of a forward graph; `None` if it has no notes of them.
-
-    A backward graph, simulated by itself, says what its placeholders are.
-    """
+    """The roles of the results of a forward graph; `None` if it has no notes of them."""
     roles = roles_of(graph)
     return None if roles is None or "cotangent" in roles or "input" in roles else roles

@@ -39,8 +39,6 @@ class Intervals:
         outer: the first interval of each operator stands for all before it.
 
     Attributes:
-        interval: the one of each step.
-        last_step: of each interval.
         last_direct: the last interval in which an operator that needs cotangents reads each value.
         last_value: the last in which each value is of use.
         first: the first in which each operator may run.

@@ -37,7 +37,6 @@ class Answer:
 
     Attributes:
         x: the variables, `None` if none were found.
-        value: their cost.
         bound: no variables cost less; infinite if there are none.
         is_late: whether a limit ended the search for better ones.
     """
@@ -141,10 +140,7 @@ class LinearProgram:
         fixed: Fixing | None = None,
         nodes: int | None = None,
     ) -> Answer:
-        """Solve it within `seconds`, to within `gap` of the optimum, some variables `fixed`.
-
-        The search goes on for so many `nodes` of its tree at most.
-        """
+        """Solve to within `gap` of the optimum, in at most `nodes` of the search tree."""
         arrays = self._arrays()
         lower, upper = np.zeros(self.num_variables), np.array(self._upper)
         if fixed is not None:

@@ -3,9 +3,7 @@
     relaxation    x = 0, 1, 0.4, 1, 0
     answer        x = 0, 1, 1,   1, 0
 
-The first neighbourhood leaves free the variables of which the relaxation is least sure. Later ones
-leave free those about which the two disagree, or those of some values. Others leave free a stretch
-of the forward pass, two stretches, or one of the backward pass.
+The first neighbourhood frees what the relaxation is least sure of, later ones other variables.
 """
 
 from collections.abc import Callable, Iterator

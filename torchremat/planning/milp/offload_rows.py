@@ -51,10 +51,7 @@ class HostRows:
         *,
         outer: bool,
     ) -> "HostRows":
-        """Add them to `linear`: `spans` are the first and the last interval of each value.
-
-        `saved` are the variables s_v.
-        """
+        """Add them to `linear`; `saved` are the s_v, `spans` first and last intervals."""
         values = sorted(problem.offloadable & spans.keys())
         offloaded = {v: linear.variable(integral=True) for v in values}
         loads: dict[tuple[int, int], int] = {}

@@ -235,7 +235,6 @@ class RowGeneration:
             )
 
     def _prove_root_bound(self) -> None:
-        """A bound from the bytes at the end of the forward pass, for all schedules."""
         made = self.index.forward_bytes.made
         positions = [max(made.values(), default=0)]
         program = SavingProgram(

@@ -47,7 +47,6 @@ class SavingProgram:
         conflicts: sets of values that must not all be saved.
         outer: operators outside of the window may run, at any time. Every schedule is then an
             answer, and some answers are no schedules.
-        timer: the one of the search; the solver's seconds are on it.
     """
 
     def __init__(
@@ -156,7 +155,6 @@ class SavingProgram:
                 linear.at_most(self._build_later_run_terms(o, 0), 1.0)
 
     def _build_saved_terms(self, v: int) -> list[tuple[int, float]]:
-        """Whether `v` is saved, or offloaded, as terms."""
         return [(self.saved[v], 1.0), *self.host.build_offload_terms(v)]
 
     def _build_later_run_terms(self, o: int, interval: int) -> list[tuple[int, float]]:

@@ -43,7 +43,6 @@ class Operator:
     Attributes:
         reads: the values that it reads, each once.
         writes: the values that it writes, in memory of their own.
-        repeatable: whether it may run a second time.
         draws: whether it draws random numbers. It may draw them a second time, from the state of
             the generator; values drawn in the backward pass are alive to their last use.
         nbytes_inside: bytes that it needs while it runs, besides what it reads and writes.
@@ -195,10 +194,7 @@ def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
 
 
 def _count_live(problem: Problem, schedule: Schedule) -> list[int]:
-    """The bytes alive at each operator, without outputs, gradients and constants.
-
-    It goes from the last operator to the first, so that what is read later is known.
-    """
+    """The bytes alive at each operator, without outputs, gradients and constants."""
     num_forward = len(schedule.forward)
     order = (*schedule.forward, *schedule.backward)
     lasting = problem.outputs | problem.gradients
@@ -255,7 +251,6 @@ Moments = dict[int, list[int]]
 
 
 def _schedule_copies(problem: Problem, schedule: Schedule) -> tuple[Moments, Moments]:
-    """When the copy of each offloaded value to the host is done, and when it is fetched."""
     operators, left = problem.operators, set(schedule.offloaded)
     copied: Moments = {}
     writing: list[int] = []

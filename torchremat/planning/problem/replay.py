@@ -37,11 +37,7 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Replay:
-    """A schedule, and what each of its operators runs for.
-
-    Attributes:
-        steps: for each operator of its backward pass, the step that it runs for, or is.
-    """
+    """A schedule; `steps` has the step that each backward operator runs for, or is."""
 
     schedule: Schedule
     steps: tuple[int, ...]

@@ -18,12 +18,7 @@ FORBIDDEN = 1 << 60
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Decisions with what they cost under a budget.
-
-    Attributes:
-        decisions: without values that are saved in vain.
-        excess: bytes above the budget, summed over all moments.
-    """
+    """Decisions without values saved in vain; `excess` sums bytes above the budget."""
 
     decisions: Decisions
     replay: Replay
@@ -44,7 +39,6 @@ class Evaluated:
         return (self.excess, self.costs.added_seconds, len(self.decisions.offloaded))
 
     def find_peaks_above(self, budget: int, distance: int) -> Iterator[int]:
-        """The positions of the highest moments above `budget`, so far from one another."""
         live = self.costs.live
         found: list[int] = []
         for i in sorted((i for i, n in enumerate(live) if n > budget), key=lambda i: -live[i]):

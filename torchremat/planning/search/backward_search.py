@@ -57,7 +57,6 @@ class Limits:
     Attributes:
         width: how many sets it goes on with from one operator to the next, roughly.
         states: how many it looks at; if it has not ended by then, it finds nothing.
-        deadline: when it gives up.
         prompt: no value is recomputed before the step that wants it.
         free: the time that is added does not count.
     """
@@ -75,7 +74,6 @@ class BackwardFrontier:
 
     Attributes:
         suffixes: by the values that must be saved for them.
-        states: how many sets it looked at.
         is_cut: whether sets were left out.
         is_through: whether it came to the first step, or to one before which no set is left.
         is_proof: whether it proved that no schedule fits.

@@ -59,11 +59,7 @@ NEVER = Deadline()
 
 
 class TimeSlice:
-    """The time of a part of a search.
-
-    Args:
-        progress: called now and then with the elapsed fraction of that time.
-    """
+    """The time of a part of a search; `progress` gets its elapsed fraction now and then."""
 
     def __init__(
         self, timer: CpuTimer, seconds: float, progress: Callable[[float], None] | None = None

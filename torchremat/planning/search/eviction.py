@@ -8,9 +8,6 @@ rematerialisation (Kirisame et al., ICLR 2021), but later reads are known.
     step         dz        dy, reads y       dx, reads x
     computes     -         x, y              -
     alive after  x, y, z   x                 -             y is freed where x has no room beside it
-
-Where nothing is left to free, the values that the step wants are computed a step earlier, while
-fewer bytes are alive beside them.
 """
 
 import heapq
@@ -31,12 +28,7 @@ _MOST_RETURNS = 200
 
 @dataclass(frozen=True)
 class EvictionRule:
-    """Order of eviction: the value of the least seconds / (bytes ** a * steps ** b) goes first.
-
-    Attributes:
-        nbytes: the exponent a, of the bytes that it frees.
-        steps: the exponent b, of how many steps it is until it is wanted again.
-    """
+    """The value of least seconds / (bytes ** `nbytes` * steps ** `steps`) is freed first."""
 
     nbytes: float
     steps: float
@@ -172,7 +164,6 @@ class _StepRecompute:
     """The recomputation for one step.
 
     Attributes:
-        operators: in order.
         order: the same, and the operator of the step.
         first: when each value is read first, a position in `order`.
         last: when it is read last.
@@ -186,8 +177,6 @@ class _StepRecompute:
 
 @dataclass(frozen=True)
 class _Above:
-    """The first moment of a step that is above the budget, and the values alive at it."""
-
     run: _StepRecompute
     place: int
     alive: set[int]

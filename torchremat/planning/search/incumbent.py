@@ -10,7 +10,6 @@ class Incumbent:
     Attributes:
         best: the trial that fits and adds the least time.
         lowest: the trial with the least peak.
-        trials: all of them.
         bound: no schedule that fits adds less.
     """
 

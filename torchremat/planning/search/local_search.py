@@ -1,10 +1,4 @@
-"""Small changes to decisions, each tried on the simulator, while they make things better.
-
-A change saves a value, no longer saves one, or frees one in the middle of the backward pass. With a
-link to a host it offloads a value that was saved or recomputed, or no longer offloads one. Changes
-that lower a peak above the budget come first, the least time for a byte before others. Then come
-changes that take time away within the budget.
-"""
+"""Small changes to decisions, each tried on the simulator, while they make things better."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

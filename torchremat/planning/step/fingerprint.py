@@ -1,8 +1,4 @@
-"""The fingerprint of a joint graph, so that a plan is not replayed on another.
-
-In a compiler's trace the graph differs: `match_saved_values` finds the saved values of a plan there
-by their operators and shapes.
-"""
+"""The fingerprint of a joint graph, so that a plan is not replayed on another."""
 
 import hashlib
 import re

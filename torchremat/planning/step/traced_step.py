@@ -115,7 +115,6 @@ def _mark_differentiated(leaf: Any) -> Any:
 
 
 def graphs_of(program: FunctionProgram) -> tuple[CompiledGraph, CompiledGraph]:
-    """The forward graph of `program`, and the backward graph of a training step."""
     given = program.region.usual_outputs
     needed = tuple(spec.requires_grad for spec in program.region.specs)
     return program.runtime_forward, program.backward(given, needed, with_states=True)

@@ -36,7 +36,6 @@ def write_text(path: PathLike, text: str, what: str) -> None:
 
 
 def cannot_write(path: PathLike, error: OSError, what: str) -> OSError:
-    """An error of the same class that names what cannot be written, and the cure."""
     why = error.strerror or str(error)
     return type(error)(
         error.errno,

@@ -1,7 +1,4 @@
-"""Pictures as data: the values of a step, the kind of each, and the bytes alive over time.
-
-Figures, pages and exports read a `Picture`, which has neither tensors nor graphs.
-"""
+"""Pictures as data: the values of a step, the kind of each, and the bytes alive over time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""Drawn values: those of a forward and a backward graph, and those of several programs in one.
-
-`ValueBuilder` makes them of nodes; `concatenate_values` and `move_within` combine those of several
-modules.
-"""
+"""Drawn values: those of a forward and a backward graph, and those of several programs in one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,8 +23,6 @@ from torchremat.viz.picture.picture import DrawnValue
 
 @dataclass(frozen=True)
 class ProgramNotes:
-    """Facts on the graphs of a program that their nodes do not have."""
-
     decisions: Mapping[str, str]
     reasons: Mapping[str, str]
     labels: Mapping[str, InputLabel]

@@ -29,7 +29,6 @@ from torchremat.remat.tracing.input_labels import (
 from torchremat.remat.values.scope import (
     Scope,
     ScopedValue,
-    below,
     is_computed,
     program_of,
 )

@@ -35,6 +35,8 @@ PHRASES = {
     r"asked": "guard, request",
 }
 _ANY = re.compile(rf"\b({'|'.join(PHRASES)})\b", re.IGNORECASE)
+# errors that users and tests of JAX know word for word
+WORDED_BY_JAX = ("Custom VJP fwd rule X for function X must produce a pair",)
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/**/*.md"]
 
 
@@ -46,7 +48,8 @@ def find_openings(source: Source) -> Iterator[Violation]:
 
 def find_long(path: str, sentences: Iterable[Sentence]) -> Iterator[Violation]:
     for sentence in sentences:
-        if (words := sentence.num_words) > WORDS_OF_A_SENTENCE:
+        words = sentence.num_words
+        if words > WORDS_OF_A_SENTENCE and not sentence.text.startswith(WORDED_BY_JAX):
             yield Violation(path, sentence.line, f"{words} words: {sentence.text}")
 
 

@@ -1,8 +1,4 @@
-"""Find the mapped axis in a tensor, and move it.
-
-After `jax.interpreters.batching`. An axis is an int, negative ones counting from the end, or
-`not_mapped` (`None`) for a tensor that all examples share.
-"""
+"""An axis is an int, negative ones counting from the end, or `not_mapped` (`None`)."""
 
 from typing import Any
 

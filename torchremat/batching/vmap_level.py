@@ -1,5 +1,3 @@
-"""One level of `vmap`: a function runs on elements, and its results become those of all."""
-
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -212,10 +210,7 @@ def _is_number(value: Any) -> bool:
 
 @contextmanager
 def _warn_of_loops() -> Iterator[None]:
-    """Turn PyTorch's warning of an operator without a batching rule into a `LoopWarning`.
-
-    Filters of warnings are those of all threads: in others than the main one PyTorch's own stays.
-    """
+    """All threads share the filters of warnings: PyTorch's own stays outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -132,11 +132,7 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dtype_of_logsumexp(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for the logsumexp of scores of `dtype`: float32 for halves.
-
-    >>> dtype_of_logsumexp(torch.bfloat16), dtype_of_logsumexp(torch.float64)
-    (torch.float32, torch.float64)
-    """
+    """The logsumexp of halves is in float32."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

@@ -15,10 +15,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def has_flash_kernel(q: Tensor, v: Tensor, cuts: tuple[Tensor, Tensor], is_causal: bool) -> bool:
-    """Whether the kernels take these: halves, up to 256 dims, and for a causal mask equal lengths.
-
-    With lengths that differ it would put the diagonal into the last row, and not into the first.
-    """
+    """With lengths that differ a causal mask has its diagonal in the last row, not in the first."""
     dim = q.shape[2]
     return (
         q.is_cuda

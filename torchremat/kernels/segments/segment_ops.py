@@ -115,10 +115,7 @@ def _with_batch(x: Tensor, dim: int | None, batch_size: int) -> Tensor:
 
 
 def _join_offsets(offsets: Tensor, total: int) -> Tensor:
-    """The offsets of all batches, end to end: after those of each comes one unused segment.
-
-    Offsets 0 1 3 and 0 2 2, of 4 rows:  0 1 3 4 6 6 8.
-    """
+    """One unused segment follows each batch: 0 1 3 and 0 2 2, of 4 rows, give 0 1 3 4 6 6 8."""
     shifts = total * torch.arange(offsets.shape[0], device=offsets.device)
     return torch.cat([(offsets + shifts[:, None]).flatten(), shifts[-1:] + total])
 

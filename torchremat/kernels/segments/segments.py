@@ -5,9 +5,7 @@
     data     a b c d e f          segment_sum(data, offsets)       a+b  0  c+d+e+f
     offsets  0 2 2 6              segment_expand(y, offsets, 6)    y0 y0 y2 y2 y2 y2
 
-Each is one operator (`torch.ops.torchremat.segment_sum`, ...), with derivatives of every kind and
-order and a rule for `vmap`. The order of the additions depends on the sizes alone, so that a replay
-is equal to the bit. On a GPU they are kernels in Triton, where that is installed.
+The order of the additions depends on the sizes alone, so that a replay is equal to the bit.
 """
 
 from typing import Any

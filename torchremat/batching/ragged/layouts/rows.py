@@ -110,10 +110,7 @@ def join_rows(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: RaggedSi
 
 
 def _flat_index(leading: int, extent: RaggedSize) -> tuple[Tensor, Tensor]:
-    """For rows in the order of each element's entries, which they are of `[leading * total]`; back.
-
-    Element of 2 rows and 3 columns, concatenated along the columns: its row 1 comes after row 0.
-    """
+    """The rows of `[leading * total]` in the order of each element's entries, and the inverse."""
     whole = RaggedSize("", extent.lengths * leading, known_total=leading * extent.total)
     element, place = whole.element_of_row, whole.position_of_row
     lengths = extent.lengths[element]

@@ -112,9 +112,8 @@ def _attend(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _call_with(attend: Callable[..., Tensor], function: Any) -> FunctionType:
-    """Copy `multi_head_attention_forward`, so that the copy calls `attend`.
+    """PyTorch disables a mode while it handles a function: no mode sees the attention inside.
 
-    PyTorch disables a mode while it handles a function, so that no mode sees the attention inside.
     The copy also finds itself by its name, which it passes to the modes below.
     """
     names = {**function.__globals__, "scaled_dot_product_attention": attend}

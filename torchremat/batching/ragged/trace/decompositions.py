@@ -71,12 +71,10 @@ def compute_layer_norm_backward(
     bias: Tensor | None,
     wanted: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The derivative of `native_layer_norm`, in operators whose derivative is its second one.
+    """Autograd sees `mean` and `rstd` as independent of x, so they are recomputed from it.
 
-    Autograd sees `mean` and `rstd` as independent of x, so they are recomputed from it.
-
-        n = (x - mean) * rstd;  dn = dy * weight
-        dx = rstd * (dn - mean(dn) - n * mean(dn * n));  dweight = sum(dy * n);  dbias = sum(dy)
+    n = (x - mean) * rstd;  dn = dy * weight
+    dx = rstd * (dn - mean(dn) - n * mean(dn * n));  dweight = sum(dy * n);  dbias = sum(dy)
     """
     inner = list(range(x.dim() - len(shape), x.dim()))
     outer = list(range(x.dim() - len(shape)))

@@ -29,8 +29,7 @@ from torchremat.viz.picture.picture import Picture
 
 WIDTH, HEIGHT = 960, 460
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 66, 40
-# The label of the peak names so many values, the largest, and sums up the others, so that it hides
-# little of the curve. Chosen by hand.
+# Values that the label of the peak names, the largest, so that it hides little. By hand.
 _NAMED = 5
 
 

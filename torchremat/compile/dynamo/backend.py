@@ -178,10 +178,7 @@ def _compile_chosen(
 
 
 def _suits_pytorch(module: fx.GraphModule, chosen: BackendOptions) -> bool:
-    """Whether PyTorch's own partition does what the options say: no policy, or one that saves all.
-
-    Eager code needs ours, and so do checkpoints inside: the policy around them decides.
-    """
+    """Whether PyTorch's partition does: no policy, or inductor saves all, no checkpoint inside."""
     if chosen.policy is None:
         return True
     inner = torch.ops.higher_order.tag_activation_checkpoint

@@ -143,10 +143,7 @@ class BackwardSearch:
         return found
 
     def _find_last_steps(self) -> list[int]:
-        """The last step for which each operator may run again; -1 if for none.
-
-        What draws, or may run but once, runs no later than its values may be wanted first.
-        """
+        """The last step for which each operator may run again; -1 if for none."""
         operators, num = self.problem.operators, len(self.problem.backward)
         first = dict.fromkeys(range(len(operators)), num)
         for step, b in reversed(list(enumerate(self.problem.backward))):

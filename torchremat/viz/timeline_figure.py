@@ -201,7 +201,6 @@ class _TimelineDrawing:
         return [*shapes, Mark(x, y, ACCENT)]
 
     def _name(self, name: str) -> str:
-        """The label of a value with its module, cut at the left, where the outer modules are."""
         number = self.picture.position_of(name)
         if number is None:
             return name

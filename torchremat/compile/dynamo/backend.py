@@ -67,7 +67,6 @@ class BackendOptions:
         codegen: what runs the graphs: "inductor", or "eager" for one operator after the other.
         report: called with the `Report` of each graph that is compiled for a backward pass, if a
             policy decides.
-        inductor: settings of inductor, by name.
     """
 
     policy: Policy | None = None

@@ -220,7 +220,6 @@ def write_by_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx
 
 
 def write_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-    """A copy of `module` that copies outputs to inputs, and returns `None` in their place."""
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")

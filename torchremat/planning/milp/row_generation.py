@@ -123,7 +123,6 @@ class RowGeneration:
         return self.window is None and not has_recomputes and not self.conflicts
 
     def _relax(self) -> Relaxation | None:
-        """The relaxation with the moments that matter for it; `None` if nothing fits."""
         self._add_moments(self.incumbent.trials[0], narrow=False)
         found = self._solve_relaxation()
         while found is not None and self.clock.elapsed_fraction < _RELAX_SHARE:

@@ -38,10 +38,8 @@ class Suffix:
     """The end of a schedule: from a set of values to the end of the backward pass.
 
     Attributes:
-        seconds: the time of its recomputation.
         step: for which it recomputes `operator` first.
         operator: `None` at the end.
-        rest: the suffix after that operator.
     """
 
     seconds: float
@@ -124,7 +122,6 @@ class BackwardSearch:
 
     @property
     def size(self) -> int:
-        """How large it is: values times steps."""
         return len(self.values) * len(self.problem.backward)
 
     def _set_of(self, values: Iterable[int]) -> ValueSet:
@@ -261,7 +258,6 @@ class _Guide:
         self.before[0] = needed
 
     def seconds_to(self, step: int, needed: ValueSet) -> float:
-        """The time to make the values `needed` before a step from those of the schedule."""
         known = self.seconds[step]
         total, lacking = 0.0, needed & ~self.before[step]
         while lacking:

@@ -34,7 +34,6 @@ class NumericStep:
     """The forward and the backward pass of a joint graph.
 
     Attributes:
-        joint: the graph.
         problem: the same in numbers.
         calls: the node of each operator; `None` for the one at the end, which reads gradients.
         values: the node of each value; `None` for an output of an operator that nobody takes.

@@ -43,7 +43,7 @@ def fingerprint_of(lines: Sequence[str]) -> str:
 def find_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
     """Where two graphs first differ, for people.
 
-    >>> difference(["mm(%0, %1) -> f32[2,3]"], ["mm(%0, %1) -> f32[4,3]"])
+    >>> find_difference(["mm(%0, %1) -> f32[2,3]"], ["mm(%0, %1) -> f32[4,3]"])
     'node 0 is mm(%0, %1) -> f32[4,3], and was mm(%0, %1) -> f32[2,3]'
     """
     for i, (our, their) in enumerate(zip(ours, theirs, strict=False)):

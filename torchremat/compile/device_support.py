@@ -25,10 +25,7 @@ def _nodes_by_device(module: fx.GraphModule) -> dict[torch.device, fx.Node]:
 
 
 def check_devices(module: fx.GraphModule) -> None:
-    """Raise `DeviceError` (a `RuntimeError`) if the graph has tensors where this machine has none.
-
-    Inductor generates code for a device by its properties, which it reads from the device itself.
-    """
+    """Raise `DeviceError` for devices that this machine lacks: inductor reads their properties."""
     for device, node in _nodes_by_device(module).items():
         if device.type in ("cpu", "meta"):
             continue

@@ -19,10 +19,7 @@ from torchremat.graph.notes import notes_of
 
 
 def inline_bodies(module: fx.GraphModule) -> fx.GraphModule:
-    """`module` with the bodies of its checkpoints in their place.
-
-    Equal operators are merged, across the bodies only where `prevent_cse=False` allows it.
-    """
+    """Replace checkpoints by their bodies, and merge across these where `prevent_cse=False`."""
     if not any(is_checkpoint(node) for node in module.graph.nodes):
         return module
     inliner = _Inliner()

@@ -91,10 +91,7 @@ class _ByInductor:
         self._source = ""
 
     def _find_strides(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Positions of the tensors among the inputs, with the strides that the code is for.
-
-        Any input may be a cotangent, which comes with strides of its own.
-        """
+        """Positions of tensors with the strides of the code: cotangents come with their own."""
         fakes = enumerate(self._fakes)
         return [(i, tuple(fake.stride())) for i, fake in fakes if isinstance(fake, Tensor)]
 

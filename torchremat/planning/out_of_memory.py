@@ -79,5 +79,4 @@ def _describe_failure(node: fx.Node) -> str:
 
 
 def _suggest_budget(alive: int) -> str:
-    """Nine tenths of `alive` bytes, as a budget is spelled."""
     return f"{max(1, alive * 9 // 10 >> 20)}MiB" if alive >> 20 else f"{max(1, alive * 9 // 10)}B"

@@ -48,8 +48,6 @@ class Figures:
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule by the positions of nodes in the joint graph."""
-
     saved: tuple[int, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]

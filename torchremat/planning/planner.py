@@ -148,7 +148,6 @@ class Planner:
 
     @cached_property
     def _orders(self) -> tuple[Problem, ...]:
-        """The step in the orders in which its backward pass may run, the best first."""
         return orders_of(self.step.problem)
 
     def _solve_problems(self, room: int, problems: tuple[Problem, ...]) -> Solution:

@@ -19,10 +19,7 @@ class SavedPoint:
 
 
 def trace_saved_curve(planner: Planner) -> Iterator[SavedPoint]:
-    """The corners of the lower hull, from what plain autograd saves to nothing, each with less.
-
-    The time for a byte grows from corner to corner.
-    """
+    """The corners of the lower hull, from what plain autograd saves to nothing, each with less."""
     plain, step = planner.plain, planner.step
     problem = step.problem
     evaluator = Evaluator(problem, 1 << 62)

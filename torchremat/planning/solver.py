@@ -34,8 +34,7 @@ from torchremat.planning.search.min_cut import cut_saved_sets
 
 # Of the whole time, the search that uses the link to a host. The search without it gets the rest.
 _LINKED_SHARE = 0.6
-# Of the search without the link, the part in which nothing is offloaded. The rest improves its
-# answer with offloading allowed.
+# Of the search without the link, the part without offloading. The rest improves its answer.
 _ALONE_SHARE = 0.7
 # Of the whole time, the pass that saves what is offloaded in vain. It comes on top of the limit.
 _TIDY_SHARE = 0.1
@@ -58,24 +57,20 @@ _EASIER_SHARE = 0.6
 # Times the budget: the larger budgets whose plans are brought under it. A budget near the
 # floor, where few schedules fit, needs them most. The factors were chosen by hand.
 _EASIER = (1.04, 1.1, 1.2)
-# Times the floor of the order. Budgets below are met best from nothing saved, so local moves run
-# from there before any integer program.
+# Times the floor of the order. Below, moves from nothing saved are best, and run first.
 _LOW = 1.06
 # The searches after the first run only where the best is further from its bound: 3 %, by hand.
 _FAR = 0.03
 # Values times steps of the largest problem that is searched from the last step to the first. The
 # sets of values grow with both. Chosen by hand; docs/explanation/planner.md names it.
 _MOST_SEARCHED = 20_000
-# Sets that the first search from the last step goes on with. A wider one takes longer, and others
-# follow; chosen by hand.
+# Sets that the first search from the last step goes on with: more take longer. By hand.
 _FIRST_WIDTH = 50
 # The widths of the later searches, each twice the last. They end once no set was left out.
 _WIDTHS = (25, 50, 100, 200, 400, 800)
-# Sets that all these searches may look at together. This limit ends them at the same set on every
-# machine, which the clock does not.
+# Sets that these searches look at: the clock would not end them alike on every machine.
 _MOST_STATES = 150_000
-# Operators of the largest problem that gets the searches after the first. With more, the first
-# search gets all of the time.
+# Operators of the largest problem that gets more than the first search.
 _MOST_OPERATORS = 3000
 # Minimum cuts that are tried even when the time is over, so that there is a start to improve.
 _LEAST_CUTS = 4
@@ -84,11 +79,9 @@ _MOST_STARTS = 4
 # Seconds on the wall for one second of the processor, at most. A busy machine then changes plans
 # little, and a search takes no more than twice its time.
 _STRETCH = 2.0
-# Operators up to which the processor's time counts. Up to it a search takes 11 s by default, and at
-# most 22 s if it is stretched.
+# Operators up to which the processor's time counts: a search takes 11 s, stretched 22 s.
 _MOST_STRETCHED = 1000
-# HiGHS answers to within a tolerance of 1e-7. A bound is lowered by as much, so that it does not
-# claim more than was proved.
+# HiGHS answers to within 1e-7. A bound is lowered by it, to claim no more than was proved.
 _SAFETY = 1 - 1e-7
 
 
@@ -138,8 +131,6 @@ class Solution:
 
 def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -> Solution:
     """The schedule of least added time whose peak is at most `budget` bytes.
-
-    Values are offloaded only where the problem has a link to a host.
 
     The operators of the backward pass that need cotangents run in the order of `problem`. The
     answer has no schedule if none was found; `least_peak` is then what one can get down to.

@@ -43,7 +43,6 @@ def to_dot(plan_or_graph: Drawable, *, title: str | None = None) -> str:
 
 
 def _nest_values(values: tuple[DrawnValue, ...]) -> dict[str, Any]:
-    """Values by the parts of their modules' names; those of a module itself under `''`."""
     tree: dict[str, Any] = {}
     for value in values:
         inner = tree

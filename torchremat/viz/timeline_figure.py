@@ -29,8 +29,7 @@ from torchremat.viz.picture.picture import Picture
 
 WIDTH, HEIGHT = 960, 460
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 66, 40
-# The label of the peak names so many values, the largest, and sums up the others, so that it hides
-# little of the curve. Chosen by hand.
+# Values that the label of the peak names, the largest, so that it hides little. By hand.
 _NAMED = 5
 
 
@@ -202,7 +201,6 @@ class _TimelineDrawing:
         return [*shapes, Mark(x, y, ACCENT)]
 
     def _name(self, name: str) -> str:
-        """The label of a value with its module, cut at the left, where the outer modules are."""
         number = self.picture.position_of(name)
         if number is None:
             return name

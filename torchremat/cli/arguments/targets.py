@@ -111,7 +111,6 @@ def _as_tuple(arguments: Any) -> Any:
 
 
 def _split(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments, from a tuple or from a pair of a tuple and a dict."""
     args, kwargs = arguments, {}
     if len(args) == 2 and isinstance(args[0], tuple | list) and isinstance(args[1], dict):
         args, kwargs = args

@@ -39,10 +39,7 @@ class BenchOptions:
 
 @dataclass
 class Measured:
-    """The figures of one policy: the peak in bytes, and the seconds of each step.
-
-    `difference`: how its outputs and gradients first differ from plain's, `None` if no bit does.
-    """
+    """`difference`: how results first differ from plain's; `None` if no bit does."""
 
     peak: int
     difference: str | None = None

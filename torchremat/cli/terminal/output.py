@@ -50,8 +50,6 @@ def show(text: str) -> None:
 def check_writable(**paths: str | None) -> None:
     """Raise `click.BadParameter` if a file, given by the option of its name, cannot be written.
 
-    Commands check this before the long work for the file.
-
     >>> check_writable(save="no/such/folder/plan.json")
     Traceback (most recent call last):
     click.exceptions.BadParameter: no/such/folder/plan.json: there is no folder no/such/folder

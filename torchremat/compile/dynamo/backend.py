@@ -67,7 +67,6 @@ class BackendOptions:
         codegen: what runs the graphs: "inductor", or "eager" for one operator after the other.
         report: called with the `Report` of each graph that is compiled for a backward pass, if a
             policy decides.
-        inductor: settings of inductor, by name.
     """
 
     policy: Policy | None = None
@@ -178,10 +177,7 @@ def _compile_chosen(
 
 
 def _suits_pytorch(module: fx.GraphModule, chosen: BackendOptions) -> bool:
-    """Whether PyTorch's own partition does what the options say: no policy, or one that saves all.
-
-    Eager code needs ours, and so do checkpoints inside: the policy around them decides.
-    """
+    """Whether PyTorch's partition does: no policy, or inductor saves all, no checkpoint inside."""
     if chosen.policy is None:
         return True
     inner = torch.ops.higher_order.tag_activation_checkpoint

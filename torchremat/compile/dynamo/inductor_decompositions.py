@@ -14,10 +14,7 @@ from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
 
 
 def find_random_decompositions() -> dict[Any, Any]:
-    """Inductor's decompositions of random operators, which must run before a graph is cut.
-
-    A random number is then a function of a seed, and the forward pass saves the seed.
-    """
+    """Inductor's decompositions of random operators: the forward pass then saves their seed."""
     table = _torch.inductor_decompositions()
     seeded = torch.Tag.nondeterministic_seeded
     return {op: rule for op, rule in table.items() if seeded in getattr(op, "tags", ())}

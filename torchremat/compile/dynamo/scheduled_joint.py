@@ -26,12 +26,10 @@ from torchremat.graph.schedule import GraphSchedule, ReplayBuilder
 # PyTorch copies `node.meta["custom"]` when it decomposes a graph; the note (run, step) is under:
 _RUN = "torchremat_run"
 
-# Two kernels that run as many steps apart, or fewer, may be one; farther apart, the values of the
-# earlier one would stay alive for too long. Chosen by hand.
+# Kernels so few steps apart may be one; farther apart, values stay alive too long. By hand.
 FAR = 6
 
-# A reduction that shrinks what it reads to this share, or less, does not run again where its result
-# is saved anyway: the result is small. Chosen by hand.
+# A reduction to this share or less is not repeated where its small result is saved. By hand.
 LITTLE = 1 / 16
 
 
@@ -90,10 +88,7 @@ def _run_backward(
 
 
 def _forget_statistics(graph: fx.Graph) -> None:
-    """Let batch normalisations in training that are recomputed take no running statistics.
-
-    They read only those of the batch, so the old running statistics need not be saved.
-    """
+    """Let recomputed batch norms take no running statistics, which then need not be saved."""
     aten = torch.ops.aten
     full = aten._native_batch_norm_legit_functional.default
     for node in graph.find_nodes(op="call_function", target=full):
@@ -137,10 +132,7 @@ def _steps_of(order: Sequence[fx.Node], joint: Joint) -> list[int]:
 
 
 def _mark_after(node: fx.Node, run: int, step: int) -> None:
-    """Note when the nodes after `node` run, and that none of them moves to the forward pass.
-
-    A compiler moves operators there that need no cotangent, and then saves one mask more.
-    """
+    """Note when nodes after `node` run, and that none moves forward: one mask more were saved."""
     node = node.next
     while node.op != "root":
         node.meta["recompute"] = _torch.MUST_RECOMPUTE
@@ -154,10 +146,7 @@ def _run_of(node: fx.Node) -> tuple[int, int] | None:
 
 
 def may_fuse(one: list[AbstractSet[fx.Node]], other: list[AbstractSet[fx.Node]]) -> bool:
-    """Whether two kernels may be one; each is given as the nodes that each of its loops computes.
-
-    They may not if one recomputes a value long before its reader runs.
-    """
+    """Whether two kernels, given by loops, may be one: none recomputes long before its reader."""
     steps, other_steps = ([*filter(None, map(_find_step, loops))] for loops in (one, other))
     return not any(
         (is_recompute or other_is_recompute) and abs(step - other_step) > FAR
@@ -175,10 +164,7 @@ def _find_step(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
 
 
 def merge_within_runs(graph: fx.Graph) -> fx.Graph:
-    """A copy of `graph` in which operators that compute the same in one run are merged.
-
-    Reductions to little, as in normalisations, are merged across runs if the result is saved.
-    """
+    """A copy with equal operators of a run merged; small reductions that are saved, of all runs."""
     for node in graph.nodes:
         run = _run_of(node)
         if run is not None and run[0] and isinstance(node.target, _torch.OpOverload):

@@ -89,10 +89,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def reason_not_donatable(tensor: Tensor) -> str | None:
-    """Why `tensor` must not be donated, if so.
-
-    It must be the only owner of its storage: no view, no base of one, not saved by autograd.
-    """
+    """A reason unless `tensor` alone owns its storage: no view, no base, not saved by autograd."""
     if type(tensor) is not Tensor:
         if isinstance(tensor, nn.Parameter):
             return (

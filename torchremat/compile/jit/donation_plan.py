@@ -51,10 +51,7 @@ class Donation:
     def of(
         cls, module: fx.GraphModule, num_outputs: int, donated: Iterable[int], *, fuses: bool
     ) -> "Donation":
-        """Match donated inputs of a graph with outputs, of which each serves one.
-
-        `fuses`: a compiler runs the graph, and not one operator after the other.
-        """
+        """Match each output with one donated input; `fuses`: a compiler runs the graph."""
         donated = tuple(donated)
         inputs = module.graph.find_nodes(op="placeholder")
         results = results_of(module)
@@ -91,10 +88,7 @@ def _match(
     free: dict[int, fx.Node],
     suits: Callable[[fx.Node, fx.Node], bool],
 ) -> dict[int, int]:
-    """Give each input the first free output of its size that suits: inputs by their outputs.
-
-    A matched output is no longer in `free`.
-    """
+    """Give each input, by its outputs, the first of `free` of its size; take that out of `free`."""
     found: dict[int, int] = {}
     for number, place in places.items():
         for i, output in free.items():
@@ -226,7 +220,6 @@ def write_by_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx
 
 
 def write_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-    """A copy of `module` that copies outputs to inputs, and returns `None` in their place."""
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")

@@ -88,10 +88,7 @@ class JitProgram(FunctionProgram):
         return frozenset((*wrt, *self.saved_inputs)) if wrt else frozenset()
 
     def as_no_views(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`outputs`, each of those in an input's storage as a tensor that is no view.
-
-        Above autograd they would be views of the input.
-        """
+        """Make outputs in an input's storage no views, which they would be above autograd."""
         with _torch.below_autograd():
             return tuple(_alias(t) if i in self.written else t for i, t in enumerate(outputs))
 

@@ -192,11 +192,7 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy.
-
-    Into memory that is there: new memory of a CPU is ten times as slow, or not at all, as the
-    state of the heap has it.
-    """
+    """Bytes per second of a copy into used memory: new memory of a CPU is ten times as slow."""
     x = torch.ones((4 if device.type == "cpu" else 64) << 20, device=device)
     y = torch.empty_like(x)
     return 2 * x.nbytes / time_call(lambda: y.copy_(x), device, patience=0.1)

@@ -32,7 +32,6 @@ class Work:
         pointwise_flops: other operations, in units of an addition.
         matmul_dtype: what the products are made of.
         reads: bytes of each input, in the order of `node.all_input_nodes`.
-        writes: bytes.
         kind: `"conv"` or `"attention"`, if the products are its, else `"matmul"`.
     """
 

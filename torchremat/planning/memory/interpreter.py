@@ -148,7 +148,6 @@ class MemoryInterpreter:
         env: dict[fx.Node, Memory],
         last_use: dict[fx.Node, fx.Node],
     ) -> None:
-        """Put `memory`, which has a holder, in the variable of `node`, or of its items."""
         items = all_items(node)
         if not items:
             env[node] = memory

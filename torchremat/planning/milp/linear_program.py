@@ -85,7 +85,6 @@ class LinearProgram:
 
     @property
     def slowdown(self) -> float:
-        """How many seconds on the wall, which the library measures, one of ours takes."""
         return 1.0 if self.timer is None else self.timer.slowdown
 
     @property

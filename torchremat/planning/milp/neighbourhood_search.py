@@ -24,8 +24,7 @@ _KINDS = 5
 _PATIENCE = 4 * _KINDS
 # Seconds of one neighbourhood at most; chosen by hand.
 _SLICE = 1.0
-# Nodes of its search tree at most. Unlike the clock they end a search at the same place on every
-# machine; chosen by hand.
+# Nodes of its search tree: unlike the clock, the same on every machine. Chosen by hand.
 _SLICE_NODES = 1000
 
 

@@ -21,22 +21,17 @@ from torchremat.planning.search.eviction import Evictor, try_evictions
 from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.local_search import LocalSearch
 
-# Operators of the largest problem whose program has no window. Beyond it a
-# window keeps programs small: "Why it is solved in seconds" in docs/explanation/planner.md.
+# Operators of the largest problem without a window; docs/explanation/planner.md says why.
 _WHOLE = 260
 # The least window, in operators. A narrower one forbids more schedules; chosen by hand.
 _LEAST_WINDOW = 100
-# Values times steps of the largest program that gets all moments as rows. Its variables grow with
-# the product; chosen by hand.
+# Values times steps of the largest program with all moments: its variables grow so. By hand.
 _MOST_FINE = 6000
-# Integers up to which HiGHS solves the program as a whole. Beyond that it solves
-# one neighbourhood of the relaxation. Chosen by hand.
+# Integers up to which HiGHS solves the whole program, not a neighbourhood. Chosen by hand.
 _SMALL = 1200
-# Variables, as estimated, beyond which the program of the final bound has a window too. It is the
-# smaller one, and its bound the weaker; chosen by hand.
+# Estimated variables beyond which the program of the final bound has a window. Chosen by hand.
 _LARGE = 40_000
-# Variables up to which the final bound comes from integers. Beyond that it is the relaxation's,
-# which needs no search tree. Chosen by hand.
+# Variables up to which the final bound comes from integers, not fractions. Chosen by hand.
 _SOLVABLE = 9_000
 # Variables that the first neighbourhood leaves free. The number doubles until there is an answer.
 _LEAST_FREE = 250
@@ -128,7 +123,6 @@ class RowGeneration:
         return self.window is None and not has_recomputes and not self.conflicts
 
     def _relax(self) -> Relaxation | None:
-        """The relaxation with the moments that matter for it; `None` if nothing fits."""
         self._add_moments(self.incumbent.trials[0], narrow=False)
         found = self._solve_relaxation()
         while found is not None and self.clock.elapsed_fraction < _RELAX_SHARE:

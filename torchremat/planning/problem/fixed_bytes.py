@@ -16,7 +16,6 @@ class ForwardBytes:
 
     Attributes:
         live: the bytes alive while each operator runs.
-        at_end: the bytes that are alive at its end.
         made: the position of the operator that makes each value.
         last: the last position at which each value is alive anyway.
     """

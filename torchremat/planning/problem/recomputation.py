@@ -44,7 +44,6 @@ class Recomputation:
         return frozenset(v for op in once for v in op.writes)
 
     def missing(self, values: Iterable[int], there: Collection[int]) -> list[int]:
-        """The operators that compute `values` from what is `there`, in order."""
         producers = self.problem.producers
         found: set[int] = set()
         stack = [v for v in values if v not in there]

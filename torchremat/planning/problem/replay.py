@@ -44,10 +44,7 @@ class Replay:
 
 
 def replay_of(problem: Problem, decisions: Decisions) -> Replay:
-    """The schedule of `decisions`, which recomputes everything as late as it can.
-
-    Operators that one step needs run in the order of the forward pass.
-    """
+    """Recompute everything as late as it can be, for one step in the order of the forward pass."""
     operators = problem.operators
     known = problem.known
     drops, early = decisions.drops, decisions.early
@@ -113,10 +110,7 @@ _MOST_PLACES = 20_000
 def forward_order(
     problem: Problem, saved: Iterable[int], offloaded: Iterable[int] = ()
 ) -> tuple[int, ...]:
-    """The operators of the forward pass, and those of either pass that saved values need.
-
-    Each of the latter runs where the bytes alive are least, of equal places the first.
-    """
+    """The forward pass, with operators of either pass where the bytes alive are least."""
     operators = problem.operators
     chosen = frozenset(saved)
     extra: set[int] = set()

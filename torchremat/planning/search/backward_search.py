@@ -38,10 +38,8 @@ class Suffix:
     """The end of a schedule: from a set of values to the end of the backward pass.
 
     Attributes:
-        seconds: the time of its recomputation.
         step: for which it recomputes `operator` first.
         operator: `None` at the end.
-        rest: the suffix after that operator.
     """
 
     seconds: float
@@ -124,7 +122,6 @@ class BackwardSearch:
 
     @property
     def size(self) -> int:
-        """How large it is: values times steps."""
         return len(self.values) * len(self.problem.backward)
 
     def _set_of(self, values: Iterable[int]) -> ValueSet:
@@ -143,10 +140,7 @@ class BackwardSearch:
         return found
 
     def _find_last_steps(self) -> list[int]:
-        """The last step for which each operator may run again; -1 if for none.
-
-        What draws, or may run but once, runs no later than its values may be wanted first.
-        """
+        """The last step for which each operator may run again; -1 if for none."""
         operators, num = self.problem.operators, len(self.problem.backward)
         first = dict.fromkeys(range(len(operators)), num)
         for step, b in reversed(list(enumerate(self.problem.backward))):
@@ -264,7 +258,6 @@ class _Guide:
         self.before[0] = needed
 
     def seconds_to(self, step: int, needed: ValueSet) -> float:
-        """The time to make the values `needed` before a step from those of the schedule."""
         known = self.seconds[step]
         total, lacking = 0.0, needed & ~self.before[step]
         while lacking:

@@ -21,8 +21,7 @@ from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.clock import NEVER, Deadline
 
-# Times that one walk goes back a step before it gives up. More of them take longer, and may meet a
-# lower budget; chosen by hand.
+# Times that one walk goes back a step: more take longer, for lower budgets. Chosen by hand.
 _MOST_RETURNS = 200
 
 
@@ -88,10 +87,7 @@ def try_evictions(
 
 
 class _Queue:
-    """Values in the order in which they are freed.
-
-    The time to recompute one only grows as others are freed, so that only the first is rated anew.
-    """
+    """Values by score, which only grows as others are freed: only the first is rated anew."""
 
     def __init__(
         self, again: Recomputation, rule: EvictionRule, step: int, there: Collection[int]

@@ -217,7 +217,6 @@ def values_recomputed(trial: Evaluated, problem: Problem) -> frozenset[int]:
 
 
 def _find_read_later(problem: Problem, order: tuple[int, ...], place: int) -> set[int]:
-    """The known values that are alive after the operator at `place`."""
     wanted: set[int] = set()
     for o in reversed(order[place + 1 :]):
         wanted.difference_update(problem.operators[o].writes)

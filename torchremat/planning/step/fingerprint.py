@@ -43,7 +43,7 @@ def fingerprint_of(lines: Sequence[str]) -> str:
 def find_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
     """Where two graphs first differ, for people.
 
-    >>> difference(["mm(%0, %1) -> f32[2,3]"], ["mm(%0, %1) -> f32[4,3]"])
+    >>> find_difference(["mm(%0, %1) -> f32[2,3]"], ["mm(%0, %1) -> f32[4,3]"])
     'node 0 is mm(%0, %1) -> f32[4,3], and was mm(%0, %1) -> f32[2,3]'
     """
     for i, (our, their) in enumerate(zip(ours, theirs, strict=False)):
@@ -97,10 +97,7 @@ def _result(node: fx.Node) -> str:
 def match_saved_values(
     lines: Sequence[str], saved: Sequence[int], joint: Joint
 ) -> list[fx.Node] | None:
-    """The nodes of `joint` for the positions `saved` in a graph of `lines`.
-
-    `None` if another function was traced: if a saved kind of value is there more often, or less.
-    """
+    """The nodes of `joint` at the positions `saved` of `lines`; `None` for another function."""
     nodes = list(joint.module.graph.nodes)
     ours = list(_number_lines(lines_of(joint.module.graph)))
     theirs = list(_number_lines(lines))

@@ -34,7 +34,6 @@ class NumericStep:
     """The forward and the backward pass of a joint graph.
 
     Attributes:
-        joint: the graph.
         problem: the same in numbers.
         calls: the node of each operator; `None` for the one at the end, which reads gradients.
         values: the node of each value; `None` for an output of an operator that nobody takes.
@@ -53,10 +52,7 @@ class NumericStep:
         *,
         host_bytes_per_second: float | None = None,
     ) -> "NumericStep":
-        """The step of `joint`, with `seconds` for the time of each operator.
-
-        With a link to a host, values of `LEAST_OFFLOAD` bytes and more may be offloaded.
-        """
+        """The step of `joint`, with `seconds` for the time of each operator."""
         step = _ProblemBuilder(joint, seconds).build()
         if host_bytes_per_second is None:
             return step
@@ -85,10 +81,7 @@ class NumericStep:
 
     @property
     def copied_nbytes(self) -> int:
-        """The bytes of inputs that are written to and may be read by what runs again.
-
-        They are copied before the write, at the end of the forward pass.
-        """
+        """The bytes of written inputs that may be read again: copied after the forward pass."""
         written = {self.joint.inputs[i] for i, _ in self.joint.mutations}
         read = {
             base_of(node)
@@ -184,10 +177,7 @@ class _ProblemBuilder:
 
 
 def _nbytes_inside(call: fx.Node, written: int) -> int:
-    """The bytes that graphs inside `call` need besides what it writes, `written` bytes.
-
-    A checkpoint and a branch of a `cond` make the results; loops hold theirs beside a round's.
-    """
+    """The bytes that graphs inside `call` need besides the `written` bytes of its results."""
     peak = peak_inside(call)
     makes_results = is_checkpoint(call) or str(call.target) == "cond"
     return max(0, peak - written) if makes_results else peak

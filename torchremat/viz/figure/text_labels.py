@@ -43,7 +43,6 @@ class TextLabels:
     _taken: list[Box] = field(default_factory=list)
 
     def take(self, x: float, y: float, size: float) -> None:
-        """Take the box of a mark, which has `size` pixels to each side."""
         self._taken.append((x - size, y - size, x + size, y + size))
 
     def take_line(self, points: Points) -> None:
@@ -54,7 +53,6 @@ class TextLabels:
                 self.take(x, y, 1)
 
     def beside(self, x: float, y: float, text: str, size: float, colour: str) -> Text:
-        """A label of the mark at `x`, `y`, where it hides least."""
         text = fit_text(text, size, self.paper[2] - self.paper[0])
         places = [Text(a, b, text, size, anchor, colour) for a, b, anchor in _places(x, y)]
         best = min(places, key=lambda place: self._count_hidden(_box(place)))

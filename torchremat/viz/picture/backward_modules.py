@@ -30,7 +30,6 @@ class Operators:
     Attributes:
         reads: the names of the values that each reads.
         views: those in the memory of the one value that they read, and its items.
-        parameters: the inputs.
         modules: the modules that the trace noted.
     """
 
@@ -87,7 +86,6 @@ def _vote_by_reads(operators: Operators, name: str, found: Mapping[str, str]) ->
 
 
 def _find_of_co_readers(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
-    """The module of the other operators that read the same gradients, if it is one."""
     near = {
         found[reader]
         for read in operators.reads[name]
@@ -99,7 +97,6 @@ def _find_of_co_readers(operators: Operators, name: str, found: Mapping[str, str
 
 
 def _find_of_readers(operators: Operators, name: str, found: Mapping[str, str]) -> str | None:
-    """The module of its readers, for an operator that reads nothing."""
     if operators.reads[name]:
         return None
     return _common_of(operators.readers.get(name, ()), found)

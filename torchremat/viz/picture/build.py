@@ -114,7 +114,6 @@ def _build_of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Pict
 
 
 def _resident(values: Iterable[DrawnValue], total: int = 0) -> tuple[tuple[str, int], ...]:
-    """The bytes of parameters and inputs; the rest of a `total` is an optimizer's."""
     there = [value for value in values if value.phase == "forward"]
     found = {
         f"{kind}s": sum(value.nbytes for value in there if value.kind == kind)

@@ -26,7 +26,6 @@ class DrawnValue:
     """A node of a graph: a value, or the call of an operator that gives several.
 
     Attributes:
-        name: of its node.
         label: what people call it: an argument's or a parameter's name, else its operator.
         op: the operator (`aten.mm.default`), `''` for what none computes.
         phase: `"forward"` or `"backward"`: the graph that computes it first.
@@ -60,9 +59,7 @@ class Picture:
     """The values of a step, in the order in which they are computed, forward pass first.
 
     Attributes:
-        title: what it is a picture of.
         figures: its numbers, each with what it is.
-        values: the values.
         timeline: the bytes alive at each operator, if known.
         resident: bytes that are there all the time, beside those of the timeline: parameters and
             inputs.
@@ -94,7 +91,6 @@ class Picture:
         return None
 
     def totals(self) -> dict[str, int]:
-        """The bytes of each kind that occurs, in the order of `KINDS`."""
         found: dict[str, int] = {}
         for kind in KINDS:
             values = [value.nbytes for value in self.values if value.kind == kind]

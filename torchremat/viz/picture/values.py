@@ -190,10 +190,7 @@ def _sources_of_gradients(inputs: Sequence[str], backward: fx.GraphModule | None
 def _module_of_counterpart(
     node: fx.Node, forward: Mapping[str, fx.Node], known: Mapping[str, str]
 ) -> str | None:
-    """The module of the operator that an `..._backward` is the derivative of.
-
-    That operator made one of the values that it reads, or reads one.
-    """
+    """The module of the operator that an `..._backward` is the derivative of."""
     name, is_derivative, _ = _base_of_op(node).partition("_backward")
     if not is_derivative:
         return None

@@ -96,3 +96,15 @@ def tuple_of(count: int) -> Structure:
 
 def _unwrap(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, WrapHashably) else leaf
+
+
+def scatter_values(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+    """Put `values` at `positions` of a list of `count`, and `None` elsewhere.
+
+    >>> scatter_values(["a", "b"], [2, 0], 3)
+    ['b', None, 'a']
+    """
+    result: list[Any] = [None] * count
+    for position, value in zip(positions, values, strict=True):
+        result[position] = value
+    return result

@@ -17,7 +17,7 @@ from torchremat.derivatives.rule_arguments import (
     name_of,
 )
 from torchremat.derivatives.rule_dispatch import CustomJvpCall, uncompiled
-from torchremat.derivatives.rules import Cotangents, JvpRule, Tensors
+from torchremat.derivatives.rules import Cotangents, JvpRule, Pushed, Tensors
 from torchremat.derivatives.symbolic_zeros import SymbolicZero, zero_of
 from torchremat.errors import MissingRuleError, RuleTypeError
 
@@ -128,9 +128,7 @@ class _JvpCall(FlatCall):
     rule: Callable[..., Any]
     symbolic_zeros: bool
 
-    def jvp(
-        self, primals: Tensors, tangents: Cotangents
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
+    def jvp(self, primals: Tensors, tangents: Cotangents) -> Pushed:
         """Return outputs and their tangents, `None` for zero."""
         others = self.arguments.others(primals)
         leaves, spec = _torch.tree_flatten(others)

@@ -139,9 +139,15 @@ class _VjpCall(FlatCall):
         """Return outputs, residuals, and what else `bwd` needs."""
         pair = self.rules.fwd(*self._fwd_arguments(inputs, perturbed))
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise RuleTypeError(
-                self._describe_no_pair(f"instead the fwd rule output was {describe_tree(pair)}")
+            name, fwd = name_of(self.fun), name_of(self.rules.fwd)
+            text = (  # the words of JAX
+                f"Custom VJP fwd rule {fwd} for function {name} must produce a pair (list or tuple "
+                "of length two) where the first element represents the primal output (equal to the "
+                f"output of the custom_vjp-decorated function {name}) and the second element "
+                "represents residuals (i.e. values stored from the forward pass for use on the "
+                f"backward pass), but instead the fwd rule output was {describe_tree(pair)}"
             )
+            raise RuleTypeError(text)
         result, residuals = pair
         in_trace = _torch.innermost_proxy_mode() is not None
         if self.rules.optimize_remat and in_trace and not is_traced_whole():
@@ -167,16 +173,6 @@ class _VjpCall(FlatCall):
         )
         others = iter(found)
         return tuple(nondiff[i] if i in nondiff else next(others) for i in range(len(args.args)))
-
-    def _describe_no_pair(self, but: str) -> str:
-        name, fwd = name_of(self.fun), name_of(self.rules.fwd)
-        return (
-            f"Custom VJP fwd rule {fwd} for function {name} must produce a pair (list or tuple of "
-            "length two) where the first element represents the primal output (equal to the output "
-            f"of the custom_vjp-decorated function {name}) and the second element represents "
-            "residuals (i.e. values stored from the forward pass for use on the backward pass), "
-            f"but {but}"
-        )
 
     def bwd(self, rest: _Rest, residuals: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
         given = iter(cotangents)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import as_argnums
 from torchremat.core.avals import Aval
-from torchremat.core.trees import HOLE, Structure
+from torchremat.core.trees import HOLE, Structure, scatter_values
 from torchremat.derivatives.rule_arguments import describe_tree, flatten_up_to, name_of
-from torchremat.derivatives.rules import is_inexact, scatter_values
+from torchremat.derivatives.rules import is_inexact
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError
 
 
@@ -35,10 +35,6 @@ def resolve_argnums(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[
             "arguments."
         )
     return tuple(n % len(args) for n in numbers)
-
-
-def as_value(leaf: Any) -> Any:
-    return torch.tensor(leaf) if isinstance(leaf, float | complex) else leaf
 
 
 @dataclass(eq=False)
@@ -65,7 +61,7 @@ class Flattened:
     def __post_init__(self) -> None:
         chosen = tuple(self.args[i] for i in self.argnums)
         leaves, self.spec = _torch.tree_flatten(chosen)
-        self.leaves = list(map(as_value, leaves))
+        self.leaves = [torch.tensor(x) if isinstance(x, float | complex) else x for x in leaves]
         self.wrt = [i for i, leaf in enumerate(self.leaves) if is_inexact(leaf)]
 
     @property
@@ -93,6 +89,10 @@ class Flattened:
             tuple(o for o in outputs if is_inexact(o)),
             (*(o for o in outputs if not is_inexact(o)), *self.aux.flatten(aux)),
         )
+
+    def call_for_functorch(self, *tensors: Tensor) -> Any:
+        outputs, others = self(*tensors)
+        return outputs or (torch.zeros(()),), others  # torch.func takes no empty tuple
 
     def replace_values(self, values: Sequence[Tensor]) -> "Flattened":
         other = copy.copy(self)

@@ -130,7 +130,7 @@ class _ScalarCheck:
                 return
             raise DerivativeTypeError(f"{only}Output was {describe_tree(result)}.")
         if result.dim():
-            raise DerivativeTypeError(f"{only}Output had shape: {_shape_text(result)}.")
+            raise DerivativeTypeError(f"{only}Output had shape: {tuple(result.shape)}.")
         if self.holomorphic and not result.is_complex():
             raise DerivativeTypeError(
                 f"grad with holomorphic=True requires outputs with complex dtype, but got "
@@ -143,10 +143,6 @@ class _ScalarCheck:
                 "differentiation of non-holomorphic functions involving complex outputs, or "
                 "integer outputs, use vjp directly."
             )
-
-
-def _shape_text(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
 
 
 def _check_inputs(flat: Flattened, *, holomorphic: bool, allow_int: bool) -> None:
@@ -239,11 +235,7 @@ def build_pull_back(
         found, rest = flat()
         return found, rest, lambda _: []
 
-    def function(*tensors: Tensor) -> Any:
-        outputs, others = flat(*tensors)
-        return outputs or (torch.zeros(()),), others  # torch.func takes no empty tuple
-
-    found, pull, rest = torch.func.vjp(function, *values, has_aux=True)  # type: ignore[misc]
+    found, pull, rest = torch.func.vjp(flat.call_for_functorch, *values, has_aux=True)  # type: ignore[misc]
     if not flat.num_inexact:
         return (), rest, lambda _: [torch.zeros_like(value) for value in values]
 
@@ -306,13 +298,9 @@ def push_forward(
         found, rest = flat()
         return found, [torch.zeros_like(t) for t in found], rest
 
-    def function(*tensors: Tensor) -> Any:
-        outputs, others = flat(*tensors)
-        return outputs or (torch.zeros(()),), others  # torch.func takes no empty tuple
-
     with _torch.dual_level_as_functorch_level():
         found, moved, rest = torch.func.jvp(  # type: ignore[misc]
-            function, tuple(values), tuple(tangents), has_aux=True
+            flat.call_for_functorch, tuple(values), tuple(tangents), has_aux=True
         )
     count = flat.num_inexact
     return found[:count], moved[:count], rest

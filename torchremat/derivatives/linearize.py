@@ -215,10 +215,6 @@ def pull_back_graph(
     return trace_graph(of_trees, (tree,), {}, StaticArguments(of_trees, (), ()))
 
 
-def _transpose(g: TypedGraph, in_tree: Any) -> TypedGraph:
-    return replace(transpose_graph(g), out_structure=Structure(in_tree))
-
-
 # --- linear_transpose -----------------------------------------------------------------------------
 
 
@@ -258,7 +254,7 @@ def linear_transpose(fun: Callable[..., Any], *primals: Any) -> "Transposed":
             )
     g = trace_graph(fun, examples, {}, StaticArguments(fun, (), ()))
     try:
-        graph = _transpose(g, Structure.of(examples).tree)
+        graph = replace(transpose_graph(g), out_structure=Structure.of(examples))
     except GraphError as error:
         raise GraphError(f"linear_transpose of {name_of(fun)}: {error}") from error
     return Transposed(g, graph)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
+from torchremat.core.trees import scatter_values
 from torchremat.errors import ForwardModeError
 from torchremat.tracing.axes.mapped_functions import run_mapped
 from torchremat.tracing.axes.named_axes import AxisName
@@ -352,18 +353,6 @@ def place_axis(tensor: Tensor, dim: int | None, to: int | None, size: int) -> Te
     shape = list(tensor.shape)
     shape.insert(to, size)
     return tensor.unsqueeze(to).expand(shape)
-
-
-def scatter_values(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
-    """Put `values` at `positions` of a list of `count`, and `None` elsewhere.
-
-    >>> scatter_values(["a", "b"], [2, 0], 3)
-    ['b', None, 'a']
-    """
-    result: list[Any] = [None] * count
-    for position, value in zip(positions, values, strict=True):
-        result[position] = value
-    return result
 
 
 def is_inexact(value: Any) -> bool:

@@ -117,7 +117,9 @@ def report(module: nn.Module) -> Report:
     programs: list[tuple[str, FunctionProgram]] = []
     for name, forward in found:
         program = forward.last_program
-        if program is not None and not any(_is_inside(name, outer) for outer, _ in programs):
+        if program is not None and not any(
+            not outer or name.startswith(f"{outer}.") for outer, _ in programs
+        ):
             programs.append((name, program))
     if not programs:
         names = ", ".join(name or type(module).__name__ for name, _ in found[:3])
@@ -126,7 +128,3 @@ def report(module: nn.Module) -> Report:
             "run with gradients enabled: run a step, then ask for the report"
         )
     return report_of_programs(programs)
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return not outer or name.startswith(f"{outer}.")

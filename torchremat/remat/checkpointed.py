@@ -53,6 +53,7 @@ from torchremat.tracing.axes.named_axes import axis_environment
 from torchremat.tracing.dtensors import unwrap_inputs
 from torchremat.tracing.dynamic_inputs import DynamicInputs, shapes_of
 from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import below
 from torchremat.tracing.tracing import trace_lock
 
 _traces = TracesByFunction()
@@ -221,9 +222,8 @@ class Checkpointed:
                 trace.programs[key] = program
                 self._log(program, trace, args, kwargs, call)
             else:
-                if (
-                    program.is_warned_of and program not in self._warned_programs
-                ):  # by another of the same
+                # it has warned for another checkpoint of the same function
+                if program.is_warned_of and program not in self._warned_programs:
                     program.warn_of_policy()
                 if config.log_checkpoint_residuals and not program.is_logged:
                     self._log(program, trace, args, kwargs, call)
@@ -264,7 +264,11 @@ class Checkpointed:
             self.compiler is not None and not self.compiler.takes_symbols
         ):
             return False
-        return _may_be_dynamic()
+        return not (
+            _torch.functorch_is_active()
+            or _torch.in_dual_level()
+            or _torch.innermost_proxy_mode() is not None
+        )
 
     def _log(
         self, program: FunctionProgram, trace: Trace, args: Any, kwargs: Any, call: Call
@@ -338,15 +342,11 @@ class Checkpointed:
         unchanged.forget_changed()
         modules = dict.fromkeys([*inside, *made.paths.seen])
         prefix = self.module_prefix
-        named = [(_join_names(prefix, made.paths.name_of(m)), m) for m in modules]
+        named = [(below(prefix, made.paths.name_of(m)), m) for m in modules]
         return _build_trace(made, unchanged, variables, named, call, specs, state, dynamic)
 
     def _variables(self) -> list[Binding]:
         return variables_of(self.fun)
-
-
-def _join_names(*parts: str | None) -> str:
-    return ".".join(part for part in parts if part)
 
 
 def _build_trace(
@@ -386,14 +386,6 @@ def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | Non
     if not any(base_of(n.args[0]) in region.joint.inputs and len(n.args) > 3 for n in asked):
         return None
     return tuple(InputSpec.of(t).storage_offset for t in tensors)
-
-
-def _may_be_dynamic() -> bool:
-    return (
-        not _torch.functorch_is_active()
-        and not _torch.in_dual_level()
-        and _torch.innermost_proxy_mode() is None
-    )
 
 
 def _roots(fun: Any, variables: Any) -> list[tuple[str, nn.Module]]:

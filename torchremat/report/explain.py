@@ -31,7 +31,7 @@ from torchremat.remat.tracing.input_labels import (
     labels_of_state,
     refuse_misspelt,
 )
-from torchremat.remat.values.scope import Scope, ScopedValue, below, is_computed, program_of
+from torchremat.remat.values.scope import Scope, ScopedValue, is_computed, program_of
 from torchremat.remat.values.value_labels import ValueLabels
 from torchremat.report.observe import (
     Observation,
@@ -42,6 +42,7 @@ from torchremat.report.observe import (
 )
 from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
+from torchremat.tracing.modules.module_paths import below
 
 
 def explain(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.core.trees import scatter_values
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.remat.offload.copies import expect, fetch_value, note_kept, wait_for_copies
 from torchremat.remat.op.remat_op import run_graph, run_program
@@ -170,7 +171,7 @@ class FunctionalCheckpoint(torch.autograd.Function):
         known = inputs[num_body:][: len(program.known_values)]
         chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
         found = apply_program(vjp, ctx.owner, [*body, *chosen, *known, *residuals])
-        return (None, None, None, *_scatter(found, vjp.wrt, count))
+        return (None, None, None, *scatter_values(found, vjp.wrt, count))
 
     @staticmethod
     def vmap(
@@ -243,10 +244,10 @@ def _apply_vjp_in_parts(
     if needed == all_edges or ctx.sizes or not _torch.keeps_graph_after_backward():
         return None
     parts = split_backward(ctx.program, given, all_edges, needed, with_states=ctx.with_states)
-    found, ctx.second_part = run_first(
-        parts, [*saved, *cotangents], ctx.call, given, needed, cotangents
-    )
-    return found
+    results = run_graph(parts.first, [*saved, *cotangents], ctx.call)
+    cut = len(results) - parts.num_carried
+    ctx.second_part = SecondPart(parts, given, needed, cotangents, list(results[cut:]))
+    return results[:cut]
 
 
 def _apply_vjp_differentiably(
@@ -271,20 +272,13 @@ def _apply_vjp_differentiably(
             residuals[i] = fetch_value(residuals[i], program.residuals[i].meta["val"].device)
     body, known = inputs[:num_body], inputs[num_body:]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
-    return (None, None, None, *_scatter(found, vjp.wrt, count))
+    return (None, None, None, *scatter_values(found, vjp.wrt, count))
 
 
 def _shift_known(absent: frozenset[int], program: Program, num_cotangents: int) -> frozenset[int]:
     """Positions among the inputs of the derivative, which has cotangents before known values."""
     num_body = len(program.region.specs)
     return frozenset(i if i < num_body else i + num_cotangents for i in absent)
-
-
-def _scatter(values: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
-    result: list[Any] = [None] * count
-    for position, value in zip(positions, values, strict=True):
-        result[position] = value
-    return result
 
 
 # --- forward mode --------------------------------------------------------------------------------
@@ -317,7 +311,7 @@ def _run_jvp(
     jvp = jvp_program(program, wrt, specs, keep_primals=keep_primals)
     results = list(apply_program(jvp, owner, operands))
     outputs = [results.pop(0) for _ in range(program.num_outputs)] if keep_primals else []
-    return (*outputs, *_scatter(results, floating_outputs(program), program.num_outputs))
+    return (*outputs, *scatter_values(results, floating_outputs(program), program.num_outputs))
 
 
 def _forward_rule(program: Program, owner: object) -> Any:
@@ -402,16 +396,3 @@ class SecondPart:
 
     def run(self, saved: list[Any], call: int) -> tuple[Any, ...]:
         return run_graph(self.parts.second, [*self.carried, *saved], call)
-
-
-def run_first(
-    parts: SplitBackward,
-    saved: list[Any],
-    call: int,
-    given: Mask,
-    first: Mask,
-    cotangents: Sequence[Tensor],
-) -> tuple[tuple[Any, ...], SecondPart]:
-    results = run_graph(parts.first, list(saved), call)
-    cut = len(results) - parts.num_carried
-    return results[:cut], SecondPart(parts, given, first, cotangents, list(results[cut:]))

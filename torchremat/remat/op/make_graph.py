@@ -21,7 +21,7 @@ from torchremat.remat.op.remat_op import remat_p
 from torchremat.remat.tracing.calls import Result, flatten_call, wrap_statics
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.tracing.input_spec import InputSpec
-from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.modules.module_paths import ModulePaths, below
 from torchremat.tracing.no_grad_op import mark_no_grad
 from torchremat.tracing.tracing import current_tracing
 from torchremat.typed_graph.building import Input, build_graph
@@ -116,7 +116,7 @@ def trace_graph(
         results.append(Structure.of(result, lambda leaf: isinstance(leaf, Tensor | Number)))
         return results[-1].flatten(result)
 
-    roots = {i: ".".join(p for p in (module_prefix, n) if p) for i, n in call.roots.items()}
+    roots = {i: below(module_prefix, n) for i, n in call.roots.items()}
     paths = ModulePaths(roots)
     specs = [InputSpec.of(tensor, any_level=True) for tensor in tensors]
     body = FunctionBody(lambda: flat, specs)

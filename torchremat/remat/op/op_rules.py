@@ -75,15 +75,7 @@ def _run_outside_traces(body: fx.GraphModule, *inputs: Tensor) -> tuple[Any, ...
     return remat_p.runner_of(body)(list(inputs))
 
 
-def _params_of(params: dict[str, Any]) -> dict[str, Any]:
-    return {"policy": policy_of(params["body"])}
-
-
-def _name(x: Tensor, *, name: str) -> Tensor:
-    return checkpoint_name(x, name)
-
-
 remat_p.outside_traces = _run_outside_traces
-remat_p.params_of = _params_of
+remat_p.params_of = lambda params: {"policy": policy_of(params["body"])}
 _torch.register_derivative_rules(remat_p, _apply)
-_torch.register_derivative_rules(name_p, _name)
+_torch.register_derivative_rules(name_p, lambda x, *, name: checkpoint_name(x, name))

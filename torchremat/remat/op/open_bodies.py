@@ -23,6 +23,7 @@ from torchremat.graph.nodes import attribute, is_checkpoint, results_of
 from torchremat.graph.notes import graph_notes_of, note, note_graph, notes_of
 from torchremat.graph.slicing import add_body, slice_graph
 from torchremat.remat.op.op_rules import policy_of
+from torchremat.tracing.modules.module_paths import below
 from torchremat.typed_graph.dce import draws_random
 
 ResidualsOf = Callable[[fx.GraphModule, set[fx.Node], Sequence[fx.Node], str], Residuals]
@@ -69,7 +70,7 @@ class Opener:
         body = copy_module(attribute(module, str(reference.target)))
         inputs = list(body.graph.find_nodes(op="placeholder"))
         env = dict(zip(inputs, operands, strict=True))
-        path = _join_names(prefix, notes_of(node).module)
+        path = below(prefix, notes_of(node).module)
         if not any(operand in unknown for operand in operands):
             return self._inline(module, node, body, env, path)
         unknown_inside = self.open(body, {i for i in inputs if env[i] in unknown}, path)
@@ -147,7 +148,7 @@ def _copy_before(
                 if used.op == "get_attr" and used not in env:
                     env[used] = _add_body(module, attribute(body, str(used.target)), used)
             copy = module.graph.node_copy(node, env.__getitem__)
-            note(copy, module=_join_names(path, notes_of(node).module))
+            note(copy, module=below(path, notes_of(node).module))
             env[node] = copy
 
 
@@ -161,7 +162,3 @@ def _add_body(module: fx.GraphModule, body: torch.nn.Module, like: fx.Node) -> f
     node = add_body(module, body)
     node.meta = dict(like.meta)
     return node
-
-
-def _join_names(*parts: str | None) -> str:
-    return ".".join(part for part in parts if part)

@@ -151,7 +151,8 @@ _OF_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
 def note_if_out_of_memory(error: RuntimeError, compiled: CompiledGraph) -> None:
     notes = graph_notes_of(compiled.module)
     program: Program | None = notes.program
-    if program is None or not _is_out_of_memory(error):
+    is_of_memory = isinstance(error, torch.OutOfMemoryError) or _OF_THE_CPU in str(error)
+    if program is None or not is_of_memory:
         return
     phase = "backward" if notes.cut is not None else "forward"
     try:
@@ -162,10 +163,6 @@ def note_if_out_of_memory(error: RuntimeError, compiled: CompiledGraph) -> None:
         note = f"torchremat: the plan cannot be shown: {trouble!r}"
     if note is not None:
         error.add_note(note)
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or _OF_THE_CPU in str(error)
 
 
 def _node_of(error: RuntimeError, compiled: CompiledGraph) -> fx.Node | None:

@@ -32,6 +32,7 @@ from torchremat.policies.replay_rules import body_value_of, reason_not_replayabl
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
 from torchremat.remat.program.random_replay import state_nbytes
+from torchremat.tracing.modules.module_paths import below
 
 Outcome = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
 
@@ -106,11 +107,12 @@ class PolicyDecisions:
         return Decision("saved", f"{self.policy} offloads it, but it stays: {reason}")
 
     def _decide_planned(self, node: fx.Node, schedule: GraphSchedule) -> Decision:
+        forced = reason_not_replayable(node)
         if node in schedule.saved:
-            return Decision("saved", f"{self.policy} keeps it: {_why_planned(node)}")
+            reason = forced or reason_to_save(node) or "to compute it again would take longer"
+            return Decision("saved", f"{self.policy} keeps it: {reason}")
         if node in schedule.offloaded:
             return Decision("offloaded", f"{self.policy}", "pinned_host")
-        forced = reason_not_replayable(node)
         if forced is not None:  # it is replayed from the generator's state
             self.forced.add(node)
             return Decision("saved", forced)
@@ -206,20 +208,8 @@ class PolicyDecisions:
         return True
 
 
-def _why_planned(node: fx.Node) -> str:
-    return (
-        reason_not_replayable(node)
-        or reason_to_save(node)
-        or "to compute it again would take longer"
-    )
-
-
 def _has_several_values(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
-
-
-def _names_of(node: fx.Node) -> tuple[str, ...]:
-    return _names_among(node.graph.nodes).get(node, ())
 
 
 def _values_in_branches(cond: fx.Node, module_prefix: str) -> list[Value]:
@@ -247,8 +237,9 @@ def _value(node: fx.Node, names: tuple[str, ...], module_prefix: str) -> Value:
     call = call_of(node)
     inner = body_value_of(node)
     if inner is not None:
-        prefix = ".".join(part for part in (module_prefix, notes_of(call).module) if part)
-        return _value(inner, (*names, *_names_of(inner)), prefix)
+        prefix = below(module_prefix, notes_of(call).module)
+        inside = _names_among(inner.graph.nodes).get(inner, ())
+        return _value(inner, (*names, *inside), prefix)
     args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: _aval(n.meta.get("val")))
     avals, params = split_arguments(call.target, args, kwargs)
     results = call.meta.get("val")
@@ -258,7 +249,7 @@ def _value(node: fx.Node, names: tuple[str, ...], module_prefix: str) -> Value:
         avals=avals,
         params=params,
         names=names,
-        module=".".join(part for part in (module_prefix, notes_of(call).module) if part),
+        module=below(module_prefix, notes_of(call).module),
         source=notes_of(call).source,
         outputs=tuple(a for a in map(_aval, outputs) if isinstance(a, Aval)),
         index=node.args[1] if is_item(node) else 0,  # type: ignore[arg-type]

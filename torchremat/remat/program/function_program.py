@@ -28,6 +28,7 @@ from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import output_generator_states
 from torchremat.remat.program.region import Mask, Region
 from torchremat.remat.program.written_outputs import find_written_outputs
+from torchremat.tracing.modules.module_paths import below
 
 # Each has a copy of the joint graph. Chosen by hand: beyond it all are dropped and made anew.
 _MOST_SIZES = 8
@@ -182,7 +183,7 @@ def _joint_under(policy: Policy, region: Region, module_prefix: str) -> Joint:
         return region.joint
     return open_nested(
         region.joint,
-        lambda inner, module: _find_split(inner, [(policy, _join_names(module_prefix, module))]),
+        lambda inner, module: _find_split(inner, [(policy, below(module_prefix, module))]),
     )
 
 
@@ -194,7 +195,7 @@ def _find_split(inner: NestedProgram, policies: Sequence[tuple[Policy, str]]) ->
     joint = open_nested(
         inner.region.joint,
         lambda within, module: _find_split(
-            within, [(policy, _join_names(prefix, module)) for policy, prefix in everyone]
+            within, [(policy, below(prefix, module)) for policy, prefix in everyone]
         ),
     )
     wanted = [v for v in (*joint.gradients, *joint.outputs) if isinstance(v, fx.Node)]
@@ -206,15 +207,8 @@ def _find_split(inner: NestedProgram, policies: Sequence[tuple[Policy, str]]) ->
     if not kept:
         return None
     in_order = tuple(node for node in joint.module.graph.nodes if node in kept)
-    return NestedSplit(
-        joint,
-        in_order,
-        PolicyDecisions(joint, own.policy, own.module_prefix).residuals(joint).values,
-    )
-
-
-def _join_names(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+    own_decisions = PolicyDecisions(joint, own.policy, own.module_prefix)
+    return NestedSplit(joint, in_order, own_decisions.residuals(joint).values)
 
 
 def _as_outputs(residuals: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:

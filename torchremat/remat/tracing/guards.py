@@ -22,6 +22,7 @@ from torchremat.remat.tracing.variables import (
     _entries_of,
     _is_plain,
 )
+from torchremat.tracing.modules.module_paths import below
 
 _GUARDED = (
     "_modules",
@@ -175,12 +176,12 @@ class CapturedTensors:
                 held = vars(module)[kind]
                 for name, tensor in held.items():
                     if tensor is not None:
-                        label = ".".join(p for p in (prefix, name) if p)
+                        label = below(prefix, name)
                         variable = Binding(f"{kind[1:-1]} {label}", held, name)
                         places.setdefault(id(tensor), []).append(variable)
             attributes = vars(module)
             for name in [n for n in attributes if n not in _OF_EVERY_MODULE]:
-                label = ".".join(p for p in (prefix, name) if p)
+                label = below(prefix, name)
                 own = Binding(f"attribute {label}", attributes, name)
                 for variable in (own, *_entries_of(own)):
                     if isinstance(variable.get(), Tensor):

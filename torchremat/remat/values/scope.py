@@ -29,7 +29,7 @@ from torchremat.graph.notes import graph_notes_of, notes_of
 from torchremat.graph.ops import packet_name
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import Program
-from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.modules.module_paths import ModulePaths, below
 
 aten = torch.ops.aten
 
@@ -233,15 +233,6 @@ def op_base_name(op: Any) -> str:
     """
     name = packet_name(op)
     return name.removeprefix("aten.").removeprefix("higher_order.")
-
-
-def below(outer: str, inner: str) -> str:
-    """The qualified name of what is called `inner` from the module `outer`.
-
-    >>> below("layers.1", "1.weight"), below("", "weight")
-    ('layers.1.1.weight', 'weight')
-    """
-    return ".".join(name for name in (outer, inner) if name)
 
 
 def join_names(outer: str, inner: str) -> str:

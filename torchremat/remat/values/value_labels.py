@@ -11,6 +11,7 @@ from torchremat.graph.nodes import is_checkpoint, is_forward, is_item, is_view
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.values.scope import Key, Scope, ScopedValue
+from torchremat.tracing.modules.module_paths import below
 
 # the name that users know of a functional operator that functionalization puts in its place
 _FUNCTIONAL_NAMES = {"_native_batch_norm_legit_functional": "native_batch_norm"}
@@ -96,7 +97,7 @@ def _num_outputs(node: fx.Node) -> int:
 
 
 def _base_name(module: str, op: str) -> str:
-    return ".".join(part for part in (module, _steady_name(op)) if part)
+    return below(module, _steady_name(op))
 
 
 def _steady_name(op: str) -> str:

@@ -99,3 +99,12 @@ class ModulePaths:
             self._state.clear()
             for change in self.changes:
                 change.undo()
+
+
+def below(outer: str | None, inner: str | None) -> str:
+    """The qualified name of what is called `inner` from the module `outer`.
+
+    >>> below("layers.1", "1.weight"), below("", "weight")
+    ('layers.1.1.weight', 'weight')
+    """
+    return ".".join(name for name in (outer, inner) if name)

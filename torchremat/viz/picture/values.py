@@ -19,7 +19,8 @@ from torchremat.planning.memory.simulate import roles_of_results
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.remat.offload.copies import COPIES, start_fetch
 from torchremat.remat.tracing.input_labels import InputLabel
-from torchremat.remat.values.scope import ScopedValue, below
+from torchremat.remat.values.scope import ScopedValue
+from torchremat.tracing.modules.module_paths import below
 from torchremat.viz.picture.backward_modules import Operators, backward_modules
 from torchremat.viz.picture.picture import DrawnValue
 

@@ -64,7 +64,10 @@ _IDENTITIES = {aten.detach.default, aten.alias.default}
 
 
 def is_forward(node: fx.Node) -> bool:
-    return node.op in ("call_function", "get_attr") and notes_of(node).phase != "backward"
+    if node.op not in ("call_function", "get_attr"):
+        return False
+    notes = notes_of(node)
+    return notes.phase == "forward" or (notes.phase is None and not notes.is_for_output)
 
 
 def is_identity(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ _KEY = "torchremat"
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes on a node: the first five come from its trace, the others from later passes.
+    """The notes on a node: the first six come from its trace, the others from later passes.
 
     Attributes:
         phase: `forward`, `backward`, or `None` for a node that no trace made.
@@ -26,6 +26,8 @@ class Notes:
         grad_enabled: grad mode where the user's code ran it, or called the `autograd.Function` that
             did.
         is_looped: it is one call of an operator that `vmap` ran in a loop.
+        is_for_output: PyTorch's functionalisation added it after the last operator, so that an
+            output is a view of what was written. It has no phase, and is no forward operator.
         label: what the user calls an input.
         is_inside_function: a user's `autograd.Function` ran it.
         is_kept_apart: what is computed of this input must not be merged with equal values.
@@ -42,6 +44,7 @@ class Notes:
     source: Source | None = None
     grad_enabled: bool | None = None
     is_looped: bool = False
+    is_for_output: bool = False
     label: Any = None
     is_inside_function: bool = False
     is_kept_apart: bool = False
@@ -53,7 +56,14 @@ class Notes:
 
     def from_trace(self) -> "Notes":
         """The notes that an operator passes on to those that it becomes in another trace."""
-        return Notes(self.phase, self.module, self.source, self.grad_enabled, self.is_looped)
+        return Notes(
+            self.phase,
+            self.module,
+            self.source,
+            self.grad_enabled,
+            self.is_looped,
+            self.is_for_output,
+        )
 
 
 _NO_NOTES = Notes()

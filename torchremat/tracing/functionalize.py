@@ -17,7 +17,7 @@ from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.inplace import functionalize_unaliased_writes, is_mutable
 from torchremat.graph.nodes import results_of
-from torchremat.graph.notes import notes_of
+from torchremat.graph.notes import Notes, notes_of
 from torchremat.graph.symbolic_sizes import Interpreter
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.input_spec import InputSpec
@@ -154,7 +154,8 @@ class _NotedInterpreter(Interpreter):
         return tuple(self.run(*inputs))
 
     def run_node(self, n: fx.Node) -> Any:
-        self.tracing.node_notes = notes_of(n)
+        # views of what was written follow the last operator, of either pass
+        self.tracing.node_notes = Notes(is_for_output=True) if n.op == "output" else notes_of(n)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

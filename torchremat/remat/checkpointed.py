@@ -63,7 +63,7 @@ class Checkpointed:
     """A function under `checkpoint`. Call it as the function itself."""
 
     around: Callable[..., Any] | None = None
-    """What is traced is `around(fun, *args, **kwargs)`, if set: a transformation of `fun`."""
+    """A transformation of `fun`: if set, `around(fun, *args, **kwargs)` is traced."""
 
     def __init__(
         self,

@@ -78,9 +78,9 @@ class Program(ABC):
         self.compiler = compiler
         """Runs the graphs, also of derivatives; without one they run operator by operator."""
         self.fetched_first: list[int] = []
-        """Those of `offloaded` that the backward graph compiled last fetches when it starts."""
+        """The members of `offloaded` that the newest backward graph fetches when it starts."""
         self.derived: dict[Any, Any] = {}
-        """What functions under `cache_by_program` have made of the program."""
+        """Results of functions under `cache_by_program` for this program."""
         self._backwards: dict[tuple[Mask, Mask, bool], CompiledGraph] = {}
 
     @cached_property

@@ -142,6 +142,21 @@ def test_flops_of_a_step_are_those_that_pytorch_counts_when_it_runs(name):
     assert flops == counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "flops"),
+    [
+        ((8, 16), (4, 16, 24), 2 * 8 * 16 * 24),
+        ((4, 8, 16), (16, 24), 2 * 8 * 16 * 24),
+        ((8, 16), (16, 24), 2 * 8 * 16 * 24),
+        ((4, 8, 16), (4, 16, 24), 2 * 4 * 8 * 16 * 24),
+    ],
+)
+def test_flops_of_a_grouped_product_are_those_of_its_groups(a, b, flops):
+    a, b = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in (a, b))
+    ends = None if a.dim() == b.dim() == 3 else torch.empty(4, device="meta", dtype=torch.int32)
+    assert H100.flops(node_of(aten._grouped_mm.default, a, b, ends)) == flops
+
+
 def test_flops_of_kernels_for_gpus_are_counted_on_the_meta_device():
     q = meta(2, 4, 16, 8, dtype=torch.bfloat16)
     node = node_of(aten._scaled_dot_product_flash_attention.default, q, q, q)

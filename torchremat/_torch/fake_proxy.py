@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,29 +79,60 @@ def _suspend_captures() -> Iterator[None]:
 
 
 def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
-    """A mode for fake tensors, as `make_fx` makes it: of fixed shapes unless `shapes` is given."""
-    if shapes is not None:
-        return _fake_mode_of_symbols(shapes)
-    fixed = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    return FakeTensorMode(allow_fallback_kernels=True, shape_env=fixed, static_shapes=True)
+    """A mode for fake tensors, as `make_fx` makes it: of fixed shapes unless `shapes` is given.
 
-
-def _fake_mode_of_symbols(shapes: ShapeEnv) -> FakeTensorMode:
-    """A mode in which operators find PyTorch's rules for symbolic sizes, written in Python.
-
-    Turned on for a whole trace, as `make_fx` does, the rules would also decompose other operators
-    than eager PyTorch does, before they are recorded. (No subclass: the rules of higher-order
-    operators are found by the very class of the mode.)
+    (No subclass: the rules of higher-order operators are found by the very class of the mode.)
     """
-    mode = FakeTensorMode(allow_fallback_kernels=True, shape_env=shapes)
+    fixed = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(
+        allow_fallback_kernels=True, shape_env=shapes or fixed, static_shapes=shapes is None
+    )
     reference = weakref.ref(mode)
 
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        with enable_python_dispatcher():
-            return FakeTensorMode.dispatch(reference(), *args, **kwargs)  # type: ignore[arg-type]
+    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mode = reference()
+        if func is _GROUPED_MM:
+            with mode:  # type: ignore[union-attr]
+                return _make_grouped_mm(*args, **(kwargs or {}))
+        # For symbols operators find PyTorch's rules for symbolic sizes, written in Python. Turned
+        # on for a whole trace, as `make_fx` does, the rules would also decompose other operators
+        # than eager PyTorch does, before they are recorded.
+        with nullcontext() if shapes is None else enable_python_dispatcher():
+            return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
 
     mode.dispatch = dispatch  # type: ignore[method-assign]
     return mode
+
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+def _make_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The result of `torch.nn.functional.grouped_mm`, laid out as its kernels do.
+
+    The rule of PyTorch 2.13 takes nothing but bfloat16; the kernels also take float32 and float16.
+    It pads rows to 16 bytes only in builds for CUDA, the kernels in all but those for ROCm.
+    """
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"expected matrices of one dtype, got {a.dtype} and {b.dtype}")
+    is_by_group = a.dim() == 2 and b.dim() == 2  # of columns of a and rows of b
+    if not is_by_group and a.size(-1) != b.size(-2):
+        raise RuntimeError("contraction dimension of mat_a and mat_b must match")
+    if (offs is None) != (a.dim() == 3 and b.dim() == 3):
+        raise RuntimeError("offsets are needed unless both matrices have 3 dimensions")
+    batch = [] if a.dim() != b.dim() else [offs.size(0) if offs is not None else a.size(0)]
+    dtype = out_dtype or a.dtype
+    rows, columns = a.size(-2), b.size(-1)
+    multiple = 1 if torch.version.hip else 16 // dtype.itemsize
+    padded = (columns + multiple - 1) // multiple * multiple
+    strides = [*([rows * padded] if batch else []), padded, 1]
+    return a.new_empty_strided([*batch, rows, columns], strides, dtype=dtype)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from torchremat import _torch
@@ -83,17 +84,31 @@ _SAME_FLOPS = {
 }
 
 
+def _count_grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    # a matrix without a dim for groups is divided among them
+    return 2 * min(a.numel() * b.size(-1), b.numel() * a.size(-2))
+
+
+# PyTorch 2.13 has none for them
+_OWN_FORMULAS = {"aten._grouped_mm": _count_grouped_mm}
+
+
 def has_formula(target: object) -> bool:
     return _formula_of(target) is not None
 
 
 def _formula_of(target: Any) -> Any:
     packet = target.overloadpacket if isinstance(target, _torch.OpOverload) else target
-    return flop_registry.get(packet) or flop_registry.get(_SAME_FLOPS.get(packet_name(target)))
+    name = packet_name(target)
+    return (
+        flop_registry.get(packet)
+        or flop_registry.get(_SAME_FLOPS.get(name))
+        or _OWN_FORMULAS.get(name)
+    )
 
 
 def matmul_flops(call: OpSignature) -> int:
-    """The operations that PyTorch's formula for the operator says; 0 where there is none.
+    """The operations that a formula for the operator says, PyTorch's if any; 0 without one.
 
     >>> x = Layout((4, 8), (8, 1), torch.float32)
     >>> w = Layout((8, 2), (2, 1), torch.float32)

@@ -316,12 +316,6 @@ def tracing():
     assert _torch.innermost_proxy_mode() is None
 
 
-@check("allow_tf32")
-def tf32_products():
-    with _torch.allow_tf32():
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 @check("let_modes_see_views_of_zeros")
 def views_of_zeros():
     _torch.let_modes_see_views_of_zeros()
@@ -1169,14 +1163,22 @@ def hooks_of_a_trace():
     assert not _torch.is_own_hook(linear.forward)
 
 
-@check("check_comparisons_of")
+@check("check_comparisons_of", "SYMBOLS_OF_TORCH")
 def check_comparisons_of():
-    shapes = _torch.new_shape_env()
-    one, other = (_torch.new_symbol(shapes, 6, "n") for shapes in (shapes, _torch.new_shape_env()))
+    def look(name, result, size, other, frame):
+        if frame.f_code is check_comparisons_of.__code__:
+            assert not _torch.depends_on_symbols(result)
+            seen.append((name, str(size), int(other)))
+
     seen = []
-    with _torch.check_comparisons_of(shapes, lambda *asked: seen.append(asked)):
-        assert bool(one > 3) == bool(other > 3)
-    assert [(name, size, rest) for name, _, size, *rest in seen] == [("__gt__", one, [3])]
+    shapes = _torch.new_shape_env()
+    n, other = (_torch.new_symbol(shapes, 6, name, watched=name == "n") for name in ("n", "other"))
+    with _torch.check_comparisons_of(shapes, look):
+        assert (3 * (n + 1) - 3 > 0, bool(n), other > 0) == (True, True, True)
+        with _torch.new_fake_mode(shapes):
+            torch.empty(n, 3).view(-1)  # C++ compares
+    assert n > 0
+    assert seen == [("gt", f"3*{n}", 0), ("ne", str(n), 0)]
 
 
 @check("set_module_trackers_aside")

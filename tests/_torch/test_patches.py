@@ -110,11 +110,6 @@ def calls_of_a_checkpoint():
     return count_calls(False)
 
 
-@case("torch.utils.checkpoint:CheckpointFunction.apply", trace)
-def calls_of_a_reentrant_checkpoint():
-    return count_calls(True)
-
-
 @case("torch.fx._symbolic_trace._is_fx_tracing_flag", trace)
 def compilations():
     counter, fun = CompileCounter(), eval("lambda x: x.sin()")  # a new code object at each call
@@ -189,28 +184,6 @@ def followed_modules():
     return list(HOOKED)
 
 
-SHAPES = _torch.new_shape_env()
-SIZE = _torch.new_symbol(SHAPES, 6, "n")
-
-
-class Refused(Exception):
-    pass
-
-
-def refuse(*_):
-    raise Refused
-
-
-for _name in patches._COMPARISONS:
-
-    @case(f"torch:SymInt.{_name}", lambda: _torch.check_comparisons_of(SHAPES, refuse))
-    def comparison(name=_name):
-        try:
-            return bool(getattr(torch.SymInt, name)(SIZE, *(() if name == "__bool__" else (7,))))
-        except Refused:
-            return "refused"
-
-
 # what is there for good, or for all threads, has a test of its own below
 FOR_ALL = {
     "torch._functorch.autograd_function.vmapify_autograd_function",
@@ -218,7 +191,6 @@ FOR_ALL = {
     "torch.ops.aten.view.ZeroTensor",
     "torch.ops.*.FuncTorchBatched",
     "torch.use_deterministic_algorithms",
-    "torch.backends.cuda.matmul.fp32_precision",
 }
 
 
@@ -433,6 +405,22 @@ def test_one_thread_at_a_time_is_deterministic(other):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_a_reentrant_checkpoint_in_a_trace_only_calls_its_function(other):
+    def fun(x):
+        def inner(x):
+            calls.append(1)
+            return x.sin()
+
+        found.append(other.submit(count_calls, True).result())
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True).sum()
+
+    calls, found = [], []
+    x = torch.ones(2, requires_grad=True)
+    tr.checkpoint(fun)(x).backward()
+    assert (len(calls), found) == (1, [2])
+    assert torch.equal(x.grad, torch.ones(2).cos())
+
+
 # --- training ------------------------------------------------------------------------------------
 
 STEPS = 3
@@ -530,22 +518,3 @@ def test_two_trainings_at_once_give_the_bits_of_each_alone():
         assert found == losses
         assert all(map(torch.equal, parameters, others))
     assert state() == before
-
-
-def test_one_thread_at_a_time_allows_tf32(other):
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    entered = threading.Event()
-
-    def enter():
-        with patches.allow_tf32():
-            entered.set()
-            return matmul.fp32_precision
-
-    with pytest.raises(ZeroDivisionError), patches.allow_tf32():
-        found = other.submit(enter)
-        assert matmul.fp32_precision == "tf32"
-        assert not entered.is_set()
-        raise ZeroDivisionError
-    assert found.result() == "tf32"
-    assert matmul.fp32_precision == before

@@ -55,7 +55,7 @@ from .operators import (
     register_simple_rules, schema_arguments, schema_of,
 )  # fmt: skip
 from .patches import (
-    FunctionHandler, allow_tf32, call_around_modules, check_comparisons_of,
+    FunctionHandler, call_around_modules,
     dual_level_as_functorch_level,
     handle_function_calls, let_functions_know_axes, let_modes_see_views_of_zeros,
     lift_before_wrapping, replace_batching_rule, restore_batching_rule, set_module_trackers_aside,
@@ -66,6 +66,7 @@ from .pytrees import (
 )  # fmt: skip
 from .replacements import GLOBAL_MODULE_HOOKS, is_own_hook
 from .shape_env import (
-    NAMES_IN_SIZES, ShapeEnv, TensorGuards, depends_on_symbols, guards_of, hint_of, names_in_size,
+    NAMES_IN_SIZES, SYMBOLS_OF_TORCH, ShapeEnv, TensorGuards, check_comparisons_of,
+    depends_on_symbols, guards_of, hint_of, names_in_size,
     new_shape_env, new_symbol, num_guards, print_size, settle_size, shape_env_of, tensor_guard,
 )  # fmt: skip

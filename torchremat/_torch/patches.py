@@ -19,7 +19,6 @@ import torch
 from torch._functorch import eager_transforms
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .engine import in_dual_level
@@ -30,8 +29,6 @@ from .replacements import (
     Values,
     begin_session,
     call_between_steps,
-    call_in_apply,
-    check_result,
     handle_apply,
     ignore_module,
     ignore_own_hooks,
@@ -63,7 +60,6 @@ class Patch:
 
 # --- the table -----------------------------------------------------------------------------------
 
-_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__")
 _PROXY = "torch.fx.experimental.proxy_tensor"
 _FX = "torch.fx._symbolic_trace"
 
@@ -89,11 +85,6 @@ _CHECKPOINT = Patch(
     "In a trace `torch.utils.checkpoint` only calls its function: what is saved is decided of the "
     "whole graph, and a recomputation would draw other random numbers.",
     "2.11", make=call_between_steps,
-)  # fmt: skip
-_REENTRANT_CHECKPOINT = Patch(
-    "torch.utils.checkpoint:CheckpointFunction", "apply",
-    "As above, for `use_reentrant=True`.",
-    "2.11", make=call_in_apply,
 )  # fmt: skip
 _FX_FLAG = Patch(
     _FX, "_is_fx_tracing_flag",
@@ -170,26 +161,11 @@ _DETERMINISTIC = Patch(
     "2.11", "process-wide: PyTorch has no flag for one call. Other threads see it while one "
     "kernel is launched",
 )  # fmt: skip
-_MATMUL_PRECISION = Patch(
-    "torch.backends.cuda.matmul", "fp32_precision",
-    "The rate of TF32 is measured also where the user has not allowed it; `allow_tf32`.",
-    "2.11", "process-wide: PyTorch has no flag for one call. Other threads see it while one "
-    "product is timed",
-)  # fmt: skip
-_SIZE_COMPARISONS = tuple(
-    Patch(
-        "torch:SymInt", name,
-        "A trace takes sizes for positive: `check_comparisons_of` sees what else Python asks.",
-        "2.11", make=check_result(name),
-    )
-    for name in _COMPARISONS
-)  # fmt: skip
 
 PATCHES = (
-    _APPLY, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, _REENTRANT_CHECKPOINT, _FX_FLAG,
+    _APPLY, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, _FX_FLAG,
     _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS,
-    _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _MATMUL_PRECISION,
-    *_SIZE_COMPARISONS,
+    _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
 )  # fmt: skip
 
 # --- how they are entered ------------------------------------------------------------------------
@@ -291,7 +267,7 @@ def enter_trace(session: _MakefxTracer) -> Iterator[None]:
     """Let Python that runs in the block be traced by `session`: all patches of a trace."""
     import torch._dynamo
 
-    patches = _CHECKPOINT, _REENTRANT_CHECKPOINT, _FX_FLAG, _FX_MODULE, _GLOBAL_HOOKS, _SET_TRACER
+    patches = _CHECKPOINT, _FX_FLAG, _FX_MODULE, _GLOBAL_HOOKS, _SET_TRACER
     values = dict.fromkeys(patches, True) | {_TRACER: begin_session(session)}
     with _enter(values), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
@@ -343,16 +319,6 @@ def call_around_modules(
             handle.remove()
 
 
-def check_comparisons_of(
-    shapes: ShapeEnv, check: Callable[..., None]
-) -> AbstractContextManager[None]:
-    """Call `check(name, result, size, *others)` where Python compares a size of `shapes`.
-
-    `name` is that of the method, `__lt__` say; the caller's caller is the code that compares.
-    """
-    return _enter(dict.fromkeys(_SIZE_COMPARISONS, (shapes, check)))
-
-
 @contextmanager
 def dual_level_as_functorch_level() -> Iterator[None]:
     """Let `torch.func.jvp` run inside a `dual_level`, of which there can be only one."""
@@ -377,19 +343,6 @@ def be_deterministic() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(is_set, warn_only=only_warns)
-
-
-@contextmanager
-def allow_tf32() -> Iterator[None]:
-    """Let matrix products in the block round float32 to TF32, one thread at a time."""
-    matmul = torch.backends.cuda.matmul
-    with _lock:
-        before = matmul.fp32_precision
-        matmul.fp32_precision = "tf32"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = before
 
 
 # --- for good, or until they are restored --------------------------------------------------------

@@ -60,16 +60,6 @@ def call_between_steps(plain: Callable[..., Any], traces: Values) -> Any:
     return generate
 
 
-def call_in_apply(_: Any, traces: Values) -> Any:
-    def apply(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if traces():
-            return function(*args)
-        plain = super(torch.utils.checkpoint.CheckpointFunction, cls).apply
-        return plain(function, preserve, *args)
-
-    return classmethod(apply)
-
-
 class TracingFlag:
     """A flag that is true in threads that trace, and only where Dynamo reads it.
 
@@ -193,19 +183,3 @@ def map_known(plain: Callable[..., type], knowers: Values) -> Any:
         return plain(function, *args)
 
     return vmapify
-
-
-def check_result(name: str) -> Maker:
-    """Make a comparison of sizes that passes its result to those who check their `ShapeEnv`."""
-
-    def make(plain: Callable[..., Any], checks: Values) -> Any:
-        def compare(size: torch.SymInt, *others: Any) -> Any:
-            result = plain(size, *others)
-            for shapes, check in checks():
-                if result is not NotImplemented and size.node.shape_env is shapes:
-                    check(name, result, size, *others)
-            return result
-
-        return compare
-
-    return make

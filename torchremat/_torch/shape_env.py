@@ -1,6 +1,11 @@
 """Sizes that vary: symbols, what traces assume of them, and guards of tensors."""
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +20,13 @@ NAMES_IN_SIZES = dict(SYMPY_INTERP)
 """The names in the expressions of `print_size` and `guards_of`, besides symbols."""
 
 
+SYMBOLS_OF_TORCH = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *place)
+    for place in (("__init__.py",), ("fx", "experimental"))
+)
+"""How the paths of those files begin in which PyTorch has the methods of symbolic sizes."""
+
+
 def new_shape_env() -> ShapeEnv:
     """Make an environment of symbols for sizes, which notes what a trace assumes of them.
 
@@ -25,12 +37,79 @@ def new_shape_env() -> ShapeEnv:
     )
 
 
-def new_symbol(shapes: ShapeEnv, size: int, name: str) -> torch.SymInt:
+def new_symbol(shapes: ShapeEnv, size: int, name: str, *, watched: bool = False) -> torch.SymInt:
+    """Make a size; if `watched`, `check_comparisons_of` sees it and what is computed from it."""
     from torch._dynamo.source import ConstantSource
 
     source = ConstantSource(name)
     symbol = shapes.create_symbol(size, source, DimDynamic.DYNAMIC, constraint_dim=None)
-    return shapes.create_symintnode(symbol, hint=size, source=source)  # type: ignore[return-value]
+    made: torch.SymInt = shapes.create_symintnode(symbol, hint=size, source=source)  # type: ignore[assignment]
+    return SymInt(_watch(made.node)) if watched else made
+
+
+ComparisonCheck = Callable[[str, Any, Any, Any, FrameType], None]
+"""Takes the method (`lt`), the result, the size, what it is compared with, and who compares."""
+
+
+@contextmanager
+def check_comparisons_of(shapes: ShapeEnv, check: ComparisonCheck) -> Iterator[None]:
+    """Call `check` where Python compares a watched size of `shapes`."""
+    shapes.check_comparison = check  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del shapes.check_comparison  # type: ignore[attr-defined]
+
+
+def _watch(value: Any) -> Any:
+    if type(value) is SymNode:
+        value.__class__ = _WatchedNode
+    return value
+
+
+class _WatchedNode(SymNode):
+    """A size that tells its `ShapeEnv` of comparisons, as do those that are computed from it."""
+
+
+def _watch_results(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(node: SymNode, *args: Any, **kwargs: Any) -> Any:
+        return _watch(method(node, *args, **kwargs))
+
+    return call
+
+
+def _check_results(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def compare(node: SymNode, other: SymNode) -> Any:
+        result = method(node, other)
+        check = getattr(node.shape_env, "check_comparison", None)
+        frame = None if check is None else _find_comparing_frame()
+        if check is not None and frame is not None:
+            check(name, torch.SymBool(result), SymInt(node), SymInt(other), frame)
+        return result
+
+    return compare
+
+
+def _find_comparing_frame() -> FrameType | None:
+    """Find the code that compares; `None` if an operator in C++ does."""
+    frame = sys._getframe(2)
+    if not frame.f_code.co_filename.startswith(SYMBOLS_OF_TORCH):
+        return None
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(SYMBOLS_OF_TORCH):
+        frame = frame.f_back
+    return frame
+
+
+_INTEGERS = (
+    "abs", "add", "clone", "floordiv", "int_floordiv", "lshift", "mod", "mul", "neg", "pos", "pow",
+    "pow_by_natural", "rshift", "sub", "sym_max", "sym_min", "sym_sum", "wrap_int",
+)  # fmt: skip
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(_WatchedNode, _name, _check_results(_name, getattr(SymNode, _name)))
+for _name in _INTEGERS:
+    setattr(_WatchedNode, _name, _watch_results(getattr(SymNode, _name)))
 
 
 def depends_on_symbols(size: Any) -> bool:

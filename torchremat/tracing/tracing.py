@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointFunction
 
 from torchremat import _torch
 from torchremat.core.source import current_source, warn_user
@@ -275,6 +276,9 @@ class Tracing:
             if not is_active and _has_fake_of_other_trace(args, self.fake_mode):
                 return apply(*args)  # Dynamo runs, on fake tensors of its own
             args = tuple(map_arguments(self.lift, args))
+            if cls is CheckpointFunction:  # what is saved is decided of the whole graph
+                function, _preserves_rng_state, *inputs = args
+                return function(*inputs)
             if self.on_function is not None and _torch.is_function_of_user(cls):
                 return self.on_function(cls, args, apply)
             return apply(*args)

@@ -150,18 +150,25 @@ def _write(path: Path, rates: Rates) -> None:
 def measure_rates(device: torch.device) -> Rates:
     known = rates_of(device)
     with on_real_tensors(device):
-        f32 = _matmul_rate(device, torch.float32)
-        assert f32 is not None
+        single = _matmul_rate(device, torch.float32)
+        assert single is not None
+        # PyTorch has no flag for one product: other threads would see the setting of a measurement
+        is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and device.type != "cpu"
+        f32 = single * known.matmul_f32 / known.matmul_tf32 if is_tf32 else single
         f64 = _matmul_rate(device, torch.float64)  # Apple's GPUs have no float64
         halves = [_matmul_rate(device, dtype) for dtype in (torch.bfloat16, torch.float16)]
         f16 = max((rate for rate in halves if rate), default=f32)
-        with _torch.allow_tf32():
-            tf32 = f32 if device.type == "cpu" else _matmul_rate(device, torch.float32)
+        if device.type == "cpu":
+            tf32 = f32
+        elif is_tf32:
+            tf32 = single
+        else:  # by the matrix units that multiply halves
+            tf32 = max(f32, f16 * known.matmul_tf32 / known.matmul_f16)
         return Rates(
             f"{label_of(device)}, measured",
             matmul_f64=f64 or f32 * known.matmul_f64 / known.matmul_f32,
             matmul_f32=f32,
-            matmul_tf32=tf32 or f32,
+            matmul_tf32=tf32,
             matmul_f16=f16,
             # products that few graphs have, and few kernels multiply: as the data sheet has them
             matmul_f8=f16 * known.matmul_f8 / known.matmul_f16,

@@ -1,4 +1,3 @@
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,10 +70,8 @@ def refuse_branches(shapes: _torch.ShapeEnv) -> Iterator[None]:
         del shapes.evaluate_sym_node
 
 
-def _refuse_comparison(name: str, result: Any, size: Any, *others: Any) -> None:
+def _refuse_comparison(name: str, result: Any, size: Any, other: Any, frame: FrameType) -> None:
     """The trace takes sizes for positive, and would answer `n > 0` without asking."""
-    other = others[0] if others else 0
-    frame = sys._getframe(2)
     if (
         not is_user_file(frame.f_code.co_filename)
         or not _is_settled(result)
@@ -93,12 +90,6 @@ def _is_settled(result: Any) -> bool:
     return not _torch.depends_on_symbols(result)
 
 
-_SYMBOLS_OF_TORCH = tuple(
-    os.path.join(os.path.dirname(torch.__file__), *place)
-    for place in (("__init__.py",), ("fx", "experimental"))
-)
-
-
 _CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__", "__round__", "__trunc__")
 
 
@@ -106,7 +97,7 @@ def _find_user_line() -> Source | None:
     """Find the user's line that needs the value of a size; `None` if PyTorch's code does."""
     frame: FrameType | None = sys._getframe(2)
     method = ""
-    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS_OF_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(_torch.SYMBOLS_OF_TORCH):
         method = frame.f_code.co_name
         frame = frame.f_back
     if frame is None or method not in _CONVERSIONS or not is_user_file(frame.f_code.co_filename):

@@ -114,7 +114,9 @@ class _ElementMode(DecomposeMode):
             if known is tensor:
                 return size
         number = len(self.found)
-        size = _torch.new_symbol(self.shapes, _HINT * 2 + 2 * number, f"item_{number}")
+        size = _torch.new_symbol(
+            self.shapes, _HINT * 2 + 2 * number, f"item_{number}", watched=True
+        )
         mode = _torch.innermost_proxy_mode()
         assert mode is not None
         _torch.track_size(size, mode.tracer, _value_of_a_tensor)
@@ -232,7 +234,9 @@ def _make_input_spec(
 ) -> InputSpec:
     for number in spec.shape:
         if number < 0 and number not in symbols:
-            symbols[number] = _torch.new_symbol(shapes, _HINT - 6 * number, f"size_{-number}")
+            symbols[number] = _torch.new_symbol(
+                shapes, _HINT - 6 * number, f"size_{-number}", watched=True
+            )
     shape: tuple[Any, ...] = tuple(symbols[n] if n < 0 else n for n in spec.shape)
     strides: list[Any] = []
     step: Any = 1

@@ -10,8 +10,9 @@ from torchremat import _torch
 from torchremat.derivatives.flat_functions import Flattened, check_callable, resolve_argnums
 from torchremat.derivatives.gradients import build_pull_back, push_forward
 from torchremat.derivatives.rule_arguments import name_of
-from torchremat.derivatives.rules import is_inexact
+from torchremat.derivatives.rules import is_inexact, place_axis
 from torchremat.errors import DerivativeTypeError
+from torchremat.tracing.axes.mapped_functions import run_mapped
 
 
 def jacfwd(
@@ -139,22 +140,28 @@ def _compute_rows(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]
 
 
 def _compute_columns(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]]:
-    def push(*tangents: Tensor) -> Any:
+    """Compute the same blocks: the tangents that unit vectors are pushed forward to."""
+
+    def push(*tangents: Tensor) -> tuple[Tensor, ...]:
         found, moved, others = push_forward(flat, tangents)
-        return tuple(moved), tuple(found), tuple(others)
+        return (*moved, *found, *others)
 
     values = flat.values
     sizes = [t.numel() for t in values]
-    out_dims: Any = (-1, None, None)
-    mapped, outputs, rest = torch.func.vmap(push, out_dims=out_dims)(*_generate_basis(values))
-    blocks = [
-        [
-            part.reshape((*output.shape, *t.shape))
-            for part, t in zip(columns.split(sizes, -1), values, strict=True)
-        ]
-        for columns, output in zip(mapped, outputs, strict=True)
+    total = sum(sizes)
+    results, dims = run_mapped(push, (0,) * len(values), total, "error")(*_generate_basis(values))
+    count = flat.num_inexact
+    blocks = []
+    for moved, dim in zip(results[:count], dims, strict=False):
+        # a tangent without the axis is zero, of an output that depends on no input, say
+        columns = place_axis(moved, dim, 0, total).movedim(0, -1)
+        shape = columns.shape[:-1]
+        parts = zip(columns.split(sizes, -1), values, strict=True)
+        blocks.append([part.reshape((*shape, *t.shape)) for part, t in parts])
+    return blocks, [
+        value if dim is None else value.select(dim, 0)
+        for value, dim in zip(results[2 * count :], dims[2 * count :], strict=True)
     ]
-    return blocks, rest
 
 
 def _generate_basis(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

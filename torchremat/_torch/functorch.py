@@ -244,7 +244,7 @@ def without_level(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, bool]
         return tensor, False
     varies = tensor.requires_grad
     layers = _lowered_layers.layers
-    if not varies and layers and layers[-1][0] == level:
+    if not varies and layers and layers[-1][0] == level > transform_depth():
         push_dynamic_layer_stack(layers[-1][1])
         try:
             varies = forward_ad.unpack_dual(tensor).tangent is not None

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
-from torchremat.derivatives.rules import FlatRule, Recorded, RuleAxis, is_inexact
+from torchremat.derivatives.rules import (
+    FlatRule,
+    Recorded,
+    RuleAxis,
+    is_in_linear_part,
+    is_inexact,
+)
 from torchremat.errors import ClosureError
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.axes.named_axes import frame_being_mapped
@@ -42,12 +48,11 @@ class CustomCall(torch.autograd.Function):
         inputs = _torch.unwrap_dead_wrappers(inputs)
         kinds = _torch.TransformType
         level = _torch.innermost_transform()
-        if level == kinds.Grad:
-            return _record(cls, rule, inputs)
-        if level == kinds.Jvp:
-            return _push(rule, inputs)
-        if level == kinds.Vmap:
-            return _map(cls, rule, inputs)
+        if rule.records_at_level and level in {None, kinds.Grad} and is_in_linear_part(inputs):
+            return tuple(rule.primal(inputs))
+        by_level = {kinds.Grad: _record, kinds.Jvp: _push, kinds.Vmap: _map}
+        if level in by_level:
+            return by_level[level](cls, rule, inputs)
         if level == kinds.Functionalize:
             return _torch.apply_to_functional(lambda inner: cls.apply(rule, *inner), inputs)
         if _torch.in_dual_level() and _torch.has_tangents(inputs):
@@ -154,7 +159,7 @@ def _copy_aliases(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[T
     for output in outputs:
         result.append(output.view_as(output) if id(output) in seen else output)
         seen.add(id(output))
-    return [output.detach() if output.requires_grad else output for output in result]
+    return result
 
 
 # --- the levels of torch.func ---------------------------------------------------------------------
@@ -167,18 +172,20 @@ def _record(cls: type[CustomCall], rule: FlatRule, inputs: Sequence[Tensor]) -> 
     def record(inner: list[Tensor], perturbed: Sequence[bool], lower: Any) -> Any:
         if any(perturbed) and rule.records_at_level:
             recorded = rule.record(inner, perturbed)
-            _refuse_closures(rule, recorded.outputs)
+            outputs = [_remove_level(rule, tensor, level) for tensor in recorded.outputs]
+            with lower():
+                return _copy_aliases(outputs, inner), recorded.residuals, recorded.pull
+        with lower():  # levels below may differentiate what is computed here, views too
+            with _ClosuresBelow(rule, level):
+                if not any(perturbed):
+                    return cls.apply(rule, *inner), [], lambda *_: [None] * len(inner)
+                recorded = rule.record(inner, perturbed)
             return _copy_aliases(recorded.outputs, inner), recorded.residuals, recorded.pull
-        with lower(), _ClosuresBelow(rule, level):
-            if not any(perturbed):
-                return cls.apply(rule, *inner), [], lambda *_: [None] * len(inner)
-            recorded = rule.record(inner, perturbed)
-        return _copy_aliases(recorded.outputs, inner), recorded.residuals, recorded.pull
 
     return _torch.record_at_current_level(record, inputs)
 
 
-def _push(rule: FlatRule, inputs: Sequence[Tensor]) -> Any:
+def _push(_: type[CustomCall], rule: FlatRule, inputs: Sequence[Tensor]) -> Any:
     level = _torch.transform_depth()
 
     def push(primals: list[Tensor], tangents: list[Tensor | None]) -> Any:
@@ -222,10 +229,15 @@ class _ClosuresBelow(TorchFunctionMode):
         )
 
     def _remove_level(self, tensor: Tensor) -> Tensor:
-        below, varies = _torch.without_level(tensor, self.level)
-        if varies:
-            raise _make_closure_error(self.rule, tensor)
-        return below
+        return _remove_level(self.rule, tensor, self.level)
+
+
+def _remove_level(rule: FlatRule, tensor: Tensor, level: int) -> Tensor:
+    """`tensor` as the levels below see it; raise if this level differentiates it."""
+    below, varies = _torch.without_level(tensor, level)
+    if varies:
+        raise _make_closure_error(rule, tensor)
+    return below
 
 
 def _refuse_closures(rule: FlatRule, results: Sequence[Tensor]) -> None:

@@ -1,0 +1,151 @@
+"""Transformations within transformations, where an outer one still differentiates."""
+
+import pytest
+import torch
+
+import torchremat as tr
+
+X = torch.tensor(2.0, dtype=torch.double)
+XS = torch.tensor([0.3, -0.5, 1.2], dtype=torch.double)
+
+
+def sin_with_rules():
+    sin = tr.custom_vjp(lambda x: torch.sin(x))
+    sin.defvjp(lambda x: (torch.sin(x), torch.cos(x)), lambda cos, ct: (cos * ct,))
+    return sin
+
+
+def by_autograd(f, x):
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(f(leaf), leaf)[0]
+
+
+SQUARES = {
+    "grad grad": lambda f: tr.grad(tr.grad(f))(X),
+    "torch.func": lambda f: torch.func.grad(torch.func.grad(f))(X),
+    "jacrev jacrev": lambda f: tr.jacrev(tr.jacrev(f))(X),
+    "vmap grad grad": lambda f: tr.vmap(tr.grad(tr.grad(f)))(X.expand(2))[1],
+    "autograd of grad": lambda f: by_autograd(tr.grad(f), X),
+    "grad of value_and_grad": lambda f: tr.grad(lambda x: tr.value_and_grad(f)(x)[1])(X),
+    "grad of aux": lambda f: tr.grad(
+        lambda x: tr.grad(lambda x: (x, tr.grad(f)(x)), has_aux=True)(x)[1]
+    )(X),
+    "grad of vjp": lambda f: tr.grad(lambda x: tr.vjp(f, x)[1](torch.ones_like(x))[0])(X),
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_an_outer_level_differentiates_a_function_with_rules(name):
+    sin = sin_with_rules()
+    torch.testing.assert_close(SQUARES[name](lambda x: sin(x) ** 2), 2 * torch.cos(2 * X))
+
+
+VALUES = {
+    "value_and_grad": lambda f, x: tr.value_and_grad(f)(x)[0],
+    "vjp": lambda f, x: tr.vjp(f, x)[0],
+    "aux": lambda f, x: tr.grad(lambda x: (x * x, f(x)), has_aux=True)(x)[1],
+    "torch.func": lambda f, x: torch.func.grad_and_value(f)(x)[1],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_outer_level_differentiates_the_value(name):
+    sin = sin_with_rules()
+    value = lambda x: VALUES[name](sin, x)  # noqa: E731
+    torch.testing.assert_close(tr.grad(value)(X), torch.cos(X))
+    torch.testing.assert_close(by_autograd(value, X), torch.cos(X))
+
+
+def halves_and_whole(x):
+    return x[:2], x[1:], x
+
+
+def halves_with_backward_rule():
+    halves = tr.custom_vjp(halves_and_whole)
+    pad = torch.nn.functional.pad
+    halves.defvjp(
+        lambda x: (halves_and_whole(x), None),
+        lambda _, cts: (pad(cts[0], (0, 1)) + pad(cts[1], (1, 0)) + cts[2],),
+    )
+    return halves
+
+
+def halves_with_forward_rule():
+    halves = tr.custom_jvp(halves_and_whole)
+    halves.defjvp(lambda primals, tangents: (halves(*primals), halves(*tangents)))
+    return halves
+
+
+@pytest.mark.parametrize("make", [halves_with_backward_rule, halves_with_forward_rule])
+def test_views_that_a_function_with_rules_returns_share_memory_and_have_gradients(make):
+    halves = make()
+
+    def loss(x):
+        first, second, whole = halves(x)
+        return (first.sin() * second).sum() + (whole**2).sum()
+
+    plain = lambda x: (x[:2].sin() * x[1:]).sum() + (x**2).sum()  # noqa: E731
+    found = tr.jacrev(tr.grad(loss))(XS)
+    torch.testing.assert_close(found, torch.func.hessian(plain)(XS))
+    assert [t.data_ptr() for t in halves(XS)] == [XS.data_ptr(), XS[1:].data_ptr(), XS.data_ptr()]
+
+
+JACOBIANS = {
+    "constant": (tr.jacfwd, lambda x: torch.ones(2, 3, dtype=torch.double)),
+    "sine and constant": (tr.jacfwd, lambda x: (x.sin(), torch.ones(2, dtype=torch.double))),
+    "sum": (tr.hessian, lambda x: x.sum()),
+    "constant sum": (tr.hessian, lambda x: torch.ones((), dtype=torch.double)),
+    "linear": (tr.jacfwd, lambda x: x.outer(x)),
+}
+
+
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_columns_of_outputs_without_a_tangent_are_zero(name):
+    derive, f = JACOBIANS[name]
+    oracle = {tr.jacfwd: torch.func.jacfwd, tr.hessian: torch.func.hessian}[derive](f)
+    torch.testing.assert_close(derive(f)(XS), oracle(XS))
+    rows = torch.stack([XS, 2 * XS])
+    for vmap in (tr.vmap, torch.func.vmap):
+        torch.testing.assert_close(vmap(derive(f))(rows), torch.func.vmap(oracle)(rows))
+
+
+def test_auxiliary_data_of_mapped_columns():
+    rows = torch.stack([XS, 2 * XS])
+    f = lambda x: (x.sin(), (x.argmax(), x * 2))  # noqa: E731
+    found = tr.vmap(tr.jacfwd(f, has_aux=True))(rows)
+    torch.testing.assert_close(found, torch.func.vmap(torch.func.jacfwd(f, has_aux=True))(rows))
+
+
+@pytest.fixture
+def total():
+    """A linear function whose rule applies it to its own tangents."""
+    total = tr.custom_jvp(lambda x: torch.cumsum(x, 0))
+    total.defjvp(lambda primals, tangents: (total(*primals), 3 * total(*tangents)))
+    return total
+
+
+LINEAR = {
+    "grad": lambda f: tr.grad(lambda x: f(x).sum()),
+    "jvp": lambda f: lambda x: tr.jvp(lambda x: f(x).sum(), (x,), (x,))[1],
+    "autograd": lambda f: lambda x: by_autograd(lambda x: f(x).sum(), x),
+    "jacrev": tr.jacrev,
+    "hessian": lambda f: tr.hessian(lambda x: (f(x) ** 2).sum()),
+    "vmap grad": lambda f: lambda x: tr.vmap(tr.grad(lambda x: f(x).sum()))(torch.stack([x, x])),
+    "grad vmap": lambda f: tr.grad(lambda x: tr.vmap(f)(torch.stack([x, x])).sum()),
+    "grad grad": lambda f: tr.grad(lambda x: tr.grad(lambda x: (f(x) ** 3).sum())(x).sum()),
+    "autograd twice": lambda f: (
+        lambda x: by_autograd(
+            lambda x: torch.autograd.grad((f(x) ** 3).sum(), x, create_graph=True)[0].sum(), x
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_rule_applies_its_function_to_its_own_tangents(total, name, checkpoints):
+    plain = tr.custom_jvp(lambda x: torch.cumsum(x, 0))
+    plain.defjvp(lambda p, t: (plain(*p), 3 * torch.cumsum(t[0], 0)))
+    derive = LINEAR[name]
+    found = derive(tr.checkpoint(total) if checkpoints else total)(XS)
+    torch.testing.assert_close(found, derive(plain)(XS))

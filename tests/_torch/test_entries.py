@@ -1100,7 +1100,7 @@ def replace_batching_rule():
     sin = torch.ops.aten.sin.default
     seen = []
 
-    def rule(x):
+    def rule(plain, x):
         with _torch.at_level_below() as level:
             value, dim = _torch.unwrap_batched_tensor(x, level.number)
             seen.append((level, value.shape, dim))
@@ -1179,6 +1179,17 @@ def check_comparisons_of():
             torch.empty(n, 3).view(-1)  # C++ compares
     assert n > 0
     assert seen == [("gt", f"3*{n}", 0), ("ne", str(n), 0)]
+
+
+@check("answer_nan_checks")
+def answer_nan_checks():
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True), _torch.new_fake_mode() as mode:
+        y = mode.from_tensor(x).sin().sum()
+        with pytest.raises(_torch.DATA_DEPENDENT_ERRORS):
+            y.backward(retain_graph=True)
+        with _torch.answer_nan_checks():
+            y.backward()
 
 
 @check("set_module_trackers_aside")

@@ -184,10 +184,21 @@ def followed_modules():
     return list(HOOKED)
 
 
+@case(
+    "torch._functorch.eager_transforms.JVP_NESTING",
+    _torch.dual_level_as_functorch_level,
+    forward_ad.dual_level,
+)
+def derivative_in_a_dual_level():
+    try:
+        return torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))[1].item()
+    except RuntimeError as error:
+        return str(error)
+
+
 # what is there for good, or for all threads, has a test of its own below
 FOR_ALL = {
     "torch._functorch.autograd_function.vmapify_autograd_function",
-    "torch._functorch.eager_transforms.JVP_NESTING",
     "torch.ops.aten.view.ZeroTensor",
     "torch.ops.*.FuncTorchBatched",
     "torch.use_deterministic_algorithms",
@@ -351,19 +362,6 @@ def test_functions_are_mapped_as_they_were_in_another_thread(other):
     assert other.submit(look).result() == plain
 
 
-def test_a_jvp_beside_a_dual_level_of_another_thread_runs(other):
-    def look():
-        return torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))[1].item()
-
-    plain = torch._functorch.eager_transforms.JVP_NESTING
-    with forward_ad.dual_level(), pytest.raises(ZeroDivisionError):
-        with _torch.dual_level_as_functorch_level():
-            assert other.submit(look).result() == 1
-            raise ZeroDivisionError
-    assert torch._functorch.eager_transforms.JVP_NESTING == plain == 0
-    assert other.submit(look).result() == 1
-
-
 def test_views_of_zeros_are_what_they_were_in_another_thread(other):
     _torch.let_modes_see_views_of_zeros()
     zeros = other.submit(lambda: torch._efficientzerotensor((2, 3)).view(3, 2)).result()
@@ -372,17 +370,24 @@ def test_views_of_zeros_are_what_they_were_in_another_thread(other):
 
 
 def test_a_batching_rule_is_for_all_threads_until_it_goes(other):
+    """Also while a thread calls PyTorch's own kernel instead."""
+
     def look():
         return torch.func.vmap(torch.sinc)(torch.zeros(2)).tolist()
 
-    def rule(x):
+    def rule(plain, x):
+        if threading.current_thread() is threading.main_thread():
+            found.append(other.submit(look).result())
+            return plain(x)
         with _torch.at_level_below() as level:
             value, dim = _torch.unwrap_batched_tensor(x, level.number)
             return _torch.add_batch_dim(value + 5, dim, level.number)
 
+    found = []
     library = _torch.replace_batching_rule(torch.ops.aten.sinc.default, rule)
     try:
-        assert other.submit(look).result() == [5.0, 5.0]
+        assert look() == [1.0, 1.0]
+        assert found == [[5.0, 5.0]]
     finally:
         _torch.restore_batching_rule(library)
     assert other.submit(look).result() == [1.0, 1.0]
@@ -419,6 +424,35 @@ def test_a_reentrant_checkpoint_in_a_trace_only_calls_its_function(other):
     tr.checkpoint(fun)(x).backward()
     assert (len(calls), found) == (1, [2])
     assert torch.equal(x.grad, torch.ones(2).cos())
+
+
+def test_gradients_of_another_thread_are_checked_while_this_one_traces(other):
+    """Anomaly mode is of the process, and a trace has no values for it to check."""
+
+    def look():
+        x = torch.zeros(1, requires_grad=True)
+        try:
+            (0 / x.sqrt()).sum().backward()
+        except RuntimeError as error:
+            return "nan" in str(error)
+
+    def fun(x):
+        found.append((torch.is_anomaly_enabled(), other.submit(look).result()))
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)) * (x * x).exp()
+
+    def gradient():
+        x = torch.ones(2, requires_grad=True)
+        return torch.autograd.grad(checkpointed(x).sum(), x)[0]
+
+    found = []
+    checkpointed = tr.checkpoint(fun)
+    with torch.autograd.set_detect_anomaly(True):
+        actual = gradient()
+        in_graph = tr.make_graph(torch.func.grad(lambda x: (x.sin() * x.isnan()).sum()))
+        text = str(in_graph(torch.ones(2)))
+    assert found == [(True, True)]
+    assert torch.equal(actual, gradient())
+    assert text.count("isnan") == 1, "that of the user"
 
 
 # --- training ------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from .engine import (
 from .fake_proxy import (
     DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, FakeTensor, FakeTensorMode,
     ProxyTorchDispatchMode, PythonKeyTracer, TorchDispatchMode, TorchFunctionMetadataMode,
-    autograd_as_at_the_top, enter_proxy_modes, find_ragged_dim, innermost_proxy_mode, is_active,
-    is_any_autocast_enabled, is_fake, is_faking, is_traceable_wrapper_subclass,
+    answer_nan_checks, autograd_as_at_the_top, enter_proxy_modes, find_ragged_dim,
+    innermost_proxy_mode, is_active, is_any_autocast_enabled, is_fake, is_faking, is_traceable_wrapper_subclass,
     is_transformed_or_watched, isolate, new_fake_mode, proxy_of, track, track_size, untraced,
     without_function_modes,
 )  # fmt: skip

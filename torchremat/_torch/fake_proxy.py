@@ -1,8 +1,9 @@
 """Traces: fake tensors, the modes that record operators on them, and isolation from both."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
+from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
 from torch.fx.experimental.proxy_tensor import (
@@ -37,6 +39,8 @@ from torch.utils._python_dispatch import (
 
 from .functorch import functorch_is_active
 from .patches import dual_level_as_functorch_level, enter_trace
+
+aten = torch.ops.aten
 
 RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 """In inference mode a fake tensor has them run by PyTorch's rules in Python (`_rnn_helper` in
@@ -148,6 +152,44 @@ def enter_proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Ite
         stack.enter_context(session.proxy_mode)
         stack.enter_context(enter_trace(session))
         yield
+
+
+class _NanChecks(TorchDispatchMode):
+    """Answers the checks of anomaly mode, which reads each gradient: a fake one has no values.
+
+    The engine calls the three operators from C++, so that no Python stands between it and them.
+    """
+
+    supports_higher_order_operators = True
+    _CHECK = (aten.isnan.default, aten._is_any_true.default, aten._local_scalar_dense.default)
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._no = torch.tensor(False)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:  # else Dynamo would not capture the bodies of `torch.cond`
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # which would stand between, too
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in self._CHECK and sys._getframe(1).f_code is _engine_run_backward.__code__:
+            return False if func is self._CHECK[-1] else self._no
+        return func(*args, **(kwargs or {}))
+
+
+def answer_nan_checks() -> AbstractContextManager[Any]:
+    """Let backward passes in the block run on fake tensors though anomaly mode is on.
+
+    Anomaly mode is of the whole process: other threads have their checks in the meantime.
+    """
+    checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    return _NanChecks() if checks else nullcontext()
 
 
 def find_ragged_dim(nested: Any) -> int:

@@ -9,9 +9,9 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -25,6 +25,7 @@ from .engine import in_dual_level
 from .replacements import (
     GLOBAL_MODULE_HOOKS,
     Maker,
+    Nesting,
     TracingFlag,
     Values,
     begin_session,
@@ -130,8 +131,7 @@ _JVP_NESTING = Patch(
     "torch._functorch.eager_transforms", "JVP_NESTING",
     "There is only one dual level: `dual_level_as_functorch_level` lets `torch.func.jvp` run "
     "inside of one that the user entered.",
-    "2.11", "process-wide, as PyTorch's dual level is: a `jvp` of another thread, which raises "
-    "beside a dual level, runs",
+    "2.11", make=Nesting,
 )  # fmt: skip
 _TRACKERS = Patch(
     "torch.nn.modules.module", "_global_forward_hooks, _global_forward_pre_hooks, ...",
@@ -224,6 +224,8 @@ def _replace(patch: Patch) -> Callable[[], None]:
     def undo() -> None:
         if is_inherited:
             delattr(owner, name)
+        elif isinstance(made, Nesting):  # levels of other threads count on
+            setattr(owner, name, vars(owner)[name].plain)
         elif not isinstance(made, TracingFlag):
             setattr(owner, name, before)
         elif vars(owner)[name] is made:  # else `fx.Tracer.trace` of a thread has it, and restores
@@ -322,14 +324,9 @@ def call_around_modules(
 @contextmanager
 def dual_level_as_functorch_level() -> Iterator[None]:
     """Let `torch.func.jvp` run inside a `dual_level`, of which there can be only one."""
-    with _lock:
-        inside = in_dual_level() and eager_transforms.JVP_NESTING == 0
-        eager_transforms.JVP_NESTING += inside
-    try:
+    inside = in_dual_level() and eager_transforms.JVP_NESTING == 0
+    with _enter({_JVP_NESTING: True}) if inside else nullcontext():
         yield
-    finally:
-        with _lock:
-            eager_transforms.JVP_NESTING -= inside
 
 
 @contextmanager
@@ -380,12 +377,18 @@ def let_modes_see_views_of_zeros() -> torch.library.Library:
 def replace_batching_rule(op: OpOverload, kernel: Callable[..., Any]) -> torch.library.Library:
     """Have `kernel` called where `op` is mapped by `vmap`, until `restore_batching_rule`.
 
-    It is called with wrapped tensors, at the innermost level, which is a `vmap`.
+    It is called with PyTorch's own kernel and the arguments of `op`, in which tensors are wrapped,
+    at the innermost level, which is a `vmap`.
     """
+    plain = torch.library.get_kernel(op, "FuncTorchBatched")
+
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(partial(plain.call_boxed, keys), *args, **kwargs)
+
     library = torch.library.Library(op.namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl(op, kernel, "FuncTorchBatched", allow_override=True)
+        library.impl(op, call, "FuncTorchBatched", with_keyset=True, allow_override=True)
     return library
 
 

@@ -183,3 +183,25 @@ def map_known(plain: Callable[..., type], knowers: Values) -> Any:
         return plain(function, *args)
 
     return vmapify
+
+
+class Nesting:
+    """How many levels of `jvp` are active, as `torch._functorch.eager_transforms` counts them.
+
+    A thread in a block counts one more, so that its first level enters no dual level.
+    """
+
+    def __init__(self, plain: int, blocks: Values) -> None:
+        self.plain = plain
+        self.blocks = blocks
+
+    def __add__(self, number: int) -> "Nesting":
+        return Nesting(self.plain + number, self.blocks)
+
+    def __sub__(self, number: int) -> "Nesting":
+        return self + -number
+
+    def __eq__(self, other: object) -> bool:
+        return self.plain + len(self.blocks()) == other
+
+    __hash__ = None  # type: ignore[assignment]

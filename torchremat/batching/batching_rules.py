@@ -92,14 +92,10 @@ def _unhook(op: _torch.OpOverload) -> None:
         _torch.restore_batching_rule(_hooks.pop(op))
 
 
-def _batch(op: _torch.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _batch(op: _torch.OpOverload, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     rule = _find_rule(op)
     if rule is None:  # one for `spmd_axis_name`, and there is none
-        _torch.restore_batching_rule(_hooks.pop(op))
-        try:
-            return op(*args, **kwargs)
-        finally:
-            _hooks[op] = _torch.replace_batching_rule(op, functools.partial(_batch, op))
+        return plain(*args, **kwargs)
     arguments = BatchedArguments.of(op, args, kwargs)
     with _torch.at_level_below() as level:
         found = [_torch.unwrap_batched_tensor(t, level.number) for t in arguments.tensors]

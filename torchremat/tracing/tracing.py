@@ -157,7 +157,7 @@ class Tracing:
             stack.enter_context(_torch.lift_before_wrapping(self.lift))
             stack.enter_context(_torch.enter_proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values
+            stack.enter_context(_torch.answer_nan_checks())
             stack.enter_context(explain_errors(lambda: self._refusal))
             _in_progress.tracings.append(self)
             stack.callback(_in_progress.tracings.pop)

@@ -40,7 +40,8 @@ MAX_TEXT = 4_000_000  # bytes
 
 def checkpoint_with_torch(model: nn.Module) -> None:
     """Let transformers put `torch.utils.checkpoint` round each block."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    since_5_23 = getattr(model, "activation_checkpointing_enable", None)
+    (since_5_23 or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def wrap_blocks(policy: Callable, model: nn.Module) -> None:

@@ -5,6 +5,7 @@ import doctest
 import gc
 import json
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -48,9 +49,34 @@ SIZES = {
 }
 
 
+# the library's own word for it, which 5.23 changed
+WORD = (
+    "activation"
+    if hasattr(transformers.PreTrainedModel, "is_activation_checkpointing")
+    else "gradient"
+)
+KWARGS = f"{WORD}_checkpointing_kwargs"
+
+
+READS_OLD_NAME = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+"""For peft, which reads the attribute of the model by its old name."""
+
+
+def switch_on(model, options, **more):
+    getattr(model, f"{WORD}_checkpointing_enable")(**{KWARGS: options}, **more)
+
+
+def switch_off(model):
+    getattr(model, f"{WORD}_checkpointing_disable")()
+
+
+def is_on(model):
+    return getattr(model, f"is_{WORD}_checkpointing")
+
+
 def make_model(**settings):
     torch.manual_seed(3)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **settings)).train()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **settings})).train()
 
 
 POLICIES = pytest.mark.parametrize(
@@ -76,7 +102,7 @@ def larger(batch):
     return {name: torch.cat([t] * 8) for name, t in batch.items()}
 
 
-# --- gradient_checkpointing_enable ---------------------------------------------------------------
+# --- the model's own switch ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,7 +112,7 @@ def test_layers_of_every_architecture_train_as_plain(name):
     a = ARCHITECTURES[name]
     plain = a.build()
     model = copy.deepcopy(plain)
-    model.gradient_checkpointing_enable({"policy": "dots"})
+    switch_on(model, {"policy": "dots"})
     assert len(wrapped(model)) >= 1
     assert_trains_as_plain(model, plain, a, a.rounding)
     assert any(row.decision == "recomputed" for row in tr.nn.report(model))
@@ -102,7 +128,7 @@ def test_a_budget_is_for_the_model_as_a_whole(name):
     a = replace(ARCHITECTURES[name], batch=lambda: larger(ARCHITECTURES[name].batch()))
     plain = a.build()
     model = copy.deepcopy(plain)
-    model.gradient_checkpointing_enable({"policy": "budget:80%"})
+    switch_on(model, {"policy": "budget:80%"})
     assert wrapped(model) == [""]
     assert_trains_as_plain(model, plain, a)
     assert tr.nn.report(model).by_decision()["recomputed"] > 0
@@ -128,13 +154,13 @@ LAYERS = [f"model.layers.{i}" for i in range(2)]
 def test_keys_are_those_of_wrap(options, names):
     model, plain = make_model(), make_model(use_cache=False)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    switch_on(model, options)
     assert wrapped(model) == names
-    assert model.is_gradient_checkpointing
+    assert is_on(model)
     assert_same(step(model), step(plain))
-    model.gradient_checkpointing_disable()
+    switch_off(model)
     assert wrapped(model) == []
-    assert not model.is_gradient_checkpointing
+    assert not is_on(model)
     for name, module in model.named_modules():
         assert vars(module).keys() - before[name].keys() <= {
             "gradient_checkpointing",
@@ -145,22 +171,22 @@ def test_keys_are_those_of_wrap(options, names):
 
 def test_the_second_of_two_replaces_the_first():
     model = make_model()
-    model.gradient_checkpointing_enable({"policy": "budget:80%"})
-    model.gradient_checkpointing_enable({"policy": "dots"})
+    switch_on(model, {"policy": "budget:80%"})
+    switch_on(model, {"policy": "dots"})
     assert wrapped(model) == LAYERS
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    switch_on(model, {"use_reentrant": False})
     assert wrapped(model) == []
-    assert model.is_gradient_checkpointing
+    assert is_on(model)
     assert_same(step(model), step(make_model(use_cache=False)))
-    model.gradient_checkpointing_disable()
-    assert not model.is_gradient_checkpointing
+    switch_off(model)
+    assert not is_on(model)
 
 
 def test_what_the_user_wrapped_is_wrapped_again_afterwards():
     model = tr.nn.wrap(make_model(), "full", select="model.layers.*")
     mine = [layer.forward for layer in model.model.layers]
-    model.gradient_checkpointing_enable({"policy": "dots"})
-    model.gradient_checkpointing_disable()
+    switch_on(model, {"policy": "dots"})
+    switch_off(model)
     assert [layer.forward for layer in model.model.layers] == mine
     assert_same(step(model, use_cache=False), step(make_model(use_cache=False)))
 
@@ -168,7 +194,7 @@ def test_what_the_user_wrapped_is_wrapped_again_afterwards():
 @POLICIES
 def test_in_eval_mode_it_generates_from_caches(policy):
     model, plain = make_model(), make_model()
-    model.gradient_checkpointing_enable({"policy": policy})
+    switch_on(model, {"policy": policy})
     step(model)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     x = torch.ones(1, 3, dtype=torch.long)
@@ -180,12 +206,12 @@ def test_in_eval_mode_it_generates_from_caches(policy):
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_are_checkpointed_and_independent(policy, clone):
     model = make_model()
-    model.gradient_checkpointing_enable({"policy": policy})
+    switch_on(model, {"policy": policy})
     other = clone(model)
-    model.gradient_checkpointing_disable()
+    switch_off(model)
     assert wrapped(other) == ([""] if "budget" in policy else LAYERS)
     assert_same(step(other), step(make_model(use_cache=False)))
-    other.gradient_checkpointing_disable()
+    switch_off(other)
     assert wrapped(other) == []
 
 
@@ -193,10 +219,67 @@ def test_without_the_patch_the_library_is_as_it_was():
     integration.disable()
     try:
         model = make_model()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        assert "torchremat" not in model.gradient_checkpointing_enable.__module__
+        switch_on(model, {"policy": "dots", "use_reentrant": False})
+        assert wrapped(model) == []
+        assert is_on(model)
     finally:
         integration.enable()
+
+
+def test_a_model_that_overrides_its_switch_passes_a_policy_on():
+    class Overriding(transformers.LlamaForCausalLM):
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None, **more):
+            self.is_overridden = True
+            super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **more)
+
+    model = Overriding(transformers.LlamaConfig(**SIZES))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
+        switch_on(model, "dots")
+    assert model.is_overridden
+    assert wrapped(model) == LAYERS
+
+
+@pytest.mark.skipif(WORD == "gradient", reason="it has one name, and chooses no layers")
+class TestSinceItHasTwoNames:
+    def test_the_deprecated_one_takes_a_policy(self):
+        model = make_model()
+        with pytest.warns(FutureWarning, match="activation_checkpointing_enable"):
+            model.gradient_checkpointing_enable({"policy": "dots"})
+        assert wrapped(model) == LAYERS
+        with pytest.warns(FutureWarning, match="activation_checkpointing_disable"):
+            model.gradient_checkpointing_disable()
+        assert wrapped(model) == []
+
+    def test_every_second_layer_is_checkpointed(self):
+        plain = make_model(use_cache=False, num_hidden_layers=3)
+        model = make_model(num_hidden_layers=3)
+        switch_on(model, {"policy": "dots"}, every_n_layers=2)
+        assert wrapped(model) == ["model.layers.0", "model.layers.2"]
+        assert_same(step(model), step(plain))
+        switch_on(model, {"use_reentrant": False}, every_n_layers=2)
+        assert wrapped(model) == []
+        assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, True]
+
+    def test_a_trainer_reads_it_from_its_arguments(self, tmp_path):
+        model = make_model()
+        options = {"policy": "dots", "every_n_layers": 2}
+        trained(model, tmp_path, activation_checkpointing=True, **{KWARGS: options}, max_steps=1)
+        assert wrapped(model) == LAYERS[:1]
+
+    @pytest.mark.parametrize(
+        ("options", "more", "message"),
+        [
+            ("dots", {"offload": True}, "offload=True is an option of the library's own"),
+            ("budget:80%", {"every_n_layers": 2}, "as a policy for the whole model does"),
+            ({"policy": "dots", "select": "first:1"}, {"every_n_layers": 2}, "as select= does"),
+        ],
+    )
+    def test_an_option_that_a_policy_takes_the_place_of_is_refused(self, options, more, message):
+        model = make_model()
+        with pytest.raises(OptionError, match=message):
+            switch_on(model, options, **more)
+        assert wrapped(model) == []
 
 
 # --- what cannot be honoured ---------------------------------------------------------------------
@@ -221,24 +304,24 @@ def test_without_the_patch_the_library_is_as_it_was():
 def test_what_is_wrong_is_named_and_changes_nothing(options, error, message):
     model = make_model()
     with pytest.raises(error, match=message):
-        model.gradient_checkpointing_enable(options)
+        switch_on(model, options)
     assert wrapped(model) == []
-    assert not model.is_gradient_checkpointing
+    assert not is_on(model)
 
 
 @pytest.mark.parametrize("options", [{"use_reentrant": True}, {"preserve_rng_state": False}])
 def test_what_has_no_effect_is_said(options):
     with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* is ignored"):
-        make_model().gradient_checkpointing_enable({"policy": "dots", **options})
+        switch_on(make_model(), {"policy": "dots", **options})
 
 
 @pytest.mark.slow
 def test_a_budget_that_cannot_be_met_names_one_that_can():
     model = make_model()
-    model.gradient_checkpointing_enable({"policy": "budget:1KiB"})
+    switch_on(model, {"policy": "budget:1KiB"})
     with pytest.raises(BudgetError, match="The least that was found") as caught:
         step(model)
-    model.gradient_checkpointing_enable({"policy": f"budget:{caught.value.least_bytes}B"})
+    switch_on(model, {"policy": f"budget:{caught.value.least_bytes}B"})
     assert_same(step(model), step(make_model(use_cache=False)))
 
 
@@ -246,14 +329,14 @@ def test_a_model_that_cannot_be_traced_is_told_why_and_trains_without():
     a = ARCHITECTURES["opt, layers dropped"]
     plain = a.build()
     model = copy.deepcopy(plain)
-    model.gradient_checkpointing_enable({"policy": "budget:80%"})
+    switch_on(model, {"policy": "budget:80%"})
     with pytest.raises(ConcretizationError, match=r"modeling_opt\.py:\d+") as caught:
         model(**a.batch())
     assert "layerdrop=0" in caught.value.__notes__[-1]
     assert sum("layerdrop" in note for note in caught.value.__notes__) == 1
-    model.gradient_checkpointing_enable({"policy": "dots"})
+    switch_on(model, {"policy": "dots"})
     assert_trains_as_plain(model, plain, a)
-    model.gradient_checkpointing_disable()
+    switch_off(model)
     assert_trains_as_plain(model, plain, a)
 
 
@@ -294,7 +377,7 @@ def test_a_whole_model_trains_as_without_whether_or_not_the_batch_is_padded(kind
 def test_a_budget_holds_whether_or_not_the_batch_is_padded():
     plain = make_model(use_cache=False)
     model = make_model(use_cache=False)
-    model.gradient_checkpointing_enable({"policy": "budget:70%"})
+    switch_on(model, {"policy": "budget:70%"})
     for extra in BATCHES.values():
         assert_same(step(model, **extra), step(plain, **extra))
         assert peak_of_step(model, extra) <= 0.7 * peak_of_step(plain, extra)
@@ -314,10 +397,10 @@ def test_a_model_that_the_library_does_not_checkpoint_takes_a_budget_or_a_select
     plain = a.build()
     model = copy.deepcopy(plain)
     with pytest.raises(OptionError, match="ResNetForImageClassification does not support gradient"):
-        model.gradient_checkpointing_enable({"policy": "dots"})
-    model.gradient_checkpointing_enable({"policy": "dots", "select": "**.stages.*"})
+        switch_on(model, {"policy": "dots"})
+    switch_on(model, {"policy": "dots", "select": "**.stages.*"})
     assert_trains_as_plain(model, plain, a)
-    model.gradient_checkpointing_disable()
+    switch_off(model)
     assert wrapped(model) == []
 
 
@@ -361,16 +444,16 @@ def trained(model, path, callbacks=(), data=None, **options):
 
 @pytest.mark.parametrize("bf16", [False, True])
 @POLICIES
-def test_a_trainer_with_gradient_checkpointing_kwargs_trains_as_without(policy, bf16, tmp_path):
+def test_a_trainer_with_a_policy_in_its_arguments_trains_as_without(policy, bf16, tmp_path):
     expected, _ = trained(make_model(use_cache=False), tmp_path, bf16=bf16)
     model = make_model()
-    options = {"gradient_checkpointing": True, "bf16": bf16}
-    options["gradient_checkpointing_kwargs"] = json.dumps({"policy": policy})
+    options = {f"{WORD}_checkpointing": True, "bf16": bf16}
+    options[KWARGS] = json.dumps({"policy": policy})
     found, _ = trained(model, tmp_path, **options)
     assert_same(found, expected)
     (forward, *_) = [f for m in model.modules() if (f := find_training_forward(m)) is not None]
     assert forward.last_program is not None
-    model.gradient_checkpointing_disable()
+    switch_off(model)
     assert wrapped(model) == []
 
 
@@ -378,25 +461,25 @@ def test_a_trainer_with_gradient_checkpointing_kwargs_trains_as_without(policy, 
 def test_a_policy_is_given_as_text(way, tmp_path):
     pytest.importorskip("accelerate")
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
-    options = {"output_dir": str(tmp_path), "gradient_checkpointing": True, "use_cpu": True}
-    options["gradient_checkpointing_kwargs"] = {"policy": "dots", "select": "last:1"}
+    options = {"output_dir": str(tmp_path), f"{WORD}_checkpointing": True, "use_cpu": True}
+    options[KWARGS] = {"policy": "dots", "select": "last:1"}
     path = tmp_path / "options"
     if way.startswith("command"):
-        text = json.dumps(options["gradient_checkpointing_kwargs"])
-        words = ["--gradient_checkpointing_kwargs", "full" if "bare" in way else text]
-        words += ["--gradient_checkpointing", "true", "--output_dir", str(tmp_path)]
+        text = json.dumps(options[KWARGS])
+        words = [f"--{KWARGS}", "full" if "bare" in way else text]
+        words += [f"--{WORD}_checkpointing", "true", "--output_dir", str(tmp_path)]
         (arguments,) = parser.parse_args_into_dataclasses([*words, "--use_cpu", "true"])
     elif way == "yaml":
         path.write_text(
-            f"output_dir: {tmp_path}\ngradient_checkpointing: true\nuse_cpu: true\n"
-            "gradient_checkpointing_kwargs:\n  policy: dots\n  select: last:1\n"
+            f"output_dir: {tmp_path}\n{WORD}_checkpointing: true\nuse_cpu: true\n"
+            f"{KWARGS}:\n  policy: dots\n  select: last:1\n"
         )
         (arguments,) = parser.parse_yaml_file(str(path))
     else:
         path.write_text(json.dumps(options))
         (arguments,) = parser.parse_json_file(str(path))
     model = make_model()
-    model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
+    switch_on(model, getattr(arguments, KWARGS))
     assert wrapped(model) == (LAYERS if "bare" in way else LAYERS[1:])
 
 
@@ -417,7 +500,7 @@ def test_a_callback_logs_what_is_kept_and_undoes_itself(bf16, options, tmp_path)
     found, trainer = trained(model, tmp_path, [callback], bf16=bf16)
     assert_same(found, expected)
     assert wrapped(model) == []
-    assert not model.is_gradient_checkpointing
+    assert not is_on(model)
     assert callback.peak_bytes > 0
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     assert last["remat_peak_bytes"] == callback.peak_bytes
@@ -479,9 +562,10 @@ def test_a_callback_is_refused_that_says_nothing_or_two_things(arguments, messag
 
 def test_a_callback_and_the_arguments_do_not_both_checkpoint(tmp_path):
     with pytest.raises(OptionError, match="leave one of them out"):
-        trained(make_model(), tmp_path, [RematCallback("dots")], gradient_checkpointing=True)
+        trained(make_model(), tmp_path, [RematCallback("dots")], **{f"{WORD}_checkpointing": True})
 
 
+@READS_OLD_NAME
 @POLICIES
 def test_adapters_of_peft_train_as_without(policy, tmp_path):
     peft = pytest.importorskip("peft")
@@ -491,15 +575,15 @@ def test_adapters_of_peft_train_as_without(policy, tmp_path):
         return peft.get_peft_model(make_model(**settings), config)
 
     expected, _ = trained(adapted(use_cache=False), tmp_path)
-    options = {"gradient_checkpointing": True}
+    options = {f"{WORD}_checkpointing": True, KWARGS: {"policy": policy}}
     callback = RematCallback(policy)
     found, _ = trained(adapted(), tmp_path, [callback])
     assert_same(found, expected)
     assert callback.report.by_decision()["recomputed"] > 0
     model = adapted()
-    found, _ = trained(model, tmp_path, **options, gradient_checkpointing_kwargs={"policy": policy})
+    found, _ = trained(model, tmp_path, **options)
     assert_same(found, expected)
-    model.gradient_checkpointing_disable()
+    switch_off(model)
     assert wrapped(model) == []
 
 
@@ -509,7 +593,7 @@ def test_inputs_that_peft_lets_require_gradients_change_nothing():
         m.requires_grad_(False)
         m.model.layers[1].mlp.requires_grad_(True)
         m.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"policy": "dots"})
+    switch_on(model, {"policy": "dots"})
     assert_same(step(model), step(plain))
 
 

@@ -1,18 +1,20 @@
 """Models and the `Trainer` of `transformers` with a policy or a budget.
 
-Importing this module makes `gradient_checkpointing_enable` of every model of the library take a
-policy, and with it all that calls it, such as `TrainingArguments(gradient_checkpointing=True)`:
+Importing this module makes `activation_checkpointing_enable` of every model of the library take a
+policy, and with it all that calls it, such as `TrainingArguments(activation_checkpointing=True)`:
 
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"policy": "budget:8GiB"})
+    model.activation_checkpointing_enable({"policy": "budget:8GiB"})
 
-Keys are those of `torchremat.nn.wrap`: `policy`, `select`, `prevent_cse`, `compile`. A policy that
-decides on one value at a time is on each layer that the library would checkpoint. A budget or a
-plan is on the model as a whole, and with `select` any policy is on each selected module. Without
-these keys the library does what it always did.
+Releases before 5.23 call all of it `gradient_checkpointing`. Keys are those of
+`torchremat.nn.wrap`: `policy`, `select`, `prevent_cse`, `compile`. A policy that decides on one
+value at a time is on each layer that the library would checkpoint. A budget or a plan is on the
+model as a whole, and with `select` any policy is on each selected module. Without these keys the
+library does what it always did.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,7 @@ from torchremat.core.source import warn_user
 from torchremat.errors import NoMatchError, OptionError, nearest_names
 from torchremat.integrations.callback import SessionCallback
 from torchremat.integrations.training_only import TrainingPolicy, remove
+from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike, as_policy
 from torchremat.remat.module_policies import PolicyByPattern
 
@@ -30,7 +33,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "torchremat.integrations.transformers needs transformers 4.57 or newer: pip install "
-        "'transformers>=4.57,<5' (and accelerate for its Trainer)"
+        "'torchremat[transformers]'"
     ) from error
 
 __all__ = ["RematCallback", "disable", "enable"]
@@ -44,24 +47,40 @@ _KEYS = ("policy", "select", "prevent_cse", "compile")
 _OF_PYTORCH = (
     "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",
 )  # fmt: skip
+_SWITCHES = ("enable", "disable")
 _HINT = (
-    "The model is as it was after gradient_checkpointing_disable(). Give a policy for each layer "
+    "The model is as it was once checkpointing is disabled. Give a policy for each layer "
     "('dots', 'full'), which leaves what is between them to the model, or name with select= the "
-    "modules that can be traced: of a mixture of experts its self_attn. Layers that are skipped at "
-    "random are called as a whole with layerdrop=0."
+    "modules that can be traced: of a mixture of experts its self_attn, or all of it with "
+    "experts_implementation='grouped_mm' (transformers 5). Layers that are skipped at random are "
+    "called as a whole with layerdrop=0."
 )
 
-_enable_theirs = PreTrainedModel.gradient_checkpointing_enable
-_disable_theirs = PreTrainedModel.gradient_checkpointing_disable
+# the library's own word for it, which 5.23 changed
+_WORD = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_enable") else "gradient"
+_KWARGS = f"{_WORD}_checkpointing_kwargs"
+
+
+def _find_last_called(switch: str) -> str:
+    """The method that all ways to switch checkpointing in this release end with.
+
+    In 5.23 those with the old name and the new one call each other, and this one last.
+    """
+    last = f"_{_WORD}_checkpointing_{switch}"
+    return last if hasattr(PreTrainedModel, last) else last.removeprefix("_")
+
+
+_THEIRS = {name: getattr(PreTrainedModel, name) for name in map(_find_last_called, _SWITCHES)}
+_enable_theirs, _disable_theirs = _THEIRS.values()
 
 
 def enable() -> None:
-    """Let `gradient_checkpointing_enable` of all models take a policy. Importing has done it.
+    """Let checkpointing of all models be switched on with a policy. Importing has done it.
 
     >>> enable()
     """
-    PreTrainedModel.gradient_checkpointing_enable = gradient_checkpointing_enable
-    PreTrainedModel.gradient_checkpointing_disable = gradient_checkpointing_disable
+    for name, ours in zip(_THEIRS, (enable_checkpointing, disable_checkpointing), strict=True):
+        setattr(PreTrainedModel, name, ours)
 
 
 def disable() -> None:
@@ -69,43 +88,57 @@ def disable() -> None:
 
     >>> disable(); enable()
     """
-    PreTrainedModel.gradient_checkpointing_enable = _enable_theirs
-    PreTrainedModel.gradient_checkpointing_disable = _disable_theirs
+    for name, theirs in _THEIRS.items():
+        setattr(PreTrainedModel, name, theirs)
 
 
-def gradient_checkpointing_enable(
-    self: Any, gradient_checkpointing_kwargs: Mapping[str, Any] | str | None = None
+def enable_checkpointing(
+    self: Any,
+    gradient_checkpointing_kwargs: Mapping[str, Any] | str | None = None,
+    every_n_layers: int = 1,
+    offload: bool = False,
 ) -> None:
-    """Activate gradient checkpointing: the library's own, or that of a policy.
+    """Activate checkpointing: the library's own, or that of a policy.
 
     Args:
         self: the model.
         gradient_checkpointing_kwargs: `{"policy": "budget:8GiB"}`, or just its text; see the
             module. `use_reentrant` may stay where it is: there is nothing to choose. Without a key
             of `torchremat.nn.wrap`, the options of `torch.utils.checkpoint`.
+        every_n_layers: the policy is on every so manieth layer, from the first one on.
+        offload: only without a policy.
 
     Raises:
-        OptionError: (a `ValueError`) for a key that is none, with the nearest.
+        OptionError: (a `ValueError`) for a key that is none, with the nearest, and for options
+            that a policy or a selection takes the place of.
         Whatever `torchremat.nn.wrap` raises; then nothing has changed.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> size = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=2)
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **size))
-    >>> model.gradient_checkpointing_enable({"policy": "dots"})
+    >>> enable_checkpointing(model, {"policy": "dots"})
     >>> model.model.layers[1].forward
     <forward of model.layers.1 under checkpoint, policy=dots_saveable>
-    >>> model.gradient_checkpointing_disable()
+    >>> disable_checkpointing(model)
     """
     applied = _read_options(gradient_checkpointing_kwargs)
     if applied is not None:
-        enable_remat(self, applied)
+        if offload:
+            raise OptionError(
+                "offload=True is an option of the library's own checkpointing. With a policy, say "
+                "what goes to the host: 'offload_dot_with_no_batch_dims' or 'offload_names:...'"
+            )
+        enable_remat(self, applied, every_n_layers)
         return
     remove(self)
-    _enable_theirs(self, gradient_checkpointing_kwargs)
+    given = {"every_n_layers": (every_n_layers, 1), "offload": (offload, False)}
+    # releases before 5.23 have neither
+    more = {name: value for name, (value, default) in given.items() if value != default}
+    _enable_theirs(self, gradient_checkpointing_kwargs, **more)
 
 
-def gradient_checkpointing_disable(self: Any) -> None:
-    """Deactivate gradient checkpointing, the library's own or that of a policy."""
+def disable_checkpointing(self: Any) -> None:
+    """Deactivate checkpointing, the library's own or that of a policy."""
     is_ours = bool(remove(self)) | any(_is_ours(module) for module in self.modules())
     if not is_ours:
         _disable_theirs(self)
@@ -113,15 +146,19 @@ def gradient_checkpointing_disable(self: Any) -> None:
         self._set_gradient_checkpointing(enable=False)
 
 
-def enable_remat(model: Any, applied: TrainingPolicy) -> list[str]:
+def enable_remat(model: Any, applied: TrainingPolicy, every_n_layers: int = 1) -> list[str]:
     """Put `applied` on `model` of `transformers`, and set the model's own switch.
 
-    So the model itself turns off `use_cache`, with its own warning, and `is_gradient_checkpointing`
-    is true. Returns the names of the modules that run under a checkpoint now.
+    So the model itself turns off `use_cache`, with its own warning, and says that it checkpoints.
+    Returns the names of the modules that run under a checkpoint now.
     """
     if applied.select is None and not _is_for_the_whole(applied.policy):
-        applied = TrainingPolicy(
-            applied.policy, _layers_of(model), applied.prevent_cse, applied.compile, applied.hint
+        applied = replace(applied, select=_select_layers(model, every_n_layers))
+    elif every_n_layers != 1:
+        chosen = "select=" if applied.select is not None else "a policy for the whole model"
+        raise OptionError(
+            f"every_n_layers={every_n_layers} chooses layers, as {chosen} does: leave one of "
+            "them out"
         )
     names = applied.apply_to(model)
     if _accepts_function(model):
@@ -151,7 +188,7 @@ def _accepts_function(model: Any) -> bool:
     return bool(model.supports_gradient_checkpointing) and "value" not in parameters
 
 
-def _layers_of(model: Any) -> type:
+def _select_layers(model: Any, every: int) -> Select:
     kind = type(model).__name__
     if not model.supports_gradient_checkpointing:
         raise OptionError(
@@ -163,7 +200,11 @@ def _layers_of(model: Any) -> type:
             f"{kind} has no GradientCheckpointingLayer: it calls its layers in a way of its own. "
             "Name them with select=, as in {'policy': 'dots', 'select': 'model.layers.*'}"
         )
-    return GradientCheckpointingLayer  # type: ignore[no-any-return]
+    if every == 1:
+        return GradientCheckpointingLayer  # type: ignore[no-any-return]
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    chosen = set(map(id, layers[::every]))
+    return lambda module: id(module) in chosen
 
 
 # --- the keys ------------------------------------------------------------------------------------
@@ -177,7 +218,7 @@ def _read_options(given: Mapping[str, Any] | str | None) -> TrainingPolicy | Non
     unknown = [key for key in given if key not in (*_KEYS, *_OF_PYTORCH)]
     if unknown:
         raise OptionError(
-            f"gradient_checkpointing_kwargs has no key {unknown[0]!r}, "
+            f"{_KWARGS} has no key {unknown[0]!r}, "
             f"{nearest_names(str(unknown[0]), (*_KEYS, *_OF_PYTORCH))}. With a policy the keys are "
             f"{', '.join(_KEYS)}; without one those of torch.utils.checkpoint"
         )
@@ -185,7 +226,7 @@ def _read_options(given: Mapping[str, Any] | str | None) -> TrainingPolicy | Non
         return None
     if "policy" not in given:
         raise OptionError(
-            f"gradient_checkpointing_kwargs={dict(given)!r} has no 'policy': say what may be "
+            f"{_KWARGS}={dict(given)!r} has no 'policy': say what may be "
             "saved, as in {'policy': 'dots'}, or 'full' to save nothing"
         )
     _check_of_pytorch(given)
@@ -206,7 +247,7 @@ def _check_of_pytorch(given: Mapping[str, Any]) -> None:
             else "leave it out"
         )
         raise OptionError(
-            f"gradient_checkpointing_kwargs: {refused[0]!r} is an option of torch.utils.checkpoint,"
+            f"{_KWARGS}: {refused[0]!r} is an option of torch.utils.checkpoint,"
             f" which a policy takes the place of: {cure}"
         )
     if given.get("use_reentrant"):
@@ -257,9 +298,9 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the policy on the model."""
         model: nn.Module = kwargs["model"]
-        if args.gradient_checkpointing:
+        if getattr(args, f"{_WORD}_checkpointing"):
             raise OptionError(
-                "TrainingArguments(gradient_checkpointing=True) and a RematCallback both "
+                f"TrainingArguments({_WORD}_checkpointing=True) and a RematCallback both "
                 "checkpoint the model: leave one of them out"
             )
         applied = TrainingPolicy(self.policy, self._session.select, hint=_HINT)
@@ -267,7 +308,7 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
         if base is None:
             self._session.begin(model, lambda: applied.apply_to(model), lambda: remove(model))
             return
-        undo = lambda: gradient_checkpointing_disable(base)  # noqa: E731
+        undo = lambda: disable_checkpointing(base)  # noqa: E731
         self._session.begin(base, lambda: enable_remat(base, applied), undo)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -24,9 +24,9 @@ from .fake_proxy import (
     DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, FakeTensor, FakeTensorMode,
     ProxyTorchDispatchMode, PythonKeyTracer, TorchDispatchMode, TorchFunctionMetadataMode,
     answer_nan_checks, autograd_as_at_the_top, enter_proxy_modes, find_ragged_dim,
-    innermost_proxy_mode, is_active, is_any_autocast_enabled, is_fake, is_faking, is_traceable_wrapper_subclass,
-    is_transformed_or_watched, isolate, new_fake_mode, proxy_of, track, track_size, untraced,
-    without_function_modes,
+    innermost_proxy_mode, is_active, is_any_autocast_enabled, is_fake, is_faking,
+    is_traceable_wrapper_subclass, is_transformed_or_watched, isolate, new_fake_mode, proxy_of,
+    track, track_size, untraced, without_function_modes,
 )  # fmt: skip
 from .flash_attention import (
     FLASH_ATTENTION, FLASH_ATTENTION_BACKWARD, attend_ragged, attend_ragged_backward,

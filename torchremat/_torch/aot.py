@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
@@ -153,9 +154,7 @@ def decompose(
     module: torch.fx.GraphModule, inputs: Sequence[Any], table: Mapping[Any, Any]
 ) -> torch.fx.GraphModule:
     """Trace `module` again on fake `inputs`, with operators broken up as `table` says."""
-    from torch._guards import detect_fake_mode
-
-    fake_mode = detect_fake_mode(inputs)
+    fake_mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     interpret = torch.fx.Interpreter(module).run
     with (
         ExitStack() if fake_mode is None else fake_mode,

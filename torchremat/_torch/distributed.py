@@ -24,7 +24,7 @@ def store_of_processes() -> Any:
 
 
 def timeout_of_processes() -> timedelta:
-    group = distributed_c10d._get_default_group()
+    group: Any = distributed.group.WORLD
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     found = getattr(options, "_timeout", None)
     return distributed_c10d.default_pg_timeout if found is None else found

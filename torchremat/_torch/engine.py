@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+from torch import DispatchKey
 from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 
@@ -58,8 +58,8 @@ def set_saved_tensors_hooks_aside() -> Iterator[None]:
     """
     aside = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        aside.append(hooks)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        aside.append(torch.autograd.graph.saved_tensors_hooks(*hooks))
+        aside[-1].__exit__()
     disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     torch._C._autograd._saved_tensors_hooks_enable()
     try:
@@ -67,8 +67,8 @@ def set_saved_tensors_hooks_aside() -> Iterator[None]:
     finally:
         if disabled is not None:
             torch._C._autograd._saved_tensors_hooks_disable(disabled)
-        for pack, unpack in reversed(aside):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        for hooks in reversed(aside):
+            hooks.__enter__()
 
 
 def has_saved_tensors_hooks() -> bool:

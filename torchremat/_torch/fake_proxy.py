@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+from torch import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -33,9 +33,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
-)
 
 from .functorch import functorch_is_active
 from .patches import dual_level_as_functorch_level, enter_trace
@@ -194,7 +191,8 @@ def answer_nan_checks() -> AbstractContextManager[Any]:
 
 def find_ragged_dim(nested: Any) -> int:
     """The dim of a jagged nested tensor whose size differs; the batch is dim 0."""
-    return nested._ragged_idx  # type: ignore[no-any-return]
+    is_ragged = [isinstance(n, torch.SymInt) and n.node.is_nested_int() for n in nested.shape]
+    return is_ragged.index(True)
 
 
 def innermost_proxy_mode() -> ProxyTorchDispatchMode | None:
@@ -233,7 +231,7 @@ def is_active(mode: TorchFunctionMetadataMode) -> bool:
     return mode in _get_current_function_mode_stack()
 
 
-without_function_modes = torch._C.DisableTorchFunction
+without_function_modes = torch.DisableTorchFunction
 """A context in which no `TorchFunctionMode` sees anything."""
 
 
@@ -256,7 +254,7 @@ def autograd_as_at_the_top() -> Iterator[None]:
         excluded = torch._C._dispatch_tls_local_exclude_set()
         for key in keys:
             excluded = excluded.remove(key)
-        views = torch._C.DispatchKeySet(DispatchKey.ADInplaceOrView)
+        views = torch.DispatchKeySet(DispatchKey.ADInplaceOrView)
         included = torch._C._dispatch_tls_local_include_set() | views
         with (
             torch._C._ForceDispatchKeyGuard(included, excluded),
@@ -281,8 +279,8 @@ SWITCHES = (
 
 PLAIN_TORCH_FUNCTIONS = (
     vars(torch.Tensor).get("__torch_function__"),
-    vars(torch._C.TensorBase).get("__torch_function__"),
-    torch._C._disabled_torch_function_impl,
+    vars(torch.Tensor.__base__).get("__torch_function__"),
+    torch.nn.Parameter.__torch_function__,
 )
 """The `__torch_function__` of tensors, and of subclasses without functions of their own."""
 
@@ -290,6 +288,13 @@ PLAIN_TORCH_FUNCTIONS = (
 def is_transformed_or_watched() -> bool:
     """Whether `torch.func` or a dispatch mode is to see the operators that run."""
     return functorch_is_active() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_traceable_wrapper_subclass(value: Any) -> bool:
+    """Whether `value` is a tensor made of others, which it names in `__tensor_flatten__`."""
+    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):
+        return False
+    return hasattr(value, "__tensor_flatten__") and hasattr(value, "__tensor_unflatten__")
 
 
 def is_fake(value: Any) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+from torch import DispatchKey
 from torch._C._functorch import TransformType as TransformType
 from torch._C._functorch import (
     _add_batch_dim,
@@ -27,9 +27,7 @@ from torch._C._functorch import (
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._functorch.utils import unwrap_dead_wrappers as unwrap_dead_wrappers
 from torch._functorch.vmap import restore_vmap as restore_vmap
-from torch._functorch.vmap import unwrap_batched
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -204,7 +202,8 @@ def map_at_current_level(
     """
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
-    inner, in_dims = unwrap_batched(tuple(inputs), level)
+    pairs = [unwrap_batched_tensor(tensor, level) for tensor in inputs]
+    inner, in_dims = zip(*pairs, strict=True) if pairs else ((), ())
     with interpreter.lower():
         outputs, out_dims = rule(inner, in_dims, interpreter.batch_size(), interpreter.randomness())
     return tuple(
@@ -279,6 +278,11 @@ def without_dead_levels(tensor: torch.Tensor) -> torch.Tensor:
     return unwrap_if_dead(tensor)
 
 
+def unwrap_dead_wrappers(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Apply `without_dead_levels` to the tensors among `values`."""
+    return tuple(unwrap_if_dead(v) if isinstance(v, torch.Tensor) else v for v in values)
+
+
 # --- inside of a batching rule -------------------------------------------------------------------
 
 
@@ -292,7 +296,7 @@ class VmapLevel:
 def at_level_below() -> Iterator[VmapLevel]:
     """In a batching rule: what runs in the block runs below its level, which is yielded."""
     interpreter: Any = retrieve_current_functorch_interpreter()
-    keys = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
+    keys = torch.DispatchKeySet(DispatchKey.FuncTorchBatched)
     with torch._C._ExcludeDispatchKeyGuard(keys):
         yield VmapLevel(interpreter.level(), interpreter.batch_size())
 

@@ -6,6 +6,7 @@ Modules of compilers are imported where they are needed: they take a second.
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from importlib.util import find_spec
 from types import UnionType
 from typing import Any, get_origin
 
@@ -78,9 +79,7 @@ _MayFuse = Callable[[list[AbstractSet[torch.fx.Node]], list[AbstractSet[torch.fx
 
 
 def has_triton() -> bool:
-    from torch.utils._triton import has_triton_package
-
-    return has_triton_package()
+    return find_spec("triton") is not None
 
 
 def compile_fx(

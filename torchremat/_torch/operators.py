@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._C import DispatchKey as DispatchKey
+from torch import DispatchKey as DispatchKey
 from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -242,11 +242,11 @@ class _FunctionRules:
 
     @cached_property
     def _returns_list(self) -> bool:
-        return isinstance(self.op._schema.returns[0].type, torch._C.ListType)
+        return isinstance(self.op._schema.returns[0].type, torch.ListType)
 
     @cached_property
     def _takes_list(self) -> bool:
-        return any(isinstance(a.type, torch._C.ListType) for a in self.op._schema.arguments)
+        return any(isinstance(a.type, torch.ListType) for a in self.op._schema.arguments)
 
     def run_autograd(self, *args: Any) -> Any:
         spec = None

@@ -331,7 +331,7 @@ def _has_fake_of_other_trace(args: tuple[Any, ...], mode: _torch.FakeTensorMode)
 def _is_foreign(tensor: Tensor, mode: _torch.FakeTensorMode) -> bool:
     inner = _torch.innermost_tensor(tensor)
     if _torch.is_traceable_wrapper_subclass(inner):  # of this trace if what it is made of is
-        names, _ = inner.__tensor_flatten__()
+        names, _ = inner.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = (getattr(inner, name) for name in names)
         return any(isinstance(part, Tensor) and _is_foreign(part, mode) for part in parts)
     return not isinstance(inner, _torch.FakeTensor) or inner.fake_mode is not mode

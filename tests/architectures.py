@@ -33,8 +33,6 @@ class Architecture:
     """The same of the model as a whole."""
     parts: str | None = None
     """What can be wrapped where a layer cannot."""
-    rounding: tuple[str, ...] = ()
-    """Whose gradients are equal only to rounding if layers are wrapped (`fnmatch`)."""
     draws: bool = True
     """Whether it has dropout."""
     num_wrapped: int = 2
@@ -176,12 +174,6 @@ _MAMBA = {
 _EAGER = {"attn_implementation": "eager"}
 # without padding, and no token that could be it, nothing looks at the tokens
 _UNPADDED = {"pad_token_id": None}
-
-# Each decoder layer reads the output of the encoder twice, for keys and values. Plain autograd adds
-# up v1 + k1 + v0 + k0 from the left, checkpoints (v1 + k1) + (v0 + k0): so the gradient of that
-# output, and of all that is behind it, is equal to rounding only.
-_BEHIND_THE_OUTPUT_OF_THE_ENCODER = ("*encoder.*", "*shared.weight")
-
 
 # In train mode many models ask `if torch.rand([]) < self.layerdrop` of each layer, even if it is 0.
 def _asks(file: str, function: str = "forward", op: str = "_local_scalar_dense") -> str:
@@ -355,7 +347,6 @@ ARCHITECTURES = {
         _T5,
         padded_text,
         "**.block.*",
-        rounding=_BEHIND_THE_OUTPUT_OF_THE_ENCODER,
         num_wrapped=4,
         slow=("whole",),
     ),
@@ -365,7 +356,6 @@ ARCHITECTURES = {
         {**_BART, **_EAGER},
         padded_text,
         "model.*coder.layers.*",
-        rounding=_BEHIND_THE_OUTPUT_OF_THE_ENCODER,
         num_wrapped=4,
     ),
     "bart, one layer reads the encoder": Architecture(
@@ -491,7 +481,6 @@ ARCHITECTURES = {
         },
         spectrograms_to_transcribe,
         "model.*coder.layers.*",
-        rounding=_BEHIND_THE_OUTPUT_OF_THE_ENCODER,
         num_wrapped=4,
     ),
     "audio spectrogram transformer": Architecture(

@@ -114,7 +114,7 @@ def test_layers_of_every_architecture_train_as_plain(name):
     model = copy.deepcopy(plain)
     switch_on(model, {"policy": "dots"})
     assert len(wrapped(model)) >= 1
-    assert_trains_as_plain(model, plain, a, a.rounding)
+    assert_trains_as_plain(model, plain, a)
     assert any(row.decision == "recomputed" for row in tr.nn.report(model))
 
 

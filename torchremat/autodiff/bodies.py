@@ -35,6 +35,9 @@ FlatFunction = Callable[[list[Tensor]], list[Any]]
 class Body(ABC):
     """A function from a list of tensors to a list of outputs, for use inside a trace."""
 
+    num_args: int = 0
+    """The number of inputs that are arguments; parameters are not, which few others read."""
+
     @abstractmethod
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for `inputs`, tensors of `tracing` or wrapped ones."""

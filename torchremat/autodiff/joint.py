@@ -9,7 +9,7 @@ It is what AOTAutograd traces. The backward operators are autograd's own, on fak
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.autodiff.bodies import Body, gradients
+from torchremat.autodiff.gradient_parts import Part, PartRecorder, choose_parts
 from torchremat.errors import EffectError
 from torchremat.graph.nodes import ancestors, is_forward
 from torchremat.graph.notes import notes_of
@@ -47,6 +48,14 @@ class Joint:
     gradients: tuple[fx.Node | None, ...]
     opened: bool = False
     by_compiler: bool = False
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def returned_gradients(self) -> list[fx.Node]:
+        """The results of a backward pass: gradients, or the parts of those that have parts."""
+        split = {i for i, _ in self.parts}
+        whole = [g for i, g in enumerate(self.gradients) if g is not None and i not in split]
+        return [*whole, *(value for _, value in self.parts)]
 
     @property
     def forward_nodes(self) -> list[fx.Node]:
@@ -93,19 +102,16 @@ def trace_joint(
 
     Inputs that `body` closes over come after those of `specs`. `warns` of what a trace leaves out.
     """
-    tracing = Tracing(
-        paths=paths, warns=warns, shapes=shapes_of(specs), opens_calls=options.opens_calls
-    )
-    if options.whole_calls:
-        tracing.on_function = FunctionCalls(tracing)
+    tracing = _begin(paths, specs, options, warns)
     with tracing.recording():
         leaves = [tracing.input(spec, name) for spec, name in zip(specs, names, strict=True)]
-        inputs, outputs = _run_body(body, tracing, leaves, specs, options.grad_enabled)
+        recorder = PartRecorder()
+        inputs, outputs = _run_body(body, tracing, leaves, specs, options.grad_enabled, recorder)
         leaves += tracing.captured_inputs
         tracing.phase = "backward"
         cotangents = _add_cotangents(tracing, outputs, options)
-        grads = _differentiate(leaves, outputs, cotangents, options.create_graph)
-        module = tracing.finish([*outputs, *grads])
+        grads = _differentiate(leaves, outputs, cotangents, options.create_graph, recorder)
+        module = tracing.finish([*outputs, *grads, *recorder.values])
     input_nodes = [tracing.placeholder_of(t) for t in leaves]
     cotangent_nodes = [None if t is None else tracing.placeholder_of(t) for t in cotangents]
     if options.whole_calls:
@@ -114,16 +120,34 @@ def trace_joint(
     functional = functionalize(module, input_nodes)
     if options.with_gradients or options.whole_calls:
         _refuse_differentiable_writes(functional.mutations, inputs)
-    results = tuple(functional.outputs)
+    results, end = tuple(functional.outputs), len(outputs) + len(grads)
     joint = Joint(
         functional.module,
         tuple(functional.node(n) for n in input_nodes),
         results[: len(outputs)],
         functional.mutations,
         tuple(None if n is None else functional.node(n) for n in cotangent_nodes),
-        results[len(outputs) :],
+        results[len(outputs) : end],
     )
-    return joint, tracing
+    return _with_parts(joint, recorder.positions, results[end:]), tracing
+
+
+def _begin(
+    paths: ModulePaths, specs: Sequence[InputSpec], options: TraceOptions, warns: bool
+) -> Tracing:
+    tracing = Tracing(
+        paths=paths, warns=warns, shapes=shapes_of(specs), opens_calls=options.opens_calls
+    )
+    if options.whole_calls:
+        tracing.on_function = FunctionCalls(tracing)
+    return tracing
+
+
+def _with_parts(joint: Joint, positions: Sequence[int], values: Sequence[fx.Node]) -> Joint:
+    if not values:
+        return joint
+    parts = list(zip(positions, values, strict=True))
+    return replace(joint, parts=choose_parts(parts, joint.gradients, joint.forward_nodes))
 
 
 def _run_body(
@@ -132,13 +156,18 @@ def _run_body(
     leaves: Sequence[Tensor],
     specs: Sequence[InputSpec],
     grad_enabled: bool,
+    recorder: PartRecorder,
 ) -> tuple[list[Tensor], list[Any]]:
     """Return the inputs that the body may write to, captured ones last, and its outputs."""
     with torch.set_grad_enabled(grad_enabled):
         given = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
         layouts = [(tuple(t.shape), t.stride()) for t in given]
+        is_shared = [i < body.num_args or not s.is_leaf for i, s in enumerate(specs)]
+        recorder.expect({i: t for i, t in enumerate(given) if is_shared[i]})
         outputs = body.run(tracing, given)
     inputs = [*given, *tracing.captured_inputs]
+    captured = enumerate(tracing.captured_specs, len(given))
+    recorder.expect({i: inputs[i] for i, spec in captured if not spec.is_leaf})
     layouts += [(tuple(s.shape), s.stride) for s in tracing.captured_specs]
     _refuse_changed_layout(inputs, layouts)
     return inputs, [tracing.lift(o) if isinstance(o, Tensor) else o for o in outputs]
@@ -208,15 +237,15 @@ def _differentiate(
     outputs: Sequence[Any],
     cotangents: Sequence[Tensor | None],
     create_graph: bool,
+    recorder: PartRecorder,
 ) -> list[Tensor | None]:
     wrt = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
     chosen = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
-    found = gradients(
-        [outputs[i] for i in chosen],
-        [leaves[i] for i in wrt],
-        [cotangents[i] for i in chosen],  # type: ignore[misc]
-        create_graph=create_graph,
-    )
+    given: list[Tensor] = [cotangents[i] for i in chosen]  # type: ignore[misc]
+    roots = [outputs[i] for i in chosen]
+    if not create_graph:
+        recorder.watch(roots, given)
+    found = gradients(roots, [leaves[i] for i in wrt], given, create_graph=create_graph)
     grads: list[Tensor | None] = [None] * len(leaves)
     for i, grad in zip(wrt, found, strict=True):
         grads[i] = grad

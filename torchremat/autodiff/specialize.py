@@ -28,6 +28,7 @@ def specialize_joint(joint: Joint, sizes: Sizes) -> tuple[Joint, Mapping[fx.Node
             translate(joint.cotangents),
             translate(joint.gradients),
             joint.opened,
+            parts=tuple((i, nodes[value]) for i, value in joint.parts),
         ),
         nodes,
     )

@@ -53,8 +53,7 @@ class VerifyingProgram(FunctionProgram):
         cotangents = [ct for ct in joint.cotangents if ct is not None]
         saved = [joint.inputs[i] for i in self.saved_inputs]
         inputs = [*saved, *self.residuals[len(self.checked) :], *cotangents]
-        pairs = zip(joint.gradients, inputs_needing_grad, strict=True)
-        grads = [gradient if needed else None for gradient, needed in pairs]
+        grads = self.gradients_of(joint, inputs_needing_grad)
         module = slice_graph(joint.module, inputs, [*grads, *self.checked], lazy=is_forward)
         accept_any_layout(module.graph)
         run = compile_graph(module, "verified backward")

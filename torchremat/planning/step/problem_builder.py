@@ -123,7 +123,7 @@ class _ProblemBuilder:
         calls = [n for n in joint.module.graph.nodes if n in parts]
         for node in sorted(calls, key=lambda n: parts[n] is not Part.FORWARD):
             self._add(node, parts[node])
-        gradients = list(self._values_of(g for g in joint.gradients if isinstance(g, fx.Node)))
+        gradients = list(self._values_of(joint.returned_gradients))
         self.operators.append(Operator(tuple(gradients), (), 0.0, Part.BACKWARD))
         self.calls.append(None)
         late = {v for op in self.operators if op.part is Part.BACKWARD for v in op.writes}
@@ -193,7 +193,7 @@ def _parts(joint: Joint) -> dict[fx.Node, Part]:
     written = [value for _, value in joint.mutations]
     roots = [*joint.outputs, *written, *filter(draws_in_forward, graph.nodes)]
     forward = ancestors(roots, reads=nodes_read_by)
-    backward = ancestors(joint.gradients, reads=nodes_read_by)
+    backward = ancestors(joint.returned_gradients, reads=nodes_read_by)
     late = {ct for ct in joint.cotangents if ct is not None}
     parts = {}
     for node in graph.nodes:

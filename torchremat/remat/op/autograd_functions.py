@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.autodiff.gradient_parts import fill_slots
 from torchremat.core.trees import scatter_values
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.remat.offload.copies import expect, fetch_value, note_kept, wait_for_copies
@@ -48,7 +49,7 @@ def apply_program(
     if not _torch.functorch_is_active():
         if _torch.in_dual_level() and _torch.has_tangents(inputs):
             return _torch.push_dual_numbers_forward(_forward_rule(program, owner), inputs)
-        return _direct_apply(program, sizes, owner, *inputs)  # type: ignore[no-any-return]
+        return _direct_apply(program, sizes, owner, *program.by_slot(inputs))  # type: ignore[no-any-return]
     if program.axis_names:
         inputs = map_over(program.axis_names, inputs)
     level = _torch.innermost_transform()
@@ -69,6 +70,8 @@ class Checkpoint(torch.autograd.Function):
     def forward(
         ctx: Any, program: Program, sizes: Sizes | None, owner: object, *inputs: Tensor
     ) -> tuple[Any, ...]:
+        if program.gradient_slots:
+            inputs = tuple([inputs[slot] for slot in program.first_slots])
         ctx.call = next(_calls)
         ctx.sizes = sizes
         offloads = bool(program.offloaded)
@@ -85,8 +88,7 @@ class Checkpoint(torch.autograd.Function):
             wait_for_copies()  # the hooks receive the copies, and may read them
         num_outputs = program.num_outputs
         outputs = results[:num_outputs]
-        if program.views:
-            outputs = _as_views(program, outputs)
+        outputs = _as_views(program, outputs) if program.views else outputs
         ctx.program = program
         ctx.owner = owner
         ctx.second_part = None
@@ -198,7 +200,7 @@ def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
     program: Program = ctx.program
     given = tuple(cotangents[i] is not None for i in program.differentiable)
     if not any(given):
-        return (None,) * (program.num_inputs + 3)
+        return (None,) * (len(program.gradient_slots or range(program.num_inputs)) + 3)
     saved = list(ctx.saved_tensors)
     chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
     if torch.is_grad_enabled():
@@ -222,6 +224,8 @@ def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
 
 def _of_inputs(ctx: Any, of_edges: tuple[bool, ...]) -> tuple[bool, ...]:
     """Spread flags of autograd's edges over the inputs; one that is no tensor has no edge."""
+    if ctx.program.gradient_slots:
+        return tuple([of_edges[slot] for slot in ctx.program.first_slots])
     if not ctx.program.missing_inputs:
         return of_edges
     edges = iter(of_edges)
@@ -272,7 +276,10 @@ def _apply_vjp_differentiably(
             residuals[i] = fetch_value(residuals[i], program.residuals[i].meta["val"].device)
     body, known = inputs[:num_body], inputs[num_body:]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
-    return (None, None, None, *scatter_values(found, vjp.wrt, count))
+    gradients = scatter_values(found, vjp.wrt, count)
+    if program.gradient_slots:
+        gradients = fill_slots(program.gradient_slots, (), gradients)
+    return (None, None, None, *gradients)
 
 
 def _shift_known(absent: frozenset[int], program: Program, num_cotangents: int) -> frozenset[int]:

@@ -133,7 +133,7 @@ class PolicyDecisions:
         return other
 
     def residuals(self, joint: Joint) -> Residuals:
-        wanted = [g for g in joint.gradients if g is not None]
+        wanted = joint.returned_gradients
         if self.schedule is not None and self.schedule.backward:
             return self._residuals_of(self.schedule, joint, wanted)
         return self.residuals_for(joint, wanted)

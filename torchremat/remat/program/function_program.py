@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import fx
 
+from torchremat.autodiff.gradient_parts import slots_of
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
@@ -72,6 +73,7 @@ class FunctionProgram(Program):
         self.writes = tuple(i for i, _ in mutations)
         self.written_outputs = find_written_outputs(self.output_nodes, mutations)
         self.views = _find_views(self.output_nodes, set(region.joint.inputs))
+        self.gradient_slots = slots_of(self.root_joint.parts, region.joint.parts, self.num_inputs)
         found = _find_residuals(region.joint, self.root_joint, self.decisions)
         self.recomputed = found.recomputed
         """The values of the forward pass that the backward pass recomputes."""

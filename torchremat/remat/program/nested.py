@@ -134,6 +134,7 @@ def _copy(joint: Joint) -> Joint:
         mutations=tuple((i, copy_of(value)) for i, value in joint.mutations),
         cotangents=tuple(map(copy_of, joint.cotangents)),
         gradients=tuple(map(copy_of, joint.gradients)),
+        parts=tuple((i, copy_of(value)) for i, value in joint.parts),
     )
 
 
@@ -187,12 +188,14 @@ def _open_backward(
     values = [*split.own_residuals, *split.residuals]
     if joint is program.root_joint:
         gradients = dict(zip(joint.gradients, split.joint.gradients, strict=True))
+        pairs = zip(joint.parts, split.joint.parts, strict=True)
+        gradients |= {ours: theirs for (_, ours), (_, theirs) in pairs}
         wanted = [gradients[node] if isinstance(node, fx.Node) else node for node in wanted]
         joint = split.joint
         known = dict(zip(values, items, strict=True))
     else:  # some outputs have no cotangent: the graph of another trace
-        pairs = match_forward(split.joint, joint, values, strict=False)
-        known = {pairs[v]: item for v, item in zip(values, items, strict=True) if v in pairs}
+        found = match_forward(split.joint, joint, values, strict=False)
+        known = {found[v]: item for v, item in zip(values, items, strict=True) if v in found}
     cotangents = [ct for ct in joint.cotangents if ct is not None]
     given = backward.args[len(backward.args) - len(cotangents) :]
     opened = slice_graph(

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 from torch import fx
 
+from torchremat.autodiff.gradient_parts import fill_slots
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.graph.nodes import is_forward, is_inexact
@@ -54,6 +55,8 @@ class Program(ABC):
     """Positions of random residuals: outside traces the generator's state is saved instead."""
     offloaded: tuple[int, ...] = ()
     """Positions of residuals in the host's memory: outside traces, in eager mode."""
+    gradient_slots: tuple[int, ...] = ()
+    """The input that each returned gradient is for, if some have one for each of their readers."""
     jitted_name = ""
     """The name of the function, if `jit` made the program of it."""
 
@@ -147,10 +150,7 @@ class Program(ABC):
         saved = [inputs[i] for i in self.saved_inputs]
         residuals = values[num_known:]
         cotangents = [ct for ct in joint.cotangents if ct is not None]
-        gradients: list[Any] = [
-            g if needed else None
-            for g, needed in zip(joint.gradients, inputs_needing_grad, strict=False)
-        ]
+        gradients = self.gradients_of(joint, inputs_needing_grad)
         draws, copies = {}, {}
         if with_states:
             start = len(saved)
@@ -175,6 +175,26 @@ class Program(ABC):
         flags = (*self.prevent_cse, *[True] * num_known)
         mark_kept_apart(compiled.module, [flags[i] for i in self.saved_inputs])
         return compiled
+
+    def gradients_of(self, joint: Joint, inputs_needing_grad: Mask) -> list[Any]:
+        """The values of `joint` that its backward pass returns: one a slot, or one an input."""
+        values = [
+            g if needed else None
+            for g, needed in zip(joint.gradients, inputs_needing_grad, strict=False)
+        ]
+        if not self.gradient_slots:
+            return values
+        parts = [part for part in joint.parts if inputs_needing_grad[part[0]]]
+        return fill_slots(self.gradient_slots, parts, values)
+
+    def by_slot(self, values: Sequence[Any]) -> Sequence[Any]:
+        """A value of each input, for each of its slots."""
+        return [values[i] for i in self.gradient_slots] if self.gradient_slots else values
+
+    @cached_property
+    def first_slots(self) -> tuple[int, ...]:
+        """The first slot of each input."""
+        return tuple(map(self.gradient_slots.index, range(self.num_inputs)))
 
     def joint_for(self, outputs_with_cotangent: Mask) -> Joint:
         return self.region.joint_for(outputs_with_cotangent)

@@ -36,6 +36,7 @@ def split_backward(
     module = whole.module
     inputs = module.graph.find_nodes(op="placeholder")
     gradients = results_of(module)
+    first = tuple(program.by_slot(first))
     early = [g if now else None for g, now in zip(gradients, first, strict=True)]
     late = [None if now else g for g, now in zip(gradients, first, strict=True)]
     done = ancestors(early)

@@ -83,6 +83,7 @@ def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> N
         with context.redispatch_to_next():
             return context.wrap_tensors(dispatch_call(op, *inner, **kwargs))
 
+    op.fallthrough(DispatchKey.ZeroTensor)  # a tangent that forward mode knows to be zero
     op.py_impl(DispatchKey.CompositeExplicitAutograd)(dense)
     op.py_impl(DispatchKey.Autograd)(autograd)
     op.py_impl(FakeTensorMode)(fake)

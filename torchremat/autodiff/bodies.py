@@ -188,17 +188,24 @@ class JvpBody(Body):
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         primals, tangents = inputs[: self.num_inputs], inputs[self.num_inputs :]
 
+        constants: list[Any] = []
+
         def function(*wrt: Tensor) -> tuple[tuple[Any, ...], Any]:
             values = list(primals)
             for i, value in zip(self.wrt, wrt, strict=True):
                 values[i] = value
             outputs = self.of.run(tracing, values)
-            return tuple(outputs[i] for i in self.outputs), outputs
+            constants[:] = [None if isinstance(o, Tensor) else (o,) for o in outputs]
+            tensors = [o for o in outputs if isinstance(o, Tensor)]  # torch.func takes no others
+            return tuple(outputs[i] for i in self.outputs), tensors
 
-        _, out_tangents, outputs = torch.func.jvp(  # type: ignore[misc]
+        _, out_tangents, tensors = torch.func.jvp(  # type: ignore[misc]
             function, tuple(primals[i] for i in self.wrt), tuple(tangents), has_aux=True
         )
-        return [*outputs, *out_tangents] if self.keep_primals else list(out_tangents)
+        if not self.keep_primals:
+            return list(out_tangents)
+        left = iter(tensors)
+        return [*(next(left) if c is None else c[0] for c in constants), *out_tangents]
 
 
 @dataclass(eq=False)

@@ -58,6 +58,9 @@ def _is_of_opened(node: fx.Node) -> bool:
 _ALIKE: dict[Any, str] = {aten._unsafe_view.default: str(aten.view.default)}
 
 
+_BODY = "body"
+
+
 def _what(node: fx.Node) -> Any:
     """Names of constants differ from trace to trace."""
     if node.op != "get_attr":
@@ -66,7 +69,7 @@ def _what(node: fx.Node) -> Any:
     assert module is not None
     held = attribute(module, str(node.target))
     if isinstance(held, fx.GraphModule):
-        return ("body", str(notes_of(node).source))  # the graph itself may keep other values
+        return _BODY  # the graph may keep other values, and its line be that of the caller
     if isinstance(held, torch.Tensor):
         with _torch.isolate():  # a trace may be in progress
             return ("constant", str(held.dtype), tuple(held.shape), repr(held.tolist()))
@@ -87,7 +90,9 @@ def _number_nodes(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "call"}  # a number of that trace
         arguments = fx.node.map_arg((node.args, kwargs), lambda n: ("node", found.get(n)))
-        key = (node.op, _what(node), repr(arguments))
-        repeats[key] = repeats.get(key, -1) + 1
-        found[node] = numbers.setdefault((*key, repeats[key]), len(numbers))
+        what = _what(node)
+        key = (node.op, what, repr(arguments))
+        if what is not _BODY:  # calls differ by the values that they read
+            repeats[key] = repeats.get(key, -1) + 1
+        found[node] = numbers.setdefault((*key, repeats.get(key, 0)), len(numbers))
     return found

@@ -32,7 +32,7 @@ from torchremat.remat.program.region import Mask, VmapAxis
 from torchremat.remat.program.split_backward import SplitBackward, split_backward
 from torchremat.tracing.axes.named_axes import frame_being_mapped, map_over
 from torchremat.tracing.input_spec import InputSpec
-from torchremat.tracing.tracing import lift_all
+from torchremat.tracing.tracing import current_tracing, lift_all
 
 
 def apply_program(
@@ -44,8 +44,19 @@ def apply_program(
     `owner` lives as long as autograd's record: it is the traced function, which a derivative of
     higher order traces again.
     """
-    if _torch.innermost_proxy_mode() is not None:
-        inputs = lift_all(inputs)
+    if _torch.innermost_proxy_mode() is None:
+        return _apply_at_level(program, owner, inputs, sizes)
+    inputs = lift_all(inputs)
+    tracing = current_tracing()
+    if tracing is None:
+        return _apply_at_level(program, owner, inputs, sizes)
+    with tracing.keep_grad_mode():  # an autograd function switches it off for what is recorded
+        return _apply_at_level(program, owner, inputs, sizes)
+
+
+def _apply_at_level(
+    program: Program, owner: object, inputs: Sequence[Tensor], sizes: Sizes | None
+) -> tuple[Any, ...]:
     if not _torch.functorch_is_active():
         if _torch.in_dual_level() and _torch.has_tangents(inputs):
             return _torch.push_dual_numbers_forward(_forward_rule(program, owner), inputs)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.autodiff.bodies import NotedBody
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.graph.nodes import results_of
 from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.policies.builtin import nothing_saveable
 from torchremat.policies.checkpoint_name import checkpoint_name, name_p
@@ -24,7 +25,6 @@ from torchremat.remat.program.region import Region
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
-from torchremat.tracing.tracing import current_tracing
 
 _programs: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, FunctionProgram]] = (
     weakref.WeakKeyDictionary()
@@ -58,20 +58,18 @@ def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionPro
 
 def _apply(body: fx.GraphModule, *inputs: Tensor, call: int | None = None) -> tuple[Any, ...]:
     del call
-    program = _program_of(body, inputs)
-    tracing = current_tracing()
-    if tracing is None:
-        return apply_program(program, body, inputs)
-    with tracing.keep_grad_mode():
-        return apply_program(program, body, inputs)
+    tensors = iter(apply_program(_program_of(body, inputs), body, inputs))
+    # a body of which not all outputs are read has `None` in the places of the others
+    return tuple(next(tensors) if isinstance(r, fx.Node) else r for r in results_of(body))
 
 
 def _run_outside_traces(body: fx.GraphModule, *inputs: Tensor) -> tuple[Any, ...]:
-    if _torch.functorch_is_active() or _torch.in_dual_level():
+    if _torch.functorch_is_active():
         return _apply(body, *inputs)
-    records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    if records and not _torch.is_below_autograd():
-        return _apply(body, *inputs)
+    if not _torch.is_below_autograd():  # there nothing is differentiated, nor has a tangent
+        records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        if records or _torch.in_dual_level():
+            return _apply(body, *inputs)
     return remat_p.runner_of(body)(list(inputs))
 
 

@@ -104,7 +104,10 @@ def _calls(joint: Joint) -> dict[int, tuple[fx.Node, list[fx.Node]]]:
         number = node.kwargs.get("call")
         if number is None or not is_checkpoint(node):
             continue
-        if is_forward(node) and _program_of(node).known_values == ():
+        program = _program_of(node)
+        if program is None:  # mapped over an axis: as it is, under its own policy
+            continue
+        if is_forward(node) and program.known_values == ():
             found[number] = (node, [])
         elif not is_forward(node) and number in found:
             found[number][1].append(node)

@@ -356,6 +356,20 @@ class _Square(torch.autograd.Function):
         return grad * 2
 
 
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(x, by=2):
+        return x * by
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.by = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.by, None
+
+
 @check("FunctionHandler", "handle_function_calls", "is_function_of_user", "direct_apply")
 def functions():
     def handler(cls, args, apply):
@@ -369,10 +383,38 @@ def functions():
     assert calls == [_Square, _Square]
     bound(torch.ones(1))
     assert len(calls) == 2
+    functions_with_setup_context()
     assert _torch.is_function_of_user(_Square)
     assert not _torch.is_function_of_user(torch.autograd.forward_ad.dual_level)
     x = torch.ones(1, requires_grad=True)
     torch.autograd.grad(_torch.direct_apply(_Square)(x), x)
+
+
+def functions_with_setup_context():
+    def handler(cls, args, apply):
+        calls.append((cls, args))
+        return apply(args[0] + 1, *args[1:])
+
+    calls = []
+    x = torch.ones(1, requires_grad=True)
+    bound = _Scale.apply
+    with _torch.handle_function_calls(handler):
+        found = bound(x), _Scale.apply(x, 3), _Scale.apply(x, by=4)
+        gradient = torch.func.grad(lambda x: _Scale.apply(x, 4).sum())(torch.ones(1))
+        refused = pytest.raises(RuntimeError, match="must override the setup_context")
+        with _torch.dispatch_restored(), refused:
+            torch.func.grad(lambda x: _Square.apply(x).sum())(torch.ones(1))
+        with pytest.raises(TypeError):
+            _Scale.apply()
+        assert _torch.direct_apply(_Scale)(x, 5) == 5
+    assert [y.item() for y in found] == [4, 6, 8]
+    assert [torch.autograd.grad(y, x)[0].item() for y in found] == [2, 3, 4]
+    assert gradient == 4
+    assert [cls for cls, _ in calls[:3]] == [_Scale] * 3
+    assert [args[1:] for _, args in calls[:3]] == [(2,), (3,), (4,)]
+    # at the level of `grad`, and below it
+    assert [_torch.is_function_of_user(cls) for cls, _ in calls[3:5]] == [False, True]
+    assert torch.func.grad(lambda x: _Scale.apply(x, 4).sum())(torch.ones(1)) == 4
 
 
 @check("OpOverload", "OpOverloadPacket", "schema_arguments", "schema_of", "get_boxed_call")

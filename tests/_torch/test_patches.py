@@ -20,6 +20,7 @@ from torch.utils.module_tracker import ModuleTracker
 import torchremat as tr
 from torchremat import _torch
 from torchremat._torch import patches
+from torchremat._torch.replacements import NON_REENTRANT_CHECKPOINT
 
 SESSION = object()
 BY_NAME = {f"{p.owner}.{p.name}": p for p in patches.PATCHES}
@@ -27,10 +28,14 @@ CASES = {}
 
 
 def case(name, block, around=nullcontext):
-    """The decorated function looks at PyTorch: `block` changes what it returns, in one thread."""
+    """The decorated function looks at PyTorch: `block` changes what it returns, in one thread.
+
+    A patch that this version of PyTorch does without has no case.
+    """
 
     def register(look):
-        CASES[name] = (block, look, around)
+        if name in BY_NAME:
+            CASES[name] = (block, look, around)
         return look
 
     return register
@@ -68,12 +73,20 @@ class Doubled(torch.autograd.Function):
         return 2 * cotangent
 
 
-@case(
-    "torch.autograd.function:_SingleLevelFunction.apply",
-    lambda: _torch.handle_function_calls(lambda cls, args, apply: args[0]),
-)
+def take_first():
+    return _torch.handle_function_calls(lambda cls, args, apply: args[0])
+
+
+@case("torch.autograd.function:_SingleLevelFunction.apply", take_first)
+@case("torch.autograd.function._bind_default_args", take_first)
+@case("torch.autograd.function._call_custom_function_call", take_first)
 def call_of_a_function():
     return Triple.apply(torch.ones(1)).item()
+
+
+@case("torch.autograd.function:_SingleLevelFunction.setup_context", take_first)
+def call_of_a_function_with_ctx():
+    return Doubled.apply(torch.ones(1)).item()
 
 
 LIFTED = torch.full((2, 3), 5.0)
@@ -105,7 +118,7 @@ def count_calls(use_reentrant):
     return len(calls)
 
 
-@case("torch.utils.checkpoint._checkpoint_without_reentrant_generator", trace)
+@case(f"torch.utils.checkpoint.{NON_REENTRANT_CHECKPOINT}", trace)
 def calls_of_a_checkpoint():
     return count_calls(False)
 
@@ -115,6 +128,15 @@ def compilations():
     counter, fun = CompileCounter(), eval("lambda x: x.sin()")  # a new code object at each call
     torch.compile(fun, backend=counter, fullgraph=True)(torch.ones(2))
     return counter.frame_count
+
+
+def test_what_is_compiled_runs_as_its_function_in_a_trace_of_this_thread(other):
+    assert compilations() == 1
+    with trace():
+        assert compilations() == 0
+        assert other.submit(compilations).result() == 1
+        assert not torch.fx._symbolic_trace.is_fx_tracing()
+    assert compilations() == 1
 
 
 @case("torch.fx._symbolic_trace.__class__", trace)
@@ -213,13 +235,14 @@ def test_every_patch_says_what_it_is_for():
     for patch in patches.PATCHES:
         assert patch.why.endswith((".", "`"))
         assert patch.since >= "2.11"
+        assert not patch.until or patch.until >= patch.since
         assert patch.threads.startswith("thread-local") or f"{patch.owner}.{patch.name}" in FOR_ALL
 
 
 def state():
     """What stands in PyTorch where patches are made: the very objects."""
     found = {}
-    for name in CASES.keys() - {"torch._dynamo.config.error_on_nested_fx_trace"}:
+    for name in CASES.keys() - {SETTING}:
         patch = BY_NAME[name]
         if patch.make is not None:
             owner = resolve_name(patch.owner)
@@ -227,6 +250,9 @@ def state():
             found[name] = type(owner) if is_class else vars(owner).get(patch.name)
     hooks = [OrderedDict(place) for place in _torch.GLOBAL_MODULE_HOOKS]
     return found, hooks, torch._dynamo.config.error_on_nested_fx_trace
+
+
+SETTING = "torch._dynamo.config.error_on_nested_fx_trace"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from .distributed import (
     current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,
 )  # fmt: skip
 from .engine import (
-    attributes_of, backward_hooks_of, below_autograd, direct_apply, edges_that_run,
+    FunctionHandler, attributes_of, backward_hooks_of, below_autograd, direct_apply, edges_that_run,
     forward_hooks_of, has_saved_tensors_hooks, in_dual_level, is_below_autograd,
     is_function_of_user, keeps_graph_after_backward, run_backward, set_saved_tensors_hooks_aside,
 )  # fmt: skip
@@ -55,7 +55,7 @@ from .operators import (
     register_simple_rules, schema_arguments, schema_of,
 )  # fmt: skip
 from .patches import (
-    FunctionHandler, call_around_modules,
+    call_around_modules,
     dual_level_as_functorch_level,
     handle_function_calls, let_functions_know_axes, let_modes_see_views_of_zeros,
     lift_before_wrapping, replace_batching_rule, restore_batching_rule, set_module_trackers_aside,

@@ -1,12 +1,19 @@
 """The engine of autograd: which edges run, saved tensors, dual levels, calls of functions."""
 
+import dis
+import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import DispatchKey
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 
 
@@ -86,9 +93,20 @@ def is_function_of_user(cls: type) -> bool:
     return issubclass(cls, torch.autograd.Function) and (holds_rule or not internal)
 
 
+@cache
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its Python prologue (3 us a call), for use outside `torch.func`."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
+    """`function.apply` that is never traced, nor passed on to levels of `torch.func`.
+
+    It is that of a twin of the class, which has all its members, and is no `autograd.Function` of
+    a user. Up to PyTorch 2.13 it saves a Python prologue of 3 us a call, too.
+    """
+    bases = function.__mro__[: function.__mro__.index(torch.autograd.Function)]
+    members = {name: value for base in reversed(bases) for name, value in vars(base).items()}
+    for name in ("_backward_cls", "__dict__", "__weakref__"):
+        members.pop(name, None)
+    make: Any = type(function)
+    twin = make(function.__name__, (_SingleLevelFunction,), members)
+    return super(_SingleLevelFunction, twin).apply  # type: ignore[no-any-return]
 
 
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
@@ -118,3 +136,130 @@ def backward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int
 def attributes_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """The dicts in which `module` has its attributes, buffers and parameters, to write to."""
     return module.__dict__, module._buffers, module._parameters
+
+
+# --- calls of functions --------------------------------------------------------------------------
+
+FunctionHandler = Callable[[type, tuple[Any, ...], Callable[..., Any]], Any]
+"""Is called in place of `cls.apply(*args)`, with the class, arguments and PyTorch's `apply`."""
+
+_Handlers = Callable[[], list[FunctionHandler]]
+
+APPLIES_IN_C = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+"""Whether `apply` is a function in C, which nothing can replace for those who hold a bound one."""
+
+
+def handle_apply(_: Any, handlers: _Handlers) -> Any:
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        plain = _bind_plain_apply(cls, kwargs)
+        entered = handlers()
+        return entered[-1](cls, args, plain) if entered else plain(*args)
+
+    return classmethod(apply)
+
+
+def _bind_plain_apply(cls: type, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    apply = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+    return lambda *args: apply(*args, **kwargs)
+
+
+class _ApplyInC(threading.local):
+    """How far this thread is with an `apply` in C.
+
+    `apply` reads `cls.setup_context` first. Unless it is that of `_SingleLevelFunction`, it calls
+    `_bind_default_args`. Then, if levels of `torch.func` are active, it returns what
+    `_call_custom_function_call` does: a call is diverted there by a level that only seems active.
+    """
+
+    is_plain = False
+    """Whether the next call is to go on as PyTorch has it."""
+    undefined: type | None = None
+    """The class whose missing `setup_context` was read last."""
+    diverted: bool | None = None
+    """Whether levels were active where a call was diverted, until it arrives."""
+
+
+_apply_in_c = _ApplyInC()
+_LEVELS_ARE_ACTIVE = DispatchKey.FuncTorchDynamicLayerFrontMode
+
+
+def appear_defined(plain: Callable[..., Any], handlers: _Handlers) -> Any:
+    """Make a `setup_context` that C code takes for another one than `plain`."""
+
+    class SetupContext:
+        def __call__(self, *args: Any) -> Any:
+            return plain(*args)
+
+        def __eq__(self, other: object) -> bool:  # Python code takes it for `plain`
+            return other is plain or other is self
+
+        def __hash__(self) -> int:
+            return hash(plain)
+
+    class Attribute:
+        def __get__(self, _: Any, cls: type) -> Any:
+            if not handlers() or not issubclass(cls, torch.autograd.Function):
+                return plain
+            if _reads_attribute(sys._getframe(1)):
+                return plain
+            if _apply_in_c.is_plain:
+                _apply_in_c.is_plain = False
+                return plain
+            _apply_in_c.undefined = cls
+            return seemingly_defined
+
+    seemingly_defined = SetupContext()
+    return Attribute()
+
+
+def _reads_attribute(frame: FrameType) -> bool:
+    """Whether Python code reads an attribute now, and has not called a function in C that does."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("LOAD_")
+
+
+def bind_and_divert(plain: Callable[..., Any], handlers: _Handlers) -> Any:
+    def bind(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        undefined, _apply_in_c.undefined = _apply_in_c.undefined, None
+        if not handlers() or _apply_in_c.is_plain:
+            _apply_in_c.is_plain = False
+            return plain(forward, args, kwargs)
+        if undefined is None or undefined.forward is not forward:  # type: ignore[attr-defined]
+            bound = plain(forward, args, kwargs)
+        else:
+            bound = _bind_after_ctx(forward, args, kwargs or {})
+        _apply_in_c.diverted = torch._C._dispatch_tls_is_dispatch_key_included(_LEVELS_ARE_ACTIVE)
+        torch._C._dispatch_tls_set_dispatch_key_included(_LEVELS_ARE_ACTIVE, True)
+        return bound
+
+    return bind
+
+
+def _bind_after_ctx(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not kwargs:
+        return args, kwargs
+    try:
+        bound = inspect.signature(forward).bind(None, *args, **kwargs)
+    except (TypeError, ValueError):
+        return args, kwargs  # PyTorch's own message tells
+    return bound.args[1:], bound.kwargs
+
+
+def receive_diverted(plain: Callable[..., Any], handlers: _Handlers) -> Any:
+    def call(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        has_levels, _apply_in_c.diverted = _apply_in_c.diverted, None
+        if has_levels is None:
+            return plain(cls, args, kwargs)
+        torch._C._dispatch_tls_set_dispatch_key_included(_LEVELS_ARE_ACTIVE, has_levels)
+        apply = _bind_plain_apply(cls, kwargs or {})
+
+        def go_on(*args: Any) -> Any:
+            _apply_in_c.is_plain = True
+            try:
+                return apply(*args)
+            finally:
+                _apply_in_c.is_plain = False
+
+        # below the levels `cls` is called once more, and then as itself
+        return handlers()[-1](_SingleLevelFunction if has_levels else cls, args, go_on)
+
+    return call

@@ -21,21 +21,31 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .engine import in_dual_level
+from .engine import (
+    APPLIES_IN_C,
+    FunctionHandler,
+    appear_defined,
+    bind_and_divert,
+    handle_apply,
+    in_dual_level,
+    receive_diverted,
+)
 from .replacements import (
     GLOBAL_MODULE_HOOKS,
+    HAS_CONTEXT_FOR_COMPILED,
+    NON_REENTRANT_CHECKPOINT,
     Maker,
     Nesting,
     TracingFlag,
     Values,
     begin_session,
     call_between_steps,
-    handle_apply,
     ignore_module,
     ignore_own_hooks,
     lift_first,
     map_known,
     read_own_tracer,
+    run_compiled_functions_eagerly,
     set_own_tracer,
     share_flag,
     skip_if,
@@ -55,6 +65,9 @@ class Patch:
     """The first PyTorch version that needs it; 2.11 is the oldest supported one."""
 
     threads: str = "thread-local"
+    until: str = ""
+    """The last PyTorch version that needs it, if a newer one does without."""
+
     make: Maker | None = None
     """Without it a function named in `why` makes the change."""
 
@@ -64,12 +77,30 @@ class Patch:
 _PROXY = "torch.fx.experimental.proxy_tensor"
 _FX = "torch.fx._symbolic_trace"
 
+_FUNCTION = "torch.autograd.function"
 _APPLY = Patch(
-    "torch.autograd.function:_SingleLevelFunction", "apply",
+    f"{_FUNCTION}:_SingleLevelFunction", "apply",
     "`apply` goes round `__torch_function__`, so that a TorchFunctionMode would miss a captured "
     "tensor. It is looked up here at each call, also by those who hold a bound `apply`.",
-    "2.11", make=handle_apply,
+    "2.11", until="2.13", make=handle_apply,
 )  # fmt: skip
+_BIND = Patch(
+    _FUNCTION, "_bind_default_args",
+    "As `apply`, which is a function in C since 2.14. It looks this up at each call; what stands "
+    "here lets it go on with `_call_custom_function_call`.",
+    "2.14", make=bind_and_divert,
+)  # fmt: skip
+_CALL_CUSTOM = Patch(
+    _FUNCTION, "_call_custom_function_call",
+    "The call that `_bind_default_args` has diverted arrives here.",
+    "2.14", make=receive_diverted,
+)  # fmt: skip
+_SETUP_CONTEXT = Patch(
+    f"{_FUNCTION}:_SingleLevelFunction", "setup_context",
+    "`apply` binds only the arguments of functions whose `setup_context` is another one.",
+    "2.14", make=appear_defined,
+)  # fmt: skip
+_APPLY_PATCHES = (_BIND, _CALL_CUSTOM, _SETUP_CONTEXT) if APPLIES_IN_C else (_APPLY,)
 _WRAP_FOR_GRAD = Patch(
     "torch._functorch.eager_transforms", "_wrap_for_grad",
     "Levels of torch.func wrap out of sight of a TorchFunctionMode, so that a captured tensor "
@@ -82,7 +113,7 @@ _ADD_BATCH_DIM = Patch(
     "2.11", make=lift_first,
 )  # fmt: skip
 _CHECKPOINT = Patch(
-    "torch.utils.checkpoint", "_checkpoint_without_reentrant_generator",
+    "torch.utils.checkpoint", NON_REENTRANT_CHECKPOINT,
     "In a trace `torch.utils.checkpoint` only calls its function: what is saved is decided of the "
     "whole graph, and a recomputation would draw other random numbers.",
     "2.11", make=call_between_steps,
@@ -90,18 +121,18 @@ _CHECKPOINT = Patch(
 _FX_FLAG = Patch(
     _FX, "_is_fx_tracing_flag",
     "In a trace what `torch.compile` made runs as the function it was made of: Dynamo has a flag "
-    "for that.",
-    "2.11", make=TracingFlag,
+    "for that. Since 2.14 it has a context, which `enter_trace` enters.",
+    "2.11", until="2.13", make=TracingFlag,
 )  # fmt: skip
 _FX_MODULE = Patch(
     _FX, "__class__",
     "Dynamo takes the flag back while it captures the bodies of `torch.cond` and its kin.",
-    "2.11", make=lambda plain, _: share_flag(plain, _values_of(_FX_FLAG)),
+    "2.11", until="2.13", make=lambda plain, _: share_flag(plain, _values_of(_FX_FLAG)),
 )  # fmt: skip
 _NESTED_FX = Patch(
     "torch._dynamo.config", "error_on_nested_fx_trace",
     "With that flag Dynamo raises unless this setting, entered by `enter_trace`, is off.",
-    "2.11", "thread-local in PyTorch 2.13, where settings are context variables",
+    "2.11", "thread-local in PyTorch 2.13, where settings are context variables", until="2.13",
 )  # fmt: skip
 _GLOBAL_HOOKS = Patch(
     "torch.nn.modules.module", "_has_any_global_hook",
@@ -162,10 +193,13 @@ _DETERMINISTIC = Patch(
     "kernel is launched",
 )  # fmt: skip
 
+_FLAG_PATCHES = () if HAS_CONTEXT_FOR_COMPILED else (_FX_FLAG, _FX_MODULE)
+_SETTINGS = () if HAS_CONTEXT_FOR_COMPILED else (_NESTED_FX,)
+
 PATCHES = (
-    _APPLY, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, _FX_FLAG,
-    _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS,
-    _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
+    *_APPLY_PATCHES, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, *_FLAG_PATCHES, *_SETTINGS,
+    _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS, _MODULE_HOOKS,
+    _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
 )  # fmt: skip
 
 # --- how they are entered ------------------------------------------------------------------------
@@ -260,24 +294,19 @@ _MODULES_OF_TRACKERS = (
 
 # --- blocks --------------------------------------------------------------------------------------
 
-FunctionHandler = Callable[[type, tuple[Any, ...], Callable[..., Any]], Any]
-"""Is called in place of `cls.apply(*args)`, with the class, arguments and PyTorch's `apply`."""
-
 
 @contextmanager
 def enter_trace(session: _MakefxTracer) -> Iterator[None]:
     """Let Python that runs in the block be traced by `session`: all patches of a trace."""
-    import torch._dynamo
-
-    patches = _CHECKPOINT, _FX_FLAG, _FX_MODULE, _GLOBAL_HOOKS, _SET_TRACER
+    patches = _CHECKPOINT, *_FLAG_PATCHES, _GLOBAL_HOOKS, _SET_TRACER
     values = dict.fromkeys(patches, True) | {_TRACER: begin_session(session)}
-    with _enter(values), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+    with _enter(values), run_compiled_functions_eagerly():
         yield
 
 
 def handle_function_calls(handler: FunctionHandler) -> AbstractContextManager[None]:
     """Let `handler` do every `autograd.Function.apply` of this thread while in the block."""
-    return _enter({_APPLY: handler})
+    return _enter(dict.fromkeys(_APPLY_PATCHES, handler))
 
 
 def lift_before_wrapping(

@@ -6,13 +6,12 @@ patch, innermost last. Where that is nothing, the replacement does what the plai
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch._guards import CompileContext
-from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
 
 Values = Callable[[], list[Any]]
@@ -30,15 +29,6 @@ GLOBAL_MODULE_HOOKS = (
 """Hooks that run on every module, by handle."""
 
 
-def handle_apply(_: Any, handlers: Values) -> Any:
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
-        entered = handlers()
-        return entered[-1](cls, args, plain) if entered else plain(*args, **kwargs)
-
-    return classmethod(apply)
-
-
 def lift_first(plain: Callable[..., Any], lifts: Values) -> Any:
     def wrap(tensor: torch.Tensor, *rest: Any) -> Any:
         entered = lifts()
@@ -46,6 +36,13 @@ def lift_first(plain: Callable[..., Any], lifts: Values) -> Any:
 
     wrap._torchdynamo_inline = plain  # type: ignore[attr-defined]  # Dynamo traces this instead
     return wrap
+
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+NON_REENTRANT_CHECKPOINT = _GENERATOR + "_impl" * hasattr(
+    torch.utils.checkpoint, f"{_GENERATOR}_impl"
+)
+"""The generator that `torch.utils.checkpoint` steps through: a new one in PyTorch 2.14."""
 
 
 def call_between_steps(plain: Callable[..., Any], traces: Values) -> Any:
@@ -58,6 +55,25 @@ def call_between_steps(plain: Callable[..., Any], traces: Values) -> Any:
         return nothing() if traces() else plain(*args, **kwargs)
 
     return generate
+
+
+HAS_CONTEXT_FOR_COMPILED = not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag")
+"""Whether Dynamo has a context in which what it compiled runs as the function it was made of.
+
+PyTorch 2.14 has it, and has made of the flag a value of each thread.
+"""
+
+
+def run_compiled_functions_eagerly() -> AbstractContextManager[Any]:
+    import torch._dynamo
+
+    dynamo: Any = torch._dynamo
+    context: AbstractContextManager[Any]
+    if HAS_CONTEXT_FOR_COMPILED:
+        context = dynamo.eval_frame._use_eager_on_nested_compile()
+    else:
+        context = dynamo.config.patch(error_on_nested_fx_trace=False)
+    return context
 
 
 class TracingFlag:

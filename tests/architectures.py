@@ -6,6 +6,7 @@ the line on which Python asks for the value of a tensor.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ P = 0.2
 VOCABULARY = 64
 
 Batch = dict[str, Tensor]
+
+
+def _find_release() -> int:
+    try:
+        return int(version("transformers").partition(".")[0])
+    except PackageNotFoundError:
+        return 0
+
+
+IS_5 = _find_release() >= 5
+"""Whether the names of modules are those of transformers 5, whose experts are one module."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,13 @@ _DECODER = {**_TEXT, "use_cache": False, "attention_dropout": P}
 _GROUPED = {**_DECODER, "num_key_value_heads": 1}
 _ENCODER = {**_TEXT, "hidden_dropout_prob": P, "attention_probs_dropout_prob": P}
 _VISION = {**_SIZE, "hidden_dropout_prob": P, "attention_probs_dropout_prob": P}
-_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2, "output_router_logits": True}
+_EXPERTS = {
+    **_GROUPED,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    # they loop over the experts hit; it is all that transformers 4 has
+    "experts_implementation": "eager",
+}
 _T5 = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -175,9 +193,13 @@ _EAGER = {"attn_implementation": "eager"}
 # without padding, and no token that could be it, nothing looks at the tokens
 _UNPADDED = {"pad_token_id": None}
 
+
 # In train mode many models ask `if torch.rand([]) < self.layerdrop` of each layer, even if it is 0.
 def _asks(file: str, function: str = "forward", op: str = "_local_scalar_dense") -> str:
     return rf"needed at {file}\.py:\d+ \({function}\), through aten\.{op}\.default"
+
+
+_ASKS_FOR_LABELS = _asks("(modeling_wav2vec2|loss_ctc)", "(forward|ForCTCLoss)", op="masked_select")
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -372,7 +394,7 @@ ARCHITECTURES = {
         "ViTConfig",
         {**_VISION, "image_size": 16, "patch_size": 8},
         images(16),
-        "vit.encoder.layer.*",
+        "vit.layers.*" if IS_5 else "vit.encoder.layer.*",
     ),
     "swin, paths dropped": Architecture(
         "SwinForImageClassification",
@@ -449,7 +471,7 @@ ARCHITECTURES = {
         _WAVES,
         sound_to_transcribe,
         "wav2vec2.encoder.layers.*",
-        whole_refused=_asks("modeling_wav2vec2", op="masked_select"),
+        whole_refused=_ASKS_FOR_LABELS,
     ),
     "wav2vec2, masked with numpy": Architecture(
         "Wav2Vec2ForCTC",
@@ -457,7 +479,7 @@ ARCHITECTURES = {
         {**_WAVES, "apply_spec_augment": True, "mask_time_prob": 0.5, "mask_time_length": 2},
         sound_to_transcribe,
         "wav2vec2.feature_extractor, wav2vec2.encoder.layers.*",
-        whole_refused=_asks("modeling_wav2vec2", op="masked_select"),
+        whole_refused=_ASKS_FOR_LABELS,
         num_wrapped=3,
         slow=("layers", "whole"),
     ),
@@ -495,7 +517,7 @@ ARCHITECTURES = {
             "frequency_stride": 8,
         },
         spectrograms,
-        "**.layer.*",
+        "**.layers.*" if IS_5 else "**.layer.*",
         slow=("whole",),
     ),
     # mixtures of experts
@@ -523,8 +545,8 @@ ARCHITECTURES = {
         "model.layers.*",
         layers_refused=_asks("modeling_mixtral", op="nonzero"),
         whole_refused=_asks("modeling_mixtral", op="nonzero"),
-        parts="model.layers.*.self_attn, **.experts.*",
-        num_wrapped=10,
+        parts="model.layers.*.self_attn" + ("" if IS_5 else ", **.experts.*"),
+        num_wrapped=2 if IS_5 else 10,
     ),
     "qwen2_moe": Architecture(
         "Qwen2MoeForCausalLM",
@@ -549,8 +571,8 @@ ARCHITECTURES = {
         {**_EXPERTS, **_EAGER, "num_local_experts": 4},
         padded_text,
         "model.layers.*",
-        layers_refused=_asks("modeling_granitemoe"),
-        whole_refused=_asks("modeling_granitemoe"),
+        layers_refused=_asks("modeling_granitemoe", op="(_local_scalar_dense|nonzero)"),
+        whole_refused=_asks("modeling_granitemoe", op="(_local_scalar_dense|nonzero)"),
         parts="model.layers.*.self_attn",
         slow=("layers", "whole"),
     ),
@@ -627,3 +649,82 @@ ARCHITECTURES = {
         slow=("layers", "whole"),
     ),
 }
+
+# --- what transformers 5 has besides -------------------------------------------------------------
+
+_WITH_HEADS = {**_GROUPED, **_EAGER, "head_dim": 16}
+_ROUTED = {
+    **_WITH_HEADS,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+def _decoder(name: str, settings: dict[str, Any], config: str = "", **more: Any) -> Architecture:
+    """A decoder whose tests take long: its class and its config's begin with `name`."""
+    return Architecture(
+        f"{name}ForCausalLM",
+        config or f"{name}Config",
+        settings,
+        padded_text,
+        "model.layers.*",
+        **{"slow": ("layers", "whole"), **more},
+    )
+
+
+if IS_5:
+    ARCHITECTURES |= {
+        "mixtral, experts in one product": _decoder(
+            "Mixtral",
+            {**_ROUTED, "experts_implementation": "grouped_mm", "router_jitter_noise": 0.1},
+            slow=(),
+        ),
+        "mixtral, experts in a batch": _decoder(
+            "Mixtral", {**_ROUTED, "experts_implementation": "batched_mm"}
+        ),
+        "olmo_hybrid, linear attention": _decoder("OlmoHybrid", {**_WITH_HEADS, **_LINEAR}),
+        "qwen3_5_moe, linear attention": _decoder(
+            "Qwen3_5Moe",
+            {**_ROUTED, **_LINEAR, "shared_expert_intermediate_size": 16},
+            "Qwen3_5MoeTextConfig",
+        ),
+        "lfm2_moe, convolutions": _decoder(
+            "Lfm2Moe",
+            {**_ROUTED, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+            draws=False,
+        ),
+        "minimax_m2": _decoder("MiniMaxM2", _ROUTED),
+        "gemma4, embeddings for each layer": _decoder(
+            "Gemma4",
+            {
+                **_WITH_HEADS,
+                "global_head_dim": 16,
+                "sliding_window": 4,
+                "vocab_size_per_layer_input": VOCABULARY,
+                "hidden_size_per_layer_input": 8,
+            },
+            "Gemma4TextConfig",
+        ),
+        "nemotron_h, state spaces and attention": _decoder(
+            "NemotronH",
+            {
+                **_ROUTED,
+                "layers_block_type": ["mamba", "attention"],
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 8,
+                "n_groups": 1,
+                "chunk_size": 4,
+            },
+        ),
+    }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.architectures import ARCHITECTURES, Architecture, Batch
+from tests.architectures import ARCHITECTURES, IS_5, Architecture, Batch
 from tests.helpers import assert_same, leaves_of
 from torchremat.errors import ConcretizationError, EffectError
 from torchremat.nn import report, unwrap, wrap
@@ -149,6 +149,16 @@ def test_attentions_are_given_out_by_a_model_wrapped_whole():
     for seed in (1, 2):
         found, expected = (step(m, batch, seed, output_attentions=True) for m in (model, plain))
         assert_same(found, expected)
+
+
+@pytest.mark.skipif(not IS_5, reason="a loop over the experts hit cannot be traced")
+def test_what_routers_say_is_given_out_by_a_model_wrapped_whole():
+    """The library records it by hooks, and adds a loss that is made of it."""
+    a = ARCHITECTURES["mixtral, experts in one product"]
+    plain = a.build(output_router_logits=True)
+    model = wrap(copy.deepcopy(plain))
+    assert_trains_as_plain(model, plain, a)
+    assert model(**a.batch()).aux_loss > 0
 
 
 def test_a_forward_that_is_patched_for_the_time_of_a_call_is_traced_anew():

@@ -21,7 +21,7 @@ from torchremat.checkpoint_policies import (
     nothing_saveable,
     save_modules,
 )
-from torchremat.errors import NoMatchError, UnmatchedWarning
+from torchremat.errors import ConcretizationError, NoMatchError, UnmatchedWarning
 from torchremat.nn import report, unwrap, wrap
 from torchremat.remat.module_forward import RematForward, remat_forward_of
 
@@ -507,6 +507,27 @@ def test_unwrap_restores_the_attributes():
         assert [key for key, _ in after[name]] == [key for key, _ in items]
         assert all(a is b for (_, a), (_, b) in zip(after[name], items, strict=True))
     assert_same(step(model), step(make_model(2)))
+
+
+def test_hooks_that_a_refused_call_has_put_are_taken_away():
+    """With the attribute that says that they are there, or the next call would put them again."""
+
+    class Recording(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.has_hooks, self.seen = nn.Tanh(), False, []
+
+        def forward(self, x):
+            if not self.has_hooks:
+                self.inner.register_forward_hook(lambda *_: self.seen.append(1))
+                self.has_hooks = True
+            return self.inner(x) if x.sum() > 0 else x
+
+    model = wrap(Recording())
+    with pytest.raises(ConcretizationError):
+        model(torch.ones(2))
+    unwrap(model)(torch.ones(2))
+    assert model.seen == [1]
 
 
 def test_unwrapping_what_is_not_wrapped():

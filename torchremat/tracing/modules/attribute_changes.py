@@ -78,6 +78,7 @@ class ModuleState:
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[nn.Module, list[dict[str, Any]], dict[str, Any]]] = {}
+        self._hooks: list[tuple[dict[int, Any], set[int]]] = []
 
     def note(self, module: nn.Module) -> None:
         if id(module) in self._noted:
@@ -89,6 +90,16 @@ class ModuleState:
             if _is_container(value) and name not in ("_buffers", "_parameters", *_HOOKS)
         }
         self._noted[id(module)] = (module, places, items)
+        hooks = (
+            value for name, value in places[0].items() if name in _HOOKS and isinstance(value, dict)
+        )
+        self._hooks += ((place, set(place)) for place in hooks)
+
+    def remove_new_hooks(self) -> None:
+        """Remove the hooks that modules have got since, as where attributes say so are undone."""
+        for place, before in self._hooks:
+            for key in [key for key in place if key not in before]:
+                del place[key]
 
     def changes(self) -> Iterator[AttributeChange]:
         for module, noted, items in self._noted.values():
@@ -100,6 +111,7 @@ class ModuleState:
 
     def clear(self) -> None:
         self._noted.clear()
+        self._hooks.clear()
 
 
 def _change(

@@ -93,6 +93,10 @@ class ModulePaths:
         try:
             with _torch.call_around_modules(self._enter, self._exit), record_hooks(known):
                 yield self
+        except BaseException:
+            # what noted that it has put them is undone too, and would put them a second time
+            self._state.remove_new_hooks()
+            raise
         finally:
             self._stack.clear()
             self.changes = list(self._state.changes())

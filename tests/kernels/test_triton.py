@@ -21,10 +21,11 @@ pytestmark = pytest.mark.skipif(is_interpreted, reason="this is the interpreter'
     "selected",
     [
         ["test_users_ops.py"],
-        ["test_segments.py", "-k", "outside or nan or halves or strides"],
-        pytest.param(["test_segments.py"], marks=pytest.mark.slow),
+        ["segments/test_segments.py", "-k", "outside or nan or halves or strides"],
+        pytest.param(["segments/test_segments.py"], marks=pytest.mark.slow),
         pytest.param(
-            ["test_segment_derivatives.py", "-k", "loop or tie or outside"], marks=pytest.mark.slow
+            ["segments/test_segment_derivatives.py", "-k", "loop or tie or outside"],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=" ".join,
@@ -48,15 +49,17 @@ def test_passes_under_the_interpreter(selected):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("reduction", ["sum", "max"])
-def test_compiles(target, dtype, reduction, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["piece_kernel", "segment_kernel"])
+def test_compiles(name, target, dtype, reduction, tmp_path, monkeypatch):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from torchremat.kernels.segments import segments_triton
     from torchremat.kernels.segments.segments_eager import accumulator_dtype, identity_of
-    from torchremat.kernels.segments.segments_triton import LONG, segment_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(segments_triton, name)
     data, partials = f"*{NAMES[dtype]}", f"*{NAMES[accumulator_dtype(dtype)]}"
     pointers = {"data": data, "out": data, "partials": partials}
     constants = {
@@ -64,14 +67,15 @@ def test_compiles(target, dtype, reduction, tmp_path, monkeypatch):
         "FLOATING": dtype.is_floating_point,
         "HALF": dtype.itemsize == 2,
         "REDUCTION": reduction,
-        "LONG_ROWS": LONG,
+        "LONG_ROWS": segments_triton.LONG,
         "BLOCK_ROWS": 8,
         "BLOCK_COLS": 128,
     }
-    signature = {name: "*i64" for name in ("starts", "ends", "bounds")} | pointers
-    signature |= dict.fromkeys(("num_rows", "num_cols", "row_stride", "col_stride"), "i32")
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(segment_kernel, signature, constants)
+    numbers = ("num_segments", "num_rows", "num_cols", "row_stride", "col_stride")
+    types = {"offsets": "*i64"} | pointers | dict.fromkeys(numbers, "i32")
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: types[argument] for argument in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
     binary = triton.compile(source, target=GPUTarget(*TARGETS[target]))
     assert {"cubin", "hsaco"} & set(binary.asm)
 
@@ -80,7 +84,8 @@ def test_inductor_finds_the_kernel():
     from torch._library.triton import get_triton_kernels_for_op
 
     from torchremat.kernels.segments import segment_ops
-    from torchremat.kernels.segments.segments_triton import segment_kernel
+    from torchremat.kernels.segments.segments_triton import piece_kernel, segment_kernel
 
     assert segment_ops.HAS_TRITON
-    assert get_triton_kernels_for_op("torchremat::segment_max") == [segment_kernel]
+    found = get_triton_kernels_for_op("torchremat::segment_max")
+    assert found == [piece_kernel, segment_kernel]

@@ -45,14 +45,18 @@ class Chunk:
             x.index_copy_(0, rows, values.flatten(0, 1).to(x.dtype))
 
 
-def chunks_of(offsets_q: Tensor, offsets_k: Tensor) -> Iterator[Chunk]:
+def chunks_of(
+    offsets_q: Tensor, offsets_k: Tensor, device: torch.device | None = None
+) -> Iterator[Chunk]:
     """The segments that have queries and keys, by their lengths. Reads the offsets.
+
+    The rows of a chunk are on `device`, or where the offsets are.
 
     >>> offsets_q, offsets_k = torch.tensor([0, 2, 2, 7, 9]), torch.tensor([0, 3, 7, 8, 11])
     >>> [(chunk.num, chunk.lengths) for chunk in chunks_of(offsets_q, offsets_k)]
     [(2, (2, 3)), (1, (5, 1))]
     """
-    device = offsets_q.device
+    device = device or offsets_q.device
     starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     pairs = zip(offsets_q.tolist(), offsets_k.tolist(), strict=True)
     for (q, k), (q_end, k_end) in itertools.pairwise(pairs):
@@ -197,7 +201,7 @@ def run_program(
         results[1].fill_(-torch.inf)
     function = _derivative(program, partial(attend, is_causal=is_causal, scale=scale))
     with _torch.autograd_as_at_the_top():
-        for chunk in chunks_of(*cuts):
+        for chunk in chunks_of(*cuts, tensors[0].device):
             # forward mode writes to its tensors, which must not overlap themselves
             taken = [
                 chunk.take(x, SIDES[c]).contiguous() for x, c in zip(tensors, takes, strict=True)

@@ -218,7 +218,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 def _host_rate(device: torch.device) -> float:
     """Bytes per second of the slower way between the device and memory that is pinned."""
-    host = torch.ones(16 << 20).pin_memory(device)
+    host = torch.ones(16 << 20).pin_memory()
     there = torch.ones(16 << 20, device=device)
 
     def seconds(target: Tensor, source: Tensor) -> float:

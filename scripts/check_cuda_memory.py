@@ -10,6 +10,7 @@ bytes are added to the simulated ones of that operator. The two must be equal th
 exit status is 1 if they are not. Without a CUDA device nothing is checked, and it is 0.
 """
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def check(name: str, policy: str) -> Row:
 
     step()
     step()  # handles and their workspaces are there from now on
+    gc.collect()  # else parameters of the model before may go during the step
     before = requested("current")
     torch.cuda.reset_peak_memory_stats()
     step()

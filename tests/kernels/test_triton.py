@@ -59,6 +59,7 @@ def test_compiles(name, target, dtype, reduction, tmp_path, monkeypatch):
     from torchremat.kernels.segments.segments_eager import accumulator_dtype, identity_of
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
     kernel = getattr(segments_triton, name)
     data, partials = f"*{NAMES[dtype]}", f"*{NAMES[accumulator_dtype(dtype)]}"
     pointers = {"data": data, "out": data, "partials": partials}

@@ -2,8 +2,9 @@
 
 A new PyTorch release is the work of this room alone: `tests/_torch/test_entries.py` names each
 entry, and checks that it is there and behaves as the library needs. No other room imports a private
-name, and this one imports no other room of the package. Begin with `patches.py`, whose table lists
-each attribute of PyTorch that the library replaces; the other files have one part of PyTorch each.
+name, and this one imports no other room of the package. Begin with the tables: `parts/` says what
+each private name is for, and `patches.py` what the library replaces in PyTorch. The other files
+have one part of PyTorch each.
 """
 
 from .aot import (

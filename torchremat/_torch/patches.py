@@ -112,12 +112,19 @@ _ADD_BATCH_DIM = Patch(
     "As `_wrap_for_grad`, for `vmap`.",
     "2.11", make=lift_first,
 )  # fmt: skip
-_CHECKPOINT = Patch(
-    "torch.utils.checkpoint", NON_REENTRANT_CHECKPOINT,
-    "In a trace `torch.utils.checkpoint` only calls its function: what is saved is decided of the "
-    "whole graph, and a recomputation would draw other random numbers.",
-    "2.11", make=call_between_steps,
+_CHECKPOINTS = tuple(
+    Patch(
+        "torch.utils.checkpoint", name,
+        "In a trace `torch.utils.checkpoint` only calls its function: what is saved is decided of "
+        "the whole graph, and a recomputation would draw other random numbers.",
+        since, until=until, make=call_between_steps,
+    )
+    for name, since, until in (
+        ("_checkpoint_without_reentrant_generator", "2.11", "2.13"),
+        ("_checkpoint_without_reentrant_generator_impl", "2.14", ""),
+    )
 )  # fmt: skip
+_CHECKPOINT = next(patch for patch in _CHECKPOINTS if patch.name == NON_REENTRANT_CHECKPOINT)
 _FX_FLAG = Patch(
     _FX, "_is_fx_tracing_flag",
     "In a trace what `torch.compile` made runs as the function it was made of: Dynamo has a flag "
@@ -193,6 +200,13 @@ _DETERMINISTIC = Patch(
     "kernel is launched",
 )  # fmt: skip
 
+EVERY_PATCH = (
+    _APPLY, _BIND, _CALL_CUSTOM, _SETUP_CONTEXT, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, *_CHECKPOINTS,
+    _FX_FLAG, _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING,
+    _TRACKERS, _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
+)  # fmt: skip
+"""The table for all supported versions of PyTorch."""
+
 _FLAG_PATCHES = () if HAS_CONTEXT_FOR_COMPILED else (_FX_FLAG, _FX_MODULE)
 _SETTINGS = () if HAS_CONTEXT_FOR_COMPILED else (_NESTED_FX,)
 
@@ -201,6 +215,7 @@ PATCHES = (
     _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS, _MODULE_HOOKS,
     _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
 )  # fmt: skip
+"""The rows of the installed version."""
 
 # --- how they are entered ------------------------------------------------------------------------
 

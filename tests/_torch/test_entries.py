@@ -281,10 +281,7 @@ def hooks_aside():
 
 def _traced(fun, *shapes):
     """The graph of `fun`, and the tracer that wrote it."""
-    tracer = _torch.PythonKeyTracer()
-    tracer.graph = fx.Graph(tracer_cls=_torch.PythonKeyTracer)
-    tracer.root = torch.nn.Module()
-    tracer.tensor_attrs = {}
+    tracer = _torch.new_tracer()
     mode = _torch.new_fake_mode()
     with _torch.enter_proxy_modes(tracer, mode):
         inputs = []
@@ -761,14 +758,24 @@ def hooks_of_the_surroundings():
     assert not _torch.has_saved_tensors_hooks()
 
 
+@check("new_tracer")
+def generators_in_a_graph():
+    generator = torch.Generator()
+    graph, tracer = _traced(
+        lambda x: x.bernoulli(generator=generator).bernoulli(generator=generator), 2
+    )
+    (held,) = {node.target for node in graph.graph.find_nodes(op="get_attr")}
+    generator.manual_seed(7)
+    assert getattr(tracer.root, held).initial_seed() == 7  # perhaps another object of the same one
+    assert type(tracer) is _torch.PythonKeyTracer  # PyTorch traces the bodies of `cond` only then
+
+
 @check("is_faking", "untraced")
 def on_fake_tensors():
     assert not _torch.is_faking()
     with _torch.new_fake_mode():
         assert _torch.is_faking()
-    tracer = _torch.PythonKeyTracer()
-    tracer.graph = fx.Graph()
-    tracer.root = torch.nn.Module()
+    tracer = _torch.new_tracer()
     with _torch.enter_proxy_modes(tracer, _torch.new_fake_mode()):
         assert _torch.innermost_proxy_mode() is not None
         with _torch.untraced():
@@ -1075,7 +1082,8 @@ def memory_of_tensors():
     with _torch.new_fake_mode():
         fake = torch.ones(4)
         assert _torch.storage_id(fake) == _torch.storage_id(fake[1:])
-    sparse = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():  # PyTorch 2.11 warns without
+        sparse = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,))
     indices, values = _torch.parts_of_coo(sparse)
     assert (indices.tolist(), values.tolist()) == ([[1, 1]], [2.0, 3.0])
 

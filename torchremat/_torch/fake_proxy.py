@@ -136,6 +136,32 @@ def _make_grouped_mm(
     return a.new_empty_strided([*batch, rows, columns], strides, dtype=dtype)
 
 
+def new_tracer() -> PythonKeyTracer:
+    """A tracer with an empty graph, which holds generators of random numbers as `get_attr` nodes.
+
+    It is of that very class: PyTorch traces the bodies of `torch.cond` and its kin only from one.
+    """
+    tracer = PythonKeyTracer()
+    tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+    tracer.root = torch.nn.Module()
+    tracer.tensor_attrs = {}
+    if type(torch.Generator) is type:  # has a metaclass where tracers take it by themselves
+        create_arg = tracer.create_arg
+
+        def create_arg_of_generator(value: Any) -> Any:
+            if not isinstance(value, torch.Generator):
+                return create_arg(value)
+            name = tracer.tensor_attrs.get(value)  # type: ignore[call-overload]
+            if name is None:
+                name = tracer.get_fresh_qualname("_generator")
+                setattr(tracer.root, name, value)
+                tracer.tensor_attrs[value] = name  # type: ignore[index]
+            return tracer.create_node("get_attr", name, (), {})
+
+        tracer.create_arg = create_arg_of_generator  # type: ignore[method-assign,assignment]
+    return tracer
+
+
 @contextmanager
 def enter_proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
     """Let `tracer` record operators on fake tensors, also the bodies of `torch.cond`."""

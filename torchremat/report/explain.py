@@ -268,9 +268,9 @@ class _Rows:
 
 def _reason_of_saved(saved: SavedStorage) -> str:
     """The reason names the node of autograd that saves the value; a checkpoint's comes last."""
-    plain = [node for node in saved.readers if not hasattr(node, "program")]
+    plain = [reader for reader in saved.readers if reader.owner is None]
     if plain:
-        return f"no checkpoint decides: {plain[0].name()} reads it"
+        return f"no checkpoint decides: {plain[0].name} reads it"
     if saved.readers:
         return f"an input of a checkpoint: {name_of(saved.readers[0].owner)} reads it"
     return "no checkpoint decides"

@@ -42,6 +42,22 @@ _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_WORKSPACE = 3
 
 
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A node of autograd's graph that saves a tensor; the `owner` if it is that of a checkpoint.
+
+    The node itself may say nothing once its graph is gone.
+    """
+
+    name: str
+    owner: Any = None
+
+    @classmethod
+    def of(cls, node: Any) -> "Reader":
+        decides = isinstance(getattr(node, "program", None), Program)
+        return cls(node.name(), node.owner if decides else None)
+
+
 @dataclass(eq=False)
 class SavedStorage:
     """A storage that autograd saves; it contains an `input` or a computed `value`, if known.
@@ -55,12 +71,12 @@ class SavedStorage:
     nodes: list[fx.Node] = field(default_factory=list)
     input: "ObservedInput | None" = None
     value: ScopedValue | None = None
-    readers: list[Any] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
 
     @property
     def offloaded_to(self) -> str:
         """The place to which a checkpoint under plain autograd offloads the value; else `''`."""
-        if not all(node.name() == "CheckpointBackward" for node in self.readers):
+        if not all(reader.name == "CheckpointBackward" for reader in self.readers):
             return ""  # under `torch.func` it is an output, which stays on the device
         return next((place for node in self.nodes if (place := _place_of(base_of(node)))), "")
 
@@ -132,7 +148,7 @@ class _SavedHandle:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.readers: list[Any] = []
+        self.readers: list[Reader] = []
 
 
 class _Observer:
@@ -152,7 +168,7 @@ class _Observer:
         self.tracing = Tracing(paths=self.paths, value_guards=self.value_guards)
         self.records: list[weakref.ref[_SavedHandle]] = []
         self.versions: dict[int, int] = {}
-        self.reader: Any = None
+        self.reader: Reader | None = None
         self.with_hooks = with_hooks
 
     def run(self) -> Observation:
@@ -230,7 +246,7 @@ class _Observer:
 
     def _read(self, node: Any) -> list[_SavedHandle]:
         found = []
-        self.reader = node
+        self.reader = reader = Reader.of(node)
         for name in dir(node):
             if not (name.startswith("_saved_") or name == "saved_tensors"):
                 continue
@@ -239,7 +255,7 @@ class _Observer:
                 for leaf in _torch.tree_flatten(value)[0]:
                     if isinstance(leaf, Tensor):
                         found.append(_SavedHandle(leaf))
-                        found[-1].readers.append(node)
+                        found[-1].readers.append(reader)
         self.reader = None
         return found
 

@@ -32,14 +32,8 @@ from torchremat.tracing.value_guards import ValueGuards
 
 
 def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
-    """A tracer that notes phase, module and source line on each node it writes.
-
-    PyTorch traces the bodies of `cond` and its kin only from a tracer of exactly its own class.
-    """
-    tracer = _torch.PythonKeyTracer()
-    tracer.graph = fx.Graph(tracer_cls=_torch.PythonKeyTracer)
-    tracer.root = torch.nn.Module()
-    tracer.tensor_attrs = {}
+    """A tracer that notes phase, module and source line on each node it writes."""
+    tracer = _torch.new_tracer()
     create_node = tracer.create_node
 
     def create_noted_node(*args: Any, **kwargs: Any) -> fx.Node:

@@ -80,7 +80,7 @@ def _run_backward(
     for call, step in zip(order, _steps_of(order, joint), strict=True):
         if call in once:
             continue
-        last = next(reversed(builder.graph.nodes))
+        last = next(iter(reversed(builder.graph.nodes)))
         builder.run(call)
         is_recompute = is_forward(call) or call in runs
         runs[call] = runs.get(call, 0) + is_recompute

@@ -350,23 +350,23 @@ class Edges:
     """The places of tensors in autograd's graph, without their data.
 
     A leaf, such as a parameter, lives anyway and is saved itself. A node of autograd's graph leads
-    to the others; hooks empty the tensors that it saves.
+    to the others; hooks empty the tensors that it saves. The node lives with its output.
     """
 
-    __slots__ = ("_leaves", "_node")
+    __slots__ = ("_leaves", "_output")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._leaves = [t if t.is_leaf else None for t in tensors]
         inner = [t for t in tensors if not t.is_leaf]
-        self._node: Any = None
+        self._output: Any = None
         if inner:
             hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in)
             with torch.enable_grad(), _torch.set_saved_tensors_hooks_aside(), hooks:
-                self._node = _EdgeHolder.apply(*inner).grad_fn  # type: ignore[no-untyped-call]
+                self._output = _EdgeHolder.apply(*inner)  # type: ignore[no-untyped-call]
 
     def tensors(self) -> list[Tensor]:
         """Tensors at these places; only leaves have the values that they had."""
-        inner = iter(self._node.saved_tensors if self._node is not None else ())
+        inner = iter(self._output.grad_fn.saved_tensors if self._output is not None else ())
         return [next(inner) if leaf is None else leaf for leaf in self._leaves]
 
 

@@ -34,14 +34,14 @@ class PartRecorder:
         """Record what arrives at `inputs`, which are given by position and as yet unwritten."""
         for position, tensor in inputs.items():
             if tensor.requires_grad:
-                self._destinations[torch.autograd.graph.get_gradient_edge(tensor).node] = position
+                self._destinations[_find_node(tensor)] = position
 
     def watch(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """Watch the backward pass that begins at `outputs`, with these cotangents."""
         if not self._destinations:
             return
         for output, cotangent in zip(outputs, cotangents, strict=True):
-            self._arrive(torch.autograd.graph.get_gradient_edge(output).node, cotangent)
+            self._arrive(_find_node(output), cotangent)
         stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
         seen = set(stack)
         while stack:
@@ -68,6 +68,12 @@ class PartRecorder:
             self.values.append(value)
 
 
+def _find_node(tensor: Tensor) -> Any:
+    """The node of autograd's graph at which the gradients of `tensor` arrive."""
+    with _torch.isolate():  # PyTorch makes a view of a leaf
+        return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
 def choose_parts(
     parts: Sequence[Part], gradients: Sequence[Any], forward: Iterable[fx.Node]
 ) -> tuple[Part, ...]:
@@ -80,11 +86,13 @@ def choose_parts(
     by_input: dict[int, list[fx.Node]] = defaultdict(list)
     for position, value in parts:
         by_input[position].append(value)
-    room = sum(_nbytes(node) for node in forward if not is_view(node))
+    with _torch.without_function_modes():  # those of a trace around would capture values
+        room = sum(_nbytes(node) for node in forward if not is_view(node))
+        excess = {position: sum(map(_nbytes, values[1:])) for position, values in by_input.items()}
     chosen = set()
-    for position, values in sorted(by_input.items(), key=lambda item: _excess(item[1])):
-        room -= _excess(values)
-        if room >= 0 and _is_sum(gradients[position], values):
+    for position in sorted(by_input, key=excess.__getitem__):
+        room -= excess[position]
+        if room >= 0 and _is_sum(gradients[position], by_input[position]):
             chosen.add(position)
     order = [position for position, _ in parts if position in chosen]
     if order == sorted(chosen):  # one part each, in the order in which gradients are returned
@@ -127,10 +135,6 @@ def _is_sum(gradient: Any, values: Sequence[fx.Node]) -> bool:
             return False
         gradient = gradient.args[0]
     return gradient is values[0]
-
-
-def _excess(values: Sequence[fx.Node]) -> int:
-    return sum(map(_nbytes, values[1:]))
 
 
 def _nbytes(node: fx.Node) -> int:

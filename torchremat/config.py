@@ -52,6 +52,6 @@ is freed when their copies are done; if there would be more, operators wait for 
 say themselves when each copy is done."""
 
 offload_prefetch: int = 8
-"""The number of operators of the backward pass that run between the start of a copy from the host
-and its first reader; at least 1. More operators hide slower copies, and need more memory. Read
-when a backward pass is compiled; plans say themselves when each copy starts."""
+"""The number of operators of the backward pass between the start of a copy from the host and its
+first reader; at least 1. More operators hide slower copies, and need more memory. Read when a
+backward pass is compiled; plans say themselves when each copy starts."""

@@ -91,8 +91,14 @@ def _prose_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
         yield index, line if prose else ""
 
 
+def all_docstrings(source: Source) -> Iterator[ast.Constant]:
+    """Those of modules, classes and functions, and of fields, constants and attributes."""
+    yield from (node for _, node in source.docstrings())
+    yield from source.attribute_docstrings()
+
+
 def docstring_sentences(source: Source) -> Iterator[Sentence]:
-    for _, node in source.docstrings():
+    for node in all_docstrings(source):
         yield from split_sentences(node.value, node.lineno)
 
 

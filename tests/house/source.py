@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +84,14 @@ class Source:
         for node in self.find(*DOCUMENTED):
             if ast.get_docstring(node, clean=False) is not None:
                 yield node, node.body[0].value
+
+    def attribute_docstrings(self) -> Iterator[ast.Constant]:
+        """The text below each field, constant or attribute of `self` that has one."""
+        for owner in self.find(*DOCUMENTED):
+            for pair in pairwise(owner.body):
+                match pair:
+                    case ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str()) as text):
+                        yield text
 
     def violation(self, where: ast.AST | int, text: str) -> Violation:
         return Violation(self.path, where if isinstance(where, int) else where.lineno, text)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.house.prose import (
     Sentence,
+    all_docstrings,
     comment_sentences,
     docstring_sentences,
     message_sentences,
@@ -41,7 +42,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "docs/**/*.md"]
 
 
 def find_openings(source: Source) -> Iterator[Violation]:
-    for _, node in source.docstrings():
+    for node in all_docstrings(source):
         if OPENING.match(node.value.strip()):
             yield source.violation(node, f"opens with {' '.join(node.value.split()[:6])!r}")
 
@@ -122,6 +123,17 @@ def test_long_sentences_are_found():
 def test_openings_are_found(text):
     assert len(list(find_openings(plant(f"'''{text}'''")))) == 1
     assert list(find_openings(plant(f"'''A note. {text}'''"))) == []
+
+
+@pytest.mark.parametrize("where", ["", "class A:\n    ", "def f(self):\n    self."])
+def test_what_stands_below_an_attribute_is_read(where):
+    indent = "    " if where else ""
+    text = f"What it is. {LONG}, which was handed on."
+    source = plant(f'{where}x: int = 1\n{indent}"""{text}"""')
+    assert len(list(find_openings(source))) == 1
+    sentences = list(docstring_sentences(source))
+    assert len(list(find_long(source.path, sentences))) == 1
+    assert len(list(find_phrases(source.path, sentences))) == 1
 
 
 @pytest.mark.parametrize(

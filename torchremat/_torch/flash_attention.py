@@ -15,8 +15,9 @@ flash_attention_on_cpu: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 flash_attention_on_cpu = FLASH_ATTENTION._op
 """`(q, k, v, dropout_p, is_causal, *, scale)`, `[batch, heads, length, dim]`: output, logsumexp.
 
-It takes any strides with numbers side by side and rows that do not overlap, fewer heads of keys
-than of queries, and lengths that differ. No size may be 0: it divides by the length of queries.
+It takes any strides with numbers side by side and rows that do not overlap. There may be fewer
+heads of keys than of queries, and lengths that differ. No size may be 0: it divides by the length
+of queries.
 """
 
 flash_attention_on_cpu_backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

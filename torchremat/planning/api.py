@@ -118,7 +118,7 @@ class Pareto:
 
     points: tuple[ParetoPoint, ...]
     least_bytes: int | None
-    """The least budget that can be met, if a smaller one was asked for."""
+    """The least budget that can be met, if a smaller one was given."""
 
     def __iter__(self) -> Iterator[ParetoPoint]:
         return iter(self.points)

@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 
 Device = Union[str, torch.device, Rates, "CostModel", None]
-"""What `CostModel.of` takes."""
+"""The arguments that `CostModel.of` takes."""
 
 ATTENTION_FRACTION = 0.65
 """Of the rate of large products, what kernels of attention reach: they compute exponentials too."""

@@ -50,7 +50,7 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
 
 
 trace_lock = threading.RLock()
-"""Held while a thread traces: PyTorch's own tracing keeps state that threads share."""
+"""Lets one thread trace at a time: PyTorch's own tracing keeps state that threads share."""
 
 
 class _InProgress(threading.local):

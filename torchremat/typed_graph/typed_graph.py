@@ -46,8 +46,9 @@ class TypedGraph:
     """The operators. It is called with `consts`, then the inputs, and gives a tuple: the outputs,
     then the new values of what `writes` names. Its placeholders stand in the same order."""
     consts: list[Tensor]
-    """What the function closed over: parameters, buffers, tensors; the very ones, so that they get
-    gradients and new values are seen. Those that it made (`torch.tensor([1., 2.])`) come last."""
+    """The tensors that the function closed over: parameters, buffers and others. They are the very
+    ones, so that they get gradients and new values are seen. Those that it made
+    (`torch.tensor([1., 2.])`) come last."""
     in_structure: Structure
     """The structure of `(args, kwargs)`, of inputs and Python values."""
     out_structure: Structure

@@ -27,7 +27,7 @@ from torchremat.tracing.modules.module_paths import below
 from torchremat.typed_graph.dce import draws_random
 
 ResidualsOf = Callable[[fx.GraphModule, set[fx.Node], Sequence[fx.Node], str], Residuals]
-"""What to keep of a graph: given its unknown nodes, the wanted ones and the module's name."""
+"""Chooses what to save of a graph, by its unknown nodes, the wanted ones and the module's name."""
 
 
 @dataclass

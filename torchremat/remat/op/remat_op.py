@@ -31,7 +31,7 @@ class RematOp(BodyOperator):
     outside_traces: Callable[..., tuple[Any, ...]] | None = None
     """How a graph that contains the operator runs it, operator by operator: `remat/op_rules.py`."""
     params_of: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda params: {})
-    """What equations show of the body: the policy."""
+    """Returns what equations show of the body: the policy."""
 
     def __init__(self) -> None:
         super().__init__("remat_p")  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ class NestedSplit:
 
 
 FindSplit = Callable[[NestedProgram, str], NestedSplit | None]
-"""How to open a checkpoint inside, which a module of that name ran, if it is to be opened."""
+"""Says how to open a checkpoint inside, which a module of that name ran; `None`: it stays closed."""
 
 
 def open_nested(joint: Joint, find_split: FindSplit) -> Joint:

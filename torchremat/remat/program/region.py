@@ -17,7 +17,7 @@ from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 
 Mask = tuple[bool, ...]
-"""Which of the differentiable outputs have a cotangent; which of the inputs need a gradient."""
+"""Says which differentiable outputs have a cotangent, or which inputs need a gradient."""
 
 
 class Region:

@@ -89,7 +89,7 @@ _IN_WORDS = {
 
 
 Reference = Callable[[], Any] | None
-"""An object held weakly, or none: its `id` would not do, which another has once it is gone."""
+"""A weak reference, or none: its `id` would not do, which another has once it is gone."""
 
 
 def _reference_to(value: Any) -> Reference:

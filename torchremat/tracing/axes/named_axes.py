@@ -23,7 +23,7 @@ from torchremat import _torch
 from torchremat.errors import AxisNameError
 
 AxisName = Any
-"""What a user calls an axis: any hashable value that is no tuple, mostly a string."""
+"""The name that a user gives an axis: any hashable value that is no tuple, mostly a string."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torchremat.tracing.modules.backward_hooks import record_hooks
 from torchremat.tracing.modules.parallel_kind import parallel_kind
 
 _COMPILED = "_orig_mod"
-"""What `torch.compile(module)` calls the module that it wraps."""
+"""The name that `torch.compile(module)` gives the module that it wraps."""
 
 
 class ModulePaths:

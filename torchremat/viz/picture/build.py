@@ -33,7 +33,7 @@ from torchremat.viz.picture.values import (
 )
 
 Drawable = Plan | TypedGraph | Report | fx.GraphModule
-"""What can be drawn."""
+"""The objects that can be drawn."""
 
 
 def picture_of(

@@ -67,7 +67,7 @@ ALONG: dict[str, Dims] = {
     "_weight_norm_interface": _dims("dim"), "upsample_nearest1d": _last(1),
     "squeeze": lambda call, rank: [d for d in _as_list(call.bound.get("dim", [])) if rank],
 }  # fmt: skip
-"""Which dims of their first argument operators work along; the others are alike to them."""
+"""The dims of their first argument that operators work along; the others are alike to them."""
 
 
 @rule(*ALONG)

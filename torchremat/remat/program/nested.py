@@ -56,7 +56,7 @@ class NestedSplit:
 
 
 FindSplit = Callable[[NestedProgram, str], NestedSplit | None]
-"""Says how to open a checkpoint inside, which a module of that name ran; `None`: it stays closed."""
+"""Says how to open a checkpoint inside, which a module of that name ran; `None`: not at all."""
 
 
 def open_nested(joint: Joint, find_split: FindSplit) -> Joint:

@@ -15,10 +15,10 @@ __all__ = [
     "EffectWarning", "ForwardModeError", "GraphError", "LoopWarning", "MissingRuleError",
     "NoMatchError", "NoStepError", "NotAvailableError", "OffloadWarning", "OptionError",
     "PermutationError", "PlanError", "PolicyError", "PolicyFailedError", "PolicyValueError",
-    "ProcessError", "RaggedError", "RaggedTypeError", "RecomputationError", "RegistrationError",
-    "RegistrationTypeError", "RetraceError", "RetraceWarning", "RuleError", "RuleTypeError",
-    "RuleValueError", "SegmentError", "SegmentTypeError", "TorchrematError", "TraceError",
-    "UnmatchedWarning",
+    "ProcessError", "PyTorchVersionError", "PyTorchVersionWarning", "RaggedError",
+    "RaggedTypeError", "RecomputationError", "RegistrationError", "RegistrationTypeError",
+    "RetraceError", "RetraceWarning", "RuleError", "RuleTypeError", "RuleValueError",
+    "SegmentError", "SegmentTypeError", "TorchrematError", "TraceError", "UnmatchedWarning",
 ]  # fmt: skip
 
 
@@ -526,6 +526,26 @@ class NotAvailableError(TorchrematError, NotImplementedError):
     Raised where the feature is requested; the message says what does the same.
 
     Cure: do what the message says.
+    """
+
+
+class PyTorchVersionError(TorchrematError, RuntimeError):
+    """The installed PyTorch lacks a private part that the library needs.
+
+    Raised where the part is used, on a PyTorch that is newer than those that were tested. The
+    message names the part, the version, and the newest tested one.
+
+    Cure: take a newer torchremat, or the newest tested PyTorch. `torchremat env --check` says what
+    works.
+    """
+
+
+class PyTorchVersionWarning(UserWarning):
+    """The installed PyTorch is newer than those that the library was tested with.
+
+    Given once, at import.
+
+    Cure: `torchremat env --check` tries what works; take a newer torchremat if there is one.
     """
 
 

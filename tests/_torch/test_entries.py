@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.module_tracker import ModuleTracker
 
 from torchremat import _torch
+from torchremat._torch.parts import all_parts, find_all_missing
 
 aten = torch.ops.aten
 CHECKS = {}
@@ -1349,6 +1350,15 @@ def mesh_in_scope():
     with mesh:
         assert _torch.current_mesh() is mesh
     assert _torch.current_mesh() is None
+
+
+@check(
+    "MISSING_PARTS", "NEWEST", "OLDEST", "guard_functions", "is_newer", "warn_of_newer",
+)  # fmt: skip
+def parts_of_this_version():
+    """All are there; tests/_torch/versions has what happens where one is not."""
+    assert _torch.MISSING_PARTS == []
+    assert find_all_missing(all_parts()) == {}
 
 
 def public_names():

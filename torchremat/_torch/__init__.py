@@ -2,11 +2,12 @@
 
 A new PyTorch release is the work of this room alone: `tests/_torch/test_entries.py` names each
 entry, and checks that it is there and behaves as the library needs. No other room imports a private
-name, and this one imports no other room of the package. Begin with the tables: `parts/` says what
-each private name is for, and `patches.py` what the library replaces in PyTorch. The other files
-have one part of PyTorch each.
+name, and this one imports no other room but `errors`. Begin with the tables: `parts/`
+says what each private name is for, and `patches.py` what the library replaces in PyTorch. The other
+files have one part of PyTorch each. `versions/` has what happens where one of them is missing.
 """
 
+from .versions.supplied import MISSING_PARTS  # isort: skip  (before those that it imports)
 from .aot import (
     MUST_RECOMPUTE, MUST_SAVE, Partitioner, aot_autograd, decompose, decomposition_table,
     default_partition, find_written_inputs, is_compiled_by_inductor, is_in_stock_compiler,
@@ -71,3 +72,9 @@ from .shape_env import (
     depends_on_symbols, guards_of, hint_of, names_in_size,
     new_shape_env, new_symbol, num_guards, print_size, settle_size, shape_env_of, tensor_guard,
 )  # fmt: skip
+from .versions.missing import guard_functions
+from .versions.tested import NEWEST, OLDEST, is_newer, warn_of_newer
+
+warn_of_newer()
+if MISSING_PARTS or is_newer():
+    guard_functions(globals())

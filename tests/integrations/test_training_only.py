@@ -2,11 +2,14 @@
 
 import copy
 import functools
+import itertools
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
+from tests.helpers import assert_freed, assert_same
 from torchremat.integrations.callback import StepPeak
 from torchremat.integrations.training_only import TrainingPolicy, find_training_forward, remove
 from torchremat.measure import LiveBytes
@@ -45,6 +48,78 @@ def test_what_was_wrapped_before_is_again_and_reports():
     assert model.forward is forward
     model(X)
     assert report(model).by_decision()
+
+
+RUNS = itertools.count()
+
+
+class Counting(nn.Module):
+    """Counts how often its forward runs in Python: a replay does not run it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        next(RUNS)
+        return self.linear(x).tanh(), self.linear(x).exp()
+
+
+def count_runs(model):
+    before = next(RUNS)
+    torch.stack(model(X)).sum().backward()
+    return next(RUNS) - before - 1
+
+
+def put_around(model):
+    """As accelerate does for autocast."""
+    inner = model.forward
+    model.forward = functools.wraps(inner.__func__)(lambda *args: inner(*args))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_traces_outlast_a_moment_without_it(is_wrapped):
+    model = Counting()
+    TrainingPolicy("full").apply_to(model)
+    if is_wrapped:
+        put_around(model)
+    assert count_runs(model) > 0
+    for _ in range(2):
+        remove(model)
+        assert count_runs(model) == 1
+        TrainingPolicy("full").apply_to(model)
+        assert count_runs(model) == 0
+    remove(model)
+    TrainingPolicy("dots").apply_to(model)
+    assert count_runs(model) > 0
+    assert str(find_training_forward(model).policy) == "dots"
+
+
+def test_a_module_that_it_was_on_is_freed():
+    model = Counting()
+    TrainingPolicy("full").apply_to(model)
+    count_runs(model)
+    remove(model)
+    reference = weakref.ref(model)
+    del model
+    assert_freed(reference)
+
+
+def test_a_backward_pass_outlasts_it_where_it_hid_a_forward():
+    """What a second derivative needs is traced once the forward is off the module."""
+    model, x = Counting(), X.clone().requires_grad_()
+    inner = model.forward
+    model.forward = lambda x: inner(x)
+    expected = second_derivative(model(x)[0], x)
+    TrainingPolicy("full").apply_to(model)
+    y, _ = model(x)
+    remove(model)
+    assert_same(second_derivative(y, x), expected)
+
+
+def second_derivative(y, x):
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)
 
 
 def test_it_is_off_also_beneath_what_another_library_puts_around_it():

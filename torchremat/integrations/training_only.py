@@ -4,7 +4,8 @@ A library that trains a model also evaluates it and generates with it, from cach
 in place. A layer then runs without `checkpoint`, as under the library's own checkpointing.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,13 @@ class TrainingPolicy:
         assigned = assign_policies(model, self.policy, self.select)
         remove(model)
         for name, module, policy in assigned:
-            TrainingOnlyForward(module, name, policy, self).install()
+            before = _take_removed(module)
+            if before is not None and before.is_for(name, policy, self):
+                before.resume()
+            else:
+                if before is not None:
+                    before.forget()
+                TrainingOnlyForward(module, name, policy, self).install()
         return [name for name, _, _ in assigned]
 
 
@@ -93,19 +100,51 @@ class TrainingOnlyForward(RematForward):
                 error.add_note(self.hint)
             raise
 
+    def is_for(self, name: str, policy: Policy, options: TrainingPolicy) -> bool:
+        """Whether a new one would do the same, so that the traces of this one hold."""
+        mine = self.name, self.policy, self.prevent_cse, self.compile, self.hint
+        return mine == (name, policy, options.prevent_cse, options.compile, options.hint)
+
     def remove(self) -> None:
+        """Take it off the module.
+
+        A trainer that generates or evaluates in each step does so and puts it on again: where it
+        can, it keeps its traces for that, until the module is dropped.
+        """
         module = self.__self__
         self.is_on = False
-        self.forget()
         if vars(module).get("forward") is not self:  # a wrapper around it stays, and calls it
             return
-        self.uninstall()
+        if self.hidden or self.replaced is not None:
+            self.uninstall()
+        else:
+            object.__delattr__(module, "forward")
+            _removed[module] = self
         if self.replaced is not None:
             self.replaced.install()
+
+    def resume(self) -> None:
+        """Put it on again after `remove`."""
+        self.is_on = True
+        if find_training_forward(self.__self__) is not self:
+            self.install()
 
     def __getstate__(self) -> dict[str, Any]:
         more = {name: getattr(self, name) for name in ("is_on", "replaced", "hint")}
         return {**super().__getstate__(), **more}
+
+
+_removed: weakref.WeakKeyDictionary[nn.Module, TrainingOnlyForward] = weakref.WeakKeyDictionary()
+"""What `remove` took off, which refers to its module weakly: it hides no forward that might not."""
+
+
+def _take_removed(module: nn.Module) -> TrainingOnlyForward | None:
+    """The forward that `remove` left on `module` beneath a wrapper, or took off it last."""
+    off = _removed.pop(module, None)
+    for forward in _unwrap_forwards(module):
+        if isinstance(forward, TrainingOnlyForward):
+            return forward
+    return off if "forward" not in vars(module) else None
 
 
 def remove(model: nn.Module) -> int:
@@ -125,11 +164,16 @@ def remove(model: nn.Module) -> int:
 
 def find_training_forward(module: nn.Module) -> TrainingOnlyForward | None:
     """The `TrainingOnlyForward` of `module`, also beneath what others put around it."""
+    for forward in _unwrap_forwards(module):
+        if isinstance(forward, TrainingOnlyForward):
+            return forward if forward.is_on else None
+    return None
+
+
+def _unwrap_forwards(module: nn.Module) -> Iterator[Any]:
     forward: Callable[..., Any] | None = vars(module).get("forward")
     seen: set[int] = set()
     while forward is not None and id(forward) not in seen:
-        if isinstance(forward, TrainingOnlyForward):
-            return forward if forward.is_on else None
+        yield forward
         seen.add(id(forward))
         forward = getattr(forward, "__wrapped__", None)
-    return None

@@ -40,8 +40,8 @@ class RematForward:
     """
 
     __slots__ = (
-        "__weakref__", "_function", "_key", "_module", "_uncompiled", "compile", "hidden", "name",
-        "policy", "prevent_cse",
+        "__weakref__", "_function", "_kept", "_key", "_module", "_uncompiled", "compile", "hidden",
+        "name", "policy", "prevent_cse",
     )  # fmt: skip
 
     name: str
@@ -52,6 +52,8 @@ class RematForward:
     _key: int
     _module: weakref.ref[nn.Module]
     _function: Callable[..., Any]
+    _kept: list[Callable[..., Any]]
+    """The hidden forward, once the traces are dropped; before, it would keep the module alive."""
     _uncompiled: Callable[..., Any] | None
 
     def __init__(
@@ -91,6 +93,7 @@ class RematForward:
             return checkpoint_in_compiler(function, self.policy, *args, **kwargs)
         run = _running.get(self._key)
         if run is None:
+            self._kept.clear()
             run = _running.setdefault(self._key, _CheckpointedForward(self, self._key))
         return run(*args, **kwargs)
 
@@ -159,7 +162,10 @@ class RematForward:
             object.__setattr__(self.__self__, "forward", self.hidden[0])
 
     def forget(self) -> None:
-        _running.pop(self._key, None)
+        """Drop all traces; a backward pass that is still to come keeps what it needs."""
+        run = _running.pop(self._key, None)
+        if run is not None and self.hidden and self._module() is not None:
+            self._kept.append(self.__wrapped__)
 
     # pickling, and with it copying: as a bound method is, together with its object
 
@@ -173,6 +179,7 @@ class RematForward:
         self._module = weakref.ref(state.pop("module"))
         for name, value in state.items():
             setattr(self, name, value)
+        self._kept = []
         self._function = _function_of(self.__self__, self)
         self._uncompiled = outside_compiler() if self.policy.is_whole_graph else None
 
@@ -227,9 +234,11 @@ def _function_of(module: nn.Module, forward: RematForward) -> Callable[..., Any]
         function = inspect.getattr_static(type(module), "forward")
         if isinstance(function, FunctionType):
             return function
-    reference = weakref.ref(forward)
+    reference, kept = weakref.ref(forward), forward._kept
 
     def call_original(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kept:
+            return kept[-1](*args, **kwargs)
         forward = reference()
         assert forward is not None, "the module was unwrapped while autograd needed its forward"
         return forward.__wrapped__(*args, **kwargs)

@@ -987,6 +987,18 @@ def test_a_kernel_that_reads_what_another_writes_is_fused_with_it_if_allowed():
     assert asked[:2] == [{"aten.sum.dim_IntList"}, {"aten.sub.Tensor"}]
 
 
+@check("is_exporting")
+def what_a_module_is_traced_for():
+    class Looks(torch.nn.Module):
+        def forward(self, x):
+            return x.sin() if _torch.is_exporting() else x.cos()
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(Looks(), backend="eager", fullgraph=True)(x), x.cos())
+    for strict in (True, False):
+        assert torch.equal(torch.export.export(Looks(), (x,), strict=strict).module()(x), x.sin())
+
+
 @check("is_in_stock_compiler", "selective_policy_at_work", "node_in_compiler", "MUST_SAVE")
 def inside_a_checkpoint_that_is_compiled():
     seen = []

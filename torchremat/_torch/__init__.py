@@ -10,9 +10,9 @@ files have one part of PyTorch each. `versions/` has what happens where one of t
 from .versions.supplied import MISSING_PARTS  # isort: skip  (before those that it imports)
 from .aot import (
     MUST_RECOMPUTE, MUST_SAVE, Partitioner, aot_autograd, decompose, decomposition_table,
-    default_partition, find_written_inputs, is_compiled_by_inductor, is_in_stock_compiler,
-    merge_alike, min_cut_partition, node_in_compiler, out_of_compiler, selective_policy_at_work,
-    to_user,
+    default_partition, find_written_inputs, is_compiled_by_inductor, is_exporting,
+    is_in_stock_compiler, merge_alike, min_cut_partition, node_in_compiler, out_of_compiler,
+    selective_policy_at_work, to_user,
 )  # fmt: skip
 from .distributed import (
     current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,

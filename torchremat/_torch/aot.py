@@ -58,6 +58,11 @@ def is_in_stock_compiler() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting`, which PyTorch 2.11 compiles as true whatever it traces for."""
+    return torch.compiler._is_exporting_flag
+
+
 def selective_policy_at_work() -> Any:
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, torch.utils.checkpoint._CachingTorchDispatchMode):

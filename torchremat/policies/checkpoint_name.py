@@ -61,7 +61,7 @@ def checkpoint_name(x: T, name: str) -> T:
             f"checkpoint_name takes a name that is a non-empty string, but it is {name!r} "
             f"({type(name).__name__}): checkpoint_name(x, 'attention')"
         )
-    if torch.compiler.is_exporting():
+    if _torch.is_exporting():
         return x
     if torch.compiler.is_dynamo_compiling():  # in the body of a torch.cond, say
         mark: Callable[..., Any] = torch.ops.torchremat.named

@@ -136,7 +136,7 @@ class Checkpointed:
         return self._verified_key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
+        if _torch.is_exporting():
             return self.fun(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             if not self.policy.applies_to_nested:  # `jit` leaves it to the compiler around

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchremat import _torch
 from torchremat.api_util import StaticArguments
 from torchremat.policies.policy import Policy
 from torchremat.remat.checkpointed import Checkpointed
@@ -85,7 +86,7 @@ class RematForward:
         if args and args[0] is self._module():  # a method may have been made of it
             args = args[1:]
         function = functools.partial(self._function, self._module())
-        if torch.compiler.is_exporting():
+        if _torch.is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             if self._uncompiled is not None:

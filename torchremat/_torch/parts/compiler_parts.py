@@ -34,6 +34,12 @@ COMPILERS = (
         "Inputs would stay in memory for the whole backward pass.",
     ),
     PrivatePart(
+        "torch.compiler: _is_exporting_flag",
+        "Whether torch.export is at work, which leaves checkpoints and names out.",
+        "torch.compiler.is_exporting, which Dynamo takes for true in PyTorch 2.11, says no more.",
+        "In PyTorch 2.11 a compiled model would lose its checkpoints and names.",
+    ),
+    PrivatePart(
         "torch._guards: TracingContext, CompileContext, tracing",
         "Whether torch.compile is at work on a captured graph, or captures one.",
         "torch.compiler.is_compiling does not tell the two from each other.",

@@ -23,7 +23,7 @@ from torchremat.derivatives.flat_functions import Flattened, as_scalar_tensor, c
 from torchremat.derivatives.rule_arguments import describe_tree, flatten_up_to, name_of
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError, GraphError
 from torchremat.remat.op.make_graph import trace_graph
-from torchremat.remat.op.partial_eval_graph import partial_eval_graph
+from torchremat.remat.op.partial_eval_graph import linearize_graph
 from torchremat.typed_graph.dce import copy_graph, eliminate_dead, set_outputs
 from torchremat.typed_graph.typed_graph import TypedGraph, eval_graph
 
@@ -38,6 +38,8 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 
     What depends on the primals alone is computed once, here: the linear function computes what is
     left, a graph, as often as it is called. `fun` is traced, so that it cannot branch on values.
+    A value in a checkpoint is saved if the policy lets it be; else the linear function computes it
+    again. A budget, which is for a step, saves none.
 
     Args:
         fun: a function of trees of tensors and Python values, or an `nn.Module`.
@@ -107,7 +109,7 @@ def stage(
                                         rest:       dy = c * dx
     """
     unknown = [False] * len(known_inputs) + [True] * num_later
-    known, staged, are_unknown, residuals = partial_eval_graph(g, unknown, policy="none")
+    known, staged, are_unknown, residuals = linearize_graph(g, unknown)
     results = list(eval_graph(known, *known_inputs))
     saved = results[len(results) - len(residuals) :]
     left = iter(results)

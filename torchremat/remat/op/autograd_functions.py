@@ -321,7 +321,8 @@ def _run_jvp(
     body = inputs[: len(program.region.specs)]
     wrt = tuple(i for i, _ in enumerate(body) if tangents[i] is not None)
     if not wrt:
-        primals = run_program(program, inputs)[: program.num_outputs] if keep_primals else ()
+        # levels below may differentiate it
+        primals = apply_program(program, owner, inputs) if keep_primals else ()
         return (*primals, *[None] * program.num_outputs)
     given = [tangents[i] for i in wrt]
     operands: list[Any] = [*body, *given]

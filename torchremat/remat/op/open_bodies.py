@@ -7,8 +7,8 @@ becomes
     z = sin(x)
     y = remat_p[y = mul(z, u)] z u
 
-so that a policy for the whole graph decides on z. What is known altogether comes out altogether;
-what is not stays a checkpoint.
+so that a policy for the whole graph decides on z, or that of the outermost checkpoint around it.
+What is known altogether comes out altogether; what is not stays a checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,14 @@ from torchremat.autodiff.partial_eval import Residuals
 from torchremat.graph.nodes import attribute, is_checkpoint, results_of
 from torchremat.graph.notes import graph_notes_of, note, note_graph, notes_of
 from torchremat.graph.slicing import add_body, slice_graph
+from torchremat.policies.builtin import nothing_saveable
+from torchremat.policies.policy import Policy
 from torchremat.remat.op.op_rules import policy_of
 from torchremat.tracing.modules.module_paths import below
 from torchremat.typed_graph.dce import draws_random
 
-ResidualsOf = Callable[[fx.GraphModule, set[fx.Node], Sequence[fx.Node], str], Residuals]
-"""Chooses what to save of a graph, by its unknown nodes, the wanted ones and the module's name."""
+ResidualsOf = Callable[[fx.GraphModule, set[fx.Node], Sequence[fx.Node], str, Policy], Residuals]
+"""Chooses what to save of a graph: unknown nodes, wanted ones, the module's name, the policy."""
 
 
 @dataclass
@@ -38,12 +40,21 @@ class Opener:
     """
 
     residuals_of: ResidualsOf
+    policy: Policy | None
+    """Decides in all checkpoints; `None` leaves each, with those inside it, to its own policy."""
     _draws_unknown: bool = field(default=False)
 
     def open(
-        self, module: fx.GraphModule, unknown_inputs: set[fx.Node], prefix: str = ""
+        self,
+        module: fx.GraphModule,
+        unknown_inputs: set[fx.Node],
+        prefix: str = "",
+        policy: Policy | None = None,
     ) -> set[fx.Node]:
-        """Open the checkpoints of `module`, a copy that may be changed; its unknown nodes."""
+        """Open the checkpoints of `module`, a copy that may be changed; its unknown nodes.
+
+        `policy` is that of a checkpoint around.
+        """
         unknown = set(unknown_inputs)
         node = next(iter(module.graph.nodes))
         while node.op != "output":
@@ -51,7 +62,7 @@ class Opener:
             if node.op == "call_function":
                 is_unknown = any(used in unknown for used in node.all_input_nodes)
                 if is_checkpoint(node):
-                    first = self._open_call(module, node, unknown, prefix)
+                    first = self._open_call(module, node, unknown, prefix, policy or self.policy)
                     node = first if first is not None else following
                     continue
                 if draws_random(node, module):
@@ -62,7 +73,12 @@ class Opener:
         return unknown
 
     def _open_call(
-        self, module: fx.GraphModule, node: fx.Node, unknown: set[fx.Node], prefix: str
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        unknown: set[fx.Node],
+        prefix: str,
+        policy: Policy | None,
     ) -> fx.Node | None:
         """Open one checkpoint. If all of it came out, return the first of those nodes to visit."""
         reference, *operands = node.args
@@ -73,8 +89,12 @@ class Opener:
         path = below(prefix, notes_of(node).module)
         if not any(operand in unknown for operand in operands):
             return self._inline(module, node, body, env, path)
-        unknown_inside = self.open(body, {i for i in inputs if env[i] in unknown}, path)
-        self._split(module, node, body, env, unknown_inside, path)
+        own = policy_of(body) if policy is None else policy
+        around = own if own.applies_to_nested else None
+        unknown_inside = self.open(body, {i for i in inputs if env[i] in unknown}, path, around)
+        # a plan is for a step: here what is within every budget is to save nothing
+        chosen = nothing_saveable if own.is_whole_graph and policy is None else own
+        self._split(module, node, body, env, unknown_inside, path, chosen)
         unknown |= {node, *node.users}
         return node.next
 
@@ -102,10 +122,11 @@ class Opener:
         env: dict[Any, Any],
         unknown: set[fx.Node],
         path: str,
+        policy: Policy,
     ) -> None:
         results = results_of(body)
         staged = [r for r in results if r in unknown]
-        found = self.residuals_of(body, unknown, staged, path)
+        found = self.residuals_of(body, unknown, staged, path, policy)
         known = [n for n in body.graph.nodes if n.op == "call_function" and n not in unknown]
         _copy_before(node, known, env, module, body, path)
         left = [n for n in body.graph.find_nodes(op="placeholder") if n in unknown]

@@ -13,6 +13,7 @@ from torchremat.core.trees import positional, tuple_of
 from torchremat.graph.nodes import call_of, is_forward, results_of
 from torchremat.graph.notes import note, notes_of
 from torchremat.graph.slicing import slice_graph
+from torchremat.policies.builtin import everything_saveable
 from torchremat.policies.policy import Policy, PolicyLike, as_policy
 from torchremat.remat.op.open_bodies import Opener
 from torchremat.remat.program.decisions import Decision, PolicyDecisions
@@ -79,13 +80,30 @@ def partial_eval_graph(
     """
     check_pure(g, "partial_eval_graph")
     check_mask(unknown_ins, len(g.input_nodes), "unknown_ins", "input")
-    return _Splitter(g, unknown_ins, as_policy(policy)).split()
+    chosen = as_policy(policy)
+    return _Splitter(g, unknown_ins, chosen, chosen).split()
+
+
+def linearize_graph(
+    g: TypedGraph, unknown_ins: Sequence[bool]
+) -> tuple[TypedGraph, TypedGraph, list[bool], list[Aval]]:
+    """`partial_eval_graph` that saves everything, but in a checkpoint what its policy lets be."""
+    return _Splitter(g, unknown_ins, everything_saveable, None).split()
 
 
 class _Splitter:
-    def __init__(self, g: TypedGraph, unknown_ins: Sequence[bool], policy: Policy) -> None:
+    """`in_checkpoints` is the policy in them; `None` leaves each to its own."""
+
+    def __init__(
+        self,
+        g: TypedGraph,
+        unknown_ins: Sequence[bool],
+        policy: Policy,
+        in_checkpoints: Policy | None,
+    ) -> None:
         self.g = g
         self.policy = policy
+        self.in_checkpoints = in_checkpoints
         self.module, copies = copy_graph(g)
         set_outputs(self.module.graph, [copies.get(value, value) for value in g.outputs])
         self.consts = const_inputs(g, copies)
@@ -96,7 +114,8 @@ class _Splitter:
 
     def split(self) -> tuple[TypedGraph, TypedGraph, list[bool], list[Aval]]:
         module = self.module
-        unknown = Opener(self._residuals_of).open(module, set(self.unknown_inputs))
+        opener = Opener(self._residuals_of, self.in_checkpoints)
+        unknown = opener.open(module, set(self.unknown_inputs))
         outputs = results_of(module)
         eliminate_dead(module)
         out_unknowns = [value in unknown for value in outputs]
@@ -106,7 +125,7 @@ class _Splitter:
             for node in module.graph.nodes
             if node in unknown and node.op == "call_function" and not node.users
         ]
-        found = self._residuals_of(module, unknown, [*wanted, *anchors], "", warn=True)
+        found = self._residuals_of(module, unknown, [*wanted, *anchors], "", self.policy, warn=True)
         consts = {i.node for i in self.consts}
         residuals = [*(n for n in found.inputs if n not in consts), *found.values]
         staged = self._build_staged(residuals, wanted, anchors)
@@ -121,6 +140,7 @@ class _Splitter:
         unknown: set[fx.Node],
         wanted: Sequence[fx.Node],
         path: str,
+        policy: Policy,
         *,
         warn: bool = False,
     ) -> Residuals:
@@ -138,7 +158,7 @@ class _Splitter:
             cotangents=tuple(n for n in inputs if n in unknown),
             gradients=tuple(wanted),
         )
-        decisions = PolicyDecisions(joint, self.policy, path)
+        decisions = PolicyDecisions(joint, policy, path)
         for node in decisions.by_value:
             if draws_random(call_of(node), module):
                 decisions.by_value[node] = Decision("saved", "it draws random numbers")

@@ -7,6 +7,7 @@ from functools import cached_property
 from torch import fx
 
 from torchremat.autodiff.gradient_parts import slots_of
+from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
@@ -62,7 +63,8 @@ class FunctionProgram(Program):
         if chosen is None:
             joint = _joint_under(policy, region, module_prefix)
             fuses = compiler is not None and compiler.fuses
-            chosen = joint, PolicyDecisions(joint, policy, module_prefix, fuses=fuses)
+            with _torch.isolate():  # a trace around must not see what reads the sizes of values
+                chosen = joint, PolicyDecisions(joint, policy, module_prefix, fuses=fuses)
         self.root_joint, self.decisions = chosen
         self.schedule = self.decisions.schedule
         self._describe()

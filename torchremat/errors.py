@@ -14,11 +14,12 @@ __all__ = [
     "DerivativeTypeError", "DeviceError", "DonationError", "DonationWarning", "EffectError",
     "EffectWarning", "ForwardModeError", "GraphError", "LoopWarning", "MissingRuleError",
     "NoMatchError", "NoStepError", "NotAvailableError", "OffloadWarning", "OptionError",
-    "PermutationError", "PlanError", "PolicyError", "PolicyFailedError", "PolicyValueError",
-    "ProcessError", "PyTorchVersionError", "PyTorchVersionWarning", "RaggedError",
-    "RaggedTypeError", "RecomputationError", "RegistrationError", "RegistrationTypeError",
-    "RetraceError", "RetraceWarning", "RuleError", "RuleTypeError", "RuleValueError",
-    "SegmentError", "SegmentTypeError", "TorchrematError", "TraceError", "UnmatchedWarning",
+    "OverrideWarning", "PermutationError", "PlanError", "PolicyError", "PolicyFailedError",
+    "PolicyValueError", "ProcessError", "PyTorchVersionError", "PyTorchVersionWarning",
+    "RaggedError", "RaggedTypeError", "RecomputationError", "RegistrationError",
+    "RegistrationTypeError", "RetraceError", "RetraceWarning", "RuleError", "RuleTypeError",
+    "RuleValueError", "SegmentError", "SegmentTypeError", "TorchrematError", "TraceError",
+    "UnmatchedWarning",
 ]  # fmt: skip
 
 
@@ -271,6 +272,16 @@ class EffectWarning(UserWarning):
     from it.
 
     Cure: return the tensor instead.
+    """
+
+
+class OverrideWarning(UserWarning):
+    """A policy decides on all that a function does, also inside a `torch.utils.checkpoint` in it.
+
+    Given when a function or module under a policy is traced: its own checkpoints count no more.
+
+    Cure: take `torch.utils.checkpoint` out (in transformers, `gradient_checkpointing_disable()`),
+    or put the policy on other parts only.
     """
 
 

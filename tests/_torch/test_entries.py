@@ -999,6 +999,28 @@ def what_a_module_is_traced_for():
         assert torch.equal(torch.export.export(Looks(), (x,), strict=strict).module()(x), x.sin())
 
 
+@check("CheckpointHandler", "handle_checkpoints", "selective_policy_of")
+def checkpoints_of_pytorch():
+    def handler(*call):
+        calls.append(call)
+        return "handled"
+
+    def contexts():
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(lambda *_: True)
+
+    calls = []
+    run = torch.utils.checkpoint.checkpoint  # held from before
+    for use_reentrant in (False, True):
+        with _torch.handle_checkpoints(handler):
+            result = run(torch.add, 1, 2, alpha=3, context_fn=contexts, use_reentrant=use_reentrant)
+        assert result == "handled"
+    assert calls == [(torch.add, (1, 2), {"alpha": 3}, contexts)] * 2
+    x = torch.ones(2, requires_grad=True)
+    assert run(torch.sin, x, use_reentrant=False).requires_grad
+    assert _torch.selective_policy_of(contexts()[0]) is not None
+    assert _torch.selective_policy_of(torch.no_grad()) is None
+
+
 @check("is_in_stock_compiler", "selective_policy_at_work", "node_in_compiler", "MUST_SAVE")
 def inside_a_checkpoint_that_is_compiled():
     seen = []

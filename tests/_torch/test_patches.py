@@ -20,7 +20,6 @@ from torch.utils.module_tracker import ModuleTracker
 import torchremat as tr
 from torchremat import _torch
 from torchremat._torch import patches
-from torchremat._torch.replacements import NON_REENTRANT_CHECKPOINT
 
 SESSION = object()
 BY_NAME = {f"{p.owner}.{p.name}": p for p in patches.PATCHES}
@@ -118,7 +117,20 @@ def count_calls(use_reentrant):
     return len(calls)
 
 
-@case(f"torch.utils.checkpoint.{NON_REENTRANT_CHECKPOINT}", trace)
+def call_functions():
+    return _torch.handle_checkpoints(lambda fun, args, kwargs, _: fun(*args, **kwargs))
+
+
+def after_a_checkpoint():
+    count_calls(False)  # PyTorch itself sets the attribute at the first call
+    return nullcontext()
+
+
+@case(
+    "torch.utils.checkpoint:checkpoint.__wrapped__.__dynamo_disable",
+    call_functions,
+    after_a_checkpoint,
+)
 def calls_of_a_checkpoint():
     return count_calls(False)
 
@@ -436,6 +448,7 @@ def test_one_thread_at_a_time_is_deterministic(other):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.filterwarnings("ignore::torchremat.errors.OverrideWarning")
 def test_a_reentrant_checkpoint_in_a_trace_only_calls_its_function(other):
     def fun(x):
         def inner(x):

@@ -12,7 +12,7 @@ from .aot import (
     MUST_RECOMPUTE, MUST_SAVE, Partitioner, aot_autograd, decompose, decomposition_table,
     default_partition, find_written_inputs, is_compiled_by_inductor, is_exporting,
     is_in_stock_compiler, merge_alike, min_cut_partition, node_in_compiler, out_of_compiler,
-    selective_policy_at_work, to_user,
+    selective_policy_at_work, selective_policy_of, to_user,
 )  # fmt: skip
 from .distributed import (
     current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,
@@ -57,9 +57,9 @@ from .operators import (
     register_simple_rules, schema_arguments, schema_of,
 )  # fmt: skip
 from .patches import (
-    call_around_modules,
-    dual_level_as_functorch_level,
-    handle_function_calls, let_functions_know_axes, let_modes_see_views_of_zeros,
+    CheckpointHandler, call_around_modules, dual_level_as_functorch_level,
+    handle_checkpoints, handle_function_calls, let_functions_know_axes,
+    let_modes_see_views_of_zeros,
     lift_before_wrapping, replace_batching_rule, restore_batching_rule, set_module_trackers_aside,
 )  # fmt: skip
 from .pytrees import (

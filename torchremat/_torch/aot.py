@@ -64,10 +64,14 @@ def is_exporting() -> bool:
 
 
 def selective_policy_at_work() -> Any:
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, torch.utils.checkpoint._CachingTorchDispatchMode):
-            return mode.policy_fn
-    return None
+    found = map(selective_policy_of, reversed(_get_current_dispatch_mode_stack()))
+    return next((policy for policy in found if policy is not None), None)
+
+
+def selective_policy_of(context: Any) -> Any:
+    """The policy of a context that `create_selective_checkpoint_contexts` made; else `None`."""
+    is_selective = isinstance(context, torch.utils.checkpoint._CachingTorchDispatchMode)
+    return context.policy_fn if is_selective else None
 
 
 def node_in_compiler(tensor: torch.Tensor) -> torch.fx.Node | None:

@@ -33,13 +33,12 @@ from .engine import (
 from .replacements import (
     GLOBAL_MODULE_HOOKS,
     HAS_CONTEXT_FOR_COMPILED,
-    NON_REENTRANT_CHECKPOINT,
     Maker,
     Nesting,
     TracingFlag,
     Values,
     begin_session,
-    call_between_steps,
+    handle_checkpoint,
     ignore_module,
     ignore_own_hooks,
     lift_first,
@@ -112,19 +111,12 @@ _ADD_BATCH_DIM = Patch(
     "As `_wrap_for_grad`, for `vmap`.",
     "2.11", make=lift_first,
 )  # fmt: skip
-_CHECKPOINTS = tuple(
-    Patch(
-        "torch.utils.checkpoint", name,
-        "In a trace `torch.utils.checkpoint` only calls its function: what is saved is decided of "
-        "the whole graph, and a recomputation would draw other random numbers.",
-        since, until=until, make=call_between_steps,
-    )
-    for name, since, until in (
-        ("_checkpoint_without_reentrant_generator", "2.11", "2.13"),
-        ("_checkpoint_without_reentrant_generator_impl", "2.14", ""),
-    )
+_CHECKPOINT = Patch(
+    "torch.utils.checkpoint:checkpoint.__wrapped__", "__dynamo_disable",
+    "In a trace a handler does what `torch.utils.checkpoint` would: what is saved is decided of "
+    "the whole graph. PyTorch looks this attribute up at each call, whoever holds `checkpoint`.",
+    "2.11", make=handle_checkpoint,
 )  # fmt: skip
-_CHECKPOINT = next(patch for patch in _CHECKPOINTS if patch.name == NON_REENTRANT_CHECKPOINT)
 _FX_FLAG = Patch(
     _FX, "_is_fx_tracing_flag",
     "In a trace what `torch.compile` made runs as the function it was made of: Dynamo has a flag "
@@ -201,7 +193,7 @@ _DETERMINISTIC = Patch(
 )  # fmt: skip
 
 EVERY_PATCH = (
-    _APPLY, _BIND, _CALL_CUSTOM, _SETUP_CONTEXT, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, *_CHECKPOINTS,
+    _APPLY, _BIND, _CALL_CUSTOM, _SETUP_CONTEXT, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT,
     _FX_FLAG, _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING,
     _TRACKERS, _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
 )  # fmt: skip
@@ -264,7 +256,7 @@ def _remove(patch: Patch) -> None:
 def _replace(patch: Patch) -> Callable[[], None]:
     owner, name, make = resolve_name(patch.owner), patch.name, patch.make
     assert make is not None
-    plain = getattr(owner, name)
+    plain = getattr(owner, name, None)
     is_inherited = name not in vars(owner) and name != "__class__"  # which no `vars` has
     before = vars(owner).get(name, plain)  # not `plain`, which is bound, of a class method
     made = make(plain, _values_of(patch))
@@ -313,10 +305,19 @@ _MODULES_OF_TRACKERS = (
 @contextmanager
 def enter_trace(session: _MakefxTracer) -> Iterator[None]:
     """Let Python that runs in the block be traced by `session`: all patches of a trace."""
-    patches = _CHECKPOINT, *_FLAG_PATCHES, _GLOBAL_HOOKS, _SET_TRACER
+    patches = *_FLAG_PATCHES, _GLOBAL_HOOKS, _SET_TRACER
     values = dict.fromkeys(patches, True) | {_TRACER: begin_session(session)}
     with _enter(values), run_compiled_functions_eagerly():
         yield
+
+
+CheckpointHandler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], Any]
+"""Is called in place of a checkpoint: with function, arguments, keywords and `context_fn`."""
+
+
+def handle_checkpoints(handler: CheckpointHandler) -> AbstractContextManager[None]:
+    """Let `handler` do every `torch.utils.checkpoint` of this thread while in the block."""
+    return _enter({_CHECKPOINT: handler})
 
 
 def handle_function_calls(handler: FunctionHandler) -> AbstractContextManager[None]:

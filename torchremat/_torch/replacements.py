@@ -38,23 +38,26 @@ def lift_first(plain: Callable[..., Any], lifts: Values) -> Any:
     return wrap
 
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
-NON_REENTRANT_CHECKPOINT = _GENERATOR + "_impl" * hasattr(
-    torch.utils.checkpoint, f"{_GENERATOR}_impl"
-)
-"""The generator that `torch.utils.checkpoint` steps through: a new one in PyTorch 2.14."""
+_OWN_OPTIONS = (
+    "use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop",
+    "respect_saved_tensors_hooks",
+)  # fmt: skip
 
 
-def call_between_steps(plain: Callable[..., Any], traces: Values) -> Any:
-    """Make a generator for `torch.utils.checkpoint`, which calls its function between the steps."""
+def handle_checkpoint(plain: Any, handlers: Values) -> Any:
+    if plain is None:  # as PyTorch makes it at the first call
+        checkpoint: Any = torch.utils.checkpoint.checkpoint
+        plain = torch.compiler.disable(checkpoint.__wrapped__)
 
-    def nothing() -> Iterator[None]:
-        yield
+    def run(*args: Any, **kwargs: Any) -> Any:
+        entered = handlers()
+        if not entered or not args:  # without a function it is a decorator, in PyTorch 2.15
+            return plain(*args, **kwargs)
+        context_fn = kwargs.pop("context_fn", None)
+        named = {name: value for name, value in kwargs.items() if name not in _OWN_OPTIONS}
+        return entered[-1](args[0], args[1:], named, context_fn)
 
-    def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
-        return nothing() if traces() else plain(*args, **kwargs)
-
-    return generate
+    return run
 
 
 HAS_CONTEXT_FOR_COMPILED = not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag")

@@ -77,7 +77,7 @@ class TraceOptions:
     With `create_graph` the derivative is by the formulas of one that is differentiated again:
     PyTorch has two for some operators. With `whole_calls`, a checkpoint or a user's
     `autograd.Function` is one operator, whose derivative is its own. With `opens_calls` a
-    checkpoint is what its function does.
+    checkpoint is what its function does. `on_checkpoint` handles those of `torch.utils.checkpoint`.
     """
 
     with_gradients: bool
@@ -87,6 +87,7 @@ class TraceOptions:
     whole_calls: bool = False
     create_graph: bool = False
     opens_calls: bool = False
+    on_checkpoint: _torch.CheckpointHandler | None = None
 
 
 def trace_joint(
@@ -136,7 +137,11 @@ def _begin(
     paths: ModulePaths, specs: Sequence[InputSpec], options: TraceOptions, warns: bool
 ) -> Tracing:
     tracing = Tracing(
-        paths=paths, warns=warns, shapes=shapes_of(specs), opens_calls=options.opens_calls
+        paths=paths,
+        warns=warns,
+        shapes=shapes_of(specs),
+        opens_calls=options.opens_calls,
+        on_checkpoint=options.on_checkpoint,
     )
     if options.whole_calls:
         tracing.on_function = FunctionCalls(tracing)

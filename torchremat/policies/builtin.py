@@ -389,6 +389,7 @@ class PlainAutograd(EverythingSaveable):
 
     function = "plain_autograd"
     applies_to_nested = False
+    honours_others = True
 
 
 plain_autograd = PlainAutograd()

@@ -132,6 +132,12 @@ class Policy:
     applies_to_nested: ClassVar[bool] = True
     """Whether the policy also decides on values inside nested checkpoints."""
 
+    honours_others: ClassVar[bool] = False
+    """Whether a `torch.utils.checkpoint` inside is a checkpoint, which decides what it saves."""
+
+    recomputes_at_once: ClassVar[bool] = False
+    """Whether a backward pass recomputes all before the first derivative, as PyTorch's own does."""
+
     @property
     def is_whole_graph(self) -> bool:
         """Whether the policy decides on all values of a graph at once, through `schedule`."""

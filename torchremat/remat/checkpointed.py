@@ -8,6 +8,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentValueError
 from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.op.autograd_functions import apply_program
@@ -114,6 +116,7 @@ class Checkpointed:
             self.compiler,
             WrapHashably(self.prevent_cse),
             self.policy.is_whole_graph,
+            self.policy.honours_others,
         )
 
     @property
@@ -322,10 +325,7 @@ class Checkpointed:
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
         def trace(*, with_gradients: bool) -> FunctionTrace:
-            whole = self.policy.is_whole_graph
-            options = TraceOptions(
-                with_gradients, grad_enabled=state[0], only_usual=only_usual, opens_calls=whole
-            )
+            options = _trace_options(self.policy, with_gradients, state[0], only_usual)
             around, tensors = self.around, call.tensors
             return trace_without_effects(
                 describe_fun(self.fun),
@@ -347,6 +347,39 @@ class Checkpointed:
 
     def _variables(self) -> list[Binding]:
         return variables_of(self.fun)
+
+
+def _trace_options(
+    policy: Policy, with_gradients: bool, grad_enabled: bool, only_usual: bool
+) -> TraceOptions:
+    return TraceOptions(
+        with_gradients,
+        grad_enabled=grad_enabled,
+        only_usual=only_usual,
+        opens_calls=policy.is_whole_graph,
+        on_checkpoint=call_foreign if policy.honours_others else None,
+    )
+
+
+def call_foreign(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Any
+) -> Any:
+    """Call `function` under what `torch.utils.checkpoint` would save of it, for a report."""
+    policy, context = read_contexts(context_fn)
+    if not isinstance(context, nullcontext):
+        function = _run_in(context, function)
+    statics = StaticArguments(function, (), ())
+    return Checkpointed(function, policy, True, statics, lenient=True)(*args, **kwargs)
+
+
+def _run_in(
+    context: AbstractContextManager[Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _build_trace(

@@ -25,6 +25,7 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.errors import TraceError
 from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, item_index
+from torchremat.remat.checkpointed import call_foreign
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import state_aval
@@ -165,7 +166,9 @@ class _Observer:
         self.paths = ModulePaths(call.roots)
         distinct = {id(tensor): tensor for tensor in call.tensors}  # each is one input
         self.value_guards = ValueGuards(list(distinct.values()))
-        self.tracing = Tracing(paths=self.paths, value_guards=self.value_guards)
+        self.tracing = Tracing(
+            paths=self.paths, value_guards=self.value_guards, on_checkpoint=call_foreign
+        )
         self.records: list[weakref.ref[_SavedHandle]] = []
         self.versions: dict[int, int] = {}
         self.reader: Reader | None = None

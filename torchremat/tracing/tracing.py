@@ -26,6 +26,7 @@ from torchremat.tracing.axes.named_axes import out_of_reach
 from torchremat.tracing.capture import CaptureMode, map_arguments
 from torchremat.tracing.dtensors import CotangentPlacements, wrap_local
 from torchremat.tracing.error_messages import explain_errors
+from torchremat.tracing.inner_checkpoints import CallOnly
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.value_guards import ValueGuards
@@ -96,9 +97,12 @@ class Tracing:
     opens_calls: bool = False
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
     """Handles a call of a user's `autograd.Function`: class, arguments, `apply`."""
+    on_checkpoint: _torch.CheckpointHandler | None = None
+    """Handles a call of `torch.utils.checkpoint`. `None`: only its function is called."""
     value_guards: ValueGuards | None = None
 
     def __post_init__(self) -> None:
+        self._call_checkpoint = self.on_checkpoint or CallOnly(self.warns)
         self.tracer = _new_tracer(self)
         self.fake_mode = _torch.new_fake_mode(self.shapes)
         self._capture_mode = CaptureMode(self.tracer, self.lift, self.truth_of)
@@ -148,6 +152,7 @@ class Tracing:
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
             stack.enter_context(_torch.handle_function_calls(self._call_function))
+            stack.enter_context(_torch.handle_checkpoints(self._call_checkpoint))
             stack.enter_context(_torch.lift_before_wrapping(self.lift))
             stack.enter_context(_torch.enter_proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
@@ -270,9 +275,9 @@ class Tracing:
             if not is_active and _has_fake_of_other_trace(args, self.fake_mode):
                 return apply(*args)  # Dynamo runs, on fake tensors of its own
             args = tuple(map_arguments(self.lift, args))
-            if cls is CheckpointFunction:  # what is saved is decided of the whole graph
+            if cls is CheckpointFunction:
                 function, _preserves_rng_state, *inputs = args
-                return function(*inputs)
+                return self._call_checkpoint(function, tuple(inputs), {}, None)
             if self.on_function is not None and _torch.is_function_of_user(cls):
                 return self.on_function(cls, args, apply)
             return apply(*args)

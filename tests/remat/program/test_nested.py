@@ -230,6 +230,7 @@ def test_random_numbers_in_a_checkpoint_that_is_not_differentiated():
     assert_same([p.grad for p in plain.parameters()], [p.grad for p in net.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore::torchremat.errors.OverrideWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_pytorch_s_checkpoint_around_and_inside(reentrant):
     fun = tr.checkpoint(layer)
@@ -245,6 +246,7 @@ def test_pytorch_s_checkpoint_around_and_inside(reentrant):
     assert_same(expected, torch.autograd.grad(inside(*args).sum(), args))
 
 
+@pytest.mark.filterwarnings("ignore::torchremat.errors.OverrideWarning")
 def test_pytorch_s_checkpoint_inside_of_a_function_that_closes_over_parameters():
     class Net(nn.Module):
         def __init__(self):

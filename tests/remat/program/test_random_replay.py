@@ -203,6 +203,7 @@ def test_a_generator_as_an_argument():
         assert_same(fun(torch.ones(3), torch.Generator().manual_seed(seed)), expected)
 
 
+@pytest.mark.filterwarnings("ignore::torchremat.errors.OverrideWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_a_checkpoint_of_pytorchs_inside_has_the_masks_of_the_forward(policy, reentrant):

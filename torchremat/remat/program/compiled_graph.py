@@ -68,14 +68,16 @@ def compile_backward(
     form: BackwardInputs = _PLAIN_INPUTS,
     schedule: GraphSchedule | None = None,
     compiler: Compiler | None = None,
+    at_once: bool = False,
 ) -> CompiledGraph:
     """The graph from `inputs` to `outputs`, values of `joint`: a backward pass.
 
-    Operators run as `schedule` says, else in the order of the joint graph, those of the forward
-    pass just before they are needed.
+    Operators run as `schedule` says, else in the order of the joint graph. Those of the forward
+    pass run just before they are needed, or `at_once`: before all others.
     """
     if schedule is None:
-        module = slice_graph(joint.module, inputs, outputs, lazy=is_forward)
+        lazy = None if at_once else is_forward
+        module = slice_graph(joint.module, inputs, outputs, lazy=lazy)
     else:
         drawn = set(form.draws.values())
         order = [call for call in schedule.backward if call not in drawn]

@@ -169,6 +169,7 @@ class Program(ABC):
             form=BackwardInputs(roles, draws, copies),
             schedule=self.schedule if joint is self.root_joint else None,
             compiler=self.compiler,
+            at_once=self.policy.recomputes_at_once,
         )
         if copies:
             self.fetched_first[:] = graph_notes_of(compiled.module).fetched_first

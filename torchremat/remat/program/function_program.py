@@ -6,8 +6,8 @@ from functools import cached_property
 
 from torch import fx
 
-from torchremat.autodiff.gradient_parts import slots_of
 from torchremat import _torch
+from torchremat.autodiff.gradient_parts import slots_of
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals

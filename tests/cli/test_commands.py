@@ -6,8 +6,11 @@ import torch
 
 import torchremat as tr
 from tests.cli.commands import in_folder, output_of, run  # noqa: F401
+from torchremat._torch.parts import PrivatePart
 from torchremat.cli.arguments.targets import load_target
+from torchremat.cli.commands import check_env
 from torchremat.cli.commands.run_bench import describe_difference
+from torchremat.errors import PyTorchVersionError
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 MODEL = "model.py:make"
@@ -183,3 +186,31 @@ def test_json_goes_to_a_file_beside_the_text():
     assert result.stderr == "wrote report.json\n"
     with open("report.json", encoding="utf-8") as file:
         assert json.load(file)["total"] == tr.explain(*bound()).total
+
+
+def test_env_check_tries_the_features():
+    found = json.loads(output_of("env", "--check", "--json", "-"))
+    assert (found["torch"], found["missing"]) == (torch.__version__, {})
+    assert len(found["features"]) > 8
+    assert set(found["features"].values()) == {"works"}
+
+
+def test_env_check_says_what_fails_without_a_part(monkeypatch):
+    def lack():
+        raise PyTorchVersionError("torchremat needs torch._C._lost\nand so on")
+
+    lost = PrivatePart("torch._C: _lost", "To find.", "None.", "Nothing can be found.")
+    features = {"nn.wrap": lambda: True, "plan": lack, "jit": lambda: False}
+    monkeypatch.setattr(check_env, "all_parts", lambda: iter([lost]))
+    monkeypatch.setattr(check_env, "FEATURES", features)
+    result = run("env", "--check")
+    assert result.exit_code == 1
+    assert f"PyTorch {torch.__version__}; tested with 2.11 to 2.15\n" in result.output
+    assert "private parts: 1, of which 1 missing" in result.output
+    assert re.search(r"torch\._C\._lost +Nothing can be found\.", result.output)
+    assert re.search(r"plan +fails: PyTorchVersionError: .*_lost\n", result.output)
+    assert re.search(r"jit +fails: the results are not", result.output)
+    assert re.search(r"nn.wrap +works", result.output)
+    monkeypatch.setattr(check_env, "FEATURES", {"nn.wrap": lambda: True})
+    monkeypatch.setattr(check_env, "all_parts", lambda: iter([]))
+    assert "private parts: 0, of which none missing\n\nfeatures:" in output_of("env", "--check")

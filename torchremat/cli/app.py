@@ -195,12 +195,25 @@ def bench(**given: Any) -> None:
 
 @main.command(
     short_help="Print what to put in a bug report.",
-    epilog=options.examples("torchremat env", "torchremat env --json -"),
+    epilog=options.examples("torchremat env", "torchremat env --json -", "torchremat env --check"),
+)
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Try the private parts of PyTorch and each feature, and say what works.",
 )
 @options.json
 @options.debug
-def env(json_path: str | None) -> None:
-    """Print what to put in a bug report: versions, processors, settings. Nothing secret is read."""
+def env(json_path: str | None, check: bool) -> None:
+    """Print what to put in a bug report: versions, processors, settings. Nothing secret is read.
+
+    With --check, print instead which private parts this PyTorch lacks, and which features work.
+    """
+    if check:
+        from torchremat.cli.commands.check_env import check_env
+
+        check_env(json_path)
+        return
     from torchremat.cli.commands.run_env import run_env
 
     run_env(json_path)

@@ -34,7 +34,7 @@ def is_compiled_by_inductor(fun: Any) -> bool:
     if context is not None:
         return getattr(context, "compiler_config", None) is not None
     config = getattr(fun, "get_compiler_config", None)
-    return hasattr(fun, "_torchdynamo_orig_callable") and bool(config and config())
+    return config is not None and bool(config())
 
 
 def out_of_compiler(reason: str) -> Callable[[_F], _F]:

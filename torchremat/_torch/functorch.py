@@ -19,7 +19,6 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
     maybe_get_level,
-    peek_interpreter_stack,
     pop_dynamic_layer_stack,
     push_dynamic_layer_stack,
     unwrap_if_dead,
@@ -47,8 +46,8 @@ def transform_depth() -> int:
 
 
 def innermost_transform() -> TransformType | None:
-    interpreter = peek_interpreter_stack()
-    return None if interpreter is None else interpreter.key()
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack[-1].key() if stack else None
 
 
 def requires_grad_at_any_level(tensor: torch.Tensor) -> bool:
@@ -296,8 +295,9 @@ class VmapLevel:
 def at_level_below() -> Iterator[VmapLevel]:
     """In a batching rule: what runs in the block runs below its level, which is yielded."""
     interpreter: Any = retrieve_current_functorch_interpreter()
-    keys = torch.DispatchKeySet(DispatchKey.FuncTorchBatched)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set().add(DispatchKey.FuncTorchBatched)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
         yield VmapLevel(interpreter.level(), interpreter.batch_size())
 
 

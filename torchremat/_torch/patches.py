@@ -176,20 +176,21 @@ _MODULE_HOOKS = Patch(
 )  # fmt: skip
 _VIEW_OF_ZEROS = Patch(
     "torch.ops.aten.view", "ZeroTensor",
-    "`let_modes_see_views_of_zeros` lets fake tensors see views of zeros; up to 2.13 PyTorch "
-    "registers the kernel of dense tensors.",
+    "`let_modes_see_views_of_zeros` lets fake tensors see views of zeros: PyTorch registers the "
+    "kernel of dense tensors. It is registered by torch.library.",
     "2.11", "for good; zeros that are not fake fall through to the same kernel",
 )  # fmt: skip
 _BATCHING_RULES = Patch(
     "torch.ops.*", "FuncTorchBatched",
     "`replace_batching_rule` serves rules that a user registers, and ours where PyTorch has none.",
-    "2.11", "process-wide by request: rules hold in all threads until they are deleted",
+    "2.11", "process-wide by request: rules hold in all threads until they are deleted. They are "
+    "registered by torch.library, and call PyTorch's own kernel where a thread has no rule",
 )  # fmt: skip
 _DETERMINISTIC = Patch(
     "torch", "use_deterministic_algorithms",
     "Flash attention on a GPU else adds to the cotangent of q by atomics; `be_deterministic`.",
-    "2.11", "process-wide: PyTorch has no flag for one call. Other threads see it while one "
-    "kernel is launched",
+    "2.11", "process-wide: the kernel reads a flag of the process, has no argument for it, and is "
+    "not deterministic with `warn_only`. Others see it while one kernel is launched",
 )  # fmt: skip
 
 EVERY_PATCH = (

@@ -22,12 +22,6 @@ COMPILERS = (
         "What another thread compiles during a trace would break its graph.",
     ),
     PrivatePart(
-        "marks: _torchdynamo_orig_callable",
-        "Whether a function is what torch.compile has made.",
-        "None.",
-        "A checkpoint of a compiled function would cost a graph of its own.",
-    ),
-    PrivatePart(
         "marks: _boxed_call",
         "A compiled graph takes one list, which it empties.",
         "None: the documentation of custom backends has make_boxed_func of functorch.",

@@ -47,8 +47,8 @@ ENGINE = (
         "Operators of the library would record nodes where nobody reads them.",
     ),
     PrivatePart(
-        "torch._C: _ForceDispatchKeyGuard, _ExcludeDispatchKeyGuard, "
-        "_dispatch_tls_local_include_set, _dispatch_tls_local_exclude_set",
+        "torch._C: _ForceDispatchKeyGuard, _dispatch_tls_local_include_set, "
+        "_dispatch_tls_local_exclude_set",
         "To set the state of dispatch: in a batching rule, a kernel, and after an error of vmap.",
         "None in Python; C++ has guards.",
         "A kernel could not use torch.func, and an error in nested vmap would break the thread.",

@@ -4,7 +4,7 @@ from .part import PrivatePart
 
 LEVELS = (
     PrivatePart(
-        "torch._C._functorch: get_interpreter_stack, peek_interpreter_stack, TransformType",
+        "torch._C._functorch: get_interpreter_stack, TransformType",
         "To know which levels of torch.func are active, how many, and of which kind.",
         "None: torch.func does not say that one of its levels is active.",
         "A checkpoint inside of grad, vmap or jvp could not follow its rule.",

@@ -38,8 +38,8 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 
     What depends on the primals alone is computed once, here: the linear function computes what is
     left, a graph, as often as it is called. `fun` is traced, so that it cannot branch on values.
-    A value in a checkpoint is saved if the policy lets it be; else the linear function computes it
-    again. A budget, which is for a step, saves none.
+    A value in a checkpoint is saved if the policy lets it be; else the linear function
+    recomputes it. A budget, which is for a step, saves none.
 
     Args:
         fun: a function of trees of tensors and Python values, or an `nn.Module`.

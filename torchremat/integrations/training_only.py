@@ -135,7 +135,7 @@ class TrainingOnlyForward(RematForward):
 
 
 _removed: weakref.WeakKeyDictionary[nn.Module, TrainingOnlyForward] = weakref.WeakKeyDictionary()
-"""What `remove` took off, which refers to its module weakly: it hides no forward that might not."""
+"""The forwards that `remove` took off, which refer to modules weakly: they hide no forward that might not."""
 
 
 def _take_removed(module: nn.Module) -> TrainingOnlyForward | None:

@@ -100,7 +100,9 @@ class AmbientState:
     @contextmanager
     def restore(self) -> Iterator[None]:
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self.default_dtype)
+        changes = before != self.default_dtype
+        if changes:  # PyTorch has one for all threads
+            torch.set_default_dtype(self.default_dtype)
         try:
             with without_autocast(), restore_axes(self.axes), ExitStack() as stack:
                 for device, dtype in self.autocast:
@@ -109,7 +111,8 @@ class AmbientState:
                     stack.enter_context(meta_as_cpu())
                 yield
         finally:
-            torch.set_default_dtype(before)
+            if changes:
+                torch.set_default_dtype(before)
 
 
 @contextmanager

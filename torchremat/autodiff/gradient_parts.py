@@ -23,9 +23,10 @@ Part = tuple[int, fx.Node]
 
 
 class PartRecorder:
-    """Records, in a backward pass, what arrives at some inputs, in order."""
+    """Records, in a backward pass, what arrives at some inputs, in order; if it `is_on`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool = True) -> None:
+        self._is_on = is_on
         self._destinations: dict[Any, int] = {}
         self.positions: list[int] = []
         self.values: list[Tensor] = []
@@ -33,7 +34,7 @@ class PartRecorder:
     def expect(self, inputs: Mapping[int, Tensor]) -> None:
         """Record what arrives at `inputs`, which are given by position and as yet unwritten."""
         for position, tensor in inputs.items():
-            if tensor.requires_grad:
+            if self._is_on and tensor.requires_grad:
                 self._destinations[_find_node(tensor)] = position
 
     def watch(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
@@ -70,7 +71,7 @@ class PartRecorder:
 
 def _find_node(tensor: Tensor) -> Any:
     """The node of autograd's graph at which the gradients of `tensor` arrive."""
-    with _torch.isolate():  # PyTorch makes a view of a leaf
+    with _torch.isolate(), torch.inference_mode(False):  # PyTorch makes a view of a leaf
         return torch.autograd.graph.get_gradient_edge(tensor).node
 
 

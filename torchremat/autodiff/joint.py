@@ -106,7 +106,7 @@ def trace_joint(
     tracing = _begin(paths, specs, options, warns)
     with tracing.recording():
         leaves = [tracing.input(spec, name) for spec, name in zip(specs, names, strict=True)]
-        recorder = PartRecorder()
+        recorder = PartRecorder(is_on=options.with_gradients and not options.create_graph)
         inputs, outputs = _run_body(body, tracing, leaves, specs, options.grad_enabled, recorder)
         leaves += tracing.captured_inputs
         tracing.phase = "backward"
@@ -248,8 +248,7 @@ def _differentiate(
     chosen = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
     given: list[Tensor] = [cotangents[i] for i in chosen]  # type: ignore[misc]
     roots = [outputs[i] for i in chosen]
-    if not create_graph:
-        recorder.watch(roots, given)
+    recorder.watch(roots, given)
     found = gradients(roots, [leaves[i] for i in wrt], given, create_graph=create_graph)
     grads: list[Tensor | None] = [None] * len(leaves)
     for i, grad in zip(wrt, found, strict=True):

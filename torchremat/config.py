@@ -6,7 +6,11 @@ False
 """
 
 import os
-from typing import Literal
+import sys
+from types import ModuleType
+from typing import Any, Literal
+
+from torchremat.errors import OptionError, nearest_names
 
 __all__ = [
     "host_pool_nbytes",
@@ -43,8 +47,8 @@ value that finds no room stays on its device, with a warning. On a GPU the memor
 blocks of powers of two."""
 
 least_offload_nbytes: int = 64 << 10
-"""Bytes below which a policy's `Offloadable` value stays on its device: a copy takes some ten
-microseconds to begin. Read when a function is traced."""
+"""Bytes below which a plan offloads no value: a copy takes some ten microseconds to begin. A
+policy that says `Offloadable` of a value is honoured at any size."""
 
 offload_copies_at_once: int = 2
 """The number of values that may be on their way to the host at one time. Their memory on the device
@@ -55,3 +59,17 @@ offload_prefetch: int = 8
 """The number of operators of the backward pass between the start of a copy from the host and its
 first reader; at least 1. More operators hide slower copies, and need more memory. Read when a
 backward pass is compiled; plans say themselves when each copy starts."""
+
+
+class _Settings(ModuleType):
+    """The module itself, to which nothing but a setting can be assigned."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in __all__ and not name.startswith("__"):
+            raise OptionError(
+                f"torchremat.config has no setting {name!r}; {nearest_names(name, __all__)}"
+            )
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Settings

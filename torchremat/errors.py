@@ -358,7 +358,8 @@ class PlanError(TorchrematError, ValueError):
 class OptionError(TorchrematError, ValueError):
     """An option does not exist, or has a value that it cannot have.
 
-    Raised by `jit`, `nn.wrap(compile=...)` and the backend `"torchremat"` of `torch.compile`.
+    Raised by `jit`, `nn.wrap(compile=...)` and the backend `"torchremat"` of `torch.compile`. Also
+    raised where an attribute of `torchremat.config` is set that is no setting.
 
     Cure: take one of the nearest names that the message gives.
     """

@@ -17,7 +17,6 @@ from torchremat.errors import OffloadWarning, PlanError
 from torchremat.measure import HeldBytes, LiveBytes, host_stats
 from torchremat.planning import CostModel, Plan
 from torchremat.planning.costs.device_rates import rates_of
-from torchremat.planning.step.problem_builder import LEAST_OFFLOAD
 from torchremat.planning.step.traced_step import timeline_of
 from torchremat.remat.offload.copies import start_fetch
 from torchremat.viz.picture.build import picture_of
@@ -65,7 +64,7 @@ def test_without_being_asked_nothing_is_offloaded(pair):
 
 
 def test_small_values_are_not_worth_a_copy():
-    model, x = tower(4, 16), torch.empty(LEAST_OFFLOAD // 64 - 1, 16, device="meta")
+    model, x = tower(4, 16), torch.empty(1023, 16, device="meta")  # 64 KiB less 64
     found = tr.plan(model, x, budget=0.8, device="h100", offload=True)
     assert set(found.decisions.values()) == {"saved", "recomputed"}
     assert found.timeline().peak == found.peak_bytes

@@ -44,8 +44,7 @@ def offload_dot_with_no_batch_dims(offload_src: Place, offload_dst: Place) -> Po
     """The results of matrix multiplications without batch dimensions may be saved on the host.
 
     The values of `dots_with_no_batch_dims_saveable` are copied to the host when they are computed,
-    and back before the backward pass reads them. A value stays if it is small
-    (`config.least_offload_nbytes`), or an output, which is alive anyway.
+    and back before the backward pass reads them. An output, which is alive anyway, stays.
 
     Args:
         offload_src: where values are: `"device"`, or a `torch.device`, to move those on it alone.
@@ -107,7 +106,7 @@ def save_and_offload_only_these_names(
 ) -> Policy:
     """Only values with a name (`checkpoint_name`) are saved: some on the device, some on the host.
 
-    Small values and outputs stay on the device, as with `offload_dot_with_no_batch_dims`.
+    Outputs stay on the device, as with `offload_dot_with_no_batch_dims`.
 
     Args:
         names_which_can_be_saved: names of values that may be saved on the device.

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from textwrap import wrap
 from typing import Any
 
 import torch
 
 from torchremat.core.avals import Aval
-from torchremat.core.formatting import WIDTH, human_bytes, shorten, table
+from torchremat.core.formatting import WIDTH, human_bytes, table
 from torchremat.core.source import Source
 from torchremat.remat.program.decisions import Outcome
 
@@ -171,8 +172,8 @@ def _format_section(decision: Outcome, heading: str, rows: list[Row]) -> str:
     ]  # fmt: skip
     if not _fits(cells):  # a value's name tells more than the function in its source
         cells = [(*cell[:-1], cell[-1].partition(" (")[0]) for cell in cells]
-    room = WIDTH - len(nbytes) - 2
-    return "\n".join(["", f"{shorten(title, room)}, {nbytes}", *table(cells, numeric=(0, 1))])
+    heading = wrap(f"{title}, {nbytes}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(["", *heading, *table(cells, numeric=(0, 1))])
 
 
 def _fits(rows: Sequence[Sequence[str]]) -> bool:

@@ -32,7 +32,7 @@ from torchremat.remat.offload.host_pool import POOL
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 
-pytestmark = pytest.mark.usefixtures("small_values")
+pytestmark = pytest.mark.usefixtures("empty_pool")
 
 
 class LateCopy:

@@ -28,7 +28,7 @@ from torchremat.measure import HeldBytes, LiveBytes, host_stats
 from torchremat.planning.step.traced_step import timeline_of
 from torchremat.remat.offload import copies, host_pool
 
-pytestmark = pytest.mark.usefixtures("small_values")
+pytestmark = pytest.mark.usefixtures("empty_pool")
 
 
 @pytest.mark.parametrize("policy", [DOTS, names("attn", "mlp", "skip", "deep")], ids=repr)
@@ -225,15 +225,22 @@ def test_an_output_stays_and_is_caught_when_it_is_changed():
     f(x, w).sum().backward()
 
 
-def test_small_values_stay(monkeypatch):
-    monkeypatch.setattr(config, "least_offload_nbytes", 300)
+def test_a_policy_that_offloads_is_honoured_at_any_size():
     x, w, v = torch.randn(10, 10), torch.randn(10, 10, requires_grad=True), torch.randn(10, 7)
     report = tr.explain(lambda x, w, v: ((x @ w).sin() @ v).sin().sum(), x, w, v, policy=DOTS)
     rows = {row.shape: row for row in report if row.op == "mm"}
-    assert rows[10, 10].decision == "offloaded"
-    assert rows[10, 7].decision == "saved"
-    assert "less than 300 bytes" in rows[10, 7].reason
-    assert (report.total, report.offloaded_total) == (280, 400)
+    assert rows[10, 10].decision == rows[10, 7].decision == "offloaded"
+    assert (report.total, report.offloaded_total) == (0, 680)
+
+
+def test_a_report_prints_all_of_the_reason_why_a_value_stays():
+    def f(x, w):
+        y = x @ w
+        return y, y.sin()
+
+    report = tr.explain(f, *torch.randn(2, 9, 9), policy=DOTS)
+    text = " ".join(str(report).split())
+    assert "offloads it, but it stays, since it is an output, which the caller holds" in text
 
 
 def test_inputs_parameters_and_their_views_are_never_moved():

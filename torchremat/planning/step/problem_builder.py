@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from torchremat import config
 from torchremat.autodiff.joint import Joint
 from torchremat.graph.nodes import (
     ancestors,
@@ -24,9 +25,6 @@ from torchremat.planning.problem.problem import Operator, Part, Problem, Schedul
 from torchremat.planning.problem.replay import Decisions
 from torchremat.policies.replay_rules import draws_in_forward, reason_not_replayable, reason_to_save
 from torchremat.remat.program.random_replay import state_nbytes
-
-LEAST_OFFLOAD = 64 << 10
-"""Bytes below which a value is not offloaded: a copy takes some ten microseconds to begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +55,9 @@ class NumericStep:
         if host_bytes_per_second is None:
             return step
         problem = replace(
-            step.problem, host_bytes_per_second=host_bytes_per_second, least_offload=LEAST_OFFLOAD
+            step.problem,
+            host_bytes_per_second=host_bytes_per_second,
+            least_offload=config.least_offload_nbytes,
         )
         return replace(step, problem=problem)
 

@@ -3,14 +3,12 @@
 `copies.py` defines these nodes and shows them in graphs.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torchremat import _torch, config
 from torchremat.autodiff.joint import Joint
 from torchremat.graph.nodes import (
     base_of,
@@ -36,12 +34,11 @@ _KINDS = ("cpu", "cuda")
 
 
 class OffloadRules:
-    """Values of a graph that may be offloaded: no inputs or outputs, and nothing small."""
+    """Values of a graph that may be offloaded: no inputs or outputs."""
 
     def __init__(self, joint: Joint) -> None:
         self._inputs = {memory_of(node) for node in joint.inputs}
         self._outputs = {memory_of(o) for o in joint.outputs if isinstance(o, fx.Node)}
-        self.least_nbytes = config.least_offload_nbytes
 
     def why_impossible(self, node: fx.Node, verdict: Offloadable) -> str | None:
         value = node.meta.get("val")
@@ -50,17 +47,10 @@ class OffloadRules:
         return _why_not_there(value.device, verdict)
 
     def why_kept(self, node: fx.Node) -> str | None:
-        if _nbytes(base_of(node).meta["val"]) < self.least_nbytes:
-            return f"values of less than {self.least_nbytes:,} bytes are not offloaded"
         memory = memory_of(node)
         if memory in self._outputs:
             return "it is an output, which the caller holds"
         return "it lies in the memory of an input" if memory in self._inputs else None
-
-
-def _nbytes(value: Tensor) -> int:
-    # not of its storage: a method of the value would be seen by a trace in progress
-    return math.prod(map(_torch.hint_of, value.shape)) * value.dtype.itemsize
 
 
 def _why_not_there(device: torch.device, verdict: Offloadable) -> str | None:

@@ -104,7 +104,7 @@ class PolicyDecisions:
         reason = asked or self._rules.why_kept(node)
         if reason is None:
             return Decision("offloaded", f"{self.policy}", str(verdict.dst))
-        return Decision("saved", f"{self.policy} offloads it, but it stays: {reason}")
+        return Decision("saved", f"{self.policy} offloads it, but it stays, since {reason}")
 
     def _decide_planned(self, node: fx.Node, schedule: GraphSchedule) -> Decision:
         forced = reason_not_replayable(node)

@@ -135,7 +135,8 @@ class TrainingOnlyForward(RematForward):
 
 
 _removed: weakref.WeakKeyDictionary[nn.Module, TrainingOnlyForward] = weakref.WeakKeyDictionary()
-"""The forwards that `remove` took off, which refer to modules weakly: they hide no forward that might not."""
+"""The forwards that `remove` took off. They refer to modules weakly, and hide no forward that may
+not."""
 
 
 def _take_removed(module: nn.Module) -> TrainingOnlyForward | None:

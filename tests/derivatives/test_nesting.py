@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torchremat as tr
+from torchremat.errors import EffectError, NotAvailableError
 
 X = torch.tensor(2.0, dtype=torch.double)
 XS = torch.tensor([0.3, -0.5, 1.2], dtype=torch.double)
@@ -149,3 +150,46 @@ def test_a_rule_applies_its_function_to_its_own_tangents(total, name, checkpoint
     derive = LINEAR[name]
     found = derive(tr.checkpoint(total) if checkpoints else total)(XS)
     torch.testing.assert_close(found, derive(plain)(XS))
+
+
+def test_a_second_derivative_of_cond_in_a_checkpoint_is_refused():
+    f = tr.checkpoint(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)).sum())
+    x = XS.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+    torch.testing.assert_close(first, torch.cos(x))
+    with pytest.raises(NotAvailableError, match="second derivative of a checkpoint needs that of"):
+        torch.autograd.grad(first.sum(), x)
+    with pytest.raises(NotAvailableError, match=r"test_nesting\.py"):
+        tr.grad(lambda x: tr.grad(f)(x).sum())(XS)
+
+
+def test_forward_mode_over_reverse_mode_of_a_checkpoint_that_draws_is_refused():
+    f = tr.checkpoint(lambda x, y: torch.nn.functional.dropout(x, 0.5).sum() * y)
+    aux = lambda x: tr.grad(lambda y: (y, f(x, y)), has_aux=True)(X)[1]  # noqa: E731
+    with pytest.raises(EffectError, match=r"would draw again what aten\.bernoulli"):
+        tr.jvp(aux, (XS,), (XS,))
+
+
+def with_writes_to_a_part(x):
+    copy = x * 1.0
+    copy[1:].add_(x[:-1])
+    return copy.sin()
+
+
+@pytest.mark.parametrize("f", [lambda x: x[0].sin().expand(3), with_writes_to_a_part])
+def test_derivatives_of_checkpoints_that_expand_or_write_to_a_part(f):
+    found = tr.hessian(lambda x: (tr.checkpoint(f)(x) ** 2).sum())(XS)
+    torch.testing.assert_close(found, torch.func.hessian(lambda x: (f(x) ** 2).sum())(XS))
+    found = tr.vmap(tr.jacrev(tr.checkpoint(f)))(torch.stack([XS, 2 * XS]))
+    torch.testing.assert_close(found[0], torch.func.jacrev(f)(XS))
+
+
+def test_a_function_with_a_rule_for_vmap_may_return_integers():
+    f = lambda x: (x.sin(), x.argmax())  # noqa: E731
+    mapped = tr.custom_vmap(f)
+    mapped.def_vmap(lambda size, _, xs: ((xs.sin(), xs.argmax(1)), True))
+    found = tr.vjp(mapped, XS)
+    assert found[0][1] == 2
+    torch.testing.assert_close(found[1]((XS, None))[0], torch.cos(XS) * XS)
+    found = tr.vmap(lambda x: tr.jvp(mapped, (x,), (x,)))(torch.stack([XS, XS]))
+    torch.testing.assert_close(found[1][0][1], torch.cos(XS) * XS)

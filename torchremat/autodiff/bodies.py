@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.errors import NotAvailableError
 from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import draws_by_shape
 from torchremat.graph.symbolic_sizes import Interpreter
@@ -116,6 +117,15 @@ class _GraphInterpreter(Interpreter):
             x, dim, index, value = args
             shape = [*x.shape[:dim], *index.shape[:1], *x.shape[dim + 1 :]]
             target, args = torch.ops.aten.index_copy.default, (x, dim, index, value.expand(shape))
+        if target is torch.ops.aten.slice_scatter.default:
+            # PyTorch's rule for it counts up to `end`, which is 2**63 - 1 for "all the rest"
+            x, source, dim, *bounds = args
+            if len(bounds) > 1 and isinstance(bounds[1], int) and isinstance(x.shape[dim], int):
+                bounds[1] = min(bounds[1], x.shape[dim])
+            args = (x, source, dim, *bounds)
+        if target is torch.ops.aten.copy.default:  # PyTorch maps it by a loop
+            x, source, *_ = args
+            return source.to(x.device, x.dtype).expand(x.shape).clone()
         if draws_by_shape(target):
             # the numbers of one example, which vmap draws for all or for each
             args = _torch.tree_map(_empty_like_example, args)
@@ -149,7 +159,7 @@ class VjpBody(Body):
             primals = [
                 differentiable(p) if i in self.wrt else p.detach() for i, p in enumerate(primals)
             ]
-            outputs = self.of.run(tracing, primals)
+            outputs = self._run_once(tracing, primals)
             return gradients(
                 [outputs[i] for i in self.outputs],
                 [primals[i] for i in self.wrt],
@@ -164,11 +174,32 @@ class VjpBody(Body):
             values = list(primals)
             for i, value in zip(self.wrt, wrt, strict=True):
                 values[i] = value
-            outputs = self.of.run(tracing, values)
+            outputs = self._run_once(tracing, values)
             return tuple(outputs[i] for i in self.outputs)
 
         pull_back = torch.func.vjp(function, *(primals[i] for i in self.wrt))[1]
         return list(pull_back(tuple(cotangents)))
+
+    def _run_once(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
+        """Run the function. Its derivative is traced so only if it is differentiated itself."""
+        outputs = self.of.run(tracing, inputs)
+        for node in tracing.graph.nodes:
+            if node.target in _WITHOUT_SECOND_DERIVATIVE:
+                raise NotAvailableError(
+                    f"a second derivative of a checkpoint needs that of torch's {node.target}, at "
+                    f"{notes_of(node).source}. PyTorch has none: it takes the first derivative for "
+                    "a constant. Call it outside of what is differentiated twice, or choose "
+                    "between values with torch.where."
+                )
+        return outputs
+
+
+# PyTorch 2.13 returns gradients of these that require none themselves, also with create_graph
+_WITHOUT_SECOND_DERIVATIVE = {
+    getattr(torch.ops.higher_order, name)
+    for name in ("cond", "map_impl", "scan", "while_loop", "associative_scan")
+    if hasattr(torch.ops.higher_order, name)
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,9 @@ from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.batching.axis_positions import broadcast, moveaxis
 from torchremat.core.source import name_of
+from torchremat.core.trees import scatter_values
 from torchremat.errors import ArgumentTypeError, MissingRuleError, RuleError
+from torchremat.graph.aliasing import spread
 
 VmapRule = Callable[..., tuple[Any, Any]]
 
@@ -108,6 +110,10 @@ def sequential_vmap(fun: Callable[..., Any]) -> custom_vmap:
 
     mapped.def_vmap(rule)
     return mapped
+
+
+def _is_inexact(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 class _FlatCall(ABC):
@@ -206,7 +212,7 @@ class _RuleDerivative(_FlatCall):
             filled = list(leaves)
             for i, value in zip(self.wrt, values, strict=True):
                 filled[i] = value
-            return function(*filled)
+            return tuple(x for x in function(*filled) if _is_inexact(x))
 
         primals = tuple(leaves[i] for i in self.wrt)
         if self.is_forward:
@@ -221,7 +227,7 @@ class _VmapRuleCall(torch.autograd.Function):
     def forward(call: _FlatCall, *leaves: Any) -> tuple[Any, ...]:
         """Run the function; make a view of an output that is an input: autograd forbids both."""
         given = {id(x) for x in leaves if isinstance(x, Tensor)}
-        return tuple(x.view_as(x) if id(x) in given else x for x in call.run(*leaves))
+        return tuple(x.view_as(x) if id(x) in given else spread(x) for x in call.run(*leaves))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -230,10 +236,16 @@ class _VmapRuleCall(torch.autograd.Function):
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
+        ctx.inexact = tuple(i for i, x in enumerate(output) if _is_inexact(x))
+        ctx.num_outputs = len(output)
+        ctx.mark_non_differentiable(
+            *(x for x in output if isinstance(x, Tensor) and not _is_inexact(x))
+        )
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         wrt = tuple(i for i, _ in enumerate(ctx.others) if ctx.needs_input_grad[i + 1])
+        cotangents = tuple(cotangents[i] for i in ctx.inexact)
         grads: list[Any] = [None] * len(ctx.others)
         for i, grad in zip(
             wrt, _apply_derivative(ctx, wrt, cotangents, is_forward=False), strict=True
@@ -244,7 +256,8 @@ class _VmapRuleCall(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
         wrt = tuple(i for i, t in enumerate(tangents) if t is not None)
-        return _apply_derivative(ctx, wrt, [tangents[i] for i in wrt], is_forward=True)
+        found = _apply_derivative(ctx, wrt, [tangents[i] for i in wrt], is_forward=True)
+        return tuple(scatter_values(found, ctx.inexact, ctx.num_outputs))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _FlatCall, *leaves: Any) -> Any:

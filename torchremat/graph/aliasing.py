@@ -28,6 +28,14 @@ def _layout(tensor: torch.Tensor) -> list[str]:
     return [str(n) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
 
 
+def spread(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy if numbers of it share memory: PyTorch can give it no tangent then."""
+    layout = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(stride == 0 and size > 1 for size, stride in layout):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
 def overlapping_pair(tensors: Sequence[Any], written: Sequence[int]) -> tuple[int, int] | None:
     """The positions of one of `written` and of another of `tensors` whose memory overlaps."""
     in_storage: dict[int, list[int]] = {}

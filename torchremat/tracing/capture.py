@@ -38,6 +38,20 @@ def map_arguments(mapping: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+_READS_OF_LAYOUT = {
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.size,
+    Tensor.storage_offset,
+    Tensor.stride,
+}
+
+
 class CaptureMode(_torch.TorchFunctionMetadataMode):
     """Replaces tensors that the traced function closes over by inputs of the trace.
 
@@ -74,6 +88,8 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
         if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
             value = func(*args)  # x.shape needs no input, x.T does
             return _redirect_meta(value) if redirects_meta else value
+        if func in _READS_OF_LAYOUT:  # nor do these; a trace inside, which is over, asks them too
+            return func(*args, **(kwargs or {}))
         if redirects_meta:
             args = tuple(map(_redirect_meta, args))
             kwargs = {name: _redirect_meta(value) for name, value in (kwargs or {}).items()}

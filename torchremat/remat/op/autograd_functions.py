@@ -17,7 +17,11 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.autodiff.gradient_parts import fill_slots
 from torchremat.core.trees import scatter_values
+from torchremat.errors import EffectError
+from torchremat.graph.aliasing import spread
+from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.copies import expect, fetch_value, note_kept, wait_for_copies
 from torchremat.remat.op.remat_op import run_graph, run_program
 from torchremat.remat.program.derived_programs import (
@@ -152,7 +156,7 @@ class FunctionalCheckpoint(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         given = set(map(id, inputs))
         results = tuple(
-            r.view_as(r) if id(r) in given else r  # else no derivative of it could be saved
+            r.view_as(r) if id(r) in given else spread(r)  # else no derivative could be saved
             for r in run_program(program, inputs)
         )
         return results if returns_residuals else results[: program.num_outputs]
@@ -305,9 +309,21 @@ def _shift_known(absent: frozenset[int], program: Program, num_cotangents: int) 
 def _tangents_of_outputs(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """The tangents of the outputs; none for residuals, which are constants to their readers."""
     program: Program = ctx.program
+    _refuse_second_draw(program)
     inputs = ctx.saved_tensors[: program.num_inputs]
     found = _run_jvp(program, ctx.owner, inputs, tangents, keep_primals=False)
     return (*found, *[None] * ctx.num_residuals)
+
+
+def _refuse_second_draw(program: Program) -> None:
+    """Raise where tangents would be of other random numbers than the outputs, which are there."""
+    for node in program.region.joint.forward_nodes:
+        if draws_in_forward(node):
+            raise EffectError(
+                f"forward mode over reverse mode (jvp of grad) of a checkpoint would draw again "
+                f"what {node.target} draws at {notes_of(node).source}: its tangent would be that "
+                "of other numbers. Draw outside of the checkpoint, and pass the numbers in."
+            )
 
 
 def _run_jvp(

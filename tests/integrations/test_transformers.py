@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchremat as tr
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, IS_5
 from tests.helpers import assert_same
 from tests.nn.test_architectures import assert_trains_as_plain
 from torchremat.errors import (
@@ -37,7 +37,7 @@ SUPPORTED = [
     for name, a in ARCHITECTURES.items()
     if not a.layers_refused and getattr(transformers, a.model).supports_gradient_checkpointing
 ]
-WHOLE = ("gpt2", "bert", "vit")
+WHOLE = ("gpt2", "bert", "vit", *(["mixtral, experts in one product"] if IS_5 else []))
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,

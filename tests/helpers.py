@@ -9,10 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+IS_2_11 = torch.__version__.startswith("2.11.")
+
+
+def skip_in_2_11(defect: str) -> None:
+    """Skip the rest of the test in PyTorch 2.11, which has the `defect`."""
+    if IS_2_11:
+        pytest.skip(f"PyTorch 2.11: {defect}")
 
 
 class OpCounter(TorchDispatchMode):

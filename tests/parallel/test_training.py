@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers import skip_in_2_11
 from tests.parallel.processes import needs_gloo
 from tests.parallel.training_programs import CHECKS, SLOW_CHECKS
 
@@ -20,5 +21,7 @@ CASES = [
 @needs_gloo
 @pytest.mark.parametrize(("size", "names", "name"), CASES)
 def test_training(run_once, size, names, name):
+    if name == "a_pipeline_whose_backward_is_split":
+        skip_in_2_11("its split backward loses the nodes of each torch.autograd.Function")
     for found in run_once("tests.parallel.training_programs", size, names, timeout=400):
         assert found[name] == "ok", found[name]

@@ -268,7 +268,9 @@ class TestLiveBytes:
         counted = (memory.live, memory.peak)
         model.zero_grad()
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profile:
             step()
         events = profile.profiler.kineto_results.events()
         memory_events = [event for event in events if event.name() == "[memory]"]

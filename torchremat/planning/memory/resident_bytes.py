@@ -55,7 +55,8 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
         if isinstance(optimizer, type)
         else _copy_optimizer(optimizer, parameters)
     )
-    copy.step()
+    with torch.device("cpu"):  # where a count of steps is: it may be read, as no meta tensor can
+        copy.step()
     leaves, _ = _torch.tree_flatten(list(copy.state.values()))
     return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor))
 

@@ -1248,22 +1248,58 @@ def hooks_of_a_trace():
     assert not _torch.is_own_hook(linear.forward)
 
 
-@check("check_comparisons_of", "SYMBOLS_OF_TORCH")
-def check_comparisons_of():
-    def look(name, result, size, other, frame):
-        if frame.f_code is check_comparisons_of.__code__:
-            assert not _torch.depends_on_symbols(result)
-            seen.append((name, str(size), int(other)))
+@check(
+    "AskingShapeEnv", "asks_for_zero_or_one", "is_condition", "is_equation", "negate_inequation",
+    "print_question", "question_of", "split_condition", "symbols_of_question",
+)  # fmt: skip
+def questions_about_sizes():
+    def answer(question, fallback):
+        asked.append((_torch.print_question(question), fallback))
+        return True if _torch.is_condition(question) else 5
 
-    seen = []
+    asked = []
+    shapes = _torch.AskingShapeEnv(answer, lambda operator, args: None)
+    n = shapes.new_size(1000, "n")
+    name = str(n)
+    assert (bool(n > 3), bool(n >= 0), int(n)) == (True, True, 5)
+    assert asked == [(f"{name} > 3", None), (name, None)]
+    one, unequal = (_torch.question_of(c) for c in (n == 1, n != 7))
+    assert _torch.asks_for_zero_or_one(one)
+    assert _torch.is_equation(unequal)
+    assert _torch.print_question(_torch.negate_inequation(unequal)) == f"{name} == 7"
+    assert _torch.negate_inequation(one) is None
+    assert _torch.symbols_of_question(one) == {name}
+    assert _torch.split_condition(one) == ("", ())
+    both = _torch.question_of((n > 1) & (n < 7))
+    assert _torch.split_condition(both)[0] == "and"
+    assert shapes.answer_from(2, _torch.question_of(n > 1))
+    assert shapes.answer_from(0, _torch.question_of(n > 1)) is None
+    assert not shapes.answer_by_hint(one)
+
+
+@check("linear_form", "greatest_value")
+def bounds_of_sizes():
+    n = _torch.AskingShapeEnv(lambda *_: False, lambda *_: None).new_size(1000, "n")
+    assert _torch.linear_form(3 * n - 2) == (-2, {str(n): 3})
+    assert _torch.linear_form(torch.sym_min(n, 5)) is None
+    assert _torch.greatest_value(torch.sym_min(n, 5) + n // 2, {str(n): 9}) == 9
+    assert _torch.greatest_value(20 - n, {str(n): 9}) == 20
+
+
+@check("assert_later")
+def assertions():
+    _torch.assert_later(torch.tensor(True), "is true")
+    with pytest.raises(RuntimeError, match="is false"):
+        _torch.assert_later(torch.tensor(False), "is false")
+
+
+@check("symbolic_lengths")
+def lengths_as_symbols():
     shapes = _torch.new_shape_env()
-    n, other = (_torch.new_symbol(shapes, 6, name, watched=name == "n") for name in ("n", "other"))
-    with _torch.check_comparisons_of(shapes, look):
-        assert (3 * (n + 1) - 3 > 0, bool(n), other > 0) == (True, True, True)
-        with _torch.new_fake_mode(shapes):
-            torch.empty(n, 3).view(-1)  # C++ compares
-    assert n > 0
-    assert seen == [("gt", f"3*{n}", 0), ("ne", str(n), 0)]
+    size = _torch.new_symbol(shapes, 6, "n")
+    with _torch.new_fake_mode(shapes), _torch.symbolic_lengths():
+        assert isinstance(len(torch.empty(size)), torch.SymInt)
+        assert len([1, 2]) == len(torch.empty(2)) == 2
 
 
 @check("answer_nan_checks")
@@ -1341,15 +1377,6 @@ def needs_mapped_value():
 @check("GetAttrKey")
 def a_key_of_an_attribute():
     assert _torch.keystr((_torch.GetAttrKey("data"),)) == ".data"
-
-
-@check("depends_on_symbols")
-def depends_on_symbols():
-    size = _torch.new_symbol(_torch.new_shape_env(), 5, "n")
-    assert _torch.depends_on_symbols(size * 2)
-    assert _torch.depends_on_symbols(size > 7)
-    assert not _torch.depends_on_symbols(size > 0)
-    assert not _torch.depends_on_symbols(3)
 
 
 @check("process_collectives", "group_named", "store_of_processes", "timeout_of_processes")

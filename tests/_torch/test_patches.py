@@ -231,6 +231,13 @@ def derivative_in_a_dual_level():
         return str(error)
 
 
+@case("builtins.len", _torch.symbolic_lengths)
+def length():
+    shapes = _torch.new_shape_env()
+    with _torch.new_fake_mode(shapes):
+        return type(len(torch.empty(_torch.new_symbol(shapes, 6, "n"))))
+
+
 # what is there for good, or for all threads, has a test of its own below
 FOR_ALL = {
     "torch._functorch.autograd_function.vmapify_autograd_function",

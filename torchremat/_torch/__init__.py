@@ -61,6 +61,7 @@ from .patches import (
     handle_checkpoints, handle_function_calls, let_functions_know_axes,
     let_modes_see_views_of_zeros,
     lift_before_wrapping, replace_batching_rule, restore_batching_rule, set_module_trackers_aside,
+    symbolic_lengths,
 )  # fmt: skip
 from .pytrees import (
     GetAttrKey, TreeSpec, children_of, keystr, register_pytree_node, tree_flatten,
@@ -68,9 +69,10 @@ from .pytrees import (
 )  # fmt: skip
 from .replacements import GLOBAL_MODULE_HOOKS, is_own_hook
 from .shape_env import (
-    NAMES_IN_SIZES, SYMBOLS_OF_TORCH, ShapeEnv, TensorGuards, check_comparisons_of,
-    depends_on_symbols, guards_of, hint_of, names_in_size,
-    new_shape_env, new_symbol, num_guards, print_size, settle_size, shape_env_of, tensor_guard,
+    NAMES_IN_SIZES, AskingShapeEnv, ShapeEnv, TensorGuards, asks_for_zero_or_one, assert_later,
+    greatest_value, guards_of, hint_of, is_condition, is_equation, linear_form, names_in_size,
+    negate_inequation, new_shape_env, new_symbol, num_guards, print_question, print_size,
+    question_of, settle_size, shape_env_of, split_condition, symbols_of_question, tensor_guard,
 )  # fmt: skip
 from .versions.missing import guard_functions
 from .versions.tested import NEWEST, OLDEST, is_newer, warn_of_newer

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .functorch import functorch_is_active
 from .patches import dual_level_as_functorch_level, enter_trace
+from .shape_env import AskingShapeEnv
 
 aten = torch.ops.aten
 
@@ -95,6 +96,8 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
         if func is _GROUPED_MM:
             with mode:  # type: ignore[union-attr]
                 return _make_grouped_mm(*args, **(kwargs or {}))
+        if isinstance(shapes, AskingShapeEnv):
+            shapes.prepare(func, args)
         # For symbols operators find PyTorch's rules for symbolic sizes, written in Python. Turned
         # on for a whole trace, as `make_fx` does, the rules would also decompose other operators
         # than eager PyTorch does, before they are recorded.

@@ -43,6 +43,7 @@ from .replacements import (
     ignore_own_hooks,
     lift_first,
     map_known,
+    read_length,
     read_own_tracer,
     run_compiled_functions_eagerly,
     set_own_tracer,
@@ -193,10 +194,12 @@ _DETERMINISTIC = Patch(
     "not deterministic with `warn_only`. Others see it while one kernel is launched",
 )  # fmt: skip
 
+_LEN = Patch("builtins", "len", "`len` makes a number of a symbol.", "2.11", make=read_length)
+
 EVERY_PATCH = (
     _APPLY, _BIND, _CALL_CUSTOM, _SETUP_CONTEXT, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT,
     _FX_FLAG, _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING,
-    _TRACKERS, _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
+    _TRACKERS, _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _LEN,
 )  # fmt: skip
 """The table for all supported versions of PyTorch."""
 
@@ -206,7 +209,7 @@ _SETTINGS = () if HAS_CONTEXT_FOR_COMPILED else (_NESTED_FX,)
 PATCHES = (
     *_APPLY_PATCHES, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, *_FLAG_PATCHES, *_SETTINGS,
     _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS, _MODULE_HOOKS,
-    _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
+    _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _LEN,
 )  # fmt: skip
 """The rows of the installed version."""
 
@@ -365,6 +368,10 @@ def call_around_modules(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def symbolic_lengths() -> AbstractContextManager[None]:
+    return _enter({_LEN: True})
 
 
 @contextmanager

@@ -224,3 +224,14 @@ class Nesting:
         return self.plain + len(self.blocks()) == other
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def read_length(plain: Callable[[Any], int], blocks: Values) -> Any:
+    def length(value: Any, /) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() and blocks():
+            size = value.shape[0]
+            if isinstance(size, torch.SymInt):
+                return size
+        return plain(value)
+
+    return length

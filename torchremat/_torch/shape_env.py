@@ -1,30 +1,22 @@
 """Sizes that vary: symbols, what traces assume of them, and guards of tensors."""
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import SymInt
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 NAMES_IN_SIZES = dict(SYMPY_INTERP)
 """The names in the expressions of `print_size` and `guards_of`, besides symbols."""
-
-
-SYMBOLS_OF_TORCH = tuple(
-    os.path.join(os.path.dirname(torch.__file__), *place)
-    for place in (("__init__.py",), ("fx", "experimental"))
-)
-"""How the paths of those files begin in which PyTorch has the methods of symbolic sizes."""
 
 
 def new_shape_env() -> ShapeEnv:
@@ -37,87 +29,144 @@ def new_shape_env() -> ShapeEnv:
     )
 
 
-def new_symbol(shapes: ShapeEnv, size: int, name: str, *, watched: bool = False) -> torch.SymInt:
-    """Make a size; if `watched`, `check_comparisons_of` sees it and what is computed from it."""
+class AskingShapeEnv(ShapeEnv):
+    """An environment that answers no question about its symbols by their hints.
+
+    A plain `ShapeEnv` answers a question about a size (`n > 128`, `int(n)`) with the hint, and
+    notes a guard. Where a size stands for those of many elements no hint speaks for all of them.
+    So `answer` gives the answer to each question, in every trace that has such a size, or raises.
+    It takes the expression, and the value that the asking code has for an unknown answer.
+    """
+
+    def __init__(
+        self, answer: Callable[[Any, Any], Any], prepare: Callable[[Any, Sequence[Any]], None]
+    ) -> None:
+        """`prepare` is called with each operator and its arguments before its result is found."""
+        super().__init__(
+            allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
+        )
+        self._answer = answer
+        self.prepare = prepare
+        self._hints: dict[Any, int] = {}
+        self.symbols: list[torch.SymInt] = []
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        """Answer a question; each conversion of a size to a number comes here."""
+        known = self._maybe_evaluate_static(orig_expr)
+        if known is not None:
+            return known
+        fallback = args[3] if len(args) > 3 else kwargs.get("fallback_value")
+        return sympy.sympify(self._answer(orig_expr, fallback))
+
+    def create_unbacked_symint(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask what size that is: PyTorch makes such a symbol where it knows none."""
+        return self._answer(None, None)
+
+    def new_size(self, hint: int, name: str, *, may_be_negative: bool = False) -> torch.SymInt:
+        """A symbol of which nothing is assumed: 0 and 1 are sizes as others are."""
+        from torch._dynamo.source import ConstantSource
+
+        source = ConstantSource(name)
+        symbol = self.create_symbol(hint, source, DimDynamic.DYNAMIC, positive=None)
+        if not may_be_negative:
+            self.var_to_range[symbol] = ValueRanges(sympy.Integer(0), int_oo)
+        self._hints[symbol] = hint
+        size = self.create_symintnode(symbol, hint=hint, source=source)
+        assert isinstance(size, torch.SymInt)
+        self.symbols.append(size)
+        return size
+
+    def answer_from(self, least: int, question: Any) -> Any:
+        """The answer that holds for all sizes from `least` on; `None` if there is none."""
+        sizes = ValueRanges(sympy.Integer(least), int_oo)
+        ranges = tuple((symbol, sizes) for symbol in question.free_symbols)
+        return self._maybe_evaluate_static(question, var_to_range=ranges)
+
+    def answer_by_hint(self, question: Any) -> Any:
+        return question.xreplace({s: sympy.Integer(self._hints[s]) for s in question.free_symbols})
+
+
+def is_equation(question: Any) -> bool:
+    return isinstance(question, sympy.Eq | sympy.Ne)
+
+
+def negate_inequation(question: Any) -> Any:
+    """The equation that is true where `question`, that two sizes are unequal, is not."""
+    return sympy.Eq(*question.args) if isinstance(question, sympy.Ne) else None
+
+
+def asks_for_zero_or_one(question: Any) -> bool:
+    """Whether it is an equation that asks if a size is 0, or is 1."""
+    return is_equation(question) and any(a in (0, 1) for a in question.args)
+
+
+def is_condition(question: Any) -> bool:
+    return isinstance(question, sympy.logic.boolalg.BooleanFunction | sympy.core.relational.Rel)
+
+
+def assert_later(condition: torch.Tensor, message: str) -> None:
+    """Raise when the operator runs, which a graph has too, if `condition` is false."""
+    torch._assert_async(condition, message)
+
+
+def question_of(condition: torch.SymBool) -> Any:
+    return condition.node.expr
+
+
+def print_question(question: Any) -> str:
+    return _print(question)
+
+
+def symbols_of_question(question: Any) -> set[str]:
+    return {symbol.name for symbol in question.free_symbols}
+
+
+@lru_cache(4096)
+def _print(expression: Any) -> str:
+    return PythonPrinter().doprint(expression)  # type: ignore[no-any-return]
+
+
+@lru_cache(4096)
+def _linear_form(expression: Any) -> tuple[int, dict[str, int]] | None:
+    slopes = {s: expression.diff(s) for s in expression.free_symbols}
+    if not all(slope.is_Integer for slope in slopes.values()):
+        return None
+    start = expression.xreplace(dict.fromkeys(slopes, sympy.Integer(0)))
+    return int(start), {symbol.name: int(slope) for symbol, slope in slopes.items()}
+
+
+def linear_form(size: torch.SymInt) -> tuple[int, dict[str, int]] | None:
+    """The constant and the slopes of a size that is linear in its symbols, else `None`."""
+    return _linear_form(size.node.expr)
+
+
+def greatest_value(size: torch.SymInt, longest: Mapping[str, int]) -> int | None:
+    """A bound of a size whose symbols go from 0 to `longest`; `None` if none is found."""
+    zero = sympy.Integer(0)
+    ranges = {
+        s: ValueRanges(zero, sympy.Integer(longest[s.name])) for s in size.node.expr.free_symbols
+    }
+    upper = bound_sympy(size.node.expr, ranges).upper
+    return int(upper) if upper.is_Integer else None
+
+
+def split_condition(condition: Any) -> tuple[str, tuple[Any, ...]]:
+    """Split into the word that joins its parts, and these; `""` for a comparison."""
+    for kind, word in ((sympy.And, "and"), (sympy.Or, "or"), (sympy.Not, "not")):
+        if isinstance(condition, kind):
+            return word, condition.args
+    return "", ()
+
+
+def new_symbol(shapes: ShapeEnv, size: int, name: str) -> torch.SymInt:
     from torch._dynamo.source import ConstantSource
 
     source = ConstantSource(name)
     symbol = shapes.create_symbol(size, source, DimDynamic.DYNAMIC, constraint_dim=None)
-    made: torch.SymInt = shapes.create_symintnode(symbol, hint=size, source=source)  # type: ignore[assignment]
-    return SymInt(_watch(made.node)) if watched else made
+    return shapes.create_symintnode(symbol, hint=size, source=source)  # type: ignore[return-value]
 
 
-ComparisonCheck = Callable[[str, Any, Any, Any, FrameType], None]
-"""Takes the method (`lt`), the result, the size, what it is compared with, and who compares."""
-
-
-@contextmanager
-def check_comparisons_of(shapes: ShapeEnv, check: ComparisonCheck) -> Iterator[None]:
-    """Call `check` where Python compares a watched size of `shapes`."""
-    shapes.check_comparison = check  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del shapes.check_comparison  # type: ignore[attr-defined]
-
-
-def _watch(value: Any) -> Any:
-    if type(value) is SymNode:
-        value.__class__ = _WatchedNode
-    return value
-
-
-class _WatchedNode(SymNode):
-    """A size that tells its `ShapeEnv` of comparisons, as do those that are computed from it."""
-
-
-def _watch_results(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(node: SymNode, *args: Any, **kwargs: Any) -> Any:
-        return _watch(method(node, *args, **kwargs))
-
-    return call
-
-
-def _check_results(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def compare(node: SymNode, other: SymNode) -> Any:
-        result = method(node, other)
-        check = getattr(node.shape_env, "check_comparison", None)
-        frame = None if check is None else _find_comparing_frame()
-        if check is not None and frame is not None:
-            check(name, torch.SymBool(result), SymInt(node), SymInt(other), frame)
-        return result
-
-    return compare
-
-
-def _find_comparing_frame() -> FrameType | None:
-    """Find the code that compares; `None` if an operator in C++ does."""
-    frame = sys._getframe(2)
-    if not frame.f_code.co_filename.startswith(SYMBOLS_OF_TORCH):
-        return None
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(SYMBOLS_OF_TORCH):
-        frame = frame.f_back
-    return frame
-
-
-_INTEGERS = (
-    "abs", "add", "clone", "floordiv", "int_floordiv", "lshift", "mod", "mul", "neg", "pos", "pow",
-    "pow_by_natural", "rshift", "sub", "sym_max", "sym_min", "sym_sum", "wrap_int",
-)  # fmt: skip
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(_WatchedNode, _name, _check_results(_name, getattr(SymNode, _name)))
-for _name in _INTEGERS:
-    setattr(_WatchedNode, _name, _watch_results(getattr(SymNode, _name)))
-
-
-def depends_on_symbols(size: Any) -> bool:
-    """Whether a size, or a comparison of sizes, is not the same for all values of symbols."""
-    return isinstance(size, torch.SymInt | torch.SymBool) and bool(size.node.expr.free_symbols)
-
-
-def shape_env_of(size: torch.SymInt) -> ShapeEnv:
+def shape_env_of(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> ShapeEnv:
     return size.node.shape_env  # type: ignore[no-any-return]
 
 
@@ -146,7 +195,7 @@ def hint_of(size: Any) -> int:
 
 def print_size(size: Any, *, original: bool = False) -> str:
     """A size as an expression of Python; `original`: before traces assumed it equal to another."""
-    return PythonPrinter().doprint(size.node._expr if original else size.node.expr)  # type: ignore[no-any-return]
+    return _print(size.node._expr if original else size.node.expr)
 
 
 def names_in_size(size: Any) -> set[str]:

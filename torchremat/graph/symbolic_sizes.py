@@ -49,8 +49,12 @@ def _symbolic(value: Any) -> Any:
         return value
     mode = _torch.innermost_proxy_mode()
     if mode is not None:
-        _torch.track_size(value.symbolic, mode.tracer, _size_from_elsewhere)
+        track_from_elsewhere(value.symbolic, mode.tracer)
     return value.symbolic
+
+
+def track_from_elsewhere(size: Any, tracer: Any) -> None:
+    _torch.track_size(size, tracer, _size_from_elsewhere)
 
 
 def _size_from_elsewhere() -> None:
@@ -99,6 +103,20 @@ def symbols_in(module: fx.GraphModule) -> tuple[str, ...]:
         for body in inner_graphs_of(node):
             found.update(symbols_in(body))
     return tuple(sorted(found))
+
+
+def shapes_in(module: fx.GraphModule) -> _torch.ShapeEnv | None:
+    """The environment of the symbols in the graph of `module`, or in a body in it, if any."""
+    for node in module.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        sizes = value.shape if isinstance(value, torch.Tensor) else ()
+        for size in (*(s.symbolic for s in _sizes_in((node.args, node.kwargs))), *sizes):
+            if isinstance(size, SYMBOLIC):
+                return _torch.shape_env_of(size)
+        for body in inner_graphs_of(node):
+            if (shapes := shapes_in(body)) is not None:
+                return shapes
+    return None
 
 
 def _sizes_in(value: Any) -> Iterable[Size]:

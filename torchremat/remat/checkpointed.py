@@ -53,10 +53,10 @@ from torchremat.remat.verify import VerifyingProgram
 from torchremat.tracing.ambient_state import is_meta_as_cpu, switches
 from torchremat.tracing.axes.named_axes import axis_environment
 from torchremat.tracing.dtensors import unwrap_inputs
-from torchremat.tracing.dynamic_inputs import DynamicInputs, shapes_of
+from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import below
-from torchremat.tracing.tracing import trace_lock
+from torchremat.tracing.tracing import has_symbols, trace_lock
 
 _traces = TracesByFunction()
 
@@ -257,7 +257,7 @@ class Checkpointed:
 
     def _find(self, call: Call) -> Trace | None:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
-        if shapes_of(specs) is not None:  # such symbols are those of one trace, that around
+        if has_symbols(specs):
             return None
         return self._trace_cache.find(call, specs, dynamic=self._may_be_dynamic())
 
@@ -290,7 +290,7 @@ class Checkpointed:
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
         self.statics.refuse_tensors(args, kwargs)
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
-        if shapes_of(specs) is not None:  # symbols of the trace around: no other call has them
+        if has_symbols(specs):
             return self._trace_with(call, args, kwargs, specs, None)
         warn_of_retraces(describe_fun(self.fun), self._trace_cache, call, specs)
         trace = None

@@ -20,11 +20,12 @@ from torchremat import _torch
 from torchremat.core.source import current_source, warn_user
 from torchremat.errors import EffectWarning, TraceError
 from torchremat.graph.notes import Notes, note, set_notes
-from torchremat.graph.symbolic_sizes import sizes_as_literals
+from torchremat.graph.symbolic_sizes import sizes_as_literals, track_from_elsewhere
 from torchremat.tracing.ambient_state import without_autocast
 from torchremat.tracing.axes.named_axes import out_of_reach
 from torchremat.tracing.capture import CaptureMode, map_arguments
 from torchremat.tracing.dtensors import CotangentPlacements, wrap_local
+from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.error_messages import explain_errors
 from torchremat.tracing.inner_checkpoints import CallOnly
 from torchremat.tracing.input_spec import InputSpec
@@ -57,6 +58,7 @@ trace_lock = threading.RLock()
 class _InProgress(threading.local):
     def __init__(self) -> None:
         self.tracings: list[Tracing] = []
+        self.shapes: list[_torch.AskingShapeEnv] = []
 
 
 _in_progress = _InProgress()
@@ -66,6 +68,32 @@ def lift_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """`tensors` as the innermost trace in progress in this thread sees them, if there is one."""
     tracings = _in_progress.tracings
     return [tracings[-1].lift(t) for t in tensors] if tracings else tensors
+
+
+@contextmanager
+def use_symbols(shapes: "_torch.AskingShapeEnv") -> Iterator[None]:
+    """Let traces in the block know these symbols, which a function may close over."""
+    _in_progress.shapes.append(shapes)
+    try:
+        yield
+    finally:
+        _in_progress.shapes.pop()
+
+
+def shapes_around() -> "_torch.AskingShapeEnv | None":
+    return _in_progress.shapes[-1] if _in_progress.shapes else None
+
+
+def has_symbols(specs: Sequence[InputSpec]) -> bool:
+    """Whether sizes of inputs are symbols of the trace around, so that no other call has them.
+
+    Where there is such a trace, a function may also close over tensors of such sizes.
+    """
+    return shapes_of(specs) is not None or shapes_around() is not None
+
+
+def _symbols_of(shapes: "_torch.ShapeEnv | None") -> Sequence[torch.SymInt]:
+    return shapes.symbols if isinstance(shapes, _torch.AskingShapeEnv) else ()
 
 
 def current_tracing() -> "Tracing | None":
@@ -103,6 +131,7 @@ class Tracing:
 
     def __post_init__(self) -> None:
         self._call_checkpoint = self.on_checkpoint or CallOnly(self.warns)
+        self.shapes = self.shapes or shapes_around()
         self.tracer = _new_tracer(self)
         self.fake_mode = _torch.new_fake_mode(self.shapes)
         self._capture_mode = CaptureMode(self.tracer, self.lift, self.truth_of)
@@ -158,6 +187,8 @@ class Tracing:
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
             stack.enter_context(_torch.answer_nan_checks())
             stack.enter_context(explain_errors(lambda: self._refusal))
+            for size in _symbols_of(self.shapes):  # the function may have read some outside
+                track_from_elsewhere(size, self.tracer)
             _in_progress.tracings.append(self)
             stack.callback(_in_progress.tracings.pop)
             yield

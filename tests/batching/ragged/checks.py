@@ -63,14 +63,14 @@ def check(f: Callable[..., Any], *values: Any, axes: Any = None, loops: bool = F
     want = looped(f, *values, axes=axes)
     assert len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-8)
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-8, equal_nan=True)
     if not leaves or not want[0].requires_grad:
         return
     weights = [torch.randn_like(w) for w in want]
     ours = gradients(got, weights, leaves)
     theirs = gradients(want, weights, leaves)
     for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-8, rtol=1e-7)
+        torch.testing.assert_close(x, y, atol=1e-8, rtol=1e-7, equal_nan=True)
 
 
 def gradients(

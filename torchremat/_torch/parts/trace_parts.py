@@ -91,9 +91,27 @@ TRACES = (
     ),
     PrivatePart(
         "torch.fx.experimental.sym_node: SymNode",
-        "The number inside of a size; a subclass sees comparisons.",
-        "ShapeEnv is not asked where the answer is the same for all positive sizes.",
+        "The number inside of a size, to print guards of it under another name.",
+        "torch.SymInt has no public constructor.",
+        "Guards on sizes could not be run.",
+    ),
+    PrivatePart(
+        "torch.utils._sympy.value_ranges: ValueRanges, bound_sympy",
+        "The range of a symbol, and a bound of what is computed from it.",
+        "ShapeEnv.create_symbol takes a symbol for positive, or for any number.",
         "`if n > 0` in a ragged batch would be true for an empty element, silently.",
+    ),
+    PrivatePart(
+        "torch.utils._sympy.numbers: int_oo",
+        "A range of sizes without an end.",
+        "sympy.oo is a real number, which a range of integers refuses.",
+        "As above.",
+    ),
+    PrivatePart(
+        "torch: _assert_async",
+        "To check in a graph what is assumed of the value of a tensor.",
+        "torch._check reads the value at once; torch.library has no such operator.",
+        "A negative number as a size in a nested ragged batch would count as 0, silently.",
     ),
     PrivatePart(
         "objects: _expr",

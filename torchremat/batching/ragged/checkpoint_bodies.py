@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from torchremat.batching.ragged.interpret import interpret
-from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value, pack
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
 from torchremat.batching.ragged.rules.op_call import Batch
 from torchremat.batching.ragged.trace.decompositions import decompose_body
@@ -69,10 +70,31 @@ def run_body(module: fx.GraphModule, operands: Sequence[Value], batch: Batch) ->
     bodies = _functions.setdefault(module, {})
     body = bodies.setdefault(form, _Body(module, form))
     lengths = [symbols[name].lengths for name, _ in extents]
-    results = body.checkpointed([v.data for v in operands], lengths)
+    results = body.checkpointed([_pad_to_bound(v) for v in operands], lengths)
     pairs = zip(results, body.kinds, strict=True)
     computed = body.computed
-    return [_make_value(t, kind, batch.sizes, computed) for t, kind in pairs]
+    return [_as_outside(_make_value(t, kind, batch.sizes, computed)) for t, kind in pairs]
+
+
+def _pad_to_bound(value: Value) -> Tensor:
+    """Pad to the bound of lengths, which in the trace of a body is the greatest length."""
+    if not isinstance(value, Padded):
+        return value.data
+    pads: list[int] = []
+    for extent, count in zip(reversed(value.extents), reversed(value.data.shape), strict=False):
+        bound = count if extent is None or extent.known_longest is None else extent.known_longest
+        pads += [0, bound - count]
+    return torch.constant_pad_nd(value.data, pads) if any(pads) else value.data
+
+
+def _as_outside(value: Value) -> Value:
+    if not isinstance(value, Padded):
+        return value
+    data = value.data
+    for dim, extent in enumerate(value.extents):
+        if extent is not None and data.shape[1 + dim] > extent.longest:
+            data = data.narrow(1 + dim, 0, extent.longest)
+    return pack(Padded(data, value.extents))
 
 
 def _find_computed_sizes(sizes: Sizes) -> dict[str, Any]:
@@ -98,7 +120,10 @@ def _make_value(
     if kind[0] == "shared":
         return Shared(tensor)
     if kind[0] == "packed":
-        return Packed(tensor, kind[1], find_size(kind[2]))
+        extent = find_size(kind[2])
+        if extent.known_total is None:
+            extent.known_total = tensor.shape[kind[1]]
+        return Packed(tensor, kind[1], extent)
     return Padded(tensor, tuple(None if e is None else find_size(e) for e in kind[1]))
 
 

@@ -12,6 +12,7 @@ from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.rules import (  # noqa: F401  (they register rules)
     indexing,
     own_ops,
+    slices,
     structural,
 )
 from torchremat.batching.ragged.rules.attention import attention
@@ -20,10 +21,12 @@ from torchremat.batching.ragged.rules.op_call import (
     RULES,
     Batch,
     RaggedCall,
+    check_sizes,
     is_collective,
     run_dense,
 )
 from torchremat.batching.ragged.rules.pointwise import map_entries, pointwise
+from torchremat.batching.ragged.trace.size_answers import check_assumptions
 from torchremat.errors import RaggedError
 from torchremat.graph.nodes import inner_graphs_of
 from torchremat.graph.notes import notes_of
@@ -105,12 +108,14 @@ def _read_output(output: Any, env: dict[fx.Node, Any], batch: Batch) -> Any:
 def _bind(batch: Batch, name: str, value: Value) -> None:
     if isinstance(value, Shared):
         batch.sizes.symbols[name] = int(value.data)
+        check_assumptions(batch.assumed, name, batch.sizes)
         return
     assert isinstance(value, Padded)
     if value.rank:
         value = Padded(value.data.reshape(-1), ())
     extent = RaggedSize(name, value.data.to(torch.int64))
     batch.sizes.symbols[name] = batch.sizes.extents[name] = extent
+    check_assumptions(batch.assumed, name, batch.sizes)
 
 
 def _run_node(node: fx.Node, env: dict[fx.Node, Any], batch: Batch, run_body: BodyRunner) -> Any:
@@ -134,6 +139,14 @@ def _run_node(node: fx.Node, env: dict[fx.Node, Any], batch: Batch, run_body: Bo
 
 
 def run_call(call: RaggedCall) -> Any:
+    result = _run_by_rule(call)
+    check_sizes(call, result)
+    return result
+
+
+def _run_by_rule(call: RaggedCall) -> Any:
+    if call.name == "aten._assert_async":
+        return call.op(call.args[0].data.all(), *call.args[1:])
     if not call.is_ragged and not _has_ragged_result(call):
         if call.op is attention:
             call = replace(call, op=_plain_attention)

@@ -10,7 +10,7 @@ from torchremat import _torch
 from torchremat.batching.ragged.checkpoint_bodies import run_body
 from torchremat.batching.ragged.interpret import interpret
 from torchremat.batching.ragged.layouts.flat import flat_pile_data, pad_flat
-from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value, pack
 from torchremat.batching.ragged.layouts.layouts import batch as batch_of
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize, Sizes
 from torchremat.batching.ragged.pile import ConcatAxis, Pile, round_up_to_power
@@ -59,10 +59,14 @@ def run_ragged(
     specs = [inputs.add(v, axis, i) for i, (v, axis) in enumerate(zip(values, axes, strict=True))]
     owner = function if owner is None else owner
     with _name_axis(axis_name, axis_size):
-        graph, captured = find_element_graph(function, specs, owner, (key, axis_environment()))
+        graph, captured = find_element_graph(
+            function, specs, owner, (key, axis_environment()), [of for of, *_ in inputs.lengths]
+        )
     extra = [torch.empty(0)] if graph.has_extra_input else []
     lifted = [Shared(t) for t in [*extra, *captured]]
-    batch = Batch(axis_size, inputs.make_sizes(graph), randomness, axis_name)
+    batch = Batch(
+        axis_size, inputs.make_sizes(graph), randomness, axis_name, graph.assumed_of_values
+    )
     found = interpret(
         graph.module,
         [*inputs.make_values(batch.sizes, graph), *lifted],
@@ -82,6 +86,8 @@ def _name_axis(axis_name: Any, axis_size: int) -> AbstractContextManager[None]:
 def _make_output(value: Any) -> Dense | Ragged:
     if isinstance(value, Shared):
         return Dense(value.data, None)
+    if isinstance(value, Padded):
+        value = pack(value)
     if isinstance(value, Packed) or (isinstance(value, Padded) and value.is_ragged):
         return Ragged(value)
     if isinstance(value, Padded):

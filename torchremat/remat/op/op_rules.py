@@ -22,9 +22,9 @@ from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.remat_op import remat_p
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
-from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.tracing import has_symbols
 
 _programs: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, FunctionProgram]] = (
     weakref.WeakKeyDictionary()
@@ -38,7 +38,7 @@ def policy_of(body: fx.GraphModule) -> Policy:
 
 def _program_of(body: fx.GraphModule, inputs: tuple[Tensor, ...]) -> FunctionProgram:
     specs = tuple(InputSpec.of(tensor, any_level=True) for tensor in inputs)
-    symbolic = shapes_of(specs) is not None  # such symbols are those of one trace, that around
+    symbolic = has_symbols(specs)
     programs = {} if symbolic else _programs.setdefault(body, {})
     if symbolic or specs not in programs:
         region = Region(

@@ -13,14 +13,14 @@ from torchremat.batching.ragged.layouts.take_rows_op import take_rows
 
 
 def flat_pile_data(value: Padded) -> Tensor:
-    whole = _numel(value.sizes)
+    whole = find_numel(value.sizes)
     source = _places_in_padded(value.sizes, whole)
     rows = value.data.reshape(-1)
     return take_rows(rows, source, inverse_of(source, rows.shape[0]))
 
 
 def pad_flat(data: Tensor, sizes: Sequence[Any]) -> Padded:
-    whole = _numel(sizes)
+    whole = find_numel(sizes)
     whole.known_total = data.shape[0]
     place = _places_in_padded(sizes, whole)
     padded_shape = [s.longest if isinstance(s, RaggedSize) else s for s in sizes]
@@ -32,7 +32,7 @@ def pad_flat(data: Tensor, sizes: Sequence[Any]) -> Padded:
     return Padded(full, tuple(s if isinstance(s, RaggedSize) else None for s in sizes))
 
 
-def _numel(sizes: Sequence[Any]) -> RaggedSize:
+def find_numel(sizes: Sequence[Any]) -> RaggedSize:
     lengths: Any = 1
     for size in sizes:
         lengths = lengths * (size.lengths if isinstance(size, RaggedSize) else size)

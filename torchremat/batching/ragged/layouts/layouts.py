@@ -104,13 +104,15 @@ def pad(value: Value, axis_size: int) -> Padded:
 
 
 def pack(value: Padded) -> Padded | Packed:
-    """`value` concatenated, if exactly one size differs."""
+    """`value` concatenated, if exactly one size differs and its total can be known."""
     dims = [dim for dim, extent in enumerate(value.extents) if extent is not None]
     if len(dims) != 1:
         return value
     (dim,) = dims
     extent = value.extents[dim]
     assert extent is not None
+    if not extent.has_total:
+        return value
     index, inverse = extent.padding
     rows = take_rows(value.data.movedim(1 + dim, 1).flatten(0, 1), inverse, index)
     return Packed(rows.movedim(0, dim), dim, extent)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +53,13 @@ class RaggedSize:
             return self.known_total
         return self._read(lambda lengths: lengths.sum())
 
+    @property
+    def has_total(self) -> bool:
+        """Whether `total` can be known: while a trace is around, that of some sizes cannot."""
+        if self.known_total is not None or read_mode.gives_symbols:
+            return True
+        return not _torch.is_fake(_torch.innermost_tensor(self.lengths))
+
     @cached_property
     def longest(self) -> Any:
         """The greatest length, or a bound of it."""
@@ -62,6 +68,10 @@ class RaggedSize:
         if self.known_longest is not None:
             return self.known_longest
         return self._read(lambda lengths: lengths.max())
+
+    @property
+    def device(self) -> torch.device:
+        return self.lengths.device
 
     @property
     def known_on_host(self) -> bool:
@@ -129,7 +139,7 @@ def _minimum(*values: Any) -> Any:
     return -_maximum(*(-value for value in values))
 
 
-_NAMES_OF_TENSORS = {
+NAMES_OF_TENSORS = {
     "max": _maximum,
     "min": _minimum,
     "math": torch,
@@ -173,6 +183,21 @@ class Sizes:
             return False
         return any(isinstance(self.symbols[n], RaggedSize) for n in _torch.names_in_size(size))
 
+    def per_element(self, number: Any) -> Tensor:
+        """`[axis_size]`: a number for each element."""
+        if self.varies(number):
+            return self.compute_numbers(number)
+        return torch.full((self.axis_size,), int(self.of(number)), device=self.device)
+
+    def per_symbol(self, name: str) -> Tensor:
+        value = self.symbols[name]
+        return value.lengths if isinstance(value, RaggedSize) else torch.tensor(value)
+
+    @property
+    def device(self) -> torch.device:
+        extents = [e for e in self.symbols.values() if isinstance(e, RaggedSize)]
+        return extents[0].lengths.device if extents else torch.device("cpu")
+
     def shape(self, tensor: Any) -> tuple[Any, ...]:
         return tuple(self.of(size) for size in tensor.shape)
 
@@ -182,29 +207,26 @@ class Sizes:
         names = _torch.names_in_size(size)
         values = {name: self.symbols[name] for name in names}
         scope = {n: e.lengths if isinstance(e, RaggedSize) else e for n, e in values.items()}
-        return eval(format_size(size), dict(_NAMES_OF_TENSORS), scope)  # type: ignore[no-any-return]
+        if isinstance(size, torch.SymFloat):  # as numbers of Python: integers would give float32
+            scope = {n: v.double() if isinstance(v, Tensor) else v for n, v in scope.items()}
+        return eval(format_size(size), dict(NAMES_OF_TENSORS), scope)  # type: ignore[no-any-return]
 
     def _compute_size(
         self, text: str, size: Any, values: Mapping[str, Any], varying: Mapping[str, RaggedSize]
     ) -> RaggedSize:
-        lengths = self.compute_numbers(size).clamp(min=0)
-
-        def at(point: Mapping[str, Any]) -> Any:
-            return value_of(size, {**values, **point})
-
-        extent = RaggedSize(text, lengths, symbolic=size)
-        if all(e.known_longest is not None for e in varying.values()):
-            corners = product(*((0, e.known_longest) for e in varying.values()))
-            extent.known_longest = max(
-                0, *(at(dict(zip(varying, corner, strict=True))) for corner in corners)
-            )
-        zero = dict.fromkeys(varying, 0)
-        constant = at(zero)
-        slopes = {name: at({**zero, name: 1}) - constant for name in varying}
-        point = {name: 1009 + 7 * i for i, name in enumerate(varying)}
-        linear = constant + sum(slopes[n] * point[n] for n in varying)
-        is_linear = at(point) == linear and constant >= 0 and min(slopes.values()) >= 0
-        if is_linear and all(e.known_total is not None for e in varying.values()):
+        extent = RaggedSize(text, self.compute_numbers(size).clamp(min=0), symbolic=size)
+        if len(varying) == len(values) and all(
+            e.known_longest is not None for e in varying.values()
+        ):
+            longest = {n: e.known_longest for n, e in varying.items()}
+            greatest = _torch.greatest_value(size, longest)
+            extent.known_longest = None if greatest is None else max(0, greatest)
+        form = _torch.linear_form(size)
+        if form is None or len(varying) < len(values):
+            return extent
+        constant, slopes = form
+        is_a_length = constant >= 0 and min(slopes.values()) >= 0  # others are 0 where below it
+        if is_a_length and all(e.known_total is not None for e in varying.values()):
             extent.known_total = constant * self.axis_size + sum(
                 slopes[n] * e.known_total for n, e in varying.items()
             )

@@ -1,4 +1,4 @@
-"""Concatenated rows in another order: slices, selections, flips, cat along a dim that differs."""
+"""Concatenated rows in another order: selections, flips, cat along a dim that differs."""
 
 from collections.abc import Sequence
 from math import prod
@@ -26,13 +26,6 @@ def take_places(value: Packed, places: Tensor, extent: RaggedSize) -> Packed:
     return Packed(rows.movedim(0, value.dim), value.dim, extent)
 
 
-def slice_places(value: Packed, start: int | Tensor, step: int, extent: RaggedSize) -> Packed:
-    starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
-    starts = starts.clamp(min=0)
-    places = starts[extent.element_of_row] + extent.position_of_row * step
-    return take_places(value, places, extent)
-
-
 def _from_start(lengths: Tensor, place: int) -> Tensor:
     return lengths + place if place < 0 else torch.full_like(lengths, place)
 
@@ -40,59 +33,32 @@ def _from_start(lengths: Tensor, place: int) -> Tensor:
 def select_place(value: Packed, place: int, source: Any) -> Padded:
     lengths = value.extent.lengths
     places = _from_start(lengths, place)
-    fits = _check(value.extent, place, source)
     index = value.extent.offsets[:-1] + places
     rows = take_rows(value.data.movedim(value.dim, 0), index, inverse_of(index, value.extent.total))
-    return Padded(_mark_missing(rows, fits), (None,) * (value.rank - 1))
+    data = mark_missing(rows, value.extent, place, source)
+    return Padded(data, (None,) * (value.rank - 1))
 
 
-def _check(extent: RaggedSize, place: int, source: Any) -> Tensor | None:
-    """Raise if an element has no such place; if reading lengths costs, which elements have it."""
+def mark_missing(rows: Tensor, extent: RaggedSize, place: int, source: Any) -> Tensor:
+    """`rows`, one of each element at `place`: an element may have no such place.
+
+    That is an error where it can be seen for free, or `rows` have no NaN; else they get NaN.
+    """
     needed = place + 1 if place >= 0 else -place
-    if not extent.known_on_host:
-        return extent.lengths >= needed
-    if any(n < needed for n in extent.host):
-        worst = next(i for i, n in enumerate(extent.host) if n < needed)
+    if extent.known_on_host:
+        worst = next((i for i, n in enumerate(extent.host) if n < needed), None)
+        if worst is None:
+            return rows
         raise RaggedError(
             f"index {place} is out of range for element {worst} of the batch, which has length "
             f"{extent.host[worst]}, at {source}"
         )
-    return None
-
-
-def _mark_missing(rows: Tensor, fits: Tensor | None) -> Tensor:
-    """`rows`, with NaN for elements that have no such place: those of another stand there."""
-    if fits is None or not rows.is_floating_point():
-        return rows
-    return torch.where(fits.view(-1, *[1] * (rows.dim() - 1)), rows, torch.nan)
-
-
-def constant_slice(value: Packed, start: int, stop: int, step: int, source: Any) -> Padded:
-    places = list(range(start, stop, step))
-    if not places:
-        start = 0
-    fits = _check(value.extent, start if start < 0 else max(places, default=-1), source)
-    starts = _from_start(value.extent.lengths, start)
-    offsets = value.extent.offsets[:-1, None]
-    steps = torch.arange(len(places), device=starts.device) * step
-    index = (offsets + starts[:, None] + steps).flatten()
-    rows = take_rows(value.data.movedim(value.dim, 0), index, inverse_of(index, value.extent.total))
-    rows = rows.unflatten(0, (starts.shape[0], len(places)))
-    data = _mark_missing(rows, fits).movedim(1, 1 + value.dim)
-    return Padded(data, (None,) * value.rank)
-
-
-def put(value: Packed, rows: Tensor, part: RaggedSize, start: int | Tensor, step: int) -> Packed:
-    starts = start if isinstance(start, Tensor) else _from_start(value.extent.lengths, start)
-    element = part.element_of_row
-    target = (
-        value.extent.offsets[element] + starts.clamp(min=0)[element] + part.position_of_row * step
-    )
-    source = inverse_of(target, value.extent.total)
-    new = take_rows(rows, source, target, zero=True)
-    old = value.data.movedim(value.dim, 0)
-    is_new = (source >= 0).view(-1, *[1] * (old.dim() - 1))
-    return Packed(torch.where(is_new, new, old).movedim(0, value.dim), value.dim, value.extent)
+    fits = extent.lengths >= needed
+    if rows.is_floating_point() or rows.is_complex():
+        return torch.where(fits.view(-1, *[1] * (rows.dim() - 1)), rows, torch.nan)
+    if not bool(fits.all()):
+        raise RaggedError(f"index {place} is out of range for an element of the batch, at {source}")
+    return rows
 
 
 def join_rows(parts: Sequence[tuple[Tensor, Tensor]], dim: int, extent: RaggedSize) -> Packed:

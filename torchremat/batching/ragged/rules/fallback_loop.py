@@ -55,7 +55,16 @@ def element(value: Value, i: int) -> Tensor:
 
 
 def _join_elements(call: RaggedCall, elements: Sequence[Tensor], result: Any) -> Value:
-    return make_value(elements, call.sizes_of(result))
+    sizes = call.sizes_of(result)
+    for i, one in enumerate(elements):
+        wanted = [size.host[i] if isinstance(size, RaggedSize) else size for size in sizes]
+        if list(one.shape) != wanted:
+            raise RaggedError(
+                f"{call.name}, at {call.source}, gives a tensor of shape {list(one.shape)} for "
+                f"element {i}, and its graph says {wanted}: what it does depends on the size in a "
+                "way that one graph cannot say. Write it with other operators."
+            )
+    return make_value(elements, sizes)
 
 
 def make_value(elements: Sequence[Tensor], sizes: tuple[Any, ...]) -> Value:

@@ -44,6 +44,8 @@ class Batch:
     sizes: Sizes
     randomness: str = "error"
     axis_name: AxisName = None
+    assumed: Sequence[tuple[Any, Any]] = ()
+    """Questions about values of tensors, with what the graph takes for the answer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +68,15 @@ class RaggedCall:
     def values(self) -> list[Value]:
         return list(_find_leaves((self.args, dict(self.kwargs)), (Shared, Padded, Packed)))
 
+    @cached_property
+    def has_varying_numbers(self) -> bool:
+        """Whether an argument is, or has in it, a number that differs from element to element."""
+        numbers = _find_leaves((self.args, dict(self.kwargs)), (Size,))
+        return any(map(self.batch.sizes.varies, numbers))
+
     @property
     def is_ragged(self) -> bool:
-        return any(map(is_ragged, self.values)) or any(
-            self.batch.sizes.varies(size)
-            for size in _find_leaves((self.args, dict(self.kwargs)), (Size,))
-        )
+        return self.has_varying_numbers or any(map(is_ragged, self.values))
 
     @cached_property
     def bound(self) -> dict[str, Any]:
@@ -119,11 +124,8 @@ class RaggedCall:
         return self.op(*_map_arguments(swap, self.args), **_map_arguments(swap, dict(self.kwargs)))
 
     def find_number(self, leaf: Any) -> Any:
-        """The number for a size, the greatest if it differs; `leaf` if it is no size."""
-        if not isinstance(leaf, Size):
-            return leaf
-        size = self.batch.sizes.of(leaf)
-        return size.longest if isinstance(size, RaggedSize) else size
+        """The number that all elements have for a size; `leaf` if it is no size."""
+        return self.batch.sizes.of(leaf) if isinstance(leaf, Size) else leaf
 
     def wrap(self, outputs: Any, make: Callable[[Tensor, tuple[Any, ...]], Value]) -> Any:
         if isinstance(outputs, Tensor):
@@ -138,8 +140,10 @@ class RaggedCall:
 
 def run_on_packed(call: RaggedCall) -> Any:
     """For operators that treat each place along the dim that differs alike."""
+    if call.has_varying_numbers:
+        return NotImplemented
     call.check_random()
-    outputs = call.run(lambda v: v.data, lambda s: s.total if isinstance(s, RaggedSize) else s)
+    outputs = call.run(lambda v: v.data, lambda s: s)
     return call.wrap(outputs, _as_packed)
 
 
@@ -153,6 +157,8 @@ def _as_packed(data: Tensor, sizes: tuple[Any, ...]) -> Value:
 
 def run_on_padded(call: RaggedCall, fill: Callable[[Padded], Tensor] | None = None) -> Any:
     """For operators that are right wherever their arguments are; `fill` is harmless elsewhere."""
+    if call.has_varying_numbers:
+        return NotImplemented
     call.check_random()
 
     def convert(value: Value) -> Value:
@@ -224,6 +230,44 @@ def run_dense(call: RaggedCall) -> Any:
     return call.wrap(
         run_mapped_call(call), lambda data, _: Padded(data, (None,) * (data.dim() - 1))
     )
+
+
+def check_sizes(call: RaggedCall, result: Any) -> None:
+    """Raise if a rule gives other sizes than the graph of an element has.
+
+    The two come about apart: the trace knows sizes as symbols, a rule computes with numbers. So a
+    rule that takes a size for what it is not, or a wrong answer to a question, is met here.
+    """
+    pairs = (
+        zip(result, call.result, strict=True)
+        if isinstance(result, list)
+        else [(result, call.result)]
+    )
+    for value, expected in pairs:
+        if not isinstance(value, Value) or not isinstance(expected, Tensor):
+            continue
+        wanted = call.sizes_of(expected)
+        if len(wanted) != value.rank or not all(map(_are_one_size, value.sizes, wanted)):
+            raise RaggedError(
+                f"{call.name}, at {call.source}, gives sizes {_describe(value.sizes)} for the "
+                f"elements of a batch, and {_describe(wanted)} for one element: torchremat has a "
+                "wrong rule for it. Write it with other operators, and report this."
+            )
+
+
+def _are_one_size(a: Any, b: Any) -> bool:
+    if a is b or (type(a) is int and a == b):
+        return True
+    if isinstance(a, RaggedSize) and isinstance(b, RaggedSize):
+        return a.text == b.text or not a.known_on_host or not b.known_on_host or a.host == b.host
+    ragged, number = (a, b) if isinstance(a, RaggedSize) else (b, a)
+    if not isinstance(ragged, RaggedSize):
+        return bool(a == b)
+    return ragged.known_on_host and all(length == number for length in ragged.host)
+
+
+def _describe(sizes: Sequence[Any]) -> str:
+    return "[" + ", ".join(str(getattr(size, "text", size)) for size in sizes) + "]"
 
 
 def is_collective(call: RaggedCall) -> bool:

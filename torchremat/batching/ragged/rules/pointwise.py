@@ -39,13 +39,25 @@ def map_entries(
     places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     if not places and all(isinstance(v, Shared) for v in operands):
         return _wrap_data(function(*(v.data for v in operands)), Shared)
-    if len(places) == 1 and not any(isinstance(v, Padded) and v.is_ragged for v in operands):
+    if len(places) == 1 and _lie_in_rows(operands, len(sizes), places[0], sizes[places[0]]):
         (dim,) = places
         rows = [_along_rows(v, len(sizes), dim, sizes[dim]) for v in operands]
         return _wrap_data(function(*rows), lambda data: Packed(data, dim, sizes[dim]))
     extents = tuple(size if isinstance(size, RaggedSize) else None for size in sizes)
     full = [_with_rank(v, len(sizes), batch.axis_size) for v in operands]
     return _wrap_data(function(*full), lambda data: pack(Padded(data, extents)))
+
+
+def _lie_in_rows(operands: Sequence[Value], rank: int, dim: int, extent: RaggedSize) -> bool:
+    """Whether operands are concatenated along `dim`, or the same at each place along it."""
+    for value in operands:
+        place = dim - (rank - value.rank)
+        if isinstance(value, Packed):
+            if value.dim != place:
+                return False
+        elif place >= 0 and value.sizes[place] != 1:
+            return False
+    return extent.has_total
 
 
 def _wrap_data(outputs: Any, make: Callable[[Tensor], Value]) -> Any:
@@ -148,6 +160,13 @@ def broadcast_to(batch: Batch, value: Value, sizes: tuple[Any, ...]) -> Value:
         return data.expand(shape)
 
     return map_entries(batch, expand, [value], sizes)  # type: ignore[no-any-return]
+
+
+@rule("copy")
+def _copy(call: RaggedCall) -> Any:
+    source = call.values[1]
+    sizes, dtype = call.sizes_of(call.result), call.result.dtype
+    return broadcast_to(call.batch, map_entries(call.batch, lambda t: t.to(dtype), [source]), sizes)
 
 
 @rule("expand", "broadcast_to")

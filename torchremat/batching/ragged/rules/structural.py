@@ -1,54 +1,27 @@
-"""Rules along the dim whose size differs: select, slice, flip, roll, cat, pad; new tensors."""
+"""Rules along the dim whose size differs: flip, roll, cat, pad; new tensors."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Value, pad
+from torchremat.batching.ragged.layouts.flat import find_numel, flat_pile_data, pad_flat
+from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Shared, Value, pad
+from torchremat.batching.ragged.layouts.places import Along, find_places, find_rows_of, invert
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
 from torchremat.batching.ragged.layouts.rows import (
-    constant_slice,
+    flat_rows,
+    from_flat_rows,
     join_rows,
-    put,
-    select_place,
-    slice_places,
     take_places,
 )
+from torchremat.batching.ragged.layouts.take_rows_op import take_rows
 from torchremat.batching.ragged.rules.matmuls import unsqueeze_value
 from torchremat.batching.ragged.rules.op_call import RaggedCall, as_padded, rule
 from torchremat.batching.ragged.rules.pointwise import broadcast_to, map_entries
 from torchremat.batching.ragged.rules.views import ALONG_RAGGED
-
-
-def _select(call: RaggedCall) -> Any:
-    (value,) = call.values
-    index = call.bound["index"]
-    if not isinstance(value, Packed) or not isinstance(index, int):
-        return NotImplemented
-    return select_place(value, index, call.source)
-
-
-def _slice(call: RaggedCall) -> Any:
-    (value,) = call.values
-    bound = call.bound
-    start, step = bound["start"] or 0, bound["step"]
-    sizes = call.sizes_of(call.result)
-    if not isinstance(value, Packed):
-        return NotImplemented
-    extent = sizes[value.dim]
-    is_whole = start == 0 and step == 1 and extent is value.extent
-    if is_whole:
-        return value
-    if call.batch.sizes.varies(start):
-        if not isinstance(extent, RaggedSize):
-            return NotImplemented
-        return slice_places(value, call.batch.sizes.compute_numbers(start), step, extent)
-    start = call.batch.sizes.of(start)
-    if not isinstance(extent, RaggedSize):
-        stop = start + extent * step
-        return constant_slice(value, start, stop, step, call.source)
-    return slice_places(value, start, step, extent)
+from torchremat.graph.symbolic_sizes import Size
 
 
 def _flip(call: RaggedCall) -> Any:
@@ -64,14 +37,47 @@ def _flip(call: RaggedCall) -> Any:
 
 def _roll(call: RaggedCall) -> Any:
     (value,) = call.values
-    if not isinstance(value, Packed) or len(call.bound["dims"]) != 1:
-        return NotImplemented
-    (shift,) = call.bound["shifts"]
-    if not isinstance(shift, int):
-        return NotImplemented
-    extent = value.extent
-    lengths = extent.lengths[extent.element_of_row]
-    return take_places(value, (extent.position_of_row - shift) % lengths, extent)
+    shifts, dims = list(call.bound["shifts"]), list(call.bound["dims"])
+    if not dims and value.rank == 1:
+        dims = [0]
+    if not dims:
+        return _roll_entries(call, value, shifts[0])
+    for shift, dim in zip(shifts, dims, strict=True):
+        value = _roll_along(call, value, shift, dim % value.rank)
+    return value
+
+
+def _roll_entries(call: RaggedCall, value: Value, shift: Any) -> Value:
+    """Roll the entries of each element in their order."""
+    if isinstance(value, Shared):
+        value = pad(value, call.batch.axis_size)
+    if isinstance(value, Padded) and not value.is_ragged:
+        flat = _roll_along(call, Padded(value.data.flatten(1), (None,)), shift, 0)
+        return replace(value, data=flat.data.view_as(value.data))
+    rows = flat_rows(value) if isinstance(value, Packed) else flat_pile_data(value)
+    entries = find_numel(value.sizes)
+    entries.known_total = rows.shape[0]
+    rolled = _roll_along(call, Packed(rows, 0, entries), shift, 0)
+    if isinstance(value, Packed):
+        return from_flat_rows(rolled.data, value.sizes, value.dim)
+    return pad_flat(rolled.data, value.sizes)
+
+
+def _roll_along(call: RaggedCall, value: Value, shift: Any, dim: int) -> Value:
+    size = value.sizes[dim]
+    if not isinstance(size, RaggedSize) and not call.batch.sizes.varies(shift):
+        place = dim if isinstance(value, Shared | Packed) else 1 + dim
+        return replace(value, data=value.data.roll(call.batch.sizes.of(shift), place))
+    along = Along.of(value, dim, call.batch.axis_size)
+    packs = isinstance(value, Packed) and value.dim == dim
+    places = find_places(torch.zeros_like(along.begins), 1, size, packs)
+    shifts = call.batch.sizes.per_element(shift)
+    lengths = along.lengths.clamp(min=1)
+    if packs:
+        shifts, lengths = shifts[size.element_of_row], lengths[size.element_of_row]
+    else:
+        shifts, lengths = shifts[:, None], lengths[:, None]
+    return along.at((places - shifts) % lengths, size, packs)
 
 
 def _cat(call: RaggedCall) -> Any:
@@ -87,24 +93,43 @@ def _cat(call: RaggedCall) -> Any:
 
 
 def _pad(call: RaggedCall) -> Any:
+    """Pad first along dims whose size differs, or by numbers that differ."""
     (value,) = call.values
-    pads = list(call.bound["pad"])
-    place = 2 * (value.rank - 1 - value.dim) if isinstance(value, Packed) else 0
-    if not isinstance(value, Packed) or min(pads[place : place + 2]) < 0:
+    sizes, wanted = call.batch.sizes, call.sizes_of(call.result)
+    pads, fill = list(call.bound["pad"]), call.bound["value"]
+    if isinstance(fill, Size):
         return NotImplemented
-    extent = call.sizes_of(call.result)[value.dim]
-    counts, pads[place : place + 2] = pads[place : place + 2], [0, 0]
-    data = torch.constant_pad_nd(value.data, pads, call.bound["value"])
-    rows = data.movedim(value.dim, 0)
-    lengths = value.extent.lengths
-    before, after = (
-        (
-            rows.new_full((lengths.shape[0] * count, *rows.shape[1:]), call.bound["value"]),
-            torch.full_like(lengths, count),
-        )
-        for count in counts
+    for place in range(0, len(pads), 2):
+        dim = value.rank - 1 - place // 2
+        pair = pads[place : place + 2]
+        if pair == [0, 0]:
+            continue
+        if isinstance(value.sizes[dim], RaggedSize) or any(map(sizes.varies, pair)):
+            pads[place : place + 2] = [0, 0]
+            value = _pad_along(call, value, dim, sizes.per_element(pair[0]), wanted[dim], fill)
+    pads = [sizes.of(count) for count in pads]
+    return (
+        replace(value, data=torch.constant_pad_nd(value.data, pads, fill)) if any(pads) else value
     )
-    return join_rows([before, (rows, lengths), after], value.dim, extent)
+
+
+def _pad_along(
+    call: RaggedCall, value: Value, dim: int, before: Tensor, size: Any, fill: Any
+) -> Value:
+    """A place of the result is `before` places earlier in `value`, or has `fill`."""
+    axis_size = call.batch.axis_size
+    along = Along.of(pad(value, axis_size) if isinstance(value, Shared) else value, dim, axis_size)
+    packs = isinstance(size, RaggedSize) and size.has_total and not any(along.extents)
+    places = find_places(-before, 1, size, packs)
+    lengths = along.lengths[size.element_of_row] if packs else along.lengths[:, None]
+    is_inside = (places >= 0) & (places < lengths)
+    index = find_rows_of(places, along.begins, size, packs)
+    index = torch.where(is_inside.flatten(), index, -1)
+    rows = take_rows(along.rows, index, invert(index, along.rows.shape[0]), zero=True)
+    if fill != 0:
+        is_filled = ~is_inside.flatten().view(-1, *[1] * (rows.dim() - 1))
+        rows = rows.masked_fill(is_filled, fill)
+    return along.wrap(rows, size, packs)
 
 
 def _repeat(call: RaggedCall) -> Any:
@@ -120,22 +145,6 @@ def _repeat(call: RaggedCall) -> Any:
     return join_rows([(rows, value.extent.lengths)] * count, value.dim, extent)
 
 
-def _slice_scatter(call: RaggedCall) -> Any:
-    value, part = call.values
-    dim, axis_size = call.bound["dim"] % value.rank, call.batch.axis_size
-    start, step = call.bound["start"] or 0, call.bound["step"]
-    return _put(call, value, find_rows(part, dim, axis_size), dim, start, step)
-
-
-def _select_scatter(call: RaggedCall) -> Any:
-    value, part = call.values
-    dim = call.bound["dim"] % value.rank
-    full = unsqueeze_value(pad(part, call.batch.axis_size), dim)
-    return _put(
-        call, value, find_rows(full, dim, call.batch.axis_size), dim, call.bound["index"], 1
-    )
-
-
 def find_rows(value: Value, dim: int, axis_size: int) -> tuple[Tensor, RaggedSize] | None:
     if isinstance(value, Packed):
         return (value.data.movedim(dim, 0), value.extent) if value.dim == dim else None
@@ -147,44 +156,9 @@ def find_rows(value: Value, dim: int, axis_size: int) -> tuple[Tensor, RaggedSiz
     return rows, RaggedSize("", lengths, known_total=rows.shape[0])
 
 
-def _put(
-    call: RaggedCall,
-    value: Value,
-    part: tuple[Tensor, RaggedSize] | None,
-    dim: int,
-    start: Any,
-    step: int,
-) -> Any:
-    if part is None or not isinstance(value, Packed) or value.dim != dim:
-        return NotImplemented
-    sizes = call.batch.sizes
-    begin = sizes.compute_numbers(start) if sizes.varies(start) else sizes.of(start)
-    return put(value, *part, begin, step)
-
-
-def _split(call: RaggedCall) -> Any:
-    (value,) = call.values
-    if not isinstance(value, Packed):
-        return NotImplemented
-    parts: list[Value] = []
-    start = 0
-    for result in call.result:
-        size = call.sizes_of(result)[value.dim]
-        if isinstance(size, RaggedSize):
-            parts.append(slice_places(value, start, 1, size))
-            if result is not call.result[-1]:
-                return NotImplemented
-        else:
-            parts.append(constant_slice(value, start, start + size, 1, call.source))
-            start += size
-    return parts
-
-
 ALONG_RAGGED.update({
-    "aten.select": _select, "aten.slice": _slice, "aten.flip": _flip, "aten.roll": _roll,
-    "aten.cat": _cat, "aten.split_with_sizes": _split,
-    "aten.constant_pad_nd": _pad, "aten.repeat": _repeat,
-    "aten.slice_scatter": _slice_scatter, "aten.select_scatter": _select_scatter,
+    "aten.flip": _flip, "aten.roll": _roll, "aten.cat": _cat, "aten.constant_pad_nd": _pad,
+    "aten.repeat": _repeat,
 })  # fmt: skip
 
 
@@ -216,7 +190,7 @@ def _make_new(call: RaggedCall) -> Any:
         return broadcast_to(
             call.batch, map_entries(call.batch, lambda t: t.to(options["dtype"]), [number]), sizes
         )
-    if len(places) == 1 and call.name != "aten.eye":
+    if len(places) == 1 and sizes[places[0]].has_total and call.name != "aten.eye":
         shape = [s.total if isinstance(s, RaggedSize) else s for s in sizes]
         return Packed(_fill_padding(call, shape, options), places[0], sizes[places[0]])
     shape = [s.longest if isinstance(s, RaggedSize) else s for s in sizes]
@@ -244,11 +218,16 @@ def _arange(call: RaggedCall) -> Any:
     start, step = bound.get("start", 0), bound.get("step", 1)
     if not isinstance(extent, RaggedSize) or call.batch.sizes.varies(step):
         return NotImplemented
-    places = extent.position_of_row.to(call.result.dtype)
+    dtype, packs = call.result.dtype, extent.has_total
+    places = extent.position_of_row if packs else torch.arange(extent.longest, device=extent.device)
+    places = places.to(dtype) * call.batch.sizes.of(step)
     if call.batch.sizes.varies(start):
-        starts = call.batch.sizes.compute_numbers(start).to(call.result.dtype)
-        return Packed(starts[extent.element_of_row] + places * step, 0, extent)
-    return Packed(places * step + call.batch.sizes.of(start), 0, extent)
+        starts = call.batch.sizes.compute_numbers(start).to(dtype)
+        start = starts[extent.element_of_row] if packs else starts[:, None]
+    places = places + call.batch.sizes.of(start)
+    if packs:
+        return Packed(places, 0, extent)
+    return Padded(places.expand(call.batch.axis_size, -1), (extent,))
 
 
 @rule("scalar_tensor")

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import torch
+
 from torchremat.batching.ragged.layouts.flat import flat_pile_data, pad_flat
 from torchremat.batching.ragged.layouts.layouts import Packed, Padded, Value, is_ragged, pack, pad
 from torchremat.batching.ragged.layouts.ragged_sizes import RaggedSize
@@ -52,11 +54,15 @@ def _repeat_dims(call: RaggedCall, rank: int) -> Sequence[int]:
     return [i - extra for i, count in enumerate(call.bound["repeats"]) if i >= extra and count != 1]
 
 
+def _roll_dims(call: RaggedCall, rank: int) -> Sequence[int]:
+    return [dim % rank for dim in call.bound["dims"]] or range(rank)
+
+
 ALONG: dict[str, Dims] = {
     "transpose": _none, "permute": _none, "t": _none, "unsqueeze": _none, "movedim": _none,
     "numpy_T": _none, "select": _dims("dim"), "slice": _dims("dim"), "split": _dims("dim"),
     "split_with_sizes": _dims("dim"), "unbind": _dims("dim"), "flip": _dims("dims"),
-    "roll": _dims("dims"), "glu": _dims("dim"), "constant_pad_nd": _find_padded_dims,
+    "roll": _roll_dims, "glu": _dims("dim"), "constant_pad_nd": _find_padded_dims,
     "index_select": _dims("dim"), "tril": _last(2), "triu": _last(2), "repeat": _repeat_dims,
     "diagonal": _dims("dim1", "dim2"), "unfold": _dims("dimension"), "renorm": _dims("dim"),
     "native_layer_norm": _normalise_dims, "narrow": _dims("dim"),
@@ -73,14 +79,23 @@ ALONG: dict[str, Dims] = {
 @rule(*ALONG)
 def along_some_dims(call: RaggedCall) -> Any:
     first = call.values[0]
+    if call.name == "aten.squeeze" and _drops_ragged_dim(call, first):
+        sizes = call.sizes_of(call.result)
+        shape = [s.longest if isinstance(s, RaggedSize) else s for s in sizes]
+        full = pad(first, call.batch.axis_size)
+        return as_padded(full.data.reshape(call.batch.axis_size, *shape), sizes)
     if call.name == "aten.squeeze" and "dim" not in call.bound:
         return _squeeze(call)
     try:
         dims = set(ALONG[call.name.removeprefix("aten.")](call, first.rank))
     except (KeyError, TypeError):
         return NotImplemented
-    if call.name in ALONG_RAGGED and any(_find_ragged_dims(v) & dims for v in call.values):
+    has_numbers = call.has_varying_numbers
+    differs_along = has_numbers or any(_find_ragged_dims(v) & dims for v in call.values)
+    if call.name in ALONG_RAGGED and differs_along:
         return ALONG_RAGGED[call.name](call)
+    if has_numbers:
+        return NotImplemented
     if any(_find_ragged_dims(v) & dims for v in call.values if v.rank == first.rank):
         return NotImplemented
     ragged = [v for v in call.values if is_ragged(v)]
@@ -104,6 +119,12 @@ def _find_ragged_dims(value: Value) -> set[int]:
     return {d for d, size in enumerate(value.sizes) if isinstance(size, RaggedSize)}
 
 
+def _drops_ragged_dim(call: RaggedCall, value: Value) -> bool:
+    """Whether a size differs that is 1 in all elements of this batch."""
+    left = sum(isinstance(size, RaggedSize) for size in call.sizes_of(call.result))
+    return left < len(_find_ragged_dims(value))
+
+
 def _squeeze(call: RaggedCall) -> Any:
     (value,) = call.values
     ones = [
@@ -124,9 +145,20 @@ def _diagonal(call: RaggedCall) -> Any:
     return run_on_padded(call) if is_square and call.bound["offset"] == 0 else NotImplemented
 
 
+def _keep_triangle(call: RaggedCall, keeps: Callable[[Any, Any], Any]) -> Any:
+    if not call.has_varying_numbers:
+        return run_on_padded(call)
+    full = pad(call.values[0], call.batch.axis_size)
+    rows, columns = (torch.arange(n, device=full.data.device) for n in full.data.shape[-2:])
+    shift = call.batch.sizes.per_element(call.bound["diagonal"])
+    keep = keeps(rows[:, None] + shift.view(-1, 1, 1), columns)
+    keep = keep.view(keep.shape[0], *[1] * (full.rank - 2), *keep.shape[1:])
+    return pack(Padded(torch.where(keep, full.data, 0), full.extents))
+
+
 ALONG_RAGGED: dict[str, Callable[[RaggedCall], Any]] = {
-    "aten.tril": run_on_padded,
-    "aten.triu": run_on_padded,
+    "aten.tril": lambda call: _keep_triangle(call, lambda row, col: col <= row),
+    "aten.triu": lambda call: _keep_triangle(call, lambda row, col: col >= row),
     "aten.diagonal": _diagonal,
     "aten.diagonal_copy": _diagonal,
     "aten.constant_pad_nd": lambda call: NotImplemented,

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ from torchremat.autodiff.joint import TraceOptions, trace_joint
 from torchremat.autodiff.jvp_graph import spec_of
 from torchremat.batching.ragged.rules.op_call import RULES
 from torchremat.graph.slicing import slice_graph
+from torchremat.graph.symbolic_sizes import shapes_in
 from torchremat.tracing.modules.module_paths import ModulePaths
-from torchremat.tracing.tracing import Tracing
+from torchremat.tracing.tracing import Tracing, use_symbols
 
 aten = torch.ops.aten
 
@@ -47,7 +49,11 @@ def decompose_body(module: fx.GraphModule) -> fx.GraphModule:
     specs = [spec_of(node) for node in placeholders]
     names = [node.name for node in placeholders]
     options = TraceOptions(with_gradients=False, whole_calls=True)
-    joint, _ = trace_joint(_LoweredBody(NotedBody(module)), specs, names, ModulePaths({}), options)
+    shapes = shapes_in(module)
+    symbols = use_symbols(shapes) if isinstance(shapes, _torch.AskingShapeEnv) else nullcontext()
+    with symbols:
+        body = _LoweredBody(NotedBody(module))
+        joint, _ = trace_joint(body, specs, names, ModulePaths({}), options)
     outputs = [value for value in joint.outputs if isinstance(value, fx.Node)]
     return slice_graph(joint.module, joint.inputs, outputs)
 

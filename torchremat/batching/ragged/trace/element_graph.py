@@ -20,9 +20,16 @@ from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.batching.ragged.layouts.ragged_sizes import read_mode
 from torchremat.batching.ragged.rules.attention import AttentionMode
 from torchremat.batching.ragged.trace.decompositions import DecomposeMode
-from torchremat.batching.ragged.trace.element_errors import explain_mismatches, refuse_branches
+from torchremat.batching.ragged.trace.element_errors import explain_mismatches
+from torchremat.batching.ragged.trace.size_answers import (
+    Answers,
+    Lengths,
+    SizeQuestions,
+    UnansweredError,
+)
+from torchremat.batching.ragged.trace.size_functions import SizeMode
+from torchremat.core.source import current_source
 from torchremat.errors import RaggedError
-from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import format_size, literal_size
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.tracing.variables import modules_in, variables_of, variables_of_modules
@@ -30,11 +37,12 @@ from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.no_grad_op import mark_no_grad
-from torchremat.tracing.tracing import Tracing
+from torchremat.tracing.tracing import Tracing, use_symbols
 
 aten = torch.ops.aten
 _HINT = 1_000_003
-"""The hint of a size while its graph is traced: a large prime, so that no other is equal."""
+"""The hint of a size while its graph is traced: a large prime, so that no other is equal. It only
+answers questions of PyTorch that have the same answer for all sizes from 2 on."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,17 @@ class ElementGraph:
     has_extra_input: bool
     """Whether there is an input after the others that nothing reads."""
     guards: tuple[Any, ...] = ()
+    assumed: tuple[tuple[Any, Any], ...] = ()
+    """Questions about sizes of the inputs, with the answer that all elements give."""
+    assumed_of_values: tuple[tuple[Any, Any], ...] = ()
+    """Questions about `items`, to be checked when these have values."""
 
-    def find_captured(self) -> list[Tensor] | None:
+    def find_captured(self, lengths: Sequence[Tensor], answers: Answers) -> list[Tensor] | None:
         """The tensors that the function closes over now; `None` if a guard fails."""
         if not all(guard.holds() for guard in self.guards):
+            return None
+        given = Lengths(dict(zip(self.symbols, lengths, strict=True)), answers)
+        if not all(given.find_answer(q) == answer for q, answer in self.assumed):
             return None
         tensors = self.captured.current()
         if tensors is None or not all(isinstance(t, Tensor) for t in tensors):
@@ -78,34 +93,44 @@ class ElementGraph:
 
 
 class _ElementMode(DecomposeMode):
-    def __init__(self, shapes: _torch.ShapeEnv) -> None:
+    def __init__(self, shapes: _torch.AskingShapeEnv) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes = shapes
         self.found: list[tuple[torch.SymInt, Tensor]] = []
-        self.gave_numbers = False
+        self.sizes_given: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.size.default:  # code in C++ that knows no symbols
             return self._numbers_for_sizes(args[0])
         if func is aten._local_scalar_dense.default:
             return self._read(func, *args)
+        if self.sizes_given:
+            args, kwargs = _map_numbers(lambda x: self._as_size(x, func), (args, kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _numbers_for_sizes(self, tensor: Tensor) -> list[int]:
-        """Numbers to compare sizes with; `refuse_numbers` sees to it that the graph has none."""
-        self.gave_numbers |= any(isinstance(size, torch.SymInt) for size in tensor.shape)
-        return [_torch.hint_of(size) for size in tensor.shape]
+        """Numbers to compare sizes with; where one comes back it is the size again."""
+        numbers = []
+        sizes: Sequence[Any] = tensor.shape
+        for size in sizes:
+            hint = _torch.hint_of(size)
+            if not _is_made_of_hints(hint):
+                hint = int(size)
+            elif self.sizes_given.setdefault(hint, size).node.expr != size.node.expr:
+                raise RaggedError(f"two sizes look the same ({size}), at {current_source()}")
+            numbers.append(hint)
+        return numbers
 
-    def refuse_numbers(self, graph: fx.Graph) -> None:
-        for node in graph.nodes if self.gave_numbers else ():
-            value = node.meta.get("val")
-            sizes = value.shape if isinstance(value, Tensor) else ()
-            if any(map(_is_made_of_hints, [*_literals(node.args), *sizes])):
-                raise RaggedError(
-                    f"an operator of PyTorch, called at {notes_of(node).source}, has no form for "
-                    f"sizes that differ from element to element ({node.target} is given one as a "
-                    "number). Write it with other operators, or map over a dense batch."
-                )
+    def _as_size(self, number: Any, func: Any) -> Any:
+        if not _is_made_of_hints(number):
+            return number
+        if number in self.sizes_given:
+            return self.sizes_given[number]
+        raise RaggedError(
+            f"an operator of PyTorch, called at {current_source()}, has no form for sizes that "
+            f"differ from element to element ({func} is given one as a number). Write it with "
+            "other operators, or map over a dense batch."
+        )
 
     def _read(self, func: Any, tensor: Tensor) -> Any:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
@@ -114,9 +139,8 @@ class _ElementMode(DecomposeMode):
             if known is tensor:
                 return size
         number = len(self.found)
-        size = _torch.new_symbol(
-            self.shapes, _HINT * 2 + 2 * number, f"item_{number}", watched=True
-        )
+        hint = _HINT * 2 + 2 * number
+        size = self.shapes.new_size(hint, f"item_{number}", may_be_negative=True)
         mode = _torch.innermost_proxy_mode()
         assert mode is not None
         _torch.track_size(size, mode.tracer, _value_of_a_tensor)
@@ -124,12 +148,12 @@ class _ElementMode(DecomposeMode):
         return size
 
 
-def _literals(value: Any) -> Iterator[Any]:
+def _map_numbers(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, tuple | list):
-        for item in value:
-            yield from _literals(item)
-    else:
-        yield value
+        return type(value)(_map_numbers(function, item) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_numbers(function, item) for key, item in value.items()}
+    return function(value)
 
 
 def _is_made_of_hints(number: Any) -> bool:
@@ -141,28 +165,29 @@ def _value_of_a_tensor() -> None:
 
 
 def trace_element(
-    function: Callable[[Sequence[Tensor]], Sequence[Any]], specs: Sequence[ElementSpec], owner: Any
+    function: Callable[[Sequence[Tensor]], Sequence[Any]],
+    specs: Sequence[ElementSpec],
+    owner: Any,
+    lengths: Sequence[Tensor],
+    answers: Answers,
 ) -> tuple[ElementGraph, list[Tensor]]:
     """The guards of the graph are on the variables and modules of `owner`, the user's function."""
-    shapes = _torch.new_shape_env()
-    symbols: dict[int, torch.SymInt] = {}
-    with _torch.isolate():  # a trace around would take strides, which are products, for its own
-        inputs = [_make_input_spec(spec, shapes, symbols) for spec in specs]
-        has_extra_input = not symbols
-        if has_extra_input:  # a trace knows symbols if one of its inputs has one
-            extra = ElementSpec((-1,), torch.float32, torch.device("cpu"), False)
-            inputs.append(_make_input_spec(extra, shapes, {}))
+    questions = SizeQuestions()
+    shapes = questions.shapes
+    inputs, symbols = _make_inputs(specs, shapes)
+    names = tuple(format_size(symbols[number]) for number in sorted(symbols, reverse=True))
+    questions.lengths = Lengths(dict(zip(names, lengths, strict=True)), answers)
     mode = _ElementMode(shapes)
     watched = _Watched.of(owner)
 
     def run(tensors: list[Tensor]) -> list[Any]:
-        with AttentionMode(), mode, refuse_branches(shapes), _read_values_as_symbols():
+        with _run_as_element(mode):
             outputs = list(function(tensors[: len(specs)]))
         return [*outputs, *(tensor for _, tensor in mode.found)]
 
-    with torch.inference_mode(False), explain_mismatches([s.shape for s in specs], symbols):
+    with _explain_errors(specs, symbols), use_symbols(shapes):
         joint, tracing = _trace(run, inputs, watched.paths)
-    mode.refuse_numbers(joint.module.graph)
+        questions.finish()
     mark_no_grad(joint.module.graph)
     captured, guards = watched.make_guards(tracing.captured)
     count = len(joint.outputs) - len(mode.found)
@@ -170,12 +195,14 @@ def trace_element(
     graph = ElementGraph(
         joint.module,
         tuple(map(literal_size, joint.outputs[:count])),
-        tuple(format_size(symbols[number]) for number in sorted(symbols, reverse=True)),
+        names,
         {format_size(size): node for (size, _), node in found},
         captured,
         tuple(tracing.captured_specs),
-        has_extra_input,
+        not symbols,
         guards,
+        tuple(questions.assumed.items()),
+        tuple(questions.assumed_of_values.items()),
     )
     return graph, list(tracing.captured)
 
@@ -229,14 +256,32 @@ class _Watched:
         )
 
 
+@contextmanager
+def _explain_errors(
+    specs: Sequence[ElementSpec], symbols: dict[int, torch.SymInt]
+) -> Iterator[None]:
+    with torch.inference_mode(False), explain_mismatches([s.shape for s in specs], symbols):
+        yield
+
+
+def _make_inputs(
+    specs: Sequence[ElementSpec], shapes: _torch.AskingShapeEnv
+) -> tuple[list[InputSpec], dict[int, torch.SymInt]]:
+    symbols: dict[int, torch.SymInt] = {}
+    with _torch.isolate():  # a trace around would take strides, which are products, for its own
+        inputs = [_make_input_spec(spec, shapes, symbols) for spec in specs]
+        if not symbols:  # a trace knows symbols if one of its inputs has one
+            extra = ElementSpec((-1,), torch.float32, torch.device("cpu"), False)
+            inputs.append(_make_input_spec(extra, shapes, {}))
+    return inputs, symbols
+
+
 def _make_input_spec(
-    spec: ElementSpec, shapes: _torch.ShapeEnv, symbols: dict[int, torch.SymInt]
+    spec: ElementSpec, shapes: _torch.AskingShapeEnv, symbols: dict[int, torch.SymInt]
 ) -> InputSpec:
     for number in spec.shape:
         if number < 0 and number not in symbols:
-            symbols[number] = _torch.new_symbol(
-                shapes, _HINT - 6 * number, f"size_{-number}", watched=True
-            )
+            symbols[number] = shapes.new_size(_HINT - 6 * number, f"size_{-number}")
     shape: tuple[Any, ...] = tuple(symbols[n] if n < 0 else n for n in spec.shape)
     strides: list[Any] = []
     step: Any = 1
@@ -249,10 +294,11 @@ def _make_input_spec(
 
 
 @contextmanager
-def _read_values_as_symbols() -> Iterator[None]:
+def _run_as_element(mode: _ElementMode) -> Iterator[None]:
     before, read_mode.gives_symbols = read_mode.gives_symbols, True
     try:
-        yield
+        with _torch.symbolic_lengths(), AttentionMode(), SizeMode(), mode:
+            yield
     finally:
         read_mode.gives_symbols = before
 
@@ -275,17 +321,34 @@ def find_element_graph(
     specs: Sequence[ElementSpec],
     owner: Any,
     key: Any,
+    lengths: Sequence[Tensor],
 ) -> tuple[ElementGraph, list[Tensor]]:
+    """Find a graph that holds for elements of these `lengths`, one for each size that differs."""
     full_key = _Key(tuple(specs), key, torch.is_grad_enabled(), AmbientState.now())
     try:
         graphs = _cache.setdefault(owner, {}).setdefault(full_key, [])
     except TypeError:  # some callables take no weak references, some keys have no hash
         graphs = []
+    answers: Answers = {}
     for graph in graphs:
-        tensors = graph.find_captured()
+        tensors = graph.find_captured(lengths, answers)
         if tensors is not None:
             return graph, tensors
-    graph, tensors = trace_element(function, specs, owner)
+    graph, tensors = _trace_with_answers(function, specs, owner, lengths, answers)
     graphs.insert(0, graph)
     del graphs[8:]
     return graph, tensors
+
+
+def _trace_with_answers(
+    function: Callable[[Sequence[Tensor]], Sequence[Any]],
+    specs: Sequence[ElementSpec],
+    owner: Any,
+    lengths: Sequence[Tensor],
+    answers: Answers,
+) -> tuple[ElementGraph, list[Tensor]]:
+    while True:
+        try:
+            return trace_element(function, specs, owner, lengths, answers)
+        except UnansweredError as error:
+            error.lengths.ask_trace_around(error.question)

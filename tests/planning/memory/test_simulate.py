@@ -23,6 +23,7 @@ from tests.architectures import ARCHITECTURES
 from tests.programs import BUFFERS, DRAWS, WRITES, Program, inputs
 from torchremat.errors import GraphError
 from torchremat.graph.codegen import compile_graph
+from torchremat.graph.nodes import base_of, results_of
 from torchremat.measure import LiveBytes
 from torchremat.planning import Timeline, simulate
 
@@ -262,6 +263,23 @@ def program_of(fun):
     return program.runtime_forward.module, backward.module
 
 
+def nbytes_added_up(program, backward):
+    """The bytes that are free once autograd has added up the parts of gradients."""
+    slots = program.gradient_slots
+    results = results_of(backward)
+    parts = {
+        i: [r for slot, r in zip(slots, results, strict=True) if slot == i and r] for i in slots
+    }
+    sums = sum(found[0].meta["val"].nbytes for found in parts.values() if len(found) > 1)
+    single = [found[0] for found in parts.values() if len(found) == 1]
+    return _nbytes_made(filter(None, results)) - _nbytes_made(single) - sums if parts else 0
+
+
+def _nbytes_made(values):
+    bases = {base_of(value) for value in values}
+    return sum(base.meta["val"].nbytes for base in bases if base.op != "placeholder")
+
+
 def differentiable(outputs) -> list[Tensor]:
     return list({id(y): y for y in outputs if y.requires_grad}.values())
 
@@ -342,7 +360,9 @@ def test_it_equals_what_runs_of_random_programs(seed, steps):
 
     if differentiable(fun(*xs)):
         found, _ = measured(lambda: fun(*xs), [*xs, program.weight])
-        assert figures(simulate(*program_of(fun))) == found
+        expected = figures(simulate(*program_of(fun)))
+        expected[3] -= nbytes_added_up(fun.last_program, program_of(fun)[1])
+        assert expected == found
 
 
 @pytest.mark.slow

@@ -172,8 +172,8 @@ def _format_section(decision: Outcome, heading: str, rows: list[Row]) -> str:
     ]  # fmt: skip
     if not _fits(cells):  # a value's name tells more than the function in its source
         cells = [(*cell[:-1], cell[-1].partition(" (")[0]) for cell in cells]
-    heading = wrap(f"{title}, {nbytes}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(["", *heading, *table(cells, numeric=(0, 1))])
+    lines = wrap(f"{title}, {nbytes}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(["", *lines, *table(cells, numeric=(0, 1))])
 
 
 def _fits(rows: Sequence[Sequence[str]]) -> bool:

@@ -682,49 +682,54 @@ def _decoder(name: str, settings: dict[str, Any], config: str = "", **more: Any)
     )
 
 
+_NEW = {
+    "mixtral, experts in one product": _decoder(
+        "Mixtral",
+        {**_ROUTED, "experts_implementation": "grouped_mm", "router_jitter_noise": 0.1},
+        slow=(),
+    ),
+    "mixtral, experts in a batch": _decoder(
+        "Mixtral", {**_ROUTED, "experts_implementation": "batched_mm"}
+    ),
+    "olmo_hybrid, linear attention": _decoder("OlmoHybrid", {**_WITH_HEADS, **_LINEAR}),
+    "qwen3_5_moe, linear attention": _decoder(
+        "Qwen3_5Moe",
+        {**_ROUTED, **_LINEAR, "shared_expert_intermediate_size": 16},
+        "Qwen3_5MoeTextConfig",
+    ),
+    "lfm2_moe, convolutions": _decoder(
+        "Lfm2Moe",
+        {**_ROUTED, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+        draws=False,
+    ),
+    "minimax_m2": _decoder("MiniMaxM2", _ROUTED),
+    "gemma4, embeddings for each layer": _decoder(
+        "Gemma4",
+        {
+            **_WITH_HEADS,
+            "global_head_dim": 16,
+            "sliding_window": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+        },
+        "Gemma4TextConfig",
+    ),
+    "nemotron_h, state spaces and attention": _decoder(
+        "NemotronH",
+        {
+            **_ROUTED,
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 4,
+        },
+    ),
+}
+
 if IS_5:
-    ARCHITECTURES |= {
-        "mixtral, experts in one product": _decoder(
-            "Mixtral",
-            {**_ROUTED, "experts_implementation": "grouped_mm", "router_jitter_noise": 0.1},
-            slow=(),
-        ),
-        "mixtral, experts in a batch": _decoder(
-            "Mixtral", {**_ROUTED, "experts_implementation": "batched_mm"}
-        ),
-        "olmo_hybrid, linear attention": _decoder("OlmoHybrid", {**_WITH_HEADS, **_LINEAR}),
-        "qwen3_5_moe, linear attention": _decoder(
-            "Qwen3_5Moe",
-            {**_ROUTED, **_LINEAR, "shared_expert_intermediate_size": 16},
-            "Qwen3_5MoeTextConfig",
-        ),
-        "lfm2_moe, convolutions": _decoder(
-            "Lfm2Moe",
-            {**_ROUTED, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
-            draws=False,
-        ),
-        "minimax_m2": _decoder("MiniMaxM2", _ROUTED),
-        "gemma4, embeddings for each layer": _decoder(
-            "Gemma4",
-            {
-                **_WITH_HEADS,
-                "global_head_dim": 16,
-                "sliding_window": 4,
-                "vocab_size_per_layer_input": VOCABULARY,
-                "hidden_size_per_layer_input": 8,
-            },
-            "Gemma4TextConfig",
-        ),
-        "nemotron_h, state spaces and attention": _decoder(
-            "NemotronH",
-            {
-                **_ROUTED,
-                "layers_block_type": ["mamba", "attention"],
-                "mamba_num_heads": 4,
-                "mamba_head_dim": 16,
-                "ssm_state_size": 8,
-                "n_groups": 1,
-                "chunk_size": 4,
-            },
-        ),
-    }
+    import transformers
+
+    known = dir(transformers)  # as hasattr would import each
+    ARCHITECTURES |= {name: a for name, a in _NEW.items() if a.model in known}

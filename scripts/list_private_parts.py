@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "docs" / "explanation" / "private-parts.md"
 
-from torchremat._torch.parts import AREAS, all_parts  # noqa: E402
+from torchremat._torch.parts import ALTERNATIVES, AREAS, all_parts  # noqa: E402
 from torchremat._torch.patches import EVERY_PATCH  # noqa: E402
 
 _INTRODUCTION = """\
@@ -56,10 +56,12 @@ def write_page() -> str:
         ]
         blocks.append(f"## {title}\n\n{_table(header, rows)}\n")
     patched = [
-        (_code([f"{p.owner}.{p.name}"]), p.why, p.threads, _versions(p.since, p.until))
+        (_code([name]), p.why, *ALTERNATIVES[name], p.threads, _versions(p.since, p.until))
         for p in EVERY_PATCH
+        for name in [f"{p.owner}.{p.name}"]
     ]
-    table = _table(("replaced", "reason", "who sees it", "versions"), patched)
+    header = ("replaced", "for", "the public way", "without it", "who sees it", "versions")
+    table = _table(header, patched)
     blocks.append(f"## Replaced while they are needed\n\n{table}\n")
     return "\n".join(blocks)
 

@@ -594,6 +594,7 @@ def train(seed, policy, meeting, traces_first):
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint in a function under a policy")
 def test_two_trainings_at_once_give_the_bits_of_each_alone():
     runs = [(0, None, True), (1, tr.checkpoint_policies.dots_saveable, False)]
     before = state()

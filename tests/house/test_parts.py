@@ -6,7 +6,8 @@ import pytest
 
 from tests.house.private_names import find_names
 from tests.house.source import Source, Violation, plant, read_package, refuse
-from torchremat._torch.parts import all_parts
+from torchremat._torch.parts import ALTERNATIVES, all_parts
+from torchremat._torch.patches import EVERY_PATCH
 
 ROOM = "torchremat/_torch/"
 TABLE = f"{ROOM}parts/"
@@ -38,6 +39,10 @@ def violations() -> Iterator[Violation]:
 
 def test_every_private_name_has_a_row():
     refuse(violations())
+
+
+def test_every_patch_says_what_was_tried_in_its_place():
+    assert ALTERNATIVES.keys() == {f"{patch.owner}.{patch.name}" for patch in EVERY_PATCH}
 
 
 def test_no_name_has_two_rows():

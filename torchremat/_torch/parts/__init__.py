@@ -3,7 +3,7 @@
 A test compares it with the source: there is no use without a row, and no row without a use.
 `find_all_missing(all_parts())` says what an installed PyTorch lacks. Begin with `part.py`; the rows
 are in one file for each area. Patches have a table of their own, outside of this room, of which
-nothing is imported here.
+nothing is imported here. `patched.py` says what was tried instead of each.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from .engine_parts import ENGINE
 from .level_parts import LEVELS
 from .part import PrivatePart as PrivatePart
 from .part import find_all_missing as find_all_missing
+from .patched import ALTERNATIVES as ALTERNATIVES
 from .tensor_parts import TENSORS
 from .trace_parts import TRACES
 

@@ -425,3 +425,22 @@ def test_the_value_of_a_mapped_tensor_is_not_there(fun):
     args = (args[0], torch.ones(2)) if len(args) == 2 else args
     with pytest.raises(ConcretizationError, match=r"needed at test_vmap.py:\d+ .*torch.where"):
         tr.vmap(fun, in_axes)(*args)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+def test_all_chunks_draw_the_same_numbers(chunk_size):
+    def draw(x):
+        return x + torch.rand(2) + torch.dropout(torch.ones(3), 0.5, True).sum()
+
+    x = torch.zeros(5, 2)
+    torch.manual_seed(0)
+    whole, after = tr.vmap(draw, randomness="same")(x), torch.rand(1)
+    chunked = tr.vmap(draw, randomness="same", chunk_size=chunk_size)
+    for _ in range(3):  # from the second call on it is traced
+        torch.manual_seed(0)
+        assert torch.equal(chunked(x), whole)
+        assert torch.equal(torch.rand(1), after)
+    torch.manual_seed(0)
+    around = tr.checkpoint(lambda x: chunked(x))
+    assert len(around(x).unique(dim=0)) == 1
+    assert len(tr.vmap(draw, randomness="different", chunk_size=chunk_size)(x).unique(dim=0)) == 5

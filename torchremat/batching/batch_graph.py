@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from torchremat.autodiff.bodies import BatchedBody, Body
 from torchremat.autodiff.jvp_graph import TensorsOf, check_pure, spec_of, trace_body
+from torchremat.batching.mapped_arguments import check_randomness
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.tracing.axes.named_axes import AxisName
 from torchremat.tracing.input_spec import InputSpec
@@ -19,7 +20,6 @@ from torchremat.typed_graph.typed_graph import TypedGraph
 Axes = int | None | Sequence[int | None]
 aten = torch.ops.aten
 _EMPTIES = {aten.empty_like.default, aten.new_empty.default}
-_RANDOMNESS = ("error", "different", "same")
 
 
 def batch_graph(
@@ -65,10 +65,7 @@ def batch_graph(
     """
     check_pure(g, "batch_graph")
     _check_size(axis_size)
-    if randomness not in _RANDOMNESS:
-        raise ArgumentValueError(
-            f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}"
-        )
+    check_randomness(randomness)
     axes = _as_axes(in_axes, [len(a.shape) for a in g.in_avals], "in_axes", "input")
     wanted = _as_axes(out_axes, [len(a.shape) for a in g.out_avals], "out_axes", "output")
     in_dims = (*(None for _ in g.consts), *axes)

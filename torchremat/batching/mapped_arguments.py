@@ -13,7 +13,13 @@ from torchremat.api_util import flatten_axes
 from torchremat.batching.ragged.pile import Pile
 from torchremat.batching.vmappable import is_spec, is_vmappable, num_examples, vmappable_of
 from torchremat.core.avals import Aval
-from torchremat.errors import AxisError, AxisTypeError
+from torchremat.errors import ArgumentValueError, AxisError, AxisTypeError
+
+
+def check_randomness(randomness: Any) -> None:
+    known = ("error", "different", "same")
+    if randomness not in known:
+        raise ArgumentValueError(f"randomness must be one of {known}, but it is {randomness!r}")
 
 
 def check_axes(in_axes: Any, out_axes: Any, caller: str = "vmap") -> None:

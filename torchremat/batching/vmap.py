@@ -18,12 +18,11 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.batching import attention_rule
-from torchremat.batching.mapped_arguments import MappedLeaves, check_axes
+from torchremat.batching.mapped_arguments import MappedLeaves, check_axes, check_randomness
 from torchremat.batching.vmap_level import Mapping
 from torchremat.batching.vmappable import holds_containers, is_axis_size, is_spec, is_vmappable
 from torchremat.errors import (
     ArgumentTypeError,
-    ArgumentValueError,
     AxisError,
     AxisTypeError,
     EffectWarning,
@@ -34,7 +33,6 @@ from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.tracing.calls import Call
 
-_RANDOMNESS = ("error", "different", "same")
 # Calls of so many kinds are remembered: ever new static values must not fill the memory. Chosen by
 # hand, as is the next one.
 _MOST_KINDS = 128
@@ -186,10 +184,7 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
         )
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     check_axes(in_axes, out_axes)
-    if randomness not in _RANDOMNESS:
-        raise ArgumentValueError(
-            f"randomness must be one of {_RANDOMNESS}, but it is {randomness!r}"
-        )
+    check_randomness(randomness)
     _check_axis(axis_name, axis_size)
     if chunk_size is not None:
         _check_chunks(chunk_size, axis_name)
@@ -252,8 +247,14 @@ def call_in_chunks(
     if any(map(is_vmappable, call.leaves)):
         raise AxisTypeError("chunk_size works on tensors, not on containers of registered types")
     size = call.size(mapping.axis_size)
+    is_same = mapping.randomness == "same"
+    if is_same and _torch.innermost_proxy_mode() is not None:
+        return map_over(size)(*args, **kwargs)  # a graph draws once, and not for each chunk
+    states = _get_random_states() if is_same else None
     results = []
     for start in range(0, max(size, 1), chunk_size):
+        if states is not None and start:  # all chunks draw the numbers of the first
+            _set_random_states(states)
         length = min(chunk_size, size - start)
         leaves = [
             leaf.narrow(axis, start, length) if axis is not None and leaf is not None else leaf
@@ -262,6 +263,18 @@ def call_in_chunks(
         part_args, part_kwargs = _torch.tree_unflatten(leaves, call.spec)
         results.append(map_over(length)(*part_args, **part_kwargs))
     return _join_results(results, mapping)
+
+
+def _get_random_states() -> tuple[Tensor, list[Tensor]]:
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_devices
+
+
+def _set_random_states(states: tuple[Tensor, list[Tensor]]) -> None:
+    on_host, on_devices = states
+    torch.set_rng_state(on_host)
+    if on_devices:
+        torch.cuda.set_rng_state_all(on_devices)
 
 
 def _join_results(results: Sequence[Any], mapping: Mapping) -> Any:

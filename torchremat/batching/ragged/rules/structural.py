@@ -89,7 +89,12 @@ def _cat(call: RaggedCall) -> Any:
         if part is None:
             return NotImplemented
         parts.append((part[0], part[1].lengths))
-    return join_rows(parts, dim, extent)
+    if isinstance(extent, RaggedSize):
+        return join_rows(parts, dim, extent)
+    lengths = torch.full_like(parts[0][1], extent)  # parts that differ may be as many in all
+    joined = join_rows(parts, dim, RaggedSize("", lengths, lengths.shape[0] * extent))
+    data = joined.data.movedim(dim, 0).unflatten(0, (-1, extent)).movedim(1, 1 + dim)
+    return Padded(data, (None,) * (data.dim() - 1))
 
 
 def _pad(call: RaggedCall) -> Any:

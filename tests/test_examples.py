@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import skip_in_2_11
+
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
@@ -232,6 +234,7 @@ def test_examples_of_a_batch_know_of_one_another():
 
 
 def test_gradients_of_sequences_of_different_lengths():
+    skip_in_2_11("torch.matmul of batches reads sizes as numbers, which a RaggedError says")
     done = run_example(RAGGED)
     assert done.returncode == 0, done.stdout + done.stderr
     (error,) = re.findall(r"greatest difference from a loop: ([\d.e+-]+)", done.stdout)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import torchremat as tr
+from tests.helpers import skip_in_2_11
 from torchremat import _torch
 from torchremat.compile import device_support
 from torchremat.compile.lowering import lower
@@ -42,6 +43,11 @@ def inside(policy: Any) -> Callable[[Tensor], Tensor]:
     return torch.compile(tr.checkpoint(f, policy=policy), backend="aot_eager")  # type: ignore[no-any-return]
 
 
+def skip_where_checkpoints_stay_entered(compiled: Any) -> None:
+    if compiled is inside:
+        skip_in_2_11("torch.utils.checkpoint does not leave its contexts when a function raises")
+
+
 def jitted(policy: Any) -> Callable[[Tensor], Tensor]:
     return tr.jit(f, policy=policy, backend="aot_eager")  # type: ignore[no-any-return]
 
@@ -74,6 +80,7 @@ def takes_no_avals(op: Any) -> bool:
     ],
 )
 def test_a_policy_that_raises_is_named(compiled: Any, policy: Any, message: str) -> None:
+    skip_where_checkpoints_stay_entered(compiled)
     with pytest.raises(PolicyFailedError, match=message):
         compiled(policy)(torch.ones(3, 3, requires_grad=True))
 
@@ -84,6 +91,7 @@ def test_a_policy_that_raises_is_named(compiled: Any, policy: Any, message: str)
     [(answers_text, "answered 'yes'"), (takes_no_avals, "cannot be called for aten.mm.default")],
 )
 def test_a_policy_that_is_none_is_told(compiled: Any, policy: Any, message: str) -> None:
+    skip_where_checkpoints_stay_entered(compiled)
     with pytest.raises((PolicyError, PolicyFailedError), match=message):
         compiled(policy)(torch.ones(3, 3, requires_grad=True))
 

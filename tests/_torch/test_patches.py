@@ -597,8 +597,8 @@ def train(seed, policy, meeting, traces_first):
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint in a function under a policy")
 def test_two_trainings_at_once_give_the_bits_of_each_alone():
     runs = [(0, None, True), (1, tr.checkpoint_policies.dots_saveable, False)]
-    before = state()
     alone = [train(seed, policy, Alone(), first) for seed, policy, first in runs]
+    before = state()  # Dynamo adds an attribute to torch.utils.checkpoint at its first call
     one, other = Meeting(), Meeting()
     one.other, other.other = other, one
     with ThreadPoolExecutor(2) as both:

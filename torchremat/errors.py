@@ -75,7 +75,7 @@ class EffectError(TorchrematError, RuntimeError):
 
     Raised at the first call: random numbers of Python or NumPy, seeding, an attribute that a
     module's `forward` changes, `x.data = ...`, writes that a graph cannot hold together with a
-    derivative.
+    derivative. Also raised for a tensor that the function leaves where a graph cannot put it.
 
     Cure: draw with `torch`, or outside; keep counters in buffers and write to them in place;
     return new values instead of writing.
@@ -266,12 +266,12 @@ class RetraceWarning(UserWarning):
 
 
 class EffectWarning(UserWarning):
-    """The traced function did something that a graph does not replay, and that may not matter.
+    """The traced function did something that a graph does not replay.
 
-    Given at the first call: a traced tensor that is left in a list, a dict or a module is removed
-    from it.
+    No longer given: a tensor that is left in a list, a dict or a module is put there at each call.
+    What cannot be replayed is an `EffectError`. The name stays for filters of warnings.
 
-    Cure: return the tensor instead.
+    Cure: none is needed.
     """
 
 

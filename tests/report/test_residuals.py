@@ -599,7 +599,6 @@ def test_nothing_runs():
     assert net.norm.num_batches_tracked == 0
 
 
-@pytest.mark.filterwarnings("ignore::torchremat.errors.EffectWarning")
 @pytest.mark.parametrize("wrap", [lambda f: f, tr.checkpoint])
 def test_a_module_keeps_its_tensors(wrap):
     class Storing(nn.Module):

@@ -48,8 +48,8 @@ from .inductor import (
     inductor_option_names, inductor_option_type, inductor_partitioner, simplify_for_inductor,
 )  # fmt: skip
 from .memory import (
-    is_view, parts_of_coo, storage_id, storage_uses, swap_memory, tensor_uses, version_of,
-    without_memory,
+    count_hooks, generator_id, is_view, parts_of_coo, storage_id, storage_uses, swap_memory,
+    tensor_uses, version_of, without_memory,
 )  # fmt: skip
 from .operators import (
     DispatchKey, HigherOrderOperator, OpOverload, OpOverloadPacket, dispatch_call, get_boxed_call,

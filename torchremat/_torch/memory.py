@@ -36,6 +36,16 @@ swap_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tenso
 """Let two tensors exchange all but their Python classes and attributes."""
 
 
+def count_hooks(tensor: torch.Tensor) -> int:
+    """How many hooks `register_hook` has put on `tensor`, as autograd's record has it now."""
+    return len(tensor._backward_hooks or ())
+
+
+def generator_id(generator: torch.Generator) -> int:
+    """Equal for the Python objects of one generator, of which there may be several."""
+    return generator._cdata  # type: ignore[attr-defined,no-any-return]
+
+
 def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 

@@ -39,6 +39,9 @@ class Body(ABC):
     num_args: int = 0
     """The number of inputs that are arguments; parameters are not, which few others read."""
 
+    num_escaped = 0
+    """How many of the last outputs it does not return but leaves elsewhere, in a list say."""
+
     @abstractmethod
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for `inputs`, tensors of `tracing` or wrapped ones."""

@@ -110,7 +110,7 @@ def trace_joint(
         inputs, outputs = _run_body(body, tracing, leaves, specs, options.grad_enabled, recorder)
         leaves += tracing.captured_inputs
         tracing.phase = "backward"
-        cotangents = _add_cotangents(tracing, outputs, options)
+        cotangents = _add_cotangents(tracing, outputs, options, body.num_escaped)
         grads = _differentiate(leaves, outputs, cotangents, options.create_graph, recorder)
         module = tracing.finish([*outputs, *grads, *recorder.values])
     input_nodes = [tracing.placeholder_of(t) for t in leaves]
@@ -208,23 +208,26 @@ class _NoLeaf(torch.autograd.Function):
         return None, cotangent, None
 
 
-def usual_outputs(outputs: Sequence[Any]) -> tuple[int, ...]:
+def usual_outputs(outputs: Sequence[Any], num_escaped: int = 0) -> tuple[int, ...]:
     """The positions of the outputs that have a cotangent in a training step.
 
-    They are the scalars, if there are any, since models return other things beside the loss. Else
-    they are all outputs that can have one.
+    They are the scalars that the function returns, if there are any, since models return other
+    things beside the loss. Else they are all outputs that can have one, also the last `num_escaped`
+    that it leaves elsewhere.
     """
     given = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
-    scalars = [i for i in given if outputs[i].dim() == 0]
+    num_returned = len(outputs) - num_escaped
+    scalars = [i for i in given if i < num_returned and outputs[i].dim() == 0]
     return tuple(scalars or given)
 
 
 def _add_cotangents(
-    tracing: Tracing, outputs: Sequence[Any], options: TraceOptions
+    tracing: Tracing, outputs: Sequence[Any], options: TraceOptions, num_escaped: int
 ) -> list[Tensor | None]:
     if not options.with_gradients:
         return [None] * len(outputs)
-    wanted = usual_outputs(outputs) if options.only_usual else options.wanted_outputs
+    usual = usual_outputs(outputs, num_escaped)
+    wanted = usual if options.only_usual else options.wanted_outputs
     cotangents: list[Tensor | None] = []
     for i, output in enumerate(outputs):
         differentiable = isinstance(output, Tensor) and output.requires_grad

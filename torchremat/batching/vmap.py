@@ -25,7 +25,6 @@ from torchremat.errors import (
     ArgumentTypeError,
     AxisError,
     AxisTypeError,
-    EffectWarning,
     LoopWarning,
     NotAvailableError,
 )
@@ -92,15 +91,16 @@ class Mapped(Checkpointed):
         if self._find(call) is None and len(own.traces) >= _MOST_TRACES:
             return False
         with _torch.dispatch_restored(), warnings.catch_warnings():
-            warnings.simplefilter("error", EffectWarning)  # a trace would not do the same
-            warnings.simplefilter("error", LoopWarning)  # nor be short
+            warnings.simplefilter("error", LoopWarning)  # a trace would not be short
             try:
-                self.prepare(call, args, kwargs)
+                trace, _ = self.prepare(call, args, kwargs)
             except Exception as error:
                 _log.debug("%r stays untraced: %s", self, error)
                 own.untraceable_keys.add(call.key)
                 return False
-        return True
+        if trace.escapes:  # what a level left is no tensor of the graph
+            own.untraceable_keys.add(call.key)
+        return not trace.escapes
 
 
 def _call_in_compiler(

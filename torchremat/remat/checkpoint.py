@@ -55,11 +55,12 @@ def checkpoint(
         ConcretizationError: (a `TypeError`, at the first call) if Python needs the value of a
             traced tensor that is no mask.
         EffectError: (a `RuntimeError`, at the first call) for what a graph cannot replay: random
-            numbers of Python or NumPy, an attribute that a module's `forward` changes, ...
+            numbers of Python or NumPy, a counter that a module's `forward` changes, a tensor that
+            is left where none can be written. In attributes, lists, dicts and closures it can: a
+            tensor that `fun` keeps there is put there at each call, with its gradient.
 
     Warns:
         RetraceWarning: if it is traced again and again for something that changes.
-        EffectWarning: if it leaves a traced tensor in a list, a dict or a module.
 
     After `jax.checkpoint`.
 

@@ -169,10 +169,13 @@ class Checkpointed:
                 and trace.has_offsets_of(tensors)
                 and trace.still_holds()
                 and trace.value_guards_hold(tensors)
+                and (not trace.escapes or trace.has_escapes_of(call, self.fun))
             ):
                 if trace.records:
                     self._last = (program, sizes)
-                return trace.result.rebuild(self._apply(trace, program, tensors, sizes), sizes)
+                inputs = list(tensors) if trace.escapes else ()
+                outputs = self._apply(trace, program, tensors, sizes)
+                return trace.deliver(outputs, inputs, call, self.fun, sizes)
         return self._slow_call(call, args, kwargs)
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -204,7 +207,9 @@ class Checkpointed:
         sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
         if trace.records:
             self._last = (program, sizes)
-        return trace.result.rebuild(self._apply(trace, program, tensors, sizes), sizes)
+        inputs = list(tensors) if trace.escapes else ()
+        outputs = self._apply(trace, program, tensors, sizes)
+        return trace.deliver(outputs, inputs, call, self.fun, sizes)
 
     def _apply(
         self, trace: Trace, program: FunctionProgram, tensors: list[Tensor], sizes: Sizes | None
@@ -259,7 +264,7 @@ class Checkpointed:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if has_symbols(specs):
             return None
-        return self._trace_cache.find(call, specs, dynamic=self._may_be_dynamic())
+        return self._trace_cache.find(call, specs, self.fun, dynamic=self._may_be_dynamic())
 
     def _may_be_dynamic(self) -> bool:
         """Whether a graph for many sizes serves: what a plan keeps fits one size."""
@@ -339,7 +344,7 @@ class Checkpointed:
         made = trace(with_gradients=state[0])
         if not state[0] and any(t.requires_grad for t in made.result.tensors):
             made = trace(with_gradients=True)  # it enables gradients itself
-        unchanged.forget_changed()
+        unchanged.forget_changed(made.escapes)
         modules = dict.fromkeys([*inside, *made.paths.seen])
         prefix = self.module_prefix
         named = [(below(prefix, made.paths.name_of(m)), m) for m in modules]
@@ -392,7 +397,7 @@ def _build_trace(
     state: Any,
     dynamic: DynamicInputs | None,
 ) -> Trace:
-    captured = CapturedTensors(made.captured, variables, named_modules)
+    captured = CapturedTensors(made.captured, variables, named_modules, made.escapes)
     made.body.captured = captured.current_tensors
     return Trace(
         key=tuple(k.freeze() if isinstance(k, WrapHashably) else k for k in call.key),
@@ -402,8 +407,9 @@ def _build_trace(
         region=made.region,
         result=made.result,
         captured=captured,
-        modules=ModuleGuard(named_modules),
+        modules=ModuleGuard(named_modules, made.escapes, made.captured),
         variables=unchanged,
+        escapes=made.escapes,
         dynamic=dynamic,
         cotangent_placements=made.body.cotangent_placements,
         offsets=_offsets(made.region, [*call.tensors, *made.captured]),

@@ -22,6 +22,13 @@ _NO_NUMPY = (
 """Texts of the errors that PyTorch raises where the values of a fake tensor are needed."""
 
 
+def needs_value(error: BaseException) -> bool:
+    """Whether `error` says that the value of a traced tensor is needed."""
+    if isinstance(error, (ConcretizationError, *_torch.DATA_DEPENDENT_ERRORS)):
+        return True
+    return isinstance(error, RuntimeError | TypeError) and any(t in str(error) for t in _NO_NUMPY)
+
+
 @contextmanager
 def explain_errors(get_refusal: Callable[[], TraceError | None]) -> Iterator[None]:
     """Explain what the user's code did in the block that a trace cannot.
@@ -45,7 +52,7 @@ def explain_errors(get_refusal: Callable[[], TraceError | None]) -> Iterator[Non
             "needs the subclass outside the checkpoint."
         ) from error
     except (RuntimeError, TypeError) as error:
-        if any(text in str(error) for text in _NO_NUMPY):
+        if needs_value(error):
             raise _concretization_error(error, str(error)) from error
         if str(error).startswith(_WRITE_TO_LEAF):
             raise EffectError(

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx, nn
 
 from torchremat import _torch
+from torchremat.core.source import Source, current_source
+from torchremat.errors import EffectError
+from torchremat.graph.nodes import attribute
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,3 +91,68 @@ def _generator(label: str, generator: torch.Generator) -> RandomSource:
             torch.rand((), generator=generator, device=generator.device)
 
     return RandomSource(label, get, set_, draw)
+
+
+class DrawWatch:
+    """Notices a generator that is seeded or restored between the draws of a traced function.
+
+    A graph draws from a generator as it is at each call. An operator of a trace draws nothing, so a
+    number is drawn in its place: a generator that then is in another state was set to it.
+    """
+
+    def __init__(self, root: nn.Module, is_known: Callable[[torch.Generator], bool]) -> None:
+        self._root = root
+        self._is_known = is_known
+        self._default = _generator("PyTorch's default generator", torch.default_generator)
+        self._watched: dict[int, tuple[RandomSource, bytes]] = {}
+        self._expected: dict[int, bytes] = {
+            _torch.generator_id(torch.default_generator): self._default.get()
+        }
+        self._last: Source | None = None
+
+    def note(self, node: fx.Node) -> None:
+        """Note an operator that a trace records, which may draw random numbers."""
+        if not isinstance(node.target, _torch.OpOverload):
+            return
+        if torch.Tag.nondeterministic_seeded not in node.target.tags:
+            return
+        generator: Any = node.kwargs.get("generator")
+        if isinstance(generator, fx.Node):
+            generator = attribute(self._root, str(generator.target))
+        source, line = self._default, current_source()
+        if generator is None:
+            generator = torch.default_generator
+        elif generator is not torch.default_generator:
+            source = _generator("a generator", generator)
+            if not self._is_known(generator):
+                raise EffectError(
+                    f"a generator that the function makes draws at {line}: a checkpoint replays a "
+                    "graph, in which it would go on from call to call. Make it outside, and seed "
+                    "it there before each call."
+                )
+        before = source.get()
+        key = _torch.generator_id(generator)
+        if self._expected.get(key, before) != before:
+            source.set(self._expected[key])
+            raise _seeding_error(source, line)
+        self._watched.setdefault(key, (source, before))
+        source.draw()
+        self._expected[key] = source.get()
+        self._last = line
+
+    def finish(self) -> None:
+        """Restore the generators; raise if one was set after the last draw."""
+        moved = [s for key, (s, _) in self._watched.items() if s.get() != self._expected[key]]
+        for source, before in self._watched.values():
+            source.set(before)
+        self._watched.clear()
+        if moved:
+            raise _seeding_error(moved[0], self._last)
+
+
+def _seeding_error(source: RandomSource, line: Source | None) -> EffectError:
+    return EffectError(
+        f"the function seeds {source.label}, or sets its state, around the draw at {line} (by "
+        "manual_seed, set_rng_state or fork_rng): a checkpoint replays a graph, which draws from "
+        "generators as they are. Seed outside of the checkpoint, or pass a generator to the draw."
+    )

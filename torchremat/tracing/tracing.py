@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchremat import _torch
-from torchremat.core.source import current_source, warn_user
-from torchremat.errors import EffectWarning, TraceError
+from torchremat.core.source import current_source
+from torchremat.errors import TraceError
 from torchremat.graph.notes import Notes, note, set_notes
 from torchremat.graph.symbolic_sizes import sizes_as_literals, track_from_elsewhere
 from torchremat.tracing.ambient_state import without_autocast
@@ -40,6 +40,8 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
 
     def create_noted_node(*args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(*args, **kwargs)
+        if tracing.on_node is not None:
+            tracing.on_node(node)
         if tracing.node_notes is not None:
             set_notes(node, tracing.node_notes.from_trace())
         else:
@@ -128,6 +130,8 @@ class Tracing:
     on_checkpoint: _torch.CheckpointHandler | None = None
     """Handles a call of `torch.utils.checkpoint`. `None`: only its function is called."""
     value_guards: ValueGuards | None = None
+    on_node: Callable[[fx.Node], None] | None = None
+    """Is called with each node that is written."""
 
     def __post_init__(self) -> None:
         self._call_checkpoint = self.on_checkpoint or CallOnly(self.warns)
@@ -137,7 +141,7 @@ class Tracing:
         self._capture_mode = CaptureMode(self.tracer, self.lift, self.truth_of)
         self._last_placeholder: fx.Node | None = None
         self.placeholders: dict[int, fx.Node] = {}
-        self._bindings: list[Mapping[int, Tensor]] = [{}]
+        self.bindings: list[Mapping[int, Tensor]] = [{}]
         self._outer_grad_mode: bool | None = None
         self._refusal: TraceError | None = None
 
@@ -176,8 +180,6 @@ class Tracing:
             stack.enter_context(_torch.set_saved_tensors_hooks_aside())
             stack.enter_context(_torch.set_module_trackers_aside())
             stack.enter_context(without_autocast())
-            if self.warns:
-                stack.callback(_warn_of_undone_writes, self.paths, self.captured_inputs)
             stack.enter_context(self.paths.recording())
             stack.enter_context(self._capture_mode)
             stack.enter_context(_torch.handle_function_calls(self._call_function))
@@ -238,17 +240,17 @@ class Tracing:
     @contextmanager
     def bind_captured(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[None]:
         """While in the block, each of the captured `tensors` stands for one of `inputs`."""
-        self._bindings.append({id(t): i for t, i in zip(tensors, inputs, strict=True)})
+        self.bindings.append({id(t): i for t, i in zip(tensors, inputs, strict=True)})
         try:
             yield
         finally:
-            self._bindings.pop()
+            self.bindings.pop()
 
     def lift(self, tensor: Tensor) -> Tensor:
         """The tensor of this trace that stands for `tensor`, which may be of the outside world."""
         if not isinstance(tensor, Tensor):
             return tensor
-        bound = self._bindings[-1].get(id(tensor))
+        bound = self.bindings[-1].get(id(tensor))
         if bound is not None:
             return bound
         if not _is_foreign(tensor, self.fake_mode):
@@ -314,7 +316,7 @@ class Tracing:
             return apply(*args)
 
     def _capture(self, tensor: Tensor) -> Tensor:
-        known = self._bindings[0].get(id(tensor))
+        known = self.bindings[0].get(id(tensor))
         if known is not None:
             return known
         assert self.may_capture, "a graph that is traced again closes over nothing"
@@ -331,24 +333,8 @@ class Tracing:
         number = len(self.placeholders) - 1
         with torch.enable_grad():
             whole = wrap_local(fake, spec.sharding, number, self.cotangent_placements)
-        self._bindings[0] = {**self._bindings[0], id(tensor): whole}
+        self.bindings[0] = {**self.bindings[0], id(tensor): whole}
         return whole
-
-
-def _warn_of_undone_writes(paths: ModulePaths, captured: Sequence[Tensor]) -> None:
-    written = {id(tensor) for tensor in captured}
-    replaced = [
-        ".".join(filter(None, (paths.name_of(change.module), change.name)))
-        for change in paths.changes
-        if change.is_tensor and id(change.after) not in written
-    ]
-    if replaced:
-        warn_user(
-            f"a forward pass sets {', '.join(replaced)}: a checkpoint replays a graph, which "
-            "leaves the attributes of modules as they are. Return the value, or write it into "
-            "a buffer in place (copy_)",
-            EffectWarning,
-        )
 
 
 def _has_fake_of_other_trace(args: tuple[Any, ...], mode: _torch.FakeTensorMode) -> bool:

@@ -78,11 +78,14 @@ class Region:
     @cached_property
     def usual_outputs(self) -> Mask:
         """The outputs that a training step gives a cotangent: the scalars, else all."""
-        outputs = [self.joint.outputs[i] for i in self.differentiable]
-        scalars = tuple(output.meta["val"].dim() == 0 for output in outputs)
+        returned = len(self.joint.outputs) - self.body.num_escaped
+        scalars = tuple(
+            i < returned and self.joint.outputs[i].meta["val"].dim() == 0
+            for i in self.differentiable
+        )
         if any(scalars) and len(self.joint_for(scalars).inputs) == len(self.joint.inputs):
             return scalars
-        return (True,) * len(outputs)  # or a trace finds new tensors each time, not inputs of ours
+        return (True,) * len(scalars)  # or a trace finds new tensors each time, not inputs of ours
 
     def joint_for(self, outputs_with_cotangent: Mask, *, create_graph: bool = False) -> Joint:
         """The joint graph in which only these outputs have a cotangent.

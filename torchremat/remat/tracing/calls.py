@@ -1,8 +1,8 @@
 """Calls of a traced function: tensors apart from all that is part of the key."""
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably
-from torchremat.core.trees import Structure
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
 from torchremat.tracing.dtensors import Sharding, is_sharded, local_part
@@ -28,6 +27,8 @@ class Call:
 
     tensors: list[Tensor]
     key: tuple[Any, ...]
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = field(default=((), {}), compare=False)
+    """The arguments as they were given, by position and by name."""
 
 
 def flatten_call(
@@ -53,7 +54,7 @@ def flatten_call(
             key.append(WrapHashably(kwargs[name]))
         else:
             _flatten_tree(kwargs[name], tensors, key, lambda n=name: f"argument {n!r}", lenient)  # type: ignore[misc]
-    return Call(tensors, tuple(key))
+    return Call(tensors, tuple(key), (args, kwargs))
 
 
 def _key_of_scalar(value: Any) -> tuple[Any, ...]:
@@ -107,10 +108,6 @@ def _holds(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-Parts = tuple[list[Any], _torch.TreeSpec]
-"""The leaves of a tree, and its structure."""
-
-
 def wrap_statics(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], statics: StaticArguments
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -121,20 +118,6 @@ def wrap_statics(
         tuple(WrapHashably(a) if i in positions else a for i, a in enumerate(args)),
         {n: WrapHashably(kwargs[n]) if n in names else kwargs[n] for n in sorted(kwargs)},
     )
-
-
-def parts_of_call(
-    structure: Structure, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Parts]:
-    """The parts of each argument of a call of `structure` that is no static one."""
-    likes, named_likes = structure.tree
-    labels = {f"argument {i}": (a, likes[i]) for i, a in enumerate(args)}
-    labels |= {f"argument {n!r}": (v, named_likes[n]) for n, v in kwargs.items()}
-    return {
-        label: _torch.tree_flatten(value)
-        for label, (value, like) in labels.items()
-        if not isinstance(like, WrapHashably)
-    }
 
 
 class Result:
@@ -190,7 +173,7 @@ class Result:
         if self.is_tensor:
             return tensors[0]
         if self.is_tuple:
-            return tensors
+            return tensors[: len(self._leaves)]
         leaves: list[Any] = []
         for leaf in self._leaves:
             if isinstance(leaf, WrapHashably):

@@ -4,23 +4,16 @@ A graph replays operators. A random number that Python or NumPy draws would be t
 counter that a module's `forward` keeps would stand still.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from torchremat import _torch
-from torchremat.core.source import Source, first_line_where, warn_user
-from torchremat.errors import EffectError, EffectWarning
-from torchremat.remat.tracing.variables import Binding, variables_of
-from torchremat.tracing.modules.attribute_changes import (
-    MISSING,
-    AttributeChange,
-    is_of_trace,
-    same_items,
-)
+from torchremat.core.source import Source, first_line_where
+from torchremat.errors import EffectError
+from torchremat.remat.tracing.variables import Binding
+from torchremat.tracing.modules.attribute_changes import MISSING, AttributeChange
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.random_sources import RandomSource, RandomState, global_sources, source_of
 
@@ -30,8 +23,6 @@ class HasPaths(Protocol):
     def paths(self) -> ModulePaths:
         """The modules that ran, with what became of their attributes."""
 
-
-_logger = logging.getLogger("torchremat")
 
 T = TypeVar("T", bound=HasPaths)
 
@@ -44,12 +35,8 @@ def trace_without_effects(
     An attribute that the first trace sets and the second leaves alone is a cache, and stays.
     """
     sources = [*global_sources(), *_sources_among(variables, modules)]
-    containers = _Containers(variables)
-    of_hooks = _Containers(_variables_of_hooks(modules))
     states = RandomState(sources)
     made = trace()
-    of_hooks.warn_of_changes(name)
-    containers.take_out_traced_tensors(name)
     drawn = states.find_changed()
     if drawn is not None and (line := _line_that_draws(drawn, trace)) is not None:
         states.restore()
@@ -83,8 +70,7 @@ def trace_without_effects(
 
 
 def _lasting(made: HasPaths) -> list[AttributeChange]:
-    """Changes of other things than tensors, which a trace has said."""
-    return [change for change in made.paths.changes if not change.is_tensor]
+    return list(made.paths.changes)
 
 
 def _describe(change: AttributeChange, made: HasPaths) -> str:
@@ -121,71 +107,3 @@ def _sources_among(
             if source is not None:
                 found.setdefault(id(value), source)
     return iter(found.values())
-
-
-def _variables_of_hooks(modules: Iterable[nn.Module]) -> list[Binding]:
-    hooks = {
-        id(hook): hook
-        for module in modules
-        for held in _torch.forward_hooks_of(module)
-        for hook in held.values()
-    }
-    return [variable for hook in hooks.values() for variable in variables_of(hook)]
-
-
-# Each trace copies and compares every container that the function can reach. Chosen by hand: more
-# items are data, not a list that a function appends its results to.
-_MOST_ITEMS = 4096
-
-
-class _Containers:
-    def __init__(self, variables: Iterable[Binding]) -> None:
-        self._held: dict[int, tuple[str, Any, Any]] = {}
-        for variable in variables:
-            value = variable.get()
-            if type(value) in (list, dict) and len(value) <= _MOST_ITEMS:
-                self._held.setdefault(id(value), (variable.label, value, value.copy()))
-
-    def take_out_traced_tensors(self, name: str) -> None:
-        for label, value, before in self._find_changed():
-            if _put_back(value, before):
-                warn_user(
-                    f"{name} puts a tensor into the {label}: a checkpoint replays a graph, which "
-                    "does not. Return the tensor, or put it there outside the checkpoint",
-                    EffectWarning,
-                )
-
-    def warn_of_changes(self, name: str) -> None:
-        """Say that a forward hook notes something: it does so when it is traced, and no more.
-
-        Tensors of the trace are taken out again, with a warning.
-        """
-        for label, value, before in self._find_changed():
-            message = (
-                f"a forward hook on a module inside {name} changes the {label}: forward hooks "
-                "inside a checkpoint run when it is traced, and not at each call. Put the hook on "
-                "the checkpointed module itself, or return the value"
-            )
-            if _put_back(value, before):
-                warn_user(message, EffectWarning)
-            else:
-                _logger.warning("%s", message)
-
-    def _find_changed(self) -> Iterator[tuple[str, Any, Any]]:
-        return (held for held in self._held.values() if not same_items(held[2], held[1]))
-
-
-def _put_back(value: Any, before: Any) -> bool:
-    """Give a container the items `before`, if it holds a tensor of a trace."""
-    items = value.values() if isinstance(value, dict) else value
-    if not any(map(_holds_traced_tensor, items)):
-        return False
-    value.clear()
-    (value.update if isinstance(value, dict) else value.extend)(before)
-    return True
-
-
-def _holds_traced_tensor(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_holds_traced_tensor, value))
-    return is_of_trace(value)

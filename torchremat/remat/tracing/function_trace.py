@@ -1,6 +1,5 @@
 """One trace of a user's function: its region, and what it returned."""
 
-import operator
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +12,19 @@ from torch import Tensor, nn
 
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
-from torchremat.core.source import source_of_error, warn_user
+from torchremat.core.source import source_of_error
 from torchremat.core.trees import Structure
-from torchremat.errors import DeviceError, EffectWarning
+from torchremat.errors import DeviceError, EffectError, RetraceError
+from torchremat.remat.escapes.escapes import Escapes, EscapeWatch
+from torchremat.remat.escapes.live_tensors import LiveTensors
+from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.program.region import Region
-from torchremat.remat.tracing.calls import Parts, Result, parts_of_call
+from torchremat.remat.tracing.calls import Result
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
-from torchremat.tracing.tracing import current_tracing
+from torchremat.tracing.random_sources import DrawWatch
+from torchremat.tracing.tracing import Tracing, current_tracing
 from torchremat.tracing.value_guards import ValueGuards
 
 
@@ -32,6 +35,7 @@ class FunctionTrace:
     body: FunctionBody
     captured: Sequence[Tensor]
     paths: ModulePaths
+    escapes: Escapes
 
 
 def trace_function(
@@ -53,31 +57,121 @@ def trace_function(
     paths = ModulePaths({})
     for name, module in roots:
         paths.add_root(module, name)
-    results: list[Result] = []
-    get_function = _weakly(fun)
-
-    def flat(tensors: list[Tensor]) -> list[Any]:
-        function = get_function()
-        args, kwargs = structure.unflatten(tensors)
-        before = None if results else parts_of_call(structure, args, kwargs)
-        value = around(function, *args, **kwargs) if around else function(*args, **kwargs)
-        if before is not None:
-            _warn_of_changed_arguments(function, before, parts_of_call(structure, args, kwargs))
-        result = Result(value, lambda: describe_fun(function))
-        if not results:  # a trace of a derivative runs this again
-            results.append(result)
-        return list(result.tensors)
-
+    flat = _FlatFunction(_weakly(fun), structure, around, [module for _, module in roots])
     around_it = current_tracing()
     outer = None if around_it is None else around_it.evaluate
     value_guards = ValueGuards(values, outer) if dynamic is None else None
-    body = FunctionBody(lambda: flat, specs, value_guards)
+    flat.body = body = FunctionBody(lambda: flat, specs, value_guards)
     names = [f"arg{i}" for i in range(len(specs))]
     traced_specs = specs if dynamic is None else dynamic.specs
     with _explain_missing_device(fun), value_guards.first() if value_guards else nullcontext():
         region = Region.trace(body, traced_specs, names, paths, options, dynamic)
-    assert body.captured is not None
-    return FunctionTrace(region, results[0], body, body.captured(), paths)
+    assert body.captured is not None and flat.result is not None
+    return FunctionTrace(region, flat.result, body, body.captured(), paths, flat.escapes)
+
+
+class _FlatFunction:
+    """The function from tensors to the tensors that it returns, and those that it leaves elsewhere.
+
+    `result` and `escapes` are those of its first run. A trace of a derivative runs it again.
+    """
+
+    body: FunctionBody
+
+    def __init__(
+        self,
+        get_function: Callable[[], Callable[..., Any]],
+        structure: Structure,
+        around: Callable[..., Any] | None,
+        roots: Sequence[nn.Module],
+    ) -> None:
+        self._get_function = get_function
+        self._structure = structure
+        self._around = around or _call
+        inside = dict.fromkeys(module for root in roots for module in root.modules())
+        self._modules = [weakref.ref(module) for module in inside]
+        self._caches: list[Any] = []
+        self.result: Result | None = None
+        self.escapes = Escapes()
+
+    def __call__(self, tensors: list[Tensor]) -> list[Any]:
+        tracing = current_tracing()
+        function = self._get_function()
+        args, kwargs = self._structure.unflatten(tensors)
+        roots = Roots(function, (args, kwargs))
+        is_first = self.result is None
+        live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None
+        with self.escapes.rewind(roots):
+            modules = [module for ref in self._modules if (module := ref()) is not None]
+            watch = EscapeWatch(roots, modules, _inputs_by_identity(tensors))
+            try:
+                with watch.around_hooks(), _watch_draws(tracing if is_first else None, watch):
+                    value = self._around(function, *args, **kwargs)
+                result = Result(value, lambda: describe_fun(function))
+                value = None
+            finally:
+                found, escaped = watch.take_out()
+        if is_first:
+            _refuse_wrapped(escaped, tracing)
+            captured: Sequence[Tensor] = () if tracing is None else tracing.captured
+            found.places.update(watch.places_of(captured, self._get_function))
+            found.note_captured(captured)
+            self.result, self.escapes, self.body.num_escaped = result, found, len(escaped)
+        elif len(escaped) != self.body.num_escaped:
+            raise RetraceError(
+                f"{describe_fun(function)} leaves {len(escaped)} tensors outside of itself (in "
+                f"attributes, lists or dicts) where it is traced again for a derivative, and left "
+                f"{self.body.num_escaped} before. Let what it keeps depend on its arguments alone."
+            )
+        outputs = [*result.tensors, *escaped]
+        del escaped, watch
+        if live is not None:
+            self._caches += live.refuse_kept(tensors, [outputs, result.tensors])
+        for cache in self._caches:
+            cache.cache_clear()
+        return outputs
+
+
+def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def _watch_draws(tracing: Tracing | None, watch: EscapeWatch) -> Iterator[None]:
+    if tracing is None:
+        yield
+        return
+    draws = DrawWatch(tracing.tracer.root, watch.knows)
+    tracing.on_node = draws.note
+    try:
+        yield
+    finally:
+        tracing.on_node = None
+        draws.finish()
+
+
+def _refuse_wrapped(tensors: Sequence[Tensor], tracing: Tracing | None) -> None:
+    for tensor in tensors:
+        if tracing is not None and tracing.node_of(tensor) is None:
+            raise EffectError(
+                f"a tensor of shape {tuple(tensor.shape)} is left in an attribute, a list or a "
+                "dict, from within vmap, grad or another transformation. A "
+                "checkpoint cannot put it there: return it."
+            )
+
+
+def _inputs_by_identity(tensors: Sequence[Tensor]) -> Callable[[Tensor], int | None]:
+    numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
+    tracing = current_tracing()
+
+    def find(tensor: Tensor) -> int | None:
+        number = numbers.get(id(tensor))
+        if number is None and tracing is not None:
+            bound = tracing.bindings[-1].values()
+            number = next((i for i, t in enumerate(bound, len(numbers)) if t is tensor), None)
+        return number
+
+    return find
 
 
 _NO_DEVICE = r"PyTorch is not linked with support for \w+ devices"
@@ -95,21 +189,6 @@ def _explain_missing_device(fun: Callable[..., Any]) -> Iterator[None]:
             "this build of PyTorch, has no such device. Ask torch.accelerator.is_available() "
             "first, or make tensors where the arguments are (device=x.device)"
         ) from error
-
-
-def _warn_of_changed_arguments(
-    fun: Callable[..., Any], before: dict[str, Parts], after: dict[str, Parts]
-) -> None:
-    """Say which lists and dicts among the arguments `fun` changes: they are not the caller's."""
-    for label, (leaves, structure) in before.items():
-        leaves_after, structure_after = after[label]
-        if structure != structure_after or any(map(operator.is_not, leaves, leaves_after)):
-            warn_user(
-                f"{describe_fun(fun)} changes {label}, a list or dict that it is given: a "
-                "checkpoint replays a graph, which leaves the caller's as it is. Return what is "
-                "new (a cache, say), or change it outside the checkpoint",
-                EffectWarning,
-            )
 
 
 def describe_fun(fun: Callable[..., Any]) -> str:

@@ -7,16 +7,19 @@ global that is set is traced anew. Nothing here keeps the traced function alive.
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Generator, Tensor, nn
 
 from torchremat.api_util import same_value
 from torchremat.errors import RetraceError
+from torchremat.remat.escapes.escapes import Escapes
 from torchremat.remat.tracing.variables import (
     _OF_EVERY_MODULE,
+    _SIMPLE,
     MISSING,
     Binding,
     _entries_of,
@@ -39,20 +42,31 @@ class ModuleGuard:
     One `itemgetter` and one comparison a module, both in C: 0.5 us.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        escapes: Escapes,
+        captured: Sequence[Tensor],
+    ) -> None:
         self._checks: list[
-            tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], Reference]
+            tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], LikeForward]
         ] = []
         self._names: list[tuple[str, list[str]]] = []
         for prefix, module in modules:
             attributes = vars(module)
-            names = [*_GUARDED, *(n for n, v in attributes.items() if _is_plain(v))]
+            plain = [n for n, v in attributes.items() if _is_plain(v)]
+            edited = [
+                n
+                for n in plain
+                if (id(attributes), n) in escapes.slots or id(attributes[n]) in escapes.targets
+            ]
+            names = [*_GUARDED, *(n for n in plain if n not in edited)]
             get = itemgetter(*names)
             recorded = [
                 dict(v) if name in _GUARDED else v if type(v) is Generator else copy.deepcopy(v)
                 for name, v in zip(names, get(attributes), strict=True)
             ]
-            patched = _reference_to(attributes.get("forward"))
+            patched = LikeForward(attributes.get("forward"), captured)
             self._checks.append((get, attributes, tuple(recorded), patched))
             self._names.append((prefix, names))
 
@@ -60,9 +74,10 @@ class ModuleGuard:
         try:
             for get, attributes, recorded, patched in self._checks:
                 forward = attributes.get("forward")
-                if get(attributes) != recorded or (
-                    forward is not patched and not _is_same(patched, forward)  # most have none
-                ):
+                if get(attributes) != recorded:
+                    return False
+                is_plain = forward is None and not patched.is_patched  # most are
+                if not is_plain and not patched.is_like(forward):
                     return False
         except KeyError:  # an attribute was deleted
             return False
@@ -73,7 +88,7 @@ class ModuleGuard:
             self._names, self._checks, strict=True
         ):
             of = f" of the module {prefix}" if prefix else ""
-            if not _is_same(patched, attributes.get("forward")):
+            if not patched.is_like(attributes.get("forward")):
                 return f"the forward{of}"
             for name, value in zip(names, recorded, strict=True):
                 if attributes.get(name, MISSING) != value:
@@ -107,6 +122,75 @@ def _is_same(reference: Reference, value: Any) -> bool:
     return reference() is value
 
 
+class LikeForward:
+    """The `forward` that a module itself has, not its class: that very one, or another made alike.
+
+    What records outputs (of attention, say) gives modules a new `forward` before each step: of the
+    same code, with another closure. Such a one is alike unless the trace reads tensors in there.
+    """
+
+    def __init__(self, value: Any, captured: Sequence[Tensor]) -> None:
+        self._reference = _reference_to(value)
+        self.is_patched = value is not None
+        self._likeness = None
+        if isinstance(value, FunctionType):
+            self._likeness = _likeness_of(value, frozenset(map(id, captured)))
+
+    def is_like(self, value: Any) -> bool:
+        if _is_same(self._reference, value):
+            return True
+        if self._likeness is None or not isinstance(value, FunctionType):
+            return False
+        return bool(_likeness_of(value, frozenset()) == self._likeness)
+
+
+class _Unlike:
+    """Equal to nothing else."""
+
+
+def _likeness_of(value: Any, captured: frozenset[int]) -> Any:
+    """Equal for functions of the same code whose closures have the same values and objects."""
+    if isinstance(value, FunctionType):
+        try:
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        except ValueError:
+            return _Unlike()
+        held = (*cells, value.__defaults__, value.__kwdefaults__)
+        return (value.__code__, *(_likeness_of(item, captured) for item in held))
+    if isinstance(value, MethodType):
+        return (value.__func__, _Same(value.__self__))
+    if isinstance(value, Tensor):
+        return _Unlike() if id(value) in captured else _TensorOf(value.shape, value.dtype)
+    if isinstance(value, dict):
+        items = (_likeness_of(item, captured) for item in value.values())
+        return (type(value), *zip(value, items, strict=True))
+    if isinstance(value, list | tuple):
+        return (type(value), *(_likeness_of(item, captured) for item in value))
+    return (type(value), value) if type(value) in _SIMPLE else _Same(value)
+
+
+@dataclass(frozen=True)
+class _TensorOf:
+    shape: Any
+    dtype: Any
+
+
+class _Same:
+    """Equal for the same object, which is referred to weakly where it can be."""
+
+    def __init__(self, value: Any) -> None:
+        self._reference = _reference_to(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        mine = self._reference and self._reference()
+        return _is_same(other._reference, mine)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class VariableGuard:
     """Whether variables have the values that they had: numbers and strings, modules, functions."""
 
@@ -125,11 +209,31 @@ class VariableGuard:
                         (variable, list(value) if type(value) is dict else len(value))
                     )
 
-    def forget_changed(self) -> None:
+    def _forget_edited(self, escapes: Escapes) -> None:
+        """Forget where the function leaves tensors: the edits have guards of their own."""
+
+        def stays(pair: tuple[Binding, Any]) -> bool:
+            variable, value = pair[0], pair[0].get()
+            slot = (id(variable.holder), "" if variable.key is None else variable.key)
+            is_forward = variable.key == "forward"  # which `ModuleGuard` checks
+            return not (
+                is_forward
+                or slot in escapes.slots
+                or id(value) in escapes.targets
+                or id(variable.holder) in escapes.targets | escapes.old
+            )
+
+        self._values = [pair for pair in self._values if stays(pair)]
+        self._objects = [pair for pair in self._objects if stays(pair)]
+        self._entries = [pair for pair in self._entries if stays(pair)]
+
+    def forget_changed(self, escapes: Escapes) -> None:
         """Forget what the function itself changed, a counter say, while it was traced."""
         self._values = [pair for pair in self._values if _is_unchanged(*pair)]
         self._objects = [pair for pair in self._objects if _is_same(pair[1], pair[0].get())]
         self._entries = [pair for pair in self._entries if _has_entries(*pair)]
+        if escapes:
+            self._forget_edited(escapes)
 
     def holds(self) -> bool:
         return self.what_changed() is None
@@ -159,6 +263,19 @@ def _is_unchanged(variable: Binding, value: Any) -> bool:
     return same_value(variable.get(), value)
 
 
+@dataclass(frozen=True)
+class _Followed(Binding):
+    """A variable inside a value that the function replaces at each call."""
+
+    def get(self) -> Any:
+        return self.holder()
+
+
+def _find_in_old(escapes: Escapes, tensor: Tensor) -> list[Binding]:
+    follow = escapes.places.get(id(tensor))
+    return [] if follow is None or follow() is not tensor else [_Followed("tensor", follow)]
+
+
 class CapturedTensors:
     """The tensors that a function closes over, found anew where they can have been replaced."""
 
@@ -167,10 +284,12 @@ class CapturedTensors:
         tensors: Sequence[Tensor],
         variables: Sequence[Binding],
         modules: Sequence[tuple[str, nn.Module]],
+        escapes: Escapes,
     ) -> None:
         places: dict[int, list[Binding]] = {}
         for variable in variables:
-            places.setdefault(id(variable.get()), []).append(variable)
+            if id(variable.holder) not in escapes.old:
+                places.setdefault(id(variable.get()), []).append(variable)
         for prefix, module in modules:
             for kind in ("_parameters", "_buffers"):
                 held = vars(module)[kind]
@@ -184,9 +303,10 @@ class CapturedTensors:
                 label = below(prefix, name)
                 own = Binding(f"attribute {label}", attributes, name)
                 for variable in (own, *_entries_of(own)):
-                    if isinstance(variable.get(), Tensor):
+                    is_old = id(variable.holder) in escapes.old
+                    if isinstance(variable.get(), Tensor) and not is_old:
                         places.setdefault(id(variable.get()), []).append(variable)
-        found = [places.get(id(t), []) for t in tensors]
+        found = [places.get(id(t)) or _find_in_old(escapes, t) for t in tensors]
         self._places = [variables[-1] if variables else None for variables in found]
         # no reference to a tensor that can be found anew: it is garbage once another has its place
         self._tensors: list[Any] = [None if v else t for t, v in zip(tensors, found, strict=True)]

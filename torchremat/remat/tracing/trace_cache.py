@@ -12,7 +12,10 @@ from torch import Tensor
 
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.policy import Policy
+from torchremat.remat.escapes.escapes import Escapes
+from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Call, Result
@@ -38,6 +41,7 @@ class Trace:
     captured: CapturedTensors
     modules: ModuleGuard
     variables: VariableGuard
+    escapes: Escapes
     dynamic: DynamicInputs | None = None
     offsets: tuple[int, ...] | None = None
     """Where in their storages the inputs began, if the graph depends on it."""
@@ -70,10 +74,30 @@ class Trace:
         """Whether the guards hold that do not depend on the arguments."""
         return self.modules.holds() and self.variables.holds()
 
+    def has_escapes_of(self, call: Call, function: Callable[..., Any]) -> bool:
+        """Whether all that the function changes elsewhere is as it was when it was traced."""
+        return self.escapes.hold(Roots(function, call.arguments))
+
+    def deliver(
+        self,
+        outputs: tuple[Any, ...],
+        inputs: Sequence[Tensor],
+        call: Call,
+        function: Callable[..., Any],
+        sizes: Sizes | None,
+    ) -> Any:
+        """The result of `call`; what the function leaves elsewhere is written there."""
+        if self.escapes:
+            escaped = outputs[len(outputs) - self.region.body.num_escaped :]
+            self.escapes.write(escaped, inputs, sizes, Roots(function, call.arguments))
+        return self.result.rebuild(outputs, sizes)
+
     def what_changed(self) -> str | None:
         return self.modules.what_changed() or self.variables.what_changed()
 
-    def fits(self, call: Call, specs: tuple[InputSpec, ...], state: Any) -> bool:
+    def fits(
+        self, call: Call, specs: tuple[InputSpec, ...], state: Any, function: Callable[..., Any]
+    ) -> bool:
         if self.key != call.key or self.state != state:
             return False
         if self.dynamic is None:
@@ -81,6 +105,8 @@ class Trace:
         else:
             alike = self.dynamic.allows(specs) and self.dynamic.sizes(call.tensors) is not None
         if not alike or not self.still_holds():
+            return False
+        if self.escapes and not self.has_escapes_of(call, function):
             return False
         captured = self.captured.current()
         if captured is None:
@@ -146,14 +172,24 @@ class Traces:
         self.fixed |= dict.fromkeys(places, reason)
 
     def add(self, trace: Trace) -> None:
+        for other in self.traces if trace.escapes else ():
+            if other.key == trace.key:
+                trace.escapes.learn_lengths(other.escapes)
         self.traces.insert(0, trace)
         del self.traces[_MOST_TRACES:]
 
-    def find(self, call: Call, specs: tuple[InputSpec, ...], *, dynamic: bool) -> Trace | None:
+    def find(
+        self,
+        call: Call,
+        specs: tuple[InputSpec, ...],
+        function: Callable[..., Any],
+        *,
+        dynamic: bool,
+    ) -> Trace | None:
         """The trace of such a call in the present surroundings; of any size if `dynamic`."""
         state = current_state()
         for trace in self.traces:
-            if (dynamic or trace.dynamic is None) and trace.fits(call, specs, state):
+            if (dynamic or trace.dynamic is None) and trace.fits(call, specs, state, function):
                 return trace
         return None
 

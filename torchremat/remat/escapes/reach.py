@@ -1,0 +1,419 @@
+"""Where a function can leave a tensor: the mutable objects that it reaches, each with a path.
+
+    def forward(self, x):           module  __dict__ 'aux'
+        self.aux = x.mean()         function  __closure__ 0  cell_contents
+        losses.append(self.aux)     function  __globals__ 'losses'
+
+A path is followed anew at each call, since the object at its end may be another.
+"""
+
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from torchremat import _torch
+from torchremat.core.source import is_user_file
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT = _Absent()
+"""Stands for a value where there is none."""
+
+
+class StandIn:
+    """Stands for a hook while a function is traced; paths lead through it to the hook."""
+
+    hook: Any
+
+
+class WeakKey:
+    """A key of a dict, or a value, that is referred to weakly if it is a module or a function."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, value: Any) -> None:
+        self._get: Callable[[], Any]
+        if isinstance(value, nn.Module | FunctionType):
+            self._get = weakref.ref(value)
+        else:
+            self._get = lambda: value
+
+    @property
+    def value(self) -> Any:
+        return self._get()
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """A way from a root to an object: attributes, items, and the value of a context variable.
+
+    The root is a module, which is referred to weakly, or `"function"` or `"arguments"`.
+    """
+
+    root: Any
+    steps: tuple[tuple[str, Any], ...] = ()
+
+    def step(self, kind: str, key: Any = None) -> "Path":
+        key = WeakKey(key) if kind == "item" and not isinstance(key, int | str) else key
+        return Path(self.root, (*self.steps, (kind, key)))
+
+    def find(self, roots: "Roots") -> Any:
+        """The object that is there now. Raises `LookupError` if there is none."""
+        value = roots.find(self.root)
+        try:
+            for kind, key in self.steps:
+                if kind == "attribute":
+                    value = getattr(value, key)
+                elif kind == "item":
+                    value = value[key.value if isinstance(key, WeakKey) else key]
+                else:
+                    value = value.get()
+                value = value.hook if isinstance(value, StandIn) else value
+        except (AttributeError, TypeError, ValueError) as error:  # an empty cell is a ValueError
+            raise LookupError(str(error)) from error
+        return value
+
+    def follow_later(self, get_function: Callable[[], Any]) -> Callable[[], Any]:
+        """A function that returns what is here then, or `ABSENT`."""
+
+        def follow() -> Any:
+            try:
+                return self.find(Roots(get_function(), ()))
+            except LookupError:
+                return ABSENT
+
+        return follow
+
+    @property
+    def is_in_arguments(self) -> bool:
+        """Whether it is a container in the tree of arguments, all of which is in a trace's key."""
+        return self.root == "arguments" and all(kind == "item" for kind, _ in self.steps)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal ways, in this process."""
+        root = self.root if isinstance(self.root, str) else id(self.root())
+        steps = ((kind, key.value if isinstance(key, WeakKey) else key) for kind, key in self.steps)
+        return (root, *((k, id(v) if isinstance(v, nn.Module) else v) for k, v in steps))
+
+    def __str__(self) -> str:
+        words = []
+        for kind, key in self.steps:
+            if kind == "item":
+                shown = key.value if isinstance(key, WeakKey) else key
+                words.append(shown if isinstance(shown, str) else f"[{shown!r}]")
+        return ".".join(words).replace(".[", "[")
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where paths begin in one call: the function, and its arguments by position and by name."""
+
+    function: Any
+    arguments: Any
+
+    def find(self, root: Any) -> Any:
+        if isinstance(root, str):
+            return self.function if root == "function" else self.arguments
+        module = root()
+        if module is None:
+            raise LookupError("a module is gone")
+        return module
+
+
+@dataclass(eq=False)
+class Holder:
+    """A mutable object with a copy of its content: slots by key, or items in order."""
+
+    place: Path
+    target: Any
+    names: frozenset[str] | None = None
+    before: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_sequence = isinstance(self.target, list | deque | set)
+        self.before = self.read()
+
+    def read(self) -> Any:
+        return read_holder(self.target, self.names)
+
+
+def read_holder(target: Any, names: frozenset[str] | None = None) -> Any:
+    """A copy of the slots of a dict, class, cell or context variable; the items of a list or set.
+
+    >>> read_holder({"a": 1, "b": 2}, frozenset({"b", "c"}))
+    {'b': 2}
+    """
+    if isinstance(target, list | deque | set):
+        return list(target)
+    if isinstance(target, CellType):
+        try:
+            return {"": target.cell_contents}
+        except ValueError:
+            return {}
+    if isinstance(target, ContextVar):
+        value = target.get(ABSENT)
+        return {} if value is ABSENT else {"": value}
+    slots = vars(target) if isinstance(target, type) else target
+    if names is not None:
+        return {name: slots[name] for name in names if name in slots}
+    return dict(slots)
+
+
+def write_slot(target: Any, key: Any, value: Any) -> None:
+    """Write `value` into a slot of `target`, or empty the slot if it is `ABSENT`."""
+    if isinstance(target, CellType):
+        if value is ABSENT:
+            del target.cell_contents
+        else:
+            target.cell_contents = value
+    elif isinstance(target, ContextVar):
+        target.set(None if value is ABSENT else value)
+    elif isinstance(target, type):
+        if value is ABSENT:
+            delattr(target, key)
+        else:
+            setattr(target, key, value)
+    elif value is ABSENT:
+        target.pop(key, None)
+    else:
+        target[key] = value
+
+
+def write_items(target: Any, items: Sequence[Any]) -> None:
+    target.clear()
+    (target.update if isinstance(target, set) else target.extend)(items)
+
+
+# --- the walk ------------------------------------------------------------------------------------
+
+ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
+# Each trace copies what it can reach. Chosen by hand: larger containers are data.
+_MOST_ITEMS = 4096
+# Chosen by hand: 20 ms of walking. A tensor that lies beyond is found by its references.
+_MOST_OBJECTS = 20_000
+# Chosen by hand: an attribute is two steps, and objects in objects in lists have eight.
+_MOST_STEPS = 14
+# Chosen by hand: a function, a helper that it calls, and one that this calls.
+_MOST_CALLS = 3
+_OF_LENGTHS = frozenset(("len", "pop", "popleft", "clear", "remove", "insert", "index", "__len__"))
+_CONTAINERS = (list, dict, set, deque)
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
+_NOT_WALKED = (sys.stdlib_module_names | {"torch", "torchremat"}) - {"__main__"}
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_CACHED = type(functools.lru_cache(lambda: None))
+
+
+class Reach:
+    """The mutable objects that a function can reach through `roots` and `modules`.
+
+    Functions are followed through their closures and the globals that they name, a few calls deep.
+    """
+
+    def __init__(
+        self, roots: Roots, modules: Sequence[nn.Module], *, through_modules: bool = True
+    ) -> None:
+        self._through_modules = through_modules
+        self.holders: list[Holder] = []
+        self.caches: list[Any] = []
+        """Functions under `functools.lru_cache`."""
+        self.known: dict[int, Path] = {}
+        self._codes: set[CodeType] = set()
+        self.modules: list[nn.Module] = []
+        self.generators: set[int] = set()
+        self._alive: list[Any] = []
+        self._queue: deque[tuple[Any, Path, int, frozenset[str]]] = deque()
+        for module in modules:
+            self._add(module, Path(weakref.ref(module)), 0)
+        self._add(roots.function, Path("function"), 0)
+        self._add(roots.arguments, Path("arguments"), 0)
+        while self._queue and len(self._alive) < _MOST_OBJECTS:
+            self._expand(*self._queue.popleft())
+
+    def may_depend_on_length(self, place: Path) -> bool:
+        """Whether code that names the list at `place` also names what shortens or measures one."""
+        names = [key for kind, key in place.steps if kind == "item" and isinstance(key, str)]
+        name = names[-1] if names else None
+        used = (_names_in(code) for code in self._codes)
+        return any((name is None or name in u) and u & _OF_LENGTHS for u in used)
+
+    def _add(
+        self, value: Any, place: Path, calls: int, names: frozenset[str] = frozenset()
+    ) -> None:
+        value = value.hook if isinstance(value, StandIn) else value
+        if isinstance(value, ATOMS) or id(value) in self.known:
+            return
+        if len(place.steps) <= _MOST_STEPS:
+            self.known[id(value)] = place
+            self._alive.append(value)
+            self._queue.append((value, place, calls, names))
+
+    def _hold(self, target: Any, place: Path, names: frozenset[str] | None = None) -> Any:
+        holder = Holder(place, target, names)
+        self.holders.append(holder)
+        return holder.before
+
+    def _expand(self, value: Any, place: Path, calls: int, names: frozenset[str]) -> None:
+        kind = type(value)
+        if isinstance(value, nn.Module):
+            self._expand_module(value, place, calls)
+        elif isinstance(value, Tensor):
+            attributes = place.step("attribute", "__dict__")
+            for name, item in self._hold(value.__dict__, attributes).items():
+                self._add(item, attributes.step("item", name), calls)
+        elif isinstance(value, dict | list | deque | set | tuple):
+            self._expand_container(value, place, calls)
+        elif kind is FunctionType:
+            self._expand_function(value, place, calls)
+        elif kind is MethodType:
+            self._add(value.__self__, place.step("attribute", "__self__"), calls)
+            self._add(value.__func__, place.step("attribute", "__func__"), calls)
+        elif isinstance(value, functools.partial):
+            for name in ("func", "args", "keywords"):
+                self._add(getattr(value, name), place.step("attribute", name), calls)
+        elif kind is ContextVar:
+            for item in self._hold(value, place).values():
+                self._add(item, place.step("get"), calls)
+        elif isinstance(value, ModuleType):
+            self._expand_python_module(value, place, calls, names)
+        else:
+            self._expand_object(value, place, calls)
+
+    def _expand_container(self, value: Any, place: Path, calls: int) -> None:
+        if len(value) > _MOST_ITEMS:
+            return
+        if not isinstance(value, tuple):
+            self._hold(value, place)
+        if isinstance(value, set):
+            return
+        pairs = list(value.items()) if isinstance(value, dict) else enumerate(value)
+        for key, item in pairs:
+            self._add(item, place.step("item", key), calls)
+
+    def _expand_module(self, value: nn.Module, place: Path, calls: int) -> None:
+        place = Path(weakref.ref(value))  # the shortest way
+        self.modules.append(value)
+        attributes = place.step("attribute", "__dict__")
+        held = self._hold(vars(value), attributes)
+        for name, item in held.items():
+            if not self._through_modules and type(item) not in _CONTAINERS:
+                continue
+            if name not in _OF_MODULES or item:  # hooks, of which most modules have none
+                self._add(item, attributes.step("item", name), calls)
+        if self._through_modules:
+            self._expand_classes(value, place, calls)
+
+    def _expand_classes(self, value: Any, place: Path, calls: int) -> None:
+        order = place.step("attribute", "__class__").step("attribute", "__mro__")
+        for i, kind in enumerate(type(value).__mro__):
+            if _is_walked(kind):
+                self._add(kind, order.step("item", i), calls)
+
+    def _expand_class(self, value: type, place: Path, calls: int, of_object: bool) -> None:
+        if not _is_walked(value) or value.__flags__ & 1 << 8:  # an immutable type
+            return
+        attributes = place.step("attribute", "__dict__")
+        for name, item in self._hold(value, place).items():
+            method = getattr(item, "__func__", getattr(item, "fget", item))
+            if name.startswith("__") and name != "__call__":
+                continue
+            if isinstance(item, staticmethod | classmethod):
+                self._add(
+                    method, attributes.step("item", name).step("attribute", "__func__"), calls
+                )
+            elif isinstance(item, property):
+                self._add(method, attributes.step("item", name).step("attribute", "fget"), calls)
+            elif of_object or not isinstance(item, FunctionType):
+                self._add(item, attributes.step("item", name), calls)
+
+    def _expand_function(self, value: FunctionType, place: Path, calls: int) -> None:
+        if value.__closure__:
+            cells = place.step("attribute", "__closure__")
+            for i, cell in enumerate(value.__closure__):
+                at = cells.step("item", i)
+                for item in self._hold(cell, at).values():
+                    self._add(item, at.step("attribute", "cell_contents"), calls)
+        for name in ("__defaults__", "__kwdefaults__"):
+            self._add(getattr(value, name), place.step("attribute", name), calls)
+        self._add(vars(value), place.step("attribute", "__dict__"), calls)
+        file = value.__code__.co_filename
+        if calls >= _MOST_CALLS or not _may_keep(file):
+            return
+        names = _names_in(value.__code__)
+        self._codes.add(value.__code__)
+        around = place.step("attribute", "__globals__")
+        for name, item in self._hold(value.__globals__, around, names).items():
+            self._add(item, around.step("item", name), calls + 1, names)
+
+    def _expand_python_module(
+        self, value: ModuleType, place: Path, calls: int, names: frozenset[str]
+    ) -> None:
+        file = getattr(value, "__file__", None)
+        if file is None or not _may_keep(file):
+            return
+        attributes = place.step("attribute", "__dict__")
+        for name, item in self._hold(vars(value), attributes, names).items():
+            self._add(item, attributes.step("item", name), calls, names)
+
+    def _expand_object(self, value: Any, place: Path, calls: int) -> None:
+        if isinstance(value, type):
+            self._expand_class(value, place, calls, place.steps[-1][0] == "item")
+            return
+        if isinstance(value, Generator):
+            self.generators.add(_torch.generator_id(value))
+        if isinstance(value, _CACHED):
+            self.caches.append(value)
+        if type(value) is BuiltinFunctionType and type(value.__self__) in _CONTAINERS:
+            self._add(value.__self__, place.step("attribute", "__self__"), calls)  # seen.append
+        if not _is_walked(type(value)):
+            wrapped = getattr(value, "__wrapped__", None)  # a checkpoint, or the forward of `wrap`
+            self._add(wrapped, place.step("attribute", "__wrapped__"), calls)
+            return
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict:
+            self._add(attributes, place.step("attribute", "__dict__"), calls)
+        self._expand_classes(value, place, calls)
+
+
+def _is_walked(kind: type) -> bool:
+    if kind in (SimpleNamespace, threading.local):
+        return True
+    package = kind.__module__.partition(".")[0]
+    return package not in _NOT_WALKED
+
+
+@functools.cache
+def _may_keep(file: str) -> bool:
+    """Whether code of `file` may keep tensors in its globals: not Python's, not torch's."""
+    if file.startswith(_STDLIB) and "site-packages" not in file:
+        return False
+    return is_user_file(file) or file == "<string>"
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> frozenset[str]:
+    inner: Iterator[CodeType] = (c for c in code.co_consts if isinstance(c, CodeType))
+    return frozenset((*code.co_names, *code.co_freevars)).union(*map(_names_in, inner))

@@ -1,0 +1,59 @@
+"""Random compositions of transformations equal their meaning in plain PyTorch.
+
+`python -m tests.derivatives.compositions 0 1000` checks as many, and prints what differs.
+"""
+
+from dataclasses import replace
+
+import pytest
+from torch.utils import _pytree as pytree
+
+from tests.derivatives.compositions import (
+    Composition,
+    check,
+    checkpoint,
+    draw_composition,
+    shrink,
+    vjp,
+)
+from tests.derivatives.small_functions import SmallFunction
+
+QUICK = range(12)
+MANY = range(1000, 3000)
+
+
+def check_seeds(seeds):
+    """The kinds of verdicts; fail with the smallest composition that fails alike."""
+    kinds, failures = [], []
+    for seed in seeds:
+        composition = draw_composition(seed)
+        verdict = check(composition)
+        kinds.append(verdict.kind)
+        if verdict.is_failure:
+            smallest, verdict = shrink(composition)
+            failures.append(f"seed {seed}: {smallest}\n    {verdict.kind}: {verdict.text}")
+    assert not failures, "\n".join(failures)
+    return kinds
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_a_composition(seed):
+    assert check_seeds([seed])[0] in {"equal", "refused"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(MANY.start, MANY.stop, 100))
+def test_a_hundred_compositions(start):
+    assert check_seeds(range(start, start + 100)).count("equal") >= 90
+
+
+def test_a_wrong_transformation_is_found_and_made_small():
+    def double(f):
+        return lambda x, y: pytree.tree_map(lambda t: t * 2, f(x, y))
+
+    wrong = replace(checkpoint("full"), ours=double)
+    function = SmallFunction((("sin", 0, 0), ("mul", 2, 1)), (("sum", 3), ("vector", 0)))
+    smallest, verdict = shrink(Composition(function, (vjp(None), wrong), "autograd"))
+    assert verdict.kind == "differs"
+    assert smallest.transformations == (wrong,) and smallest.by == "call"
+    assert smallest.function.steps == () and len(smallest.function.outputs) == 1

@@ -146,6 +146,17 @@ def closures_below_a_level():
     assert (seen, found.tolist()) == ([True, False], [2, 2])
 
 
+@check("wrap_at_current_level")
+def wrap_for_writes():
+    def write(x, y):
+        _torch.wrap_at_current_level(y).copy_(x)
+        return x.sum()
+
+    y = torch.zeros(2)
+    torch.func.grad(lambda x: write(x, y))(torch.ones(2))
+    assert y.tolist() == [1.0, 1.0]
+
+
 @check("with_batch_at")
 def batch_at_another_level():
     def fun(x):

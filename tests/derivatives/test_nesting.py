@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torchremat as tr
+from torchremat.api_util import WrapHashably
 from torchremat.errors import EffectError, NotAvailableError
 
 X = torch.tensor(2.0, dtype=torch.double)
@@ -193,3 +194,24 @@ def test_a_function_with_a_rule_for_vmap_may_return_integers():
     torch.testing.assert_close(found[1]((XS, None))[0], torch.cos(XS) * XS)
     found = tr.vmap(lambda x: tr.jvp(mapped, (x,), (x,)))(torch.stack([XS, XS]))
     torch.testing.assert_close(found[1][0][1], torch.cos(XS) * XS)
+
+
+@pytest.mark.parametrize("name", ["grad", "jacrev", "jacfwd"])
+def test_a_function_writes_to_an_argument_that_is_not_differentiated(name):
+    def f(x, buffer, scale):
+        buffer.copy_(x)
+        scale.mul_(2)
+        return (x * buffer).sum()
+
+    buffer, scale = torch.zeros(3, dtype=torch.double), torch.ones(1)
+    found = getattr(tr, name)(f)(XS, buffer, scale=scale)
+    expected = getattr(torch.func, name)(f)(XS, torch.zeros_like(XS), torch.ones(1))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(buffer, XS)
+    assert scale.item() == 2 and not buffer.requires_grad
+
+
+def test_names_that_jax_has():
+    lowered = tr.jit(torch.sin, backend="eager").lower(XS)
+    assert str(lowered) == lowered.as_text() and "sin" in str(lowered)
+    assert WrapHashably([1]).val == [1]

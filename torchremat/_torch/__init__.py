@@ -42,6 +42,7 @@ from .functorch import (
     push_dual_numbers_forward, push_forward_at_current_level, record_at_current_level,
     requires_grad_at_any_level, restore_vmap, transform_depth, unwrap_batched_tensor,
     unwrap_dead_wrappers, with_batch_at, without_dead_levels, without_level,
+    wrap_at_current_level,
 )  # fmt: skip
 from .inductor import (
     compile_fx, compile_with_inductor, has_triton, inductor_decompositions, inductor_modes,

@@ -190,6 +190,11 @@ def leaf_at_current_level(tensor: torch.Tensor) -> torch.Tensor:
         return _wrap_for_grad(_unwrap_for_grad(tensor, level), level).requires_grad_()
 
 
+def wrap_at_current_level(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as the innermost level, a `grad` or `jvp`, sees arguments: it may write to them."""
+    return _wrap_for_grad(tensor, transform_depth())
+
+
 def map_at_current_level(
     rule: Callable[[Sequence[torch.Tensor], Any, int, str], tuple[Any, Any]],
     inputs: Sequence[torch.Tensor],

@@ -23,6 +23,11 @@ class WrapHashably:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @property
+    def val(self) -> Any:
+        """The value, by the name that JAX has for it."""
+        return self.value
+
     def freeze(self) -> "WrapHashably":
         """Copy a value that cannot be hashed, since it may change."""
         try:

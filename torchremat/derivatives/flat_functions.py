@@ -15,6 +15,7 @@ from torchremat.core.trees import HOLE, Structure, scatter_values
 from torchremat.derivatives.rule_arguments import describe_tree, flatten_up_to, name_of
 from torchremat.derivatives.rules import is_inexact
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError
+from torchremat.tracing.tracing import lift_all
 
 
 def check_callable(fun: Any, what: str) -> None:
@@ -68,15 +69,20 @@ class Flattened:
     def values(self) -> list[Tensor]:
         return [self.leaves[i] for i in self.wrt]
 
-    def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def __call__(
+        self, *tensors: Tensor, at_level: bool = False
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Call the function; `at_level` of `torch.func`, which differentiates by `tensors`."""
         leaves = list(self.leaves)
         for i, tensor in zip(self.wrt, tensors, strict=True):
             leaves[i] = tensor
-        args = list(self.args)
+        args, kwargs = list(self.args), self.kwargs
+        if at_level:  # or the function could not write to them, as to what it closes over
+            args, kwargs = _torch.tree_map(_wrap_inexact, (args, dict(kwargs)))
         chosen = _torch.tree_unflatten(leaves, self.spec)
         for i, arg in zip(self.argnums, chosen, strict=True):
             args[i] = arg
-        result, aux = self.fun(*args, **self.kwargs), None
+        result, aux = self.fun(*args, **kwargs), None
         if self.has_aux:
             result, aux = self._check_pair(result)
         if self.check is not None:
@@ -91,7 +97,7 @@ class Flattened:
         )
 
     def call_for_functorch(self, *tensors: Tensor) -> Any:
-        outputs, others = self(*tensors)
+        outputs, others = self(*tensors, at_level=True)
         return outputs or (torch.zeros(()),), others  # torch.func takes no empty tuple
 
     def replace_values(self, values: Sequence[Tensor]) -> "Flattened":
@@ -158,6 +164,11 @@ class Flattened:
                 f"because the corresponding output of the function {name_of(self.fun)} was {aval}"
             )
         return value
+
+
+def _wrap_inexact(leaf: Any) -> Any:
+    """Wrap what may be written to; integers stay lists of indices that Python can read."""
+    return _torch.wrap_at_current_level(lift_all([leaf])[0]) if is_inexact(leaf) else leaf
 
 
 def _is_hole(leaf: Any) -> bool:

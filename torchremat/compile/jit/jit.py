@@ -67,6 +67,9 @@ class Lowered:
         """The function, which has been compiled for such arguments."""
         return self._jitted
 
+    def __str__(self) -> str:
+        return self.as_text()
+
     def __repr__(self) -> str:
         return f"Lowered({self._jitted!r})"
 

@@ -5,11 +5,19 @@ from collections.abc import Callable
 import click
 import torch
 
-import torchremat as tr
-from torchremat import _torch
+from torchremat import _torch, checkpoint_policies
 from torchremat._torch.parts import all_parts, find_all_missing
+from torchremat.batching.collectives.reduce import psum
+from torchremat.batching.vmap import vmap
 from torchremat.cli.terminal.output import show, write_json
+from torchremat.compile.jit.jit import jit
 from torchremat.core.formatting import table
+from torchremat.derivatives.gradients import grad
+from torchremat.nn.wrap import wrap
+from torchremat.planning.api import plan
+from torchremat.remat.checkpoint import checkpoint
+from torchremat.remat.op.make_graph import make_graph
+from torchremat.report.residuals import saved_residuals
 
 
 def check_env(json_path: str | None) -> None:
@@ -64,12 +72,12 @@ def _has_plain_gradient(fun: Callable[[torch.Tensor], torch.Tensor]) -> bool:
 
 
 def _transform() -> bool:
-    return torch.allclose(torch.func.grad(tr.checkpoint(_body))(_input()), tr.grad(_body)(_input()))
+    return torch.allclose(torch.func.grad(checkpoint(_body))(_input()), grad(_body)(_input()))
 
 
 def _map() -> bool:
     rows = torch.ones(2, 3)
-    found = tr.vmap(lambda x: x / tr.psum(x, "batch"), axis_name="batch")(rows)
+    found = vmap(lambda x: x / psum(x, "batch"), axis_name="batch")(rows)
     return torch.equal(found, torch.full((2, 3), 0.5))
 
 
@@ -85,7 +93,7 @@ def _call_function() -> bool:
 
     apply = Double.apply
     weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    tr.checkpoint(lambda x: (apply(weight) * x).sum())(torch.ones_like(weight)).backward()  # type: ignore[no-untyped-call]
+    checkpoint(lambda x: (apply(weight) * x).sum())(torch.ones_like(weight)).backward()  # type: ignore[no-untyped-call]
     return weight.grad is not None and weight.grad.tolist() == [3, 3, 3]
 
 
@@ -93,36 +101,36 @@ def _wrap() -> bool:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double()
     x = _input().detach()
     plain = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    tr.nn.wrap(model, "full", select="*")
+    wrap(model, "full", select="*")
     found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     return all(map(torch.equal, plain, found))
 
 
 def _plan() -> bool:
-    plan = tr.plan(_body, _input(), budget="100%")
-    policy = tr.checkpoint_policies.from_plan(plan)
-    return _has_plain_gradient(tr.checkpoint(_body, policy=policy))
+    chosen = plan(_body, _input(), budget="100%")
+    policy = checkpoint_policies.from_plan(chosen)
+    return _has_plain_gradient(checkpoint(_body, policy=policy))
 
 
 def _compile() -> bool:
-    return _has_plain_gradient(torch.compile(tr.checkpoint(_body), backend="aot_eager"))
+    return _has_plain_gradient(torch.compile(checkpoint(_body), backend="aot_eager"))
 
 
 def _report() -> bool:
-    return len(tr.saved_residuals(tr.checkpoint(_body), _input())) > 0
+    return len(saved_residuals(checkpoint(_body), _input())) > 0
 
 
 FEATURES: dict[str, Callable[[], bool]] = {
-    "checkpoint": lambda: _has_plain_gradient(tr.checkpoint(_body)),
-    "checkpoint with a policy": lambda: _has_plain_gradient(tr.checkpoint(_body, policy="dots")),
+    "checkpoint": lambda: _has_plain_gradient(checkpoint(_body)),
+    "checkpoint with a policy": lambda: _has_plain_gradient(checkpoint(_body, policy="dots")),
     "checkpoint of an autograd.Function": _call_function,
     "torch.func of a checkpoint": _transform,
     "vmap with a named axis": _map,
     "nn.wrap": _wrap,
     "plan": _plan,
-    "make_graph": lambda: "tanh" in str(tr.make_graph(_body)(_input())),
+    "make_graph": lambda: "tanh" in str(make_graph(_body)(_input())),
     "reports": _report,
     "torch.compile of a checkpoint": _compile,
-    "jit": lambda: torch.allclose(tr.jit(_body)(_input()), _body(_input())),
+    "jit": lambda: torch.allclose(jit(_body)(_input()), _body(_input())),
 }
 """Attempts at each feature, which return whether the results are those of plain PyTorch."""

@@ -31,6 +31,7 @@ from torchremat.batching.ragged.trace.size_functions import SizeMode
 from torchremat.core.source import current_source
 from torchremat.errors import RaggedError
 from torchremat.graph.symbolic_sizes import format_size, literal_size
+from torchremat.remat.escapes.escapes import Escapes
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.tracing.variables import modules_in, variables_of, variables_of_modules
 from torchremat.tracing.ambient_state import AmbientState
@@ -247,11 +248,12 @@ class _Watched:
         return cls(variables, modules, unchanged, paths)
 
     def make_guards(self, captured: Sequence[Tensor]) -> tuple[CapturedTensors, tuple[Any, ...]]:
-        self.unchanged.forget_changed()
+        nothing = Escapes()  # what a function of one element leaves behind is not carried out
+        self.unchanged.forget_changed(nothing)
         modules = dict.fromkeys([*self.modules, *self.paths.seen])
         named = [(self.paths.name_of(m) or "", m) for m in modules]
-        return CapturedTensors(captured, self.variables, named), (
-            ModuleGuard(named),
+        return CapturedTensors(captured, self.variables, named, nothing), (
+            ModuleGuard(named, nothing, captured),
             self.unchanged,
         )
 

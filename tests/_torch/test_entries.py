@@ -1442,6 +1442,23 @@ def public_names():
     return sorted(alias.name for node in imports for alias in node.names)
 
 
+@check("count_hooks")
+def hooks_of_tensors():
+    x = torch.ones(2, requires_grad=True)
+    assert _torch.count_hooks(x) == _torch.count_hooks(x.sin()) == 0
+    x.register_hook(lambda grad: grad)
+    x.register_hook(lambda grad: grad)
+    assert _torch.count_hooks(x) == 2
+
+
+@check("generator_id")
+def generators():
+    generator = torch.Generator()
+    assert _torch.generator_id(generator) == _torch.generator_id(generator)
+    assert _torch.generator_id(generator) != _torch.generator_id(torch.Generator())
+    assert _torch.generator_id(generator) != _torch.generator_id(torch.default_generator)
+
+
 @pytest.mark.parametrize("name", public_names())
 def test_private_parts_of_pytorch(name):
     CHECKS[name]()

@@ -215,3 +215,40 @@ def test_names_that_jax_has():
     lowered = tr.jit(torch.sin, backend="eager").lower(XS)
     assert str(lowered) == lowered.as_text() and "sin" in str(lowered)
     assert WrapHashably([1]).val == [1]
+
+
+AROUND = {
+    "checkpoint": tr.checkpoint,
+    "saves everything": lambda f: tr.checkpoint(f, policy="none"),
+    "jit": lambda f: tr.jit(f, backend="eager"),
+    "nested": lambda f: tr.checkpoint(tr.jit(f, backend="eager")),
+}
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: x, lambda x: x[1], lambda x: (x.unsqueeze(1), x.sin(), x[1:])]
+)
+@pytest.mark.parametrize("name", AROUND)
+def test_autograd_differentiates_views_that_linearize_returns(f, name):
+    def by_linearize(x):
+        out, linear = tr.linearize(AROUND[name](f), x)
+        return out, linear(torch.sin(x))
+
+    def gradients(of):
+        x = XS.clone().requires_grad_()
+        leaves = torch.utils._pytree.tree_leaves(of(x))
+        return [torch.autograd.grad(t.sum(), x, retain_graph=True) for t in leaves]
+
+    expected = gradients(lambda x: torch.func.jvp(f, (x,), (torch.sin(x),)))
+    torch.testing.assert_close(gradients(by_linearize), expected)
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_an_output_that_is_saved_for_the_backward_pass_is_differentiable(name):
+    f = AROUND[name](torch.sigmoid)
+    aux = lambda x: tr.grad(lambda x: (f(x).sum(), f(x)), has_aux=True)(x)[1].sum()  # noqa: E731
+    value = lambda x: tr.vjp(f, x)[0].sum()  # noqa: E731
+    slope = torch.sigmoid(XS) * (1 - torch.sigmoid(XS))
+    for of in (aux, value):
+        torch.testing.assert_close(by_autograd(of, XS), slope)
+        torch.testing.assert_close(torch.func.grad(of)(XS), slope)

@@ -130,12 +130,14 @@ class Checkpoint(torch.autograd.Function):
 
 def _as_views(program: Program, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Let autograd know which outputs share memory, so that it refuses to have them written to."""
+    # a `detach` in a trace would be one of the traced function, wherever its graph runs
+    constant = () if _torch.innermost_proxy_mode() is not None else program.non_differentiable
     with torch.no_grad():
         return tuple(
             value
             if i not in program.views
             else value.detach()
-            if i in program.non_differentiable
+            if i in constant
             else value.view_as(value)
             for i, value in enumerate(outputs)
         )
@@ -154,12 +156,18 @@ class FunctionalCheckpoint(torch.autograd.Function):
     def forward(
         program: Program, owner: object, returns_residuals: bool, *inputs: Tensor
     ) -> tuple[Any, ...]:
+        count = program.num_outputs
         given = set(map(id, inputs))
         results = tuple(
             r.view_as(r) if id(r) in given else spread(r)  # else no derivative could be saved
             for r in run_program(program, inputs)
         )
-        return results if returns_residuals else results[: program.num_outputs]
+        if not returns_residuals:
+            return results[:count]
+        outputs = set(map(id, results[:count]))
+        # a residual that is an output would mark that output as one without a derivative
+        residuals = (r.view_as(r) if id(r) in outputs else r for r in results[count:])
+        return (*results[:count], *residuals)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -9,6 +9,7 @@ appended may have any length, once two traces with different lengths have append
 """
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +106,10 @@ class SlotEdit:
         write_slot(target, self.key, value)
 
     @property
+    def templates(self) -> Sequence[Template]:
+        return () if self.template is None else (self.template,)
+
+    @property
     def signature(self) -> Any:
         return (self.place.key, self.key, self.template and self.template.signature)
 
@@ -125,6 +130,10 @@ class ItemsEdit:
     may_vary: bool
     """Whether the length may be another, if traces show that it makes no difference."""
     any_length: bool = False
+
+    @property
+    def templates(self) -> Sequence[Template]:
+        return [item for item in self.items if isinstance(item, Template)]
 
     @property
     def appended(self) -> tuple[int | Template, ...] | None:
@@ -152,6 +161,39 @@ class ItemsEdit:
         return (self.place.key, *(i if isinstance(i, int) else i.signature for i in items))
 
 
+@dataclass(frozen=True)
+class Neighbours:
+    """The plain values that an edit of a dict or list leaves as they are, and the keys of a dict.
+
+    The guards of the trace's variables leave out what is edited, so this takes their place.
+    """
+
+    place: Path
+    values: tuple[tuple[Any, Any], ...]
+    keys: tuple[Any, ...] | None
+
+    def hold(self, roots: Roots) -> bool:
+        target = self.place.find(roots)
+        if self.keys is not None and tuple(target) != self.keys:
+            return False
+        if isinstance(target, list | deque):
+            return all(k < len(target) and _is_alike(v, target[k]) for k, v in self.values)
+        slots = read_holder(target, frozenset(k for k, _ in self.values))
+        return all(_is_alike(v, slots.get(k, ABSENT)) for k, v in self.values)
+
+
+def _neighbours_of(holder: Holder, found: Sequence["Edit"]) -> Neighbours | None:
+    if isinstance(holder.target, set) or holder.is_of_module:
+        return None
+    before, edited = holder.before, {e.key for e in found if isinstance(e, SlotEdit)}
+    items = enumerate(before) if holder.is_sequence else before.items()
+    values = tuple((k, v) for k, v in items if k not in edited and type(v) in _PLAIN)
+    keys = tuple(before) if type(before) is dict and holder.is_container else None
+    return Neighbours(holder.place, values, keys) if values or keys is not None else None
+
+
+_PLAIN = (str, int, float, complex, bool, type(None))
+
 Edit = SlotEdit | ItemsEdit
 
 
@@ -160,6 +202,7 @@ class Escapes:
     """The edits that one trace made outside, with the tensors of the trace in them."""
 
     edits: list[Edit] = field(default_factory=list)
+    neighbours: Sequence[Neighbours] = ()
     hooks: Sequence[DeferredHook] = ()
     targets: frozenset[int] = frozenset()
     """The identities of the objects that were edited."""
@@ -176,7 +219,9 @@ class Escapes:
     def hold(self, roots: Roots) -> bool:
         """Whether all that the edits change is as it was before the trace."""
         try:
-            return all(edit.holds(roots) for edit in self.edits)
+            return all(edit.holds(roots) for edit in self.edits) and all(
+                neighbours.hold(roots) for neighbours in self.neighbours
+            )
         except LookupError:
             return False
 
@@ -189,6 +234,9 @@ class Escapes:
     ) -> None:
         """Do to the world what the function does in a call with these tensors."""
         values = CallValues(outputs, inputs, sizes, roots)
+        for edit in self.edits:  # all of them before the first write: one may move what is there
+            for template in edit.templates:
+                values.make(template)
         for edit in self.edits:
             edit.write(values)
         for hook in self.hooks:
@@ -265,10 +313,12 @@ class EscapeWatch:
             maker = self._maker
             edits: list[Edit] = []
             targets, slots, old = set(), set(), set()
+            neighbours = []
             for holder in self._reach.holders:
                 found = _edits_of(holder, maker, self._reach)
                 if found:
                     edits += found
+                    neighbours.append(_neighbours_of(holder, found))
                     targets.add(id(holder.target))
                     for edit in found:
                         if isinstance(edit, SlotEdit):
@@ -277,7 +327,8 @@ class EscapeWatch:
             self._clear_caches()
         self._hooks.forget()
         marks = frozenset(targets), frozenset(slots), frozenset(old)
-        return Escapes(edits, self._hooks.deferred, *marks), maker.tensors
+        guards = [n for n in neighbours if n is not None]
+        return Escapes(edits, guards, self._hooks.deferred, *marks), maker.tensors
 
     def _clear_caches(self) -> None:
         for cache in self._reach.caches:
@@ -342,4 +393,6 @@ def _begins_with(value: tuple[Any, ...], start: tuple[Any, ...]) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
     return a is b or (type(a) is type(b) and same_value(a, b))

@@ -157,6 +157,17 @@ class Holder:
         self.is_sequence = isinstance(self.target, list | deque | set)
         self.before = self.read()
 
+    @property
+    def is_of_module(self) -> bool:
+        """Whether it is the `__dict__` of a module, of which other guards know."""
+        return not isinstance(self.place.root, str) and len(self.place.steps) == 1
+
+    @property
+    def is_container(self) -> bool:
+        """Whether it is a dict in its own right, not the attributes or globals of something."""
+        is_dict = isinstance(self.target, dict) and self.names is None
+        return is_dict and not (self.place.steps and self.place.steps[-1][1] == "__dict__")
+
     def read(self) -> Any:
         return read_holder(self.target, self.names)
 

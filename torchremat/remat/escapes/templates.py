@@ -86,7 +86,10 @@ class TemplateMaker:
             return Template(
                 lambda v: size.symbolic if v.sizes is None else size.at(v.sizes), ("size",)
             )
-        if not holds_traced(value):
+        if id(value) in self._known and isinstance(value, Tensor):  # another in a later call
+            at = self._known[id(value)]
+            return Template(lambda v: at.find(v.roots), ("there", at.key))
+        if not holds_traced(value) and not self._holds_known(value):
             kept = WeakKey(value)
             return Template(lambda v: kept.value, ("same", WrapHashably(value)), is_plain=True)
         if id(value) in self._known and not isinstance(value, tuple):
@@ -105,6 +108,13 @@ class TemplateMaker:
                 (spec, *(t.signature for t in parts)),
             )
         return self._of_object(value)
+
+    def _holds_known(self, value: Any) -> bool:
+        """Whether `value` is a new container of tensors that were there before the trace."""
+        if id(value) in self._known or not isinstance(value, list | tuple | dict):
+            return False
+        leaves = _torch.tree_flatten(value)[0]
+        return any(isinstance(leaf, Tensor) and id(leaf) in self._known for leaf in leaves)
 
     def _of_tensor(self, value: Tensor) -> Template:
         number = self._input_of(value)

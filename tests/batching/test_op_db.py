@@ -22,7 +22,6 @@ svd t tanh transpose tril unfold unsqueeze var where
 # PyTorch's own vmap differs from a loop: in the gradient, or as as_strided looks past one example
 AS_TORCH_FUNC = """
 as_strided as_strided.partial_views as_strided_copy nn.functional.linear_cross_entropy.chunked
-select_scatter
 """
 # a loop draws other numbers; sparse tensors cannot be stacked
 LEFT_OUT = """

@@ -252,3 +252,18 @@ def test_an_output_that_is_saved_for_the_backward_pass_is_differentiable(name):
     for of in (aux, value):
         torch.testing.assert_close(by_autograd(of, XS), slope)
         torch.testing.assert_close(torch.func.grad(of)(XS), slope)
+
+
+@pytest.mark.parametrize("vmap", [tr.vmap, torch.func.vmap])
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_mapped_write_to_a_row_has_its_gradient_once(vmap, index):
+    def f(x):
+        rows = torch.stack([x, x.sin()])
+        rows[index] = x * 2
+        return rows.sum(0)
+
+    weights = torch.stack([XS, XS + 1])
+    for mapped in (vmap(lambda x: tr.linearize(f, x)[0]), vmap(tr.checkpoint(f))):
+        found = by_autograd(lambda x: (mapped(x) * weights).sum(), weights)
+        plain = by_autograd(lambda x: (torch.stack([f(r) for r in x]) * weights).sum(), weights)
+        torch.testing.assert_close(found, plain)

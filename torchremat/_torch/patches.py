@@ -183,7 +183,7 @@ _VIEW_OF_ZEROS = Patch(
 )  # fmt: skip
 _BATCHING_RULES = Patch(
     "torch.ops.*", "FuncTorchBatched",
-    "`replace_batching_rule` serves rules that a user registers, and ours where PyTorch has none.",
+    "`replace_batching_rule` serves rules that a user registers, and ours for want of a right one.",
     "2.11", "process-wide by request: rules hold in all threads until they are deleted. They are "
     "registered by torch.library, and call PyTorch's own kernel where a thread has no rule",
 )  # fmt: skip

@@ -25,6 +25,7 @@ from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
+from torchremat.remat.escapes.read_watch import as_plain_lists
 from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_whole
 from torchremat.remat.program.compilers import Compiler
@@ -250,14 +251,14 @@ class Checkpointed:
         return program
 
     def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
-        with trace_lock:
+        with trace_lock, as_plain_lists():
             return self._find(call) or self._trace(call, args, kwargs)
 
     def trace_usual(self, call: Call, args: Any, kwargs: Any) -> Trace:
         """A trace of its own, in which those outputs have a cotangent that `usual_outputs` says."""
         self.statics.refuse_tensors(args, kwargs)
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
-        with trace_lock:
+        with trace_lock, as_plain_lists():
             return self._trace_with(call, args, kwargs, specs, None, only_usual=True)
 
     def _find(self, call: Call) -> Trace | None:
@@ -324,18 +325,17 @@ class Checkpointed:
     ) -> Trace:
         structure = Structure.of(wrap_statics(args, kwargs, self.statics))
         variables = self._variables()
-        roots = _roots(self.fun, variables)
-        inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
+        start = self._trace_cache.begin(_roots(self.fun, variables))
+        inside = list(dict.fromkeys(m for _, root in start.roots for m in root.modules()))
         state = current_state()
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
         def trace(*, with_gradients: bool) -> FunctionTrace:
             options = _trace_options(self.policy, with_gradients, state[0], only_usual)
-            around, tensors = self.around, call.tensors
             return trace_without_effects(
                 describe_fun(self.fun),
                 lambda: trace_function(
-                    self.fun, structure, specs, dynamic, roots, options, around, tensors
+                    self.fun, structure, specs, dynamic, start, options, self.around, call.tensors
                 ),
                 variables,
                 inside,

@@ -1,5 +1,6 @@
 """Functions that keep tensors beside state that changes with each call, against plain PyTorch."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -196,3 +197,93 @@ def results_of(make, prepare):
 @pytest.mark.parametrize("make", MAKERS)
 def test_state_beside_kept_tensors_is_that_of_each_call(make):
     assert_same(results_of(make, tr.checkpoint), results_of(make, lambda fun: fun))
+
+
+def read_by_iteration(kept):
+    return len([1 for _ in kept])
+
+
+def read_by_an_index(kept):
+    try:
+        return 3 if kept[2] is not None else 2
+    except IndexError:
+        return 1
+
+
+READS = {
+    "a helper": measure,
+    "iteration": read_by_iteration,
+    "an index": read_by_an_index,
+    "a slice": lambda kept: 2 if kept[2:] else 1,
+    "a star": lambda kept: len([*kept]),
+    "a sum of lists": lambda kept: len([1] + kept),  # noqa: RUF005
+    "a comparison": lambda kept: 1 if kept[:0] < [None, None] and kept.__len__() < 3 else 2,
+    "a copy": lambda kept: len(copy.copy(kept)),
+    "a tree": lambda kept: len(torch.utils._pytree.tree_leaves({"kept": kept})),
+    "an assignment": lambda kept: assign_rest(*kept),
+    "itself": lambda kept: kept.extend(kept) or 1,
+    "a shorter list": lambda kept: kept.__delitem__(slice(0, -2)) or 1,
+}
+
+
+def assign_rest(first, *rest):
+    return 1 + len(rest)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_list_that_is_appended_to_and_read_has_its_length_in_each_call(read, with_gradients):
+    def lengths(prepare):
+        kept, found = [], []
+        alias = [kept]
+
+        def fun(x):
+            kept.append(x.sum())
+            return x * read(alias[0])
+
+        run = prepare(fun)
+        with torch.set_grad_enabled(with_gradients):
+            for _ in range(5):
+                found.append((run(torch.ones(3, requires_grad=True)).detach(), len(kept)))
+        assert type(kept) is list
+        return found
+
+    assert_same(lengths(tr.checkpoint), lengths(lambda fun: fun))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_list_that_is_only_appended_to_costs_two_traces(nested):
+    kept, traced = [], []
+
+    def keep(x):
+        for items in [kept]:
+            items.append(x.sum())
+        kept.extend([x.mean()])
+        traced.append(1)
+        return x.sin()
+
+    inner = tr.checkpoint(keep) if nested else keep
+    run = tr.checkpoint(lambda x: inner(x))
+    for length in (0, 3, 1, 7, 2):
+        del kept[length:]
+        kept.extend(torch.ones(length - len(kept)))
+        run(torch.ones(3))
+        assert len(kept) == length + 2
+    assert len(traced) <= (4 if nested else 2)
+
+
+def test_the_type_of_a_list_is_its_own_again_after_an_error():
+    kept = []
+
+    def fun(x):
+        kept.append(x.sum())
+        if len(kept) == 2:
+            raise ValueError("two")
+        return x.sin()
+
+    run = tr.checkpoint(fun)
+    run(torch.ones(3))
+    with pytest.raises(ValueError, match="two"):
+        run(torch.ones(3))
+    assert type(kept) is list
+    assert len(kept) == 1

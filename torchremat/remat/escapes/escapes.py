@@ -5,7 +5,7 @@
 
 A tensor so written has its gradient, since it is an output of the region. A trace serves only calls
 that begin as the traced one did: `self.cache is None`, say. A list to which tensors are only
-appended may have any length, once two traces with different lengths have appended the same.
+appended may have any length, once a second trace has shown that the function does not read it.
 """
 
 import gc
@@ -32,6 +32,7 @@ from torchremat.remat.escapes.reach import (
     write_items,
     write_slot,
 )
+from torchremat.remat.escapes.read_watch import watch_reads
 from torchremat.remat.escapes.templates import (
     CallValues,
     Template,
@@ -127,9 +128,8 @@ class ItemsEdit:
     length: int
     old: frozenset[int]
     """The identities of the items before."""
-    may_vary: bool
-    """Whether the length may be another, if traces show that it makes no difference."""
     any_length: bool = False
+    """Whether the length may be another, since the function did not read the list."""
 
     @property
     def templates(self) -> Sequence[Template]:
@@ -265,17 +265,13 @@ class Escapes:
         read = set(map(id, captured))
         for edit in self.edits:
             if isinstance(edit, ItemsEdit) and read & edit.old:
-                edit.may_vary = False
+                edit.any_length = False
 
-    def learn_lengths(self, other: "Escapes") -> None:
-        """Let lists have any length that this trace and an `other` append the same to."""
-        theirs = {e.place.key: e for e in other.edits if isinstance(e, ItemsEdit)}
-        for edit in self.edits:
-            if isinstance(edit, ItemsEdit) and edit.appended is not None and edit.may_vary:
-                same = theirs.get(edit.place.key)
-                if same is not None and same.may_vary and same.signature == edit.signature:
-                    is_other = same.length != edit.length
-                    edit.any_length = same.any_length = is_other or same.any_length
+    @property
+    def lists_that_grow(self) -> frozenset[Any]:
+        """The keys of the places of lists to which tensors are only appended."""
+        items = (edit for edit in self.edits if isinstance(edit, ItemsEdit))
+        return frozenset(edit.place.key for edit in items if edit.appended is not None)
 
 
 class EscapeWatch:
@@ -286,11 +282,22 @@ class EscapeWatch:
         roots: Roots,
         modules: Sequence[nn.Module],
         input_of: Callable[[Tensor], int | None],
+        growing: frozenset[Any] = frozenset(),
     ) -> None:
         with _torch.without_function_modes():
             self._reach = Reach(roots, modules)
             self._maker = TemplateMaker(input_of, self._reach.known)
         self._hooks = HookCalls(self._maker)
+        holders = self._reach.holders if growing else []
+        self._growing = [h.target for h in holders if h.before and h.place.key in growing]
+        """Lists that had a tensor before: PyTorch reads tensors of a list without its methods."""
+        self._is_unread: Callable[[Any], bool] = lambda _: False
+
+    @contextmanager
+    def around_reads(self) -> Iterator[None]:
+        """A block in which reads of lists that grow are noted."""
+        with watch_reads(self._growing) as self._is_unread:
+            yield
 
     def knows(self, generator: Generator) -> bool:
         """Whether the function could reach `generator` before it ran."""
@@ -315,7 +322,7 @@ class EscapeWatch:
             targets, slots, old = set(), set(), set()
             neighbours = []
             for holder in self._reach.holders:
-                found = _edits_of(holder, maker, self._reach)
+                found = _edits_of(holder, maker, self._is_unread)
                 if found:
                     edits += found
                     neighbours.append(_neighbours_of(holder, found))
@@ -336,11 +343,11 @@ class EscapeWatch:
                 cache.cache_clear()
 
 
-def _edits_of(holder: Holder, maker: TemplateMaker, reach: Reach) -> list[Edit]:
+def _edits_of(holder: Holder, maker: TemplateMaker, is_unread: Callable[[Any], bool]) -> list[Edit]:
     """The edits of `holder`, which are undone, if a tensor of the trace is among what it holds."""
     after = holder.read()
     if holder.is_sequence:
-        return _edit_of_items(holder, after, maker, reach)
+        return _edit_of_items(holder, after, maker, is_unread)
     changed = [k for k in after if after[k] is not holder.before.get(k, ABSENT)]
     if not holder.place.is_in_arguments and not any(holds_traced(after[k]) for k in changed):
         return []
@@ -365,7 +372,10 @@ def _edits_of(holder: Holder, maker: TemplateMaker, reach: Reach) -> list[Edit]:
 
 
 def _edit_of_items(
-    holder: Holder, after: list[Any], maker: TemplateMaker, reach: Reach
+    holder: Holder,
+    after: list[Any],
+    maker: TemplateMaker,
+    is_unread: Callable[[Any], bool],
 ) -> list[Edit]:
     before = holder.before
     if len(after) == len(before) and all(a is b for a, b in zip(after, before, strict=True)):
@@ -383,9 +393,10 @@ def _edit_of_items(
         number = i if at_place else numbers.get(id(item))
         items.append(maker.make(item) if number is None else number)
     write_items(holder.target, before)
-    may_vary = not reach.may_depend_on_length(holder.place)
     old = frozenset(map(id, before))
-    return [ItemsEdit(holder.place, tuple(items), len(before), old, may_vary)]
+    edit = ItemsEdit(holder.place, tuple(items), len(before), old)
+    edit.any_length = edit.appended is not None and is_unread(holder.target)
+    return [edit]
 
 
 def _begins_with(value: tuple[Any, ...], start: tuple[Any, ...]) -> bool:

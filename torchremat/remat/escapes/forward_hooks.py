@@ -26,6 +26,7 @@ from torchremat.remat.escapes.reach import (
     write_items,
     write_slot,
 )
+from torchremat.remat.escapes.read_watch import reads_unnoted
 from torchremat.remat.escapes.templates import (
     CallValues,
     Template,
@@ -123,7 +124,7 @@ class HookCalls:
         module: nn.Module,
         arguments: tuple[Any, ...],
     ) -> Any:
-        with _torch.without_function_modes():
+        with _torch.without_function_modes(), reads_unnoted():
             tensors = [t for t in _torch.tree_flatten(arguments)[0] if isinstance(t, Tensor)]
             versions = [_torch.version_of(t) for t in tensors]
             hooks = list(map(_torch.count_hooks, tensors))
@@ -135,7 +136,7 @@ class HookCalls:
             if not needs_value(error):
                 raise
             asks, result = True, None
-        with _torch.without_function_modes():
+        with _torch.without_function_modes(), reads_unnoted():
             writes = versions != [_torch.version_of(t) for t in tensors]
             writes = writes or hooks != list(map(_torch.count_hooks, tensors))
             changed = [h for h in holders if _is_changed(h)]

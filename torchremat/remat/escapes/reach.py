@@ -230,7 +230,6 @@ _MOST_OBJECTS = 20_000
 _MOST_STEPS = 14
 # Chosen by hand: a function, a helper that it calls, and one that this calls.
 _MOST_CALLS = 3
-_OF_LENGTHS = frozenset(("len", "pop", "popleft", "clear", "remove", "insert", "index", "__len__"))
 _CONTAINERS = (list, dict, set, deque)
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
 _NOT_WALKED = (sys.stdlib_module_names | {"torch", "torchremat"}) - {"__main__"}
@@ -252,7 +251,6 @@ class Reach:
         self.caches: list[Any] = []
         """Functions under `functools.lru_cache`."""
         self.known: dict[int, Path] = {}
-        self._codes: set[CodeType] = set()
         self.modules: list[nn.Module] = []
         self.generators: set[int] = set()
         self._alive: list[Any] = []
@@ -263,13 +261,6 @@ class Reach:
         self._add(roots.arguments, Path("arguments"), 0)
         while self._queue and len(self._alive) < _MOST_OBJECTS:
             self._expand(*self._queue.popleft())
-
-    def may_depend_on_length(self, place: Path) -> bool:
-        """Whether code that names the list at `place` also names what shortens or measures one."""
-        names = [key for kind, key in place.steps if kind == "item" and isinstance(key, str)]
-        name = names[-1] if names else None
-        used = (_names_in(code) for code in self._codes)
-        return any((name is None or name in u) and u & _OF_LENGTHS for u in used)
 
     def _add(
         self, value: Any, place: Path, calls: int, names: frozenset[str] = frozenset()
@@ -374,7 +365,6 @@ class Reach:
         if calls >= _MOST_CALLS or not _may_keep(file):
             return
         names = _names_in(value.__code__)
-        self._codes.add(value.__code__)
         around = place.step("attribute", "__globals__")
         for name, item in self._hold(value.__globals__, around, names).items():
             self._add(item, around.step("item", name), calls + 1, names)

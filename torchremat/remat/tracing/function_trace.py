@@ -38,12 +38,21 @@ class FunctionTrace:
     escapes: Escapes
 
 
+@dataclass(frozen=True, eq=False)
+class TraceStart:
+    """Where a function starts from: modules by name, and lists that may be only appended to."""
+
+    roots: Sequence[tuple[str, nn.Module]]
+    growing: frozenset[Any] = frozenset()
+    """The keys of the places of these lists."""
+
+
 def trace_function(
     fun: Callable[..., Any],
     structure: Structure,
     specs: Sequence[InputSpec],
     dynamic: DynamicInputs | None,
-    roots: Sequence[tuple[str, nn.Module]],
+    start: TraceStart,
     options: TraceOptions,
     around: Callable[..., Any] | None = None,
     values: Sequence[Tensor] = (),
@@ -51,13 +60,12 @@ def trace_function(
     """Trace `fun`, called as `structure` says with tensors of `specs`, or of `dynamic` sizes.
 
     It does not keep `fun` alive. Branches on masks are answered by `values`, the tensors of the
-    call. `roots` are the modules that it starts from, by name. If `around` is given, what runs is
-    `around(fun, *args, **kwargs)`.
+    call. If `around` is given, what runs is `around(fun, *args, **kwargs)`.
     """
     paths = ModulePaths({})
-    for name, module in roots:
+    for name, module in start.roots:
         paths.add_root(module, name)
-    flat = _FlatFunction(_weakly(fun), structure, around, [module for _, module in roots])
+    flat = _FlatFunction(_weakly(fun), structure, around, start)
     around_it = current_tracing()
     outer = None if around_it is None else around_it.evaluate
     value_guards = ValueGuards(values, outer) if dynamic is None else None
@@ -83,12 +91,13 @@ class _FlatFunction:
         get_function: Callable[[], Callable[..., Any]],
         structure: Structure,
         around: Callable[..., Any] | None,
-        roots: Sequence[nn.Module],
+        start: TraceStart,
     ) -> None:
         self._get_function = get_function
         self._structure = structure
         self._around = around or _call
-        inside = dict.fromkeys(module for root in roots for module in root.modules())
+        inside = dict.fromkeys(module for _, root in start.roots for module in root.modules())
+        self._growing = start.growing
         self._modules = [weakref.ref(module) for module in inside]
         self._caches: list[Any] = []
         self.result: Result | None = None
@@ -103,9 +112,13 @@ class _FlatFunction:
         live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None
         with self.escapes.rewind(roots):
             modules = [module for ref in self._modules if (module := ref()) is not None]
-            watch = EscapeWatch(roots, modules, _inputs_by_identity(tensors))
+            watch = EscapeWatch(roots, modules, _inputs_by_identity(tensors), self._growing)
             try:
-                with watch.around_hooks(), _watch_draws(tracing if is_first else None, watch):
+                with (
+                    watch.around_hooks(),
+                    watch.around_reads(),
+                    _watch_draws(tracing if is_first else None, watch),
+                ):
                     value = self._around(function, *args, **kwargs)
                 result = Result(value, lambda: describe_fun(function))
                 value = None

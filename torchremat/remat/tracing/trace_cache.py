@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
@@ -19,6 +19,7 @@ from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Call, Result
+from torchremat.remat.tracing.function_trace import TraceStart
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.dtensors import CotangentPlacements
@@ -172,11 +173,13 @@ class Traces:
         self.fixed |= dict.fromkeys(places, reason)
 
     def add(self, trace: Trace) -> None:
-        for other in self.traces if trace.escapes else ():
-            if other.key == trace.key:
-                trace.escapes.learn_lengths(other.escapes)
         self.traces.insert(0, trace)
         del self.traces[_MOST_TRACES:]
+
+    def begin(self, roots: Sequence[tuple[str, nn.Module]]) -> TraceStart:
+        """Where another trace starts, after what the traces so far were like."""
+        found = (trace.escapes.lists_that_grow for trace in self.traces if trace.escapes)
+        return TraceStart(roots, frozenset[Any]().union(*found))
 
     def find(
         self,

@@ -267,3 +267,26 @@ def test_a_mapped_write_to_a_row_has_its_gradient_once(vmap, index):
         found = by_autograd(lambda x: (mapped(x) * weights).sum(), weights)
         plain = by_autograd(lambda x: (torch.stack([f(r) for r in x]) * weights).sum(), weights)
         torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_view_without_grad_of_a_leaf_has_no_derivative(name):
+    x = XS.clone().requires_grad_()
+    with torch.no_grad():
+        column = AROUND[name](lambda x: x.unsqueeze(1))(x)
+    assert column.grad_fn is None
+    torch.testing.assert_close(column, XS.unsqueeze(1))
+    # the function itself runs without, inside an `autograd.Function`
+    mapped = tr.custom_vmap(AROUND[name](lambda x: x.unsqueeze(1)))
+    mapped.def_vmap(lambda size, _, xs: (xs.unsqueeze(2), True))
+    torch.testing.assert_close(by_autograd(lambda x: (mapped(x) ** 2).sum(), x), 2 * XS)
+
+
+def test_columns_of_a_function_with_a_rule_for_vmap_that_returns_its_argument():
+    same = tr.custom_vmap(lambda x: x)
+    same.def_vmap(lambda size, _, xs: (xs, True))
+    for derive in (tr.jacfwd, tr.jacrev, tr.hessian):
+        oracle = getattr(torch.func, derive.__name__)
+        found = derive(lambda x: (same(x) ** 2).sum())(XS)
+        torch.testing.assert_close(found, oracle(lambda x: (x**2).sum())(XS))
+    torch.testing.assert_close(tr.jacfwd(same)(XS), torch.eye(3, dtype=torch.double))

@@ -208,6 +208,15 @@ class _NoLeaf(torch.autograd.Function):
         return None, cotangent, None
 
 
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether the gradient of a tensor of a trace may reach an input.
+
+    A view that `no_grad` makes of a leaf says as the leaf does that it requires one.
+    """
+    has_node = tensor.grad_fn is not None or not _torch.is_view(tensor)
+    return tensor.requires_grad and has_node
+
+
 def usual_outputs(outputs: Sequence[Any], num_escaped: int = 0) -> tuple[int, ...]:
     """The positions of the outputs that have a cotangent in a training step.
 
@@ -215,7 +224,7 @@ def usual_outputs(outputs: Sequence[Any], num_escaped: int = 0) -> tuple[int, ..
     things beside the loss. Else they are all outputs that can have one, also the last `num_escaped`
     that it leaves elsewhere.
     """
-    given = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
+    given = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and is_differentiated(o)]
     num_returned = len(outputs) - num_escaped
     scalars = [i for i in given if i < num_returned and outputs[i].dim() == 0]
     return tuple(scalars or given)
@@ -230,7 +239,7 @@ def _add_cotangents(
     wanted = usual if options.only_usual else options.wanted_outputs
     cotangents: list[Tensor | None] = []
     for i, output in enumerate(outputs):
-        differentiable = isinstance(output, Tensor) and output.requires_grad
+        differentiable = isinstance(output, Tensor) and is_differentiated(output)
         if not differentiable or (wanted is not None and i not in wanted):
             cotangents.append(None)
             continue

@@ -1,7 +1,7 @@
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,9 +225,7 @@ class _VmapRuleCall(torch.autograd.Function):
 
     @staticmethod
     def forward(call: _FlatCall, *leaves: Any) -> tuple[Any, ...]:
-        """Run the function; make a view of an output that is an input: autograd forbids both."""
-        given = {id(x) for x in leaves if isinstance(x, Tensor)}
-        return tuple(x.view_as(x) if id(x) in given else spread(x) for x in call.run(*leaves))
+        return tuple(map(spread, _as_views(call.run(*leaves), leaves)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -266,7 +264,13 @@ class _VmapRuleCall(torch.autograd.Function):
             x if dim is None else moveaxis(x, dim, 0) for x, dim in zip(leaves, dims, strict=True)
         ]
         outputs, flags = call.run_rule(info.batch_size, tuple(d is not None for d in dims), *moved)
-        return outputs, tuple(0 if flag else None for flag in flags)
+        return _as_views(outputs, moved), tuple(0 if flag else None for flag in flags)
+
+
+def _as_views(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Make a view of each output that is an input: autograd forbids both."""
+    given = {id(x) for x in inputs if isinstance(x, Tensor)}
+    return tuple(x.view_as(x) if id(x) in given else x for x in outputs)
 
 
 def _apply_derivative(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
-from torchremat.autodiff.joint import TraceOptions
+from torchremat.autodiff.joint import TraceOptions, is_differentiated
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentValueError
 from torchremat.graph.nodes import base_of
@@ -342,7 +342,7 @@ class Checkpointed:
             )
 
         made = trace(with_gradients=state[0])
-        if not state[0] and any(t.requires_grad for t in made.result.tensors):
+        if not state[0] and any(map(is_differentiated, made.result.tensors)):
             made = trace(with_gradients=True)  # it enables gradients itself
         unchanged.forget_changed(made.escapes)
         modules = dict.fromkeys([*inside, *made.paths.seen])

@@ -335,6 +335,19 @@ def test_no_grad_and_inference_mode():
         assert_same(step(model), step(plain))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_fast_paths_without_gradients_are_those_of_plain_modules(mode):
+    torch.manual_seed(0)
+    layer, attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.MultiheadAttention
+    plain = nn.ModuleList([layer, attention(8, 2, batch_first=True)]).eval()
+    model = wrap(copy.deepcopy(plain), select="*")
+    x = torch.randn(2, 5, 8)
+    with mode():
+        assert torch.equal(model[0](x), plain[0](x))
+        assert torch.equal(model[1](x, x, x)[0], plain[1](x, x, x)[0])
+    assert torch.equal(model[0](x), plain[0](x))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_dropout_between_recurrent_layers_in_inference_mode(kind):
     plain = kind(4, 8, 3, dropout=0.5)

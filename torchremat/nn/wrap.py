@@ -32,7 +32,8 @@ def wrap(
     pickling and `copy.deepcopy` are as before; a copy is wrapped and independent. (`copy.copy` and
     `nn.DataParallel` share a module's attributes between modules, so what they make would run with
     the parameters of the original: unwrap first.) Wrapping twice replaces the first. Nothing is
-    wrapped if there is an error.
+    wrapped if there is an error. Under `no_grad` and `inference_mode` a module runs as it is,
+    unless `compile` is given.
 
     Args:
         module: what to wrap. A module that the model has in several places is wrapped once.

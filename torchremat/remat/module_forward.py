@@ -25,6 +25,16 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tracing.variables import Binding, variables_of
 
 
+def _is_never_differentiated() -> bool:
+    """Whether gradients are off, and no transformation or trace is around."""
+    return not (
+        torch.is_grad_enabled()
+        or _torch.functorch_is_active()
+        or _torch.in_dual_level()
+        or _torch.innermost_proxy_mode() is not None
+    )
+
+
 class RematForward:
     """The `forward` of a wrapped module: its own forward under `checkpoint`.
 
@@ -92,6 +102,8 @@ class RematForward:
             if self._uncompiled is not None:
                 return self._uncompiled(self, args, kwargs)
             return checkpoint_in_compiler(function, self.policy, *args, **kwargs)
+        if self.compile is None and _is_never_differentiated():
+            return function(*args, **kwargs)  # with PyTorch's fast paths, which give other bits
         run = _running.get(self._key)
         if run is None:
             self._kept.clear()

@@ -290,3 +290,17 @@ def test_columns_of_a_function_with_a_rule_for_vmap_that_returns_its_argument():
         found = derive(lambda x: (same(x) ** 2).sum())(XS)
         torch.testing.assert_close(found, oracle(lambda x: (x**2).sum())(XS))
     torch.testing.assert_close(tr.jacfwd(same)(XS), torch.eye(3, dtype=torch.double))
+
+
+def test_autograd_differentiates_a_mapped_backward_rule_of_a_jit_twice():
+    f = tr.jit(lambda x: x.mean() * x, backend="eager")
+    rule = tr.custom_vjp(f)
+    rule.defvjp(lambda x: (f(x), x), lambda x, ct: tr.vjp(f, x)[1](ct))
+    rows = torch.stack([XS, 2 * XS]).requires_grad_()
+
+    def gradients(out):
+        (first,) = torch.autograd.grad((out**2).sum(), rows, create_graph=True)
+        return first, *torch.autograd.grad((first**2).sum(), rows)
+
+    expected = gradients(torch.func.vmap(lambda x: x.mean() * x)(rows))
+    torch.testing.assert_close(gradients(tr.vmap(rule)(rows)), expected)

@@ -297,7 +297,7 @@ def _apply_vjp_differentiably(
             residuals[i] = draw_now(program.residuals[i], residuals[i])
         for i in program.offloaded:
             residuals[i] = fetch_value(residuals[i], program.residuals[i].meta["val"].device)
-    body, known = inputs[:num_body], inputs[num_body:]
+    body, known = inputs[:num_body], inputs[num_body:][: len(program.known_values)]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
     gradients = scatter_values(found, vjp.wrt, count)
     if program.gradient_slots:

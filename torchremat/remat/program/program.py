@@ -164,7 +164,7 @@ class Program(ABC):
         compiled = compile_backward(
             joint,
             [*saved, *residuals, *cotangents],
-            [*gradients, *[None] * num_known],
+            [*gradients, *[None] * (self.num_inputs - len(self.region.specs))],
             self,
             form=BackwardInputs(roles, draws, copies),
             schedule=self.schedule if joint is self.root_joint else None,

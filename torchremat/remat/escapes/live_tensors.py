@@ -7,6 +7,7 @@ They are an error with the line of the operator that made the tensor.
 
 import functools
 import gc
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ def _find_holder(tensor: Tensor, own: list[Any]) -> Any:
     lead nowhere.
     """
     frames = _frames_around()
-    ignored = {id(own), *map(id, own), id(frames)}
+    ignored = {id(own), *map(id, own)}
     level: list[Any] = [tensor]
     seen: set[int] = set()
     for _ in range(_MOST_LEVELS):
@@ -105,14 +106,16 @@ def _find_holder(tensor: Tensor, own: list[Any]) -> Any:
             if id(value) in ignored or id(value) in seen or value is level:
                 continue
             seen.add(id(value))
+            if isinstance(value, type) and _is_own(value.__module__):
+                continue  # of the trace in progress, say
             if isinstance(value, _CACHED):
                 return value
             word = _root(value)
             if word is not None:
                 return word
-            for frame, names in frames:
-                if any(item is value for item in names.values()):
-                    return f"a variable of {frame.f_code.co_name}, which called the function"
+            for name, variables in frames:
+                if id(value) in variables:
+                    return f"a variable of {name}, which called the function"
             if not isinstance(value, FrameType):
                 above.append(value)
         if not above or len(above) > _MOST_REFERRERS:
@@ -122,14 +125,26 @@ def _find_holder(tensor: Tensor, own: list[Any]) -> Any:
     return None
 
 
-def _frames_around() -> list[tuple[FrameType, dict[str, Any]]]:
+def _frames_around() -> list[tuple[str, set[int]]]:
+    """The user's functions that are running, by name, with the identities of their variables."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(("torchremat.", "torch.")):
-            frames.append((frame, frame.f_locals))
+        if not _is_own(frame.f_globals.get("__name__", "")):
+            frames.append((frame.f_code.co_name, _ids_of_variables(frame)))
         frame = frame.f_back
     return frames
+
+
+def _ids_of_variables(frame: FrameType) -> set[int]:
+    names = frame.f_locals
+    found = set(map(id, names.values()))
+    # Up to Python 3.12 this is a copy that stays with the frame, and keeps what the user deletes.
+    # Three references to it: the frame's, ours and that of the call. With more, it is the user's.
+    is_copy = type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and sys.getrefcount(names) <= 3:
+        names.clear()
+    return found
 
 
 def _root(value: Any) -> str | None:
@@ -144,6 +159,9 @@ def _root(value: Any) -> str | None:
         return "a context variable"
     if isinstance(value, dict) and "__builtins__" in value and "__name__" in value:
         name = str(value["__name__"])
-        own = name.partition(".")[0] in ("torch", "torchremat")
-        return None if own else f"a variable of the module {name}"
+        return None if _is_own(name) else f"a variable of the module {name}"
     return None
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "torchremat")

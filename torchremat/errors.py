@@ -268,8 +268,8 @@ class RetraceWarning(UserWarning):
 class EffectWarning(UserWarning):
     """The traced function did something that a graph does not replay.
 
-    Given by earlier versions only. A tensor that is left in a list, a dict or a module is put there
-    at each call now, and what cannot be replayed is an `EffectError`.
+    Given by earlier versions only. Now a tensor that is left in a list, a dict or a module is put
+    there at each call. What cannot be replayed is an `EffectError`.
 
     Cure: none is needed; the name stays for filters of warnings.
     """

@@ -36,9 +36,6 @@ FlatFunction = Callable[[list[Tensor]], list[Any]]
 class Body(ABC):
     """A function from a list of tensors to a list of outputs, for use inside a trace."""
 
-    num_args: int = 0
-    """The number of inputs that are arguments; parameters are not, which few others read."""
-
     num_escaped = 0
     """How many of the last outputs it does not return but leaves elsewhere, in a list say."""
 

@@ -167,7 +167,7 @@ def _run_body(
     with torch.set_grad_enabled(grad_enabled):
         given = [_writable(tracing, t, spec) for t, spec in zip(leaves, specs, strict=True)]
         layouts = [(tuple(t.shape), t.stride()) for t in given]
-        is_shared = [i < body.num_args or not s.is_leaf for i, s in enumerate(specs)]
+        is_shared = [not s.is_leaf for s in specs]
         recorder.expect({i: t for i, t in enumerate(given) if is_shared[i]})
         outputs = body.run(tracing, given)
     inputs = [*given, *tracing.captured_inputs]

@@ -24,6 +24,8 @@ from torchremat.graph.notes import notes_of
 from torchremat.tracing.tracing import Tracing
 
 _CACHED = type(functools.lru_cache(lambda: None))
+# Objects of these packages serve the trace in progress, and lead nowhere.
+_OF_TRACES = ("torchremat.remat.", "torchremat.tracing.", "torchremat.autodiff.")
 # Chosen by hand: a tuple in a list in an object in a dict has four.
 _MOST_LEVELS = 10
 # Chosen by hand: more objects refer to what is common, and lead nowhere.
@@ -106,8 +108,9 @@ def _find_holder(tensor: Tensor, own: list[Any]) -> Any:
             if id(value) in ignored or id(value) in seen or value is level:
                 continue
             seen.add(id(value))
-            if isinstance(value, type) and _is_own(value.__module__):
-                continue  # of the trace in progress, say
+            kind = value if isinstance(value, type) else type(value)
+            if str(kind.__module__).startswith(_OF_TRACES):
+                continue
             if isinstance(value, _CACHED):
                 return value
             word = _root(value)

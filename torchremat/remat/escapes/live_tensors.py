@@ -75,9 +75,12 @@ class LiveTensors:
         return self._refuse(kept, [live, kept, *held, arguments]) if kept else []
 
     def _refuse(self, kept: Sequence[Tensor], own: list[Any]) -> list[Any]:
+        # A search reads the whole heap, some 50 ms: one for all, and most find nothing.
+        if _find_holder(kept, own) is None:
+            return []
         caches = []
         for tensor in kept:
-            holder = _find_holder(tensor, own)
+            holder = _find_holder([tensor], own)
             if isinstance(holder, _CACHED):
                 caches.append(holder)
             elif holder is not None:
@@ -92,15 +95,16 @@ class LiveTensors:
         return caches
 
 
-def _find_holder(tensor: Tensor, own: list[Any]) -> Any:
-    """The holder of `tensor` that outlives the function, in words, or a cache; `None` for garbage.
+def _find_holder(tensors: Sequence[Tensor], own: list[Any]) -> Any:
+    """A holder of `tensors` that outlives the function, in words, or a cache; `None` for garbage.
 
-    A chain of references leads up from the tensor. Autograd's records and frames of this package
+    Chains of references lead up from the tensors. Autograd's records and frames of this package
     lead nowhere.
     """
     frames = _frames_around()
     ignored = {id(own), *map(id, own)}
-    level: list[Any] = [tensor]
+    level: list[Any] = list(tensors)
+    most = _MOST_REFERRERS * len(level)
     seen: set[int] = set()
     for _ in range(_MOST_LEVELS):
         above: list[Any] = []
@@ -121,7 +125,7 @@ def _find_holder(tensor: Tensor, own: list[Any]) -> Any:
                     return f"a variable of {name}, which called the function"
             if not isinstance(value, FrameType):
                 above.append(value)
-        if not above or len(above) > _MOST_REFERRERS:
+        if not above or len(above) > most:
             return None
         level = above
         ignored.add(id(level))

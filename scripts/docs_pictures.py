@@ -56,7 +56,7 @@ def draw(into: Path) -> list[Path]:
     plan = tr.plan(model, x, budget="50%")
     print(plan)
     drawn = {name: into / name for name in (
-        "plan-page.png", "timeline-plain.svg", "timeline-half.svg", "pareto.svg"
+        "plan-page.png", "step.svg", "timeline-plain.svg", "timeline-half.svg", "pareto.svg"
     )}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "plan.html")
@@ -64,6 +64,12 @@ def draw(into: Path) -> list[Path]:
         photograph(page, drawn["plan-page.png"])
     plain = tr.explain(model, x, policy="none")
     viz.timeline(plain, drawn["timeline-plain.svg"], title="Plain PyTorch")
+    viz.timeline(
+        plan,
+        drawn["step.svg"],
+        title="One training step of four transformer layers",
+        against={"plain PyTorch": plain},
+    )
     viz.timeline(plan, drawn["timeline-half.svg"], title="Planned for half of that peak")
     viz.pareto(
         tr.planning.pareto(model, x, points=12),

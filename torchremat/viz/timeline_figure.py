@@ -1,5 +1,6 @@
 """Timelines as figures: the bytes alive over a step, stacked by what they are."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 from torchremat.core.formatting import human_bytes
@@ -42,6 +43,7 @@ def timeline(
     path: PathLike,
     *,
     title: str | None = None,
+    against: Mapping[str, Drawable | Timeline] | None = None,
     inputs: bool = False,
     cost_model: CostModel | None = None,
 ) -> None:
@@ -52,14 +54,16 @@ def timeline(
         path: the file: `.svg`, `.png` (with matplotlib, the extra `plot`), or `.html`, a page in
             which each step tells what is alive.
         title: the title of the picture.
+        against: other steps of the same model by name, such as the plain one. The outline of each
+            is drawn over the picture, its passes as wide as those of `plan`.
         inputs: whether parameters and inputs, which are always alive, are drawn below.
         cost_model: what the operators cost in seconds, for the page.
 
     Raises:
-        TypeError: if there is nothing to draw in `plan`.
-        PlanError: (a `ValueError`) if it has no timeline: a plan that was loaded, or a report of a
-            function that no one policy decides on.
-        ValueError: if the suffix is another.
+        TypeError: if there is nothing to draw in `plan` or `against`.
+        PlanError: (a `ValueError`) if one of them has no timeline: a plan that was loaded, or a
+            report of a function that no one policy decides on.
+        ValueError: if the suffix is another, or `against` is given for a page.
         ImportError: for `.png` without matplotlib.
         OSError: if the path cannot be written.
 
@@ -71,6 +75,22 @@ def timeline(
     True
     """
     suffix = suffix_of(path, SUFFIXES, "a timeline")
+    picture = _picture_with_timeline(plan, cost_model, title)
+    others = {
+        name: _timeline_of(_picture_with_timeline(other, cost_model, name))
+        for name, other in (against or {}).items()
+    }
+    if suffix == ".html" and picture.values:
+        if others:
+            raise ValueError("a page draws one step: write against= as .svg or .png")
+        write_text(path, page_of(picture, only_timeline=True), "the timeline")
+    else:
+        timeline_figure(picture, inputs=inputs, against=others).write(path, "a timeline")
+
+
+def _picture_with_timeline(
+    plan: Drawable | Timeline, cost_model: CostModel | None, title: str | None
+) -> Picture:
     if isinstance(plan, Timeline):
         picture = Picture(title or "A step", (), (), plan)
     else:
@@ -81,21 +101,31 @@ def timeline(
             "alone, and not of what runs between them. Give a Plan (tr.plan(f, x, budget=...)), or "
             "the report of the whole step before it is run (tr.explain(f, x))"
         )
-    if suffix == ".html" and picture.values:
-        write_text(path, page_of(picture, only_timeline=True), "the timeline")
-    else:
-        timeline_figure(picture, inputs=inputs).write(path, "a timeline")
+    return picture
 
 
-def timeline_figure(picture: Picture, *, inputs: bool = False) -> Figure:
+def timeline_figure(
+    picture: Picture, *, inputs: bool = False, against: Mapping[str, Timeline] | None = None
+) -> Figure:
+    return _TimelineDrawing(picture, _timeline_of(picture), inputs, against or {}).figure()
+
+
+def _timeline_of(picture: Picture) -> Timeline:
     assert picture.timeline is not None
-    return _TimelineDrawing(picture, picture.timeline, inputs).figure()
+    return picture.timeline
 
 
 class _TimelineDrawing:
-    def __init__(self, picture: Picture, timeline: Timeline, inputs: bool) -> None:
+    def __init__(
+        self,
+        picture: Picture,
+        timeline: Timeline,
+        inputs: bool,
+        against: Mapping[str, Timeline],
+    ) -> None:
         self.picture = picture
         self.timeline = timeline
+        self.against = against
         self.floor = 0
         self.bands: list[tuple[str, int]] = []
         if inputs or picture.resident_counts:
@@ -104,13 +134,21 @@ class _TimelineDrawing:
         self.peak = timeline.peak + self.floor
         above = 0 if picture.resident_counts else self.floor
         self.marked = [(name, nbytes + above) for name, nbytes in picture.levels]
-        near = [nbytes for _, nbytes in self.marked if nbytes <= 1.35 * self.peak]
-        self.y = TickAxis(0, max([self.peak, *near]) * 1.06 or 1, HEIGHT - BOTTOM, TOP)
+        highest = max(self.peak, *(self.floor + other.peak for other in against.values()), 0)
+        near = [nbytes for _, nbytes in self.marked if nbytes <= 1.35 * highest]
+        self.y = TickAxis(0, max([highest, *near]) * 1.06 or 1, HEIGHT - BOTTOM, TOP)
         self.x = TickAxis(0, len(timeline), LEFT, WIDTH - RIGHT)
         self.columns = _columns(timeline.live, int(self.x.end - self.x.start))
 
     def figure(self) -> Figure:
-        shapes = [*self.axes(), *self.areas(), *self.levels(), *self.peak_label(), *self.legend()]
+        shapes = [
+            *self.axes(),
+            *self.areas(),
+            *self.outlines(),
+            *self.levels(),
+            *self.peak_label(),
+            *self.legend(),
+        ]
         return Figure(WIDTH, HEIGHT, self.picture.title, tuple(shapes))
 
     def axes(self) -> list[Shape]:
@@ -119,7 +157,7 @@ class _TimelineDrawing:
             y = self.y(nbytes)
             shapes.append(Line([(LEFT, y), (WIDTH - RIGHT, y)], LINE))
             shapes.append(Text(LEFT - 8, y + 4, human_bytes(nbytes), 11, "end", QUIET))
-        num_forward = sum(point.phase == "forward" for point in self.timeline)
+        num_forward = _num_forward(self.timeline)
         bottom = HEIGHT - 16
         shapes.append(Text(LEFT, bottom, "forward →", 12, colour=QUIET))
         if num_forward < len(self.timeline):
@@ -159,6 +197,28 @@ class _TimelineDrawing:
                 found += [(self.x(first), y), (self.x(last), y)]
         return found
 
+    def outlines(self) -> list[Shape]:
+        return [
+            Line(self._outline(other), INK, 1.3, dashed=number > 0)
+            for number, other in enumerate(self.against.values())
+        ]
+
+    def _outline(self, other: Timeline) -> list[tuple[float, float]]:
+        """The bytes of another step, its passes stretched to the width of ours."""
+        num_forward = _num_forward(other)
+        border, end = self.x(_num_forward(self.timeline)), self.x(len(self.timeline))
+
+        def place(step: int) -> float:
+            if step <= num_forward:
+                return LEFT + (border - LEFT) * step / max(num_forward, 1)
+            return border + (end - border) * (step - num_forward) / (len(other) - num_forward)
+
+        points: list[tuple[float, float]] = []
+        for first, last, step in _columns(other.live, int(end - LEFT)):
+            y = self.y(other.live[step] + self.floor)
+            points += [(place(first), y), (place(last), y)]
+        return points
+
     def levels(self) -> list[Shape]:
         shapes: list[Shape] = []
         above = []
@@ -194,10 +254,14 @@ class _TimelineDrawing:
         width = max(7.5 * len(head), *(6.1 * len(line) for line in alive)) + 14
         left = x + 14 if x + 14 + width < WIDTH - RIGHT else x - 14 - width
         top = max(y - 8, TOP)
+        if self.against:  # beside the mark it would hide most of the lower step
+            left, top = WIDTH - RIGHT - width, TOP + 12
         corners = [(left, top), (left + width, top), (left + width, top + 24 + 15 * len(alive)),
                    (left, top + 24 + 15 * len(alive))]  # fmt: skip
         shapes: list[Shape] = [Area(corners, "note"), Text(left + 7, top + 16, head, 12, bold=True)]
         shapes += [Text(left + 7, top + 32 + 15 * i, t, 11) for i, t in enumerate(alive)]
+        if self.against:
+            shapes.append(Line([(x, y), (left, top + 12)], ACCENT))
         return [*shapes, Mark(x, y, ACCENT)]
 
     def _name(self, name: str) -> str:
@@ -218,7 +282,15 @@ class _TimelineDrawing:
             corners = [(x, 40.0), (x + 20, 40.0), (x + 20, 52.0), (x, 52.0)]
             shapes += [Area(corners, kind), Text(x + 26, 51, text, 12, colour=QUIET)]
             x += 46 + 6.6 * len(text)
+        for number, name in enumerate(self.against):
+            shapes += [Line([(x, 46.0), (x + 20, 46.0)], INK, 1.3, dashed=number > 0)]
+            shapes += [Text(x + 26, 51, name, 12, colour=QUIET)]
+            x += 46 + 6.6 * len(name)
         return shapes
+
+
+def _num_forward(timeline: Timeline) -> int:
+    return sum(point.phase == "forward" for point in timeline)
 
 
 def _columns(live: tuple[int, ...], most: int) -> list[tuple[int, int, int]]:

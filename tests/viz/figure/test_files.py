@@ -107,6 +107,23 @@ def test_a_timeline_with_inputs_stands_on_them(plan, tmp_path, inputs):
     assert ("parameters" in (tmp_path / "step.svg").read_text()) is inputs
 
 
+def test_other_steps_are_outlined_at_the_scale_of_the_highest(plan, tmp_path):
+    plain = mlp_plan(budget="100%")
+    assert plain.timeline().peak > plan.timeline().peak
+    others = {"<plain>": plain, "twice": plan}
+    viz.timeline(plan, tmp_path / "step.svg", against=others)
+    root = ElementTree.parse(tmp_path / "step.svg").getroot()
+    lines = [e for e in root.iter("{http://www.w3.org/2000/svg}polyline")
+             if e.get("stroke-width") == "1.3" and len(e.get("points").split()) > 2]  # fmt: skip
+    heights = [[float(p.split(",")[1]) for p in line.get("points").split()] for line in lines]
+    bottom = 420  # HEIGHT - BOTTOM
+    ratio = (bottom - min(heights[0])) / (bottom - min(heights[1]))
+    assert ratio == pytest.approx(plain.timeline().peak / plan.timeline().peak, rel=1e-3)
+    assert "<plain>" in [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    with pytest.raises(ValueError, match="a page draws one step"):
+        viz.timeline(plan, tmp_path / "step.html", against=others)
+
+
 def test_a_timeline_by_itself_is_drawn(tmp_path):
     points = (Point("sin", "forward", 8, 8), Point("mul", "backward", 20, 12))
     lifetimes = (

@@ -142,3 +142,37 @@ def test_flags_of_another_structure_than_the_outputs_are_refused():
 
     with pytest.raises(RuleError, match=r"output batching specification .* rule \(rule\) do not"):
         tr.vmap(pair)(X)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda n, b, x: ((x, x), True),
+        lambda n, b, x: ({"a": x}, True),
+        lambda n, b, x: ([x, {"a": x, "b": x}], True),
+        lambda n, b, x: ((x, {"b": x, "a": x, "c": x}), True),
+    ],
+)
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: tr.grad(lambda x: f(x)[0].sum())])
+def test_a_rule_of_another_structure_than_the_function_is_refused(rule, around):
+    """The words are those of jax.custom_batching."""
+    fun = tr.custom_vmap(lambda x: (x, {"a": x.sin(), "b": 1.5}))
+    fun.def_vmap(rule)
+    for _ in range(2):
+        with pytest.raises(RuleError, match="does not match that of original custom-vmapped func"):
+            tr.vmap(around(fun))(X)
+
+
+def test_a_function_that_cannot_be_traced_may_have_any_rule():
+    fun = tr.custom_vmap(lambda x: torch.from_numpy(x.numpy() * 2))
+    fun.def_vmap(lambda n, b, x: ((x, x), True))
+    assert torch.equal(tr.vmap(fun)(X)[1], X)
+
+
+def test_the_function_leaves_nothing_where_its_structure_is_asked_for():
+    left = []
+    fun = tr.custom_vmap(lambda x: (left.append(x), x)[1])
+    fun.def_vmap(lambda n, b, x: (2 * x, True))
+    assert torch.equal(tr.vmap(fun)(X), 2 * X)
+    assert torch.equal(tr.vmap(fun)(X), 2 * X)
+    assert not left

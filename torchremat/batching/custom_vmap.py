@@ -1,5 +1,6 @@
 import functools
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,17 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.api_util import flatten_axes
+from torchremat.api_util import StaticArguments, flatten_axes
 from torchremat.batching.axis_positions import broadcast, moveaxis
 from torchremat.core.source import name_of
 from torchremat.core.trees import scatter_values
 from torchremat.errors import ArgumentTypeError, MissingRuleError, RuleError
 from torchremat.graph.aliasing import spread
+from torchremat.policies.builtin import plain_autograd
+from torchremat.remat.checkpointed import Checkpointed
+from torchremat.remat.tracing.calls import flatten_call
+
+_log = logging.getLogger("torchremat")
 
 VmapRule = Callable[..., tuple[Any, Any]]
 
@@ -31,7 +37,8 @@ class custom_vmap:  # noqa: N801 (a decorator)
     Raises:
         MissingRuleError: (an `AttributeError`) at the call, if there is no rule.
         RuleError: (a `ValueError`) at the call under `vmap`, if the rule gives no such pair, or
-            an output without the axis that it says there is.
+            an output without the axis that it says there is. Also if it gives another tree than
+            the function, which is traced once to know; what cannot be traced may have any rule.
 
     After `jax.custom_batching.custom_vmap`.
 
@@ -52,6 +59,11 @@ class custom_vmap:  # noqa: N801 (a decorator)
         functools.update_wrapper(self, fun)
         self.fun = fun
         self.rule: VmapRule | None = None
+        self._structures: _Structures | None = _Structures(fun)
+
+    def _find_structure(self, args: Sequence[Any]) -> _torch.TreeSpec | None:
+        """The tree that the function returns for the example `args`; `None` if it is not known."""
+        return None if self._structures is None else self._structures.find(tuple(args))
 
     def def_vmap(self, rule: VmapRule) -> VmapRule:
         """Give the rule; may be used as a decorator."""
@@ -95,6 +107,7 @@ def sequential_vmap(fun: Callable[..., Any]) -> custom_vmap:
     tensor([2., 2.])
     """
     mapped = custom_vmap(fun)
+    mapped._structures = None  # the rule returns what `fun` does
 
     def rule(axis_size: int, in_batched: list[Any], *args: Any) -> tuple[Any, Any]:
         leaves, spec = _torch.tree_flatten(list(args))
@@ -110,6 +123,28 @@ def sequential_vmap(fun: Callable[..., Any]) -> custom_vmap:
 
     mapped.def_vmap(rule)
     return mapped
+
+
+class _Structures:
+    """The trees that a function returns, as its traces tell."""
+
+    def __init__(self, fun: Callable[..., Any]) -> None:
+        statics = StaticArguments(fun, (), (), lenient=True)
+        self._traced = Checkpointed(fun, plain_autograd, True, statics, lenient=True)
+        self._unknown: set[Any] = set()
+
+    def find(self, args: tuple[Any, ...]) -> _torch.TreeSpec | None:
+        traced = self._traced
+        call = flatten_call(args, {}, traced.statics, lenient=True)
+        if call.key in self._unknown:
+            return None
+        with _torch.dispatch_restored():
+            try:
+                return traced.trace_of(call, args, {}).result.spec
+            except Exception as error:  # it needs values, or calls another library
+                _log.debug("the outputs of %s are unknown: %s", name_of(traced.fun), error)
+        self._unknown.add(call.key)
+        return None
 
 
 def _is_inexact(x: Any) -> bool:
@@ -160,9 +195,21 @@ class _UserCall(_FlatCall):
                 "structure of output value and output batching specification returned by custom "
                 f"vmap rule ({getattr(self.rule, '__name__', self.rule)}) do not match. {error}"
             ) from error
+        self._check_structure(batched, leaves)
         for output, flag in zip(outputs, flags, strict=True):
             self._check(output, flag, axis_size)
         return tuple(outputs), tuple(flags)
+
+    def _check_structure(self, batched: tuple[bool, ...], leaves: tuple[Any, ...]) -> None:
+        example = [_first_example(x) if b else x for x, b in zip(leaves, batched, strict=True)]
+        expected = self.of._find_structure(_torch.tree_unflatten(example, self.spec))
+        if expected is not None and expected != self.out_spec:
+            raise RuleError(
+                "structure of output returned by custom vmap rule "
+                f"({getattr(self.rule, '__name__', self.rule)}) does not match that of original "
+                f"custom-vmapped function, {name_of(self.of.fun)}. Original output: {expected}. "
+                f"Rule output: {self.out_spec}"
+            )
 
     def _check(self, output: Any, flag: Any, axis_size: int) -> None:
         shape = tuple(output.shape) if isinstance(output, Tensor) else ()
@@ -171,6 +218,10 @@ class _UserCall(_FlatCall):
                 f"the batching rule of {name_of(self.of.fun)} says that an output is batched, but "
                 f"it has no axis of size {axis_size} in front: its shape is {shape}"
             )
+
+
+def _first_example(x: Tensor) -> Tensor:
+    return x.select(0, 0) if x.shape[0] else x.new_empty(x.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Result:
     """
 
     def __init__(self, value: Any, describe: Callable[[], str]) -> None:
-        leaves, self._spec = _torch.tree_flatten(value)
+        leaves, self.spec = _torch.tree_flatten(value)
         self.tensors: list[Tensor] = []
         self._leaves: list[Any] = []
         self._shardings: dict[int, Sharding] = {}
@@ -182,4 +182,4 @@ class Result:
                 leaves.append(leaf.symbolic if sizes is None else leaf.at(sizes))
             else:
                 leaves.append(tensors[leaf])
-        return _torch.tree_unflatten(leaves, self._spec)
+        return _torch.tree_unflatten(leaves, self.spec)

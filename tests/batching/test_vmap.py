@@ -326,7 +326,11 @@ BAD = {
     "keywords": (
         lambda: tr.vmap(lambda x, y: x)(X, y=X[:2]),
         AxisError, "axis 0 of kwargs['y'] of type f32[2,3]"),
-    "axis_size": (lambda: tr.vmap(lambda x: x, axis_size=4)(X), AxisError, "given as 4"),
+    "axis_size": (
+        lambda: tr.vmap(lambda x: x, axis_size=4)(X), AxisError,
+        "vmap got inconsistent sizes for array axes to be mapped:\n"
+        "  * the `axis_size` argument was 4;\n"
+        "  * one axis had size 5: axis 0 of argument x of type f32[5,3]"),
     "rank": (
         lambda: tr.vmap(lambda x: x, 2)(X), AxisError,
         "vmap was requested to map its argument along axis 2, which implies that its rank should "
@@ -336,11 +340,11 @@ BAD = {
     "string": (lambda: tr.vmap(lambda x, y: x)(X, "s"), AxisTypeError, "argument y of type str"),
     "nothing mapped": (
         lambda: tr.vmap(lambda x: x, None)(X), AxisError,
-        "vmap must have at least one non-None value in in_axes"),
+        "vmap must have at least one non-None value in in_axes or axis_size must be specified"),
     "no argument": (
         lambda: tr.vmap(lambda: 1)(), AxisError,
-        "vmap wrapped function must be passed at least one argument containing an array, got "
-        "empty *args=() and **kwargs={}"),
+        "vmap wrapped function must be passed at least one argument containing an array or "
+        "axis_size must be specified, got empty *args=() and **kwargs={}"),
     "in_axes": (
         lambda: tr.vmap(lambda x: x, "0"), AxisTypeError,
         "vmap in_axes must be an int, None, or a tuple of entries corresponding to the positional "
@@ -369,6 +373,13 @@ BAD = {
     "out axis": (
         lambda: tr.vmap(lambda x: x, 0, 2)(X), AxisError,
         "axis 2 is out of bounds for array of dimension 2"),
+    "out axis of one of several": (
+        lambda: tr.vmap(lambda x: {"a": x, "b": [x, x]}, 0, {"a": 1, "b": [0, 5]})(X), AxisError,
+        "at vmap out_axes['b'][1], got axis spec 5: axis 5 is out of bounds for array of "
+        "dimension 2"),
+    "mapped output of several": (
+        lambda: tr.vmap(lambda x: (1.0, x), 0, (None, None))(X), AxisError,
+        "at vmap out_axes[1], got axis spec None: vmap has mapped output but out_axes is None"),
     "output": (lambda: tr.vmap(lambda x: "s")(X), AxisTypeError, "returns 's' (str)"),
     "function": (lambda: tr.vmap(3), TypeError, "vmap takes a function or an nn.Module"),
     "randomness": (

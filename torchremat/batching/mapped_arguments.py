@@ -2,7 +2,8 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,18 +123,18 @@ class MappedLeaves:
         return shape[axis]
 
     def _refuse_no_size(self) -> None:
+        or_size = " or axis_size must be specified" if self.caller == "vmap" else ""
         if not self.leaves:
             args, kwargs = _torch.tree_unflatten(self.leaves, self.spec)
             raise AxisError(
                 f"{self.caller} wrapped function must be passed at least one argument containing "
-                f"an array, got empty *args={args} and **kwargs={kwargs}"
+                f"an array{or_size}, got empty *args={args} and **kwargs={kwargs}"
             )
-        or_size = " or axis_size must be specified" if self.caller == "vmap" else ""
         raise AxisError(f"{self.caller} must have at least one non-None value in in_axes{or_size}")
 
     def _refuse_sizes(self, sizes: Sequence[int | None], axis_size: Any) -> None:
         names = self._names()
-        lines = []
+        lines = [] if axis_size is None else [f"  * the `axis_size` argument was {axis_size}"]
         for i, (size, count) in enumerate(Counter(s for s in sizes if s is not None).most_common()):
             first = sizes.index(size)
             example = f"axis {self.axes[first]} of {names[first]}"
@@ -142,8 +143,6 @@ class MappedLeaves:
             else:
                 most = "most" if i == 0 else "some"
                 lines.append(f"  * {most} axes ({count} of them) had size {size}, e.g. {example}")
-        if axis_size is not None:
-            lines.append(f"  * axis_size was given as {axis_size}")
         raise AxisError(
             f"{self.caller} got inconsistent sizes for array axes to be mapped:\n"
             + ";\n".join(lines)
@@ -159,6 +158,18 @@ class MappedLeaves:
         paths = _torch.tree_flatten_with_path(tree, is_leaf=is_vmappable)[0]
         parameters = _parameters_of(self.fun, *tree)
         return [f"{_argument_at(p, parameters)} of type {_kind_of(leaf)}" for p, leaf in paths]
+
+
+@contextmanager
+def name_output(spec: _torch.TreeSpec, index: int, axes: Sequence[Any]) -> Iterator[None]:
+    """Let an error of the block, which gives output `index` of `spec` its axis, say which it is."""
+    try:
+        yield
+    except AxisError as error:
+        paths = _torch.tree_flatten_with_path(_torch.tree_unflatten([0] * len(axes), spec))[0]
+        place = _torch.keystr(paths[index][0])
+        spec_given = f"at vmap out_axes{place}, got axis spec {axes[index]}"
+        raise AxisError(f"{spec_given}: {error}") from None
 
 
 def _size_of_container(leaf: Any, axis: Any) -> int | None:

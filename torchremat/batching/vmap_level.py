@@ -11,7 +11,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import flatten_axes
 from torchremat.batching.axis_positions import matchaxis
-from torchremat.batching.mapped_arguments import MappedLeaves
+from torchremat.batching.mapped_arguments import MappedLeaves, name_output
 from torchremat.batching.sharding import spread_examples
 from torchremat.batching.vmap_piles import has_piles, needs_piles, run_on_piles
 from torchremat.batching.vmappable import is_vmappable, vmappable_of
@@ -159,13 +159,14 @@ class _Level:
     def unflatten_outputs(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Any:
         left = iter(zip(tensors, dims, strict=True))
         placed: list[Any] = []
-        for leaf, axis in zip(self.out_leaves, self.out_axes, strict=True):
-            if isinstance(leaf, _Container):
-                placed.append(leaf.value)
-            elif isinstance(leaf, Tensor):
-                placed.append(self._place_axis(*next(left), axis))
-            else:
-                placed.append(self._repeat(leaf, axis))
+        for i, (leaf, axis) in enumerate(zip(self.out_leaves, self.out_axes, strict=True)):
+            with name_output(self.out_spec, i, self.out_axes):
+                if isinstance(leaf, _Container):
+                    placed.append(leaf.value)
+                elif isinstance(leaf, Tensor):
+                    placed.append(self._place_axis(*next(left), axis))
+                else:
+                    placed.append(self._repeat(leaf, axis))
         return _torch.tree_unflatten(placed, self.out_spec)
 
     def _place_axis(self, value: Tensor, dim: int | None, axis: Any) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import WrapHashably, flatten_axes
 from torchremat.batching.axis_positions import matchaxis
-from torchremat.batching.mapped_arguments import MappedLeaves
+from torchremat.batching.mapped_arguments import MappedLeaves, name_output
 from torchremat.batching.ragged.pile import ConcatAxis, Pile
 from torchremat.batching.ragged.run import Dense, Ragged, as_pile, run_ragged
 from torchremat.batching.vmappable import is_vmappable
@@ -59,10 +59,10 @@ def run_on_piles(
     assert isinstance(number, Dense)
     structure = structures[number.tensor]
     axes = flatten_axes("vmap out_axes", structure.spec, out_axes)
-    outputs = [
-        _place_axis(output, axis, size, axis_name, sum_match)
-        for output, axis in zip(structure.fill_leaves(tensors), axes, strict=True)
-    ]
+    outputs = []
+    for i, (output, axis) in enumerate(zip(structure.fill_leaves(tensors), axes, strict=True)):
+        with name_output(structure.spec, i, axes):
+            outputs.append(_place_axis(output, axis, size, axis_name, sum_match))
     return _torch.tree_unflatten(outputs, structure.spec)
 
 

@@ -448,6 +448,25 @@ def test_nondiff_arguments_come_first(kind):
     assert grad(lambda x: app(lambda v: v, x, scale=5.0))(X) == 3
 
 
+def test_arguments_are_named_that_are_not_differentiated(kind):
+    """As `nondiff_argnames` of JAX: rules take them first, in the order of the signature."""
+
+    def power(x, n, scale):
+        return scale * x**n
+
+    if kind == "jvp":
+        fun = custom_jvp(power, nondiff_argnums=2, nondiff_argnames="n")
+        fun.defjvp(lambda n, s, p, t: (s * p[0] ** n, 3 * s * n * p[0] ** (n - 1) * t[0]))
+    else:
+        fun = custom_vjp(power, nondiff_argnums=(2,), nondiff_argnames=["n", "scale"])
+        fun.defvjp(
+            lambda x, n, s: (s * x**n, x), lambda n, s, x, ct: (3 * s * n * x ** (n - 1) * ct,)
+        )
+    assert fun(X, 3, scale=2.0) == 2 * X**3
+    torch.testing.assert_close(grad(fun)(X, 3, 2.0), 18 * X**2)
+    torch.testing.assert_close(grad(lambda x: fun(x, scale=2.0, n=3))(X), 18 * X**2)
+
+
 def test_a_zero_cotangent(kind):
     seen = []
     f = custom_vjp(lambda x: (x, x))
@@ -626,6 +645,12 @@ ERRORS = [
     ),
     (jvp_with(lambda p, t: (p[0].sum(), t[0].sum().float())), TypeError, r"but got f32\[\]"),
     (lambda: custom_vjp(torch.sin, nondiff_argnums="x"), TypeError, "nondiff_argnums must be"),
+    (
+        lambda: custom_jvp(lambda x, y, *, z: x, nondiff_argnames=("y", "z")),
+        ValueError,
+        r"nondiff_argnames contains \['z'\], but <lambda> has the positional parameters \['x', 'y'",
+    ),
+    (lambda: custom_vjp(torch.sin, nondiff_argnames=1), TypeError, "nondiff_argnames must be a"),
 ]
 
 

@@ -1,7 +1,7 @@
 """Shared by `custom_jvp` and `custom_vjp`: the decorated function, and one call of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -23,12 +23,17 @@ from torchremat.derivatives.rules import FlatRule, Tensors
 class CustomFunction(ABC):
     """A function with rules of its own; in a class it is a method."""
 
-    def __init__(self, fun: Callable[..., Any], nondiff_argnums: int | Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Iterable[str] = (),
+    ) -> None:
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             if hasattr(fun, name):
                 setattr(self, name, getattr(fun, name))
         self.__wrapped__ = self.fun = fun
-        self._signature = Signature(fun, nondiff_argnums)
+        self._signature = Signature(fun, nondiff_argnums, nondiff_argnames)
         self.nondiff_argnums = self._signature.nondiff_argnums
 
     def __repr__(self) -> str:

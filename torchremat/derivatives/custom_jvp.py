@@ -1,6 +1,6 @@
 """`custom_jvp`: a function with a rule of its own for forward mode, and so for reverse mode."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,10 @@ class custom_jvp(CustomFunction):  # noqa: N801 (JAX's name, used as a decorator
             arguments; keywords and defaults are resolved by its signature.
         nondiff_argnums: positions of arguments that are any Python values (functions, say), which
             the rule takes first.
+        nondiff_argnames: names of more such arguments.
 
     Raises:
+        ValueError: if `nondiff_argnames` names no parameter that can be given by position.
         AttributeError: if it is called before a rule is defined.
         TypeError: by a call, if the rule gives no pair, or trees or tensors that do not match.
         ClosureError: (a `RuntimeError`) if a tensor that `fun` closes over has a gradient.
@@ -62,8 +64,13 @@ class custom_jvp(CustomFunction):  # noqa: N801 (JAX's name, used as a decorator
     tensor(1.)
     """
 
-    def __init__(self, fun: Callable[..., Any], nondiff_argnums: int | Sequence[int] = ()) -> None:
-        super().__init__(fun, nondiff_argnums)
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Iterable[str] = (),
+    ) -> None:
+        super().__init__(fun, nondiff_argnums, nondiff_argnames)
         self._jvp: Callable[..., Any] | None = None
         self._symbolic_zeros = False
 

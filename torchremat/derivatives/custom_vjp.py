@@ -1,6 +1,6 @@
 """`custom_vjp`: a function with a rule of its own for reverse mode."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,15 @@ class custom_vjp(CustomFunction):  # noqa: N801 (JAX's name, used as a decorator
             arguments; keywords and defaults are resolved by its signature.
         nondiff_argnums: positions of arguments that are any Python values (functions, say). `fwd`
             takes them in their places, `bwd` first.
+        nondiff_argnames: names of more such arguments.
 
     Raises:
+        ValueError: if `nondiff_argnames` names no parameter that can be given by position.
         AttributeError: if it is called before `defvjp`.
         TypeError: by a call, if a rule gives no result of the right structure, or in forward
             mode.
-        ValueError: by a call, if a rule gives tensors of the wrong shape or dtype.
+        RuleValueError: (a `ValueError`) by a call, if a rule gives tensors of the wrong shape or
+            dtype.
         ClosureError: (a `RuntimeError`) if a tensor that `fun` closes over has a gradient.
 
     After `jax.custom_vjp`.
@@ -72,8 +75,13 @@ class custom_vjp(CustomFunction):  # noqa: N801 (JAX's name, used as a decorator
     tensor([2., 3.])
     """
 
-    def __init__(self, fun: Callable[..., Any], nondiff_argnums: int | Sequence[int] = ()) -> None:
-        super().__init__(fun, nondiff_argnums)
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Iterable[str] = (),
+    ) -> None:
+        super().__init__(fun, nondiff_argnums, nondiff_argnames)
         self._rules: _Rules | None = None
 
     def defvjp(

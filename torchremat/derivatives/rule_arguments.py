@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.api_util import as_argnums
+from torchremat.api_util import as_argnames, as_argnums
 from torchremat.core.avals import Aval
 from torchremat.core.trees import HOLE, Structure, tuple_of
-from torchremat.errors import RuleTypeError
+from torchremat.errors import ArgumentValueError, RuleTypeError
 
 
 def name_of(fun: Callable[..., Any]) -> str:
@@ -23,9 +23,10 @@ def name_of(fun: Callable[..., Any]) -> str:
 class Signature:
     """The parameters of a function with rules, and which arguments are not differentiated."""
 
-    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Any) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], nondiff_argnums: Any, nondiff_argnames: Any
+    ) -> None:
         self.name = name_of(fun)
-        self.nondiff_argnums = as_argnums(nondiff_argnums, "nondiff_argnums")
         self._signature: inspect.Signature | None
         try:
             self._signature = inspect.signature(fun)
@@ -33,11 +34,23 @@ class Signature:
             self._signature = None
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = self._signature.parameters.values() if self._signature else ()
-        self._num_positional = sum(p.kind in kinds for p in parameters)
+        self._positional = [p.name for p in parameters if p.kind in kinds]
+        by_number = as_argnums(nondiff_argnums, "nondiff_argnums")
+        by_name = self._find(as_argnames(nondiff_argnames, "nondiff_argnames"))
+        self.nondiff_argnums = (*by_number, *by_name)
+
+    def _find(self, names: Sequence[str]) -> list[int]:
+        unknown = sorted(set(names).difference(self._positional))
+        if unknown:
+            raise ArgumentValueError(
+                f"nondiff_argnames contains {unknown}, but {self.name} has the positional "
+                f"parameters {self._positional}: name some of these"
+            )
+        return [self._positional.index(name) for name in names]
 
     def resolve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "RuleArguments":
         """Bind all arguments by position, with defaults: rules take none by keyword."""
-        if self._signature is not None and (kwargs or len(args) < self._num_positional):
+        if self._signature is not None and (kwargs or len(args) < len(self._positional)):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args, kwargs = bound.args, bound.kwargs

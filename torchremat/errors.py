@@ -12,14 +12,14 @@ __all__ = [
     "BudgetError", "BudgetSpellingError", "BudgetTypeError", "ClosureError", "CollectiveError",
     "CollectiveTypeError", "CompilerWarning", "ConcretizationError", "DerivativeShapeError",
     "DerivativeTypeError", "DeviceError", "DonationError", "DonationWarning", "EffectError",
-    "EffectWarning", "ForwardModeError", "GraphError", "LoopWarning", "MissingRuleError",
-    "NoMatchError", "NoStepError", "NotAvailableError", "OffloadWarning", "OptionError",
-    "OverrideWarning", "PermutationError", "PlanError", "PolicyError", "PolicyFailedError",
-    "PolicyValueError", "ProcessError", "PyTorchVersionError", "PyTorchVersionWarning",
-    "RaggedError", "RaggedTypeError", "RecomputationError", "RegistrationError",
-    "RegistrationTypeError", "RetraceError", "RetraceWarning", "RuleError", "RuleTypeError",
-    "RuleValueError", "SegmentError", "SegmentTypeError", "TorchrematError", "TraceError",
-    "UnmatchedWarning",
+    "EffectWarning", "ForwardModeError", "GraphError", "HookError", "LoopWarning",
+    "MissingRuleError", "NoMatchError", "NoStepError", "NotAvailableError", "OffloadWarning",
+    "OptionError", "OverrideWarning", "PermutationError", "PlanError", "PolicyError",
+    "PolicyFailedError", "PolicyValueError", "ProcessError", "PyTorchVersionError",
+    "PyTorchVersionWarning", "RaggedError", "RaggedTypeError", "RecomputationError",
+    "RegistrationError", "RegistrationTypeError", "RetraceError", "RetraceWarning", "RuleError",
+    "RuleTypeError", "RuleValueError", "SegmentError", "SegmentTypeError", "TorchrematError",
+    "TraceError", "UnmatchedWarning",
 ]  # fmt: skip
 
 
@@ -233,6 +233,17 @@ class ClosureError(TorchrematError, RuntimeError):
     among its arguments.
 
     Cure: make the tensor an argument of the function.
+    """
+
+
+class HookError(TorchrematError, RecursionError):
+    """A hook on the `grad_fn` of a checkpoint's output runs a backward pass that ends in the hook.
+
+    Raised in that backward pass. All outputs of a checkpoint share one `grad_fn`: the hook is
+    called for each of them.
+
+    Cure: let the hook return where it is called from its own backward pass. Or put it on a tensor
+    that is made of the output (`y.view_as(y)`).
     """
 
 

@@ -380,7 +380,10 @@ class _Scale(torch.autograd.Function):
         return grad * ctx.by, None
 
 
-@check("FunctionHandler", "handle_function_calls", "is_function_of_user", "direct_apply")
+@check(
+    "FunctionHandler", "handle_function_calls", "is_function_of_user", "direct_apply",
+    "node_class_of",
+)  # fmt: skip
 def functions():
     def handler(cls, args, apply):
         calls.append(cls)
@@ -397,7 +400,9 @@ def functions():
     assert _torch.is_function_of_user(_Square)
     assert not _torch.is_function_of_user(torch.autograd.forward_ad.dual_level)
     x = torch.ones(1, requires_grad=True)
-    torch.autograd.grad(_torch.direct_apply(_Square)(x), x)
+    y = _torch.direct_apply(_Square)(x)
+    assert type(y.grad_fn) is _torch.node_class_of(_Square)
+    torch.autograd.grad(y, x)
 
 
 def functions_with_setup_context():

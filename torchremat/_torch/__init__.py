@@ -20,7 +20,8 @@ from .distributed import (
 from .engine import (
     FunctionHandler, attributes_of, backward_hooks_of, below_autograd, direct_apply, edges_that_run,
     forward_hooks_of, has_saved_tensors_hooks, in_dual_level, is_below_autograd,
-    is_function_of_user, keeps_graph_after_backward, run_backward, set_saved_tensors_hooks_aside,
+    is_function_of_user, keeps_graph_after_backward, node_class_of, run_backward,
+    set_saved_tensors_hooks_aside,
 )  # fmt: skip
 from .fake_proxy import (
     DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, FakeTensor, FakeTensorMode,

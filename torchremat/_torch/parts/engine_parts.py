@@ -29,6 +29,12 @@ ENGINE = (
         "Hooks such as save_on_cpu would get fake tensors.",
     ),
     PrivatePart(
+        "torch.autograd.Function: _backward_cls",
+        "The class of a function's nodes, whose hooks raise where they call themselves for ever.",
+        "Tensor.grad_fn has the node of one call: hooks would have to be put on each.",
+        "A hook on one output that runs the backward pass of another would fill the memory.",
+    ),
+    PrivatePart(
         "torch._C: _AutoDispatchBelowADInplaceOrView",
         "To run a graph beneath autograd; less than half the price of no_grad.",
         "torch.no_grad still notes views, and is slower.",

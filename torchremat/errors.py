@@ -18,8 +18,8 @@ __all__ = [
     "PolicyFailedError", "PolicyValueError", "ProcessError", "PyTorchVersionError",
     "PyTorchVersionWarning", "RaggedError", "RaggedTypeError", "RecomputationError",
     "RegistrationError", "RegistrationTypeError", "RetraceError", "RetraceWarning", "RuleError",
-    "RuleTypeError", "RuleValueError", "SegmentError", "SegmentTypeError", "TorchrematError",
-    "TraceError", "UnmatchedWarning",
+    "RuleTypeError", "RuleValueError", "SegmentError", "SegmentTypeError",
+    "SelectionWarning", "TorchrematError", "TraceError", "UnmatchedWarning",
 ]  # fmt: skip
 
 
@@ -263,6 +263,16 @@ class UnmatchedWarning(UserWarning):
 
     Cure: correct the name, or take it out of the policy; `explain` lists names, operators and
     modules.
+    """
+
+
+class SelectionWarning(UserWarning):
+    """A selection of modules wraps modules inside others that it wraps, and may not mean to.
+
+    Given by `nn.wrap`, and wherever there is a `select`, for a position and a pattern that are
+    joined by `,`: `every:2,**.attn`. What is inside both is recomputed twice.
+
+    Cure: write `every:2 & **.attn` for the `attn` of every second block.
     """
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat.errors import NoMatchError
+from torchremat.errors import NoMatchError, SelectionWarning
 from torchremat.nn import select_modules
 
 
@@ -224,3 +224,30 @@ def test_errors_of_a_predicate_reach_the_user():
 
 def test_a_predicate_may_answer_with_a_tensor():
     assert names(lambda m: torch.tensor(isinstance(m, Block))) == layers(*range(6))
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        ("every:2 & layers.*.attn", ["layers.0.attn", "layers.2.attn"]),
+        ("layers.*.attn&every:2", ["layers.0.attn", "layers.2.attn"]),
+        ("first:2 & last:2", ["layers.1"]),
+        ("first:1 & **.attn, last:1", ["layers.0.attn", "layers.2"]),
+        ("**.attn, !first:2 & **.attn", ["layers.2.attn"]),
+    ],
+)
+def test_and_selects_what_lies_in_both(select, expected):
+    assert [name for name, _ in select_modules(Model(3), select)] == expected
+
+
+def test_and_that_selects_nothing():
+    with pytest.raises(NoMatchError, match="none of one is, or lies in, one of the other"):
+        select_modules(Model(3), "first:1 & layers.2.attn")
+    with pytest.raises(ValueError, match="has an empty term"):
+        select_modules(Model(3), "every:2 &")
+
+
+def test_a_comma_between_position_and_pattern_inside_it_is_warned_of():
+    with pytest.warns(SelectionWarning, match=r"write 'every:2 & layers\.\*\.attn'"):
+        assert len(select_modules(Model(3), "layers.*.attn, every:2")) == 5
+    assert len(select_modules(Model(3), "layers.1.attn, every:2")) == 3  # side by side

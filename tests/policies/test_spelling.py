@@ -8,6 +8,8 @@ from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.policies.policy import as_policy
 from torchremat.policies.spelling import list_spellings
 
+_NAME_A = cp.save_only_these_names("a")
+
 
 @pytest.mark.parametrize(
     ("text", "expected"),
@@ -24,6 +26,12 @@ from torchremat.policies.spelling import list_spellings
         ("save_any_names_but_these:a", cp.save_any_names_but_these("a")),
         ("save_anything_except_these_names:a,b", cp.save_anything_except_these_names("a", "b")),
         ("dots|names:attn", cp.dots_saveable | cp.save_only_these_names("attn")),
+        ("~dots", ~cp.dots_saveable),
+        ("dots&names:attn", cp.dots_saveable & cp.save_only_these_names("attn")),
+        ("full|dots&~names:a", cp.nothing_saveable | cp.dots_saveable & ~_NAME_A),
+        ("~(dots&names:a)|full", ~(cp.dots_saveable & _NAME_A) | cp.nothing_saveable),
+        ("dots&(full|~names:a)", cp.dots_saveable & (cp.nothing_saveable | ~_NAME_A)),
+        ("~(dots|names:a)", ~(cp.dots_saveable | _NAME_A)),
         ("full|full|none", cp.nothing_saveable | cp.nothing_saveable | cp.everything_saveable),
     ],
 )
@@ -49,7 +57,9 @@ def test_the_names_of_policies_are_spellings_too(text, expected):
     assert policy(text) == expected
 
 
-def test_spaces_do_not_matter():
+def test_spaces_and_needless_parentheses_do_not_matter():
+    assert policy(" ~ ( dots ) & ( ( names : a ) ) ") == ~cp.dots_saveable & _NAME_A
+    assert policy("~~dots") == cp.dots_saveable
     spaced = " dots | names : attn , mlp "
     assert policy(spaced) == cp.dots_saveable | cp.save_only_these_names("attn", "mlp")
 
@@ -61,11 +71,12 @@ def test_overloads_are_spelled_by_name():
 @pytest.mark.parametrize(
     "unspelled",
     [
-        ~cp.dots_saveable,
-        cp.dots_saveable & cp.save_only_these_names("a"),
-        cp.dots_saveable | ~cp.save_only_these_names("a"),
+        ~cp.save_only_these_names("a,b"),
+        cp.dots_saveable & cp.save_only_these_names("a|b"),
         cp.save_only_these_names("a,b"),
         cp.save_only_these_names("a|b"),
+        cp.save_only_these_names("a&b"),
+        cp.save_only_these_names("a)"),
         cp.save_only_these_names(" a"),
         cp.save_only_these_names(),
         as_policy(lambda op, *avals, **params: True),
@@ -96,6 +107,13 @@ def test_each_spelling_that_errors_show_is_read(tmp_path, monkeypatch):
         ("names:", r"the list of 'names' has an empty item: write 'names:a,b'"),
         ("ops:aten.mm,,aten.bmm", r"has an empty item"),
         ("dots:aten.mm", r"'dots' takes no list: write 'dots' alone"),
+        ("dots&", r"a term is empty"),
+        ("(dots|full", r"a '\(' has no '\)'"),
+        ("(dots)full", r"'full' follows a '\)' without \| or &"),
+        ("dots)", r"'dots\)' is no policy"),
+        ("50%", r"'50%' is no policy; a budget of peak memory is written 'budget:50%'"),
+        ("24 GiB", r"is written 'budget:24 GiB'"),
+        ("0.5", r"is written 'budget:0.5'"),
         ("xyzzy", r"there are: 'budget', 'dots', 'dots_with_no_batch_dims_saveable' and \d+ more"),
     ],
 )

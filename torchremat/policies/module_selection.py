@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from torchremat.errors import ArgumentTypeError, ArgumentValueError, NoMatchError, nearest_names
+from torchremat.core.source import warn_user
+from torchremat.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NoMatchError,
+    SelectionWarning,
+    nearest_names,
+)
 
 Select: TypeAlias = (
     str | type | tuple[type, ...] | Callable[[nn.Module], Any] | Callable[[str, nn.Module], Any]
@@ -33,12 +40,17 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
       none included: `**.attn` is every `attn`. A pattern that would match nothing is one in which
       `*` crosses dots, as in `save_modules`: `*.attn` is every `attn` too, where no module on top
       has one. What a pattern matches inside another match is selected too.
+    - `&` narrows a term: `every:2 & blocks.*.attn` is what one of both matches that is, or lies in,
+      what the other matches: the `attn` of every second block. It binds closer than `,`.
     - A position is one of `every:3` (0, 3, 6, ...), `first:2`, `last:2` and `range:4-8` (4 to 8,
       both included). It counts from 0 over the longest `ModuleList` of the model, the first of
       several that are as long. Without a `ModuleList` it counts over the longest `Sequential`.
     - A class (or a tuple of them) matches its instances, a predicate the modules for which it is
       true: `predicate(module)`, or `predicate(name, module)` if it requires two arguments. Of
       matches inside one another only the outermost is selected.
+
+    Warns with `SelectionWarning` where a pattern joined by `,` only selects modules inside those of
+    a position: their values are then recomputed twice.
 
     Raises `NoMatchError` (a `ValueError`) with the nearest names if a term, or the whole, matches
     nothing. Raises `ValueError` for text that is no selection or a position that is out of range,
@@ -47,6 +59,9 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
     >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(5))})
     >>> [name for name, _ in select_modules(model, "first:3, last:1, !layers.0")]
     ['layers.1', 'layers.2', 'layers.4']
+    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(4)))
+    >>> [name for name, _ in select_modules(model, "every:2 & *.1")]
+    ['0.1', '2.1']
     """
     if select is None:
         _check_has_forward(root)
@@ -104,10 +119,10 @@ def _check_has_forward(root: nn.Module) -> None:
 
 def _ids_by_text(model: _Model, text: str) -> set[int]:
     terms = [term.strip() for term in text.split(",")]
-    if not all(term.removeprefix("!").strip() for term in terms):
+    if not all(part.strip() for term in terms for part in term.removeprefix("!").split("&")):
         raise ArgumentValueError(
-            f"select={text!r} has an empty term. Join patterns and positions with one ',': "
-            "'layers.*,!layers.0' or 'first:2,last:2', say"
+            f"select={text!r} has an empty term. Join patterns and positions with one ',' or '&': "
+            "'layers.*,!layers.0' or 'first:2 & **.attn', say"
         )
     included = [term for term in terms if not term.startswith("!")]
     excluded = [term.removeprefix("!").strip() for term in terms if term.startswith("!")]
@@ -115,14 +130,51 @@ def _ids_by_text(model: _Model, text: str) -> set[int]:
         raise ArgumentValueError(
             f"select={text!r} only excludes. Say first what to select: 'layers.*,{text}', say"
         )
-    chosen = set[int]().union(*(_ids_by_term(model, term) for term in included))
+    found = {term: _ids_by_term(model, term) for term in included}
+    _warn_of_nesting(model, text, found)
+    chosen = set[int]().union(*found.values())
     chosen -= set[int]().union(*(_ids_by_term(model, term) for term in excluded))
     if not chosen:
         raise NoMatchError(f"select={text!r} excludes all that it selects")
     return chosen
 
 
+def _warn_of_nesting(model: _Model, text: str, found: dict[str, set[int]]) -> None:
+    """Warn of `every:2,**.attn`, which is read as the `attn` of every second block."""
+    positions = [term for term in found if ":" in term and "&" not in term]
+    for pattern, ids in found.items():
+        for position in positions:
+            if ":" not in pattern and _inside(model, ids, found[position]):
+                warn_user(
+                    f"select={text!r}: a ',' joins, so modules of {pattern!r} lie inside those of "
+                    f"{position!r}, and are recomputed twice. For what is in both, write "
+                    f"'{position} & {pattern}'",
+                    SelectionWarning,
+                )
+
+
+def _inside(model: _Model, ids: set[int], outer: set[int]) -> set[int]:
+    around = [f"{name}." for name, module in model.names if id(module) in outer]
+    return {
+        id(module)
+        for name, module in model.names
+        if id(module) in ids and id(module) not in outer and name.startswith(tuple(around))
+    }
+
+
 def _ids_by_term(model: _Model, term: str) -> set[int]:
+    first, *others = (_ids_by_part(model, part.strip()) for part in term.split("&"))
+    for other in others:
+        first = (first & other) | _inside(model, first, other) | _inside(model, other, first)
+    if not first:
+        raise NoMatchError(
+            f"{term!r} matches nothing: of the modules that its parts match, none of one is, or "
+            "lies in, one of the other"
+        )
+    return first
+
+
+def _ids_by_part(model: _Model, term: str) -> set[int]:
     if ":" in term:
         return _ids_by_position(model, term)
     pattern = term.split(".")

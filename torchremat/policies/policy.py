@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import fx
 
+from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.core.avals import Aval
 from torchremat.core.source import Source, source_of_error
@@ -226,6 +227,11 @@ class Intersection(_Combination):
     def decide(self, value: Value) -> Verdict:
         return functools.reduce(intersection, (policy.decide(value) for policy in self.policies))
 
+    @property
+    def spelling(self) -> str | None:
+        spellings = [_spell_operand(policy) for policy in self.policies]
+        return None if None in spellings else "&".join(map(str, spellings))
+
     def __repr__(self) -> str:
         return " & ".join(map(_operand, self.policies))
 
@@ -247,6 +253,11 @@ class Complement(Policy):
 
     def find_unmatched(self, values: Sequence[Value]) -> list[str]:
         return self.policy.find_unmatched(values)
+
+    @property
+    def spelling(self) -> str | None:
+        spelling = _spell_operand(self.policy, _Combination)
+        return None if spelling is None else f"~{spelling}"
 
     def __repr__(self) -> str:
         return f"~{_operand(self.policy)}"
@@ -278,6 +289,11 @@ def _parts(kind: type[_Combination], policy: Policy) -> tuple[Policy, ...]:
 
 def _operand(policy: Policy) -> str:
     return f"({policy!r})" if isinstance(policy, _Combination) else repr(policy)
+
+
+def _spell_operand(policy: Policy, grouped: type[Policy] = Union) -> str | None:
+    spelling = policy.spelling
+    return f"({spelling})" if spelling and isinstance(policy, grouped) else spelling
 
 
 def decide_for_compiler(policy: Policy, value: Value) -> Verdict:
@@ -350,16 +366,19 @@ def policy(spelling: str) -> Policy:
     (`nothing_saveable`), `"dots"`, `"names:attn,mlp"`, `"ops:aten.mm,aten.addmm"` and
     `"modules:layers.*.attn"`. Every other policy that takes only names is spelled by its own name
     (`"recompute_ops:aten.mm"`; `"dots_saveable"` is read too). Joined with `|`, a value may be
-    saved if one of them lets it be saved.
+    saved if one of them lets it be saved; with `&`, if all of them do. `~` before one reverses it.
+    `~` binds closest, then `&`; parentheses group.
 
     Raises `PolicyError` (a `TypeError`) if `spelling` is no string, `PolicyValueError` (a
     `ValueError`) with the nearest spellings if it is unknown.
 
     >>> policy("dots | names:attn")
     dots_saveable | save_only_these_names('attn')
+    >>> policy("dots & ~modules:head.*")
+    dots_saveable & ~save_modules('head.*')
     """
-    policies: list[Policy] = parse_spelling(spelling)
-    return functools.reduce(lambda p, q: p | q, policies)
+    found: Policy = parse_spelling(spelling)
+    return found
 
 
 def as_policy(given: PolicyLike | None) -> Policy:
@@ -381,13 +400,28 @@ def as_policy(given: PolicyLike | None) -> Policy:
         raise PolicyError(
             f"{name} was given as a policy: it makes one when it is called, as in {name}('...')"
         )
-    if isinstance(given, type) or not callable(given):
+    if isinstance(given, type | _Operator) or not callable(given):
         raise PolicyError(
             f"{given!r} ({type(given).__name__}) is no policy. A policy is one of "
             "checkpoint_policies, a spelling of one ('dots', 'names:attn'), a callable "
-            "policy(op, *avals, **params), or None to save nothing"
+            f"policy(op, *avals, **params), or None to save nothing{_suggest_policy(given)}"
         )
     return FunctionPolicy(given)
+
+
+_Operator = _torch.OpOverload | _torch.OpOverloadPacket | _torch.HigherOrderOperator
+
+
+def _suggest_policy(given: object) -> str:
+    if isinstance(given, _Operator):
+        return f". To save what an operator computes, write save_ops({given})"
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return f". For a budget of peak memory, write memory_budget({given})"
+    if isinstance(given, list | tuple | set) and given:
+        if all(isinstance(item, _Operator) for item in given):
+            return ". To save what operators compute, write save_ops(*ops)"
+        return ". Policies are joined with |, as in 'dots|names:attn'"
+    return ""
 
 
 def source_of(function: Any) -> Source | None:

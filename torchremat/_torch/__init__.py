@@ -2,7 +2,8 @@
 
 A new PyTorch release is the work of this room alone: `tests/_torch/test_entries.py` names each
 entry, and checks that it is there and behaves as the library needs. No other room imports a private
-name, and this one imports no other room but `errors`. Begin with the tables: `parts/`
+name, and this one imports no other room but `errors`
+and `tested_versions`. Begin with the tables: `parts/`
 says what each private name is for, and `patches.py` what the library replaces in PyTorch. The other
 files have one part of PyTorch each. `versions/` has what happens where one of them is missing.
 """
@@ -77,8 +78,8 @@ from .shape_env import (
     question_of, settle_size, shape_env_of, split_condition, symbols_of_question, tensor_guard,
 )  # fmt: skip
 from .versions.missing import guard_functions
-from .versions.tested import NEWEST, OLDEST, is_newer, warn_of_newer
+from .versions.tested import NEWEST, OLDEST, is_newer, warn_once_of_newer
 
-warn_of_newer()
+warn_once_of_newer()
 if MISSING_PARTS or is_newer():
     guard_functions(globals())

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import distributed
 
+from torchremat.core.upper_rooms import load_rooms
 from torchremat.planning.problem.problem import Part, Problem, Schedule
 from torchremat.planning.solver import Solution
 
@@ -30,8 +31,10 @@ def let_processes_share(share: Share) -> None:
 
 def solve_once(describe: Callable[[], str], solve: Callable[[], Solution]) -> Solution:
     """The solution of one of the processes whose `describe` returns the same text."""
-    if _Others.share is None or not (distributed.is_available() and distributed.is_initialized()):
+    if not (distributed.is_available() and distributed.is_initialized()):
         return solve()
+    load_rooms("shared plans")
+    assert _Others.share is not None
     own: list[Solution] = []
 
     def make() -> str:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.core.upper_rooms import load_rooms
 from torchremat.errors import AxisNameError, CollectiveError, PermutationError
 from torchremat.tracing.axes.named_axes import AxisName, axis_frame, frame_at, group_of
 
@@ -127,8 +128,9 @@ def _is_over(level: int, axis_name: AxisName, params: Params) -> bool:
 
 
 def _run_over_processes(op: CollectiveOp, *tensors: Tensor, **params: Any) -> Tensor:
-    if "group" not in params or op.over_processes is None:
+    if "group" not in params:
         raise _make_out_of_reach_error(op.title, params["axis_name"])
+    load_rooms("collectives over processes")
     return CollectiveOp.over_processes(op, *tensors, **params)  # type: ignore[misc]
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from torchremat import _torch
+from torchremat.core.upper_rooms import load_rooms
 from torchremat.graph.codegen import Runner
 
 
@@ -36,8 +37,11 @@ def register_compiler(name: str, compiler: Compiler) -> None:
 
 def compiler_named(name: str | None) -> Compiler | None:
     """The compiler of that name; none for `"eager"`, which is how programs run anyway."""
-    return None if name is None or name == "eager" else _compilers[name]
+    if name is None or name == "eager":
+        return None
+    load_rooms("compilers")
+    return _compilers[name]
 
 
 def compiler_of(fun: Callable[..., Any]) -> Compiler | None:
-    return _compilers["inductor"] if _torch.is_compiled_by_inductor(fun) else None
+    return compiler_named("inductor") if _torch.is_compiled_by_inductor(fun) else None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed, fx
 
 from torchremat import _torch
+from torchremat.core.upper_rooms import load_rooms
 from torchremat.errors import AxisNameError
 
 AxisName = Any
@@ -51,21 +52,25 @@ class _Frames(threading.local):
 _frames = _Frames()
 
 
+_has_processes = distributed.is_available()
+
+
 class _Mesh:
     find_axes: Callable[[], tuple[AxisFrame, ...]] | None = None
 
 
 def register_mesh_axes(find_axes: Callable[[], tuple[AxisFrame, ...]]) -> None:
     """Let `find_axes` return the axes of PyTorch's device mesh, which are around all others."""
-    if distributed.is_available():
-        _Mesh.find_axes = find_axes
+    _Mesh.find_axes = find_axes
 
 
 def axes_in_scope() -> tuple[AxisFrame, ...]:
     """The axes in scope, outermost first."""
     frames = _frames.innermost_last
     # each steady call of a checkpoint comes here, and one process alone has no mesh
-    if _Mesh.find_axes is not None and distributed.is_initialized():
+    if _has_processes and distributed.is_initialized():
+        load_rooms("mesh axes")
+        assert _Mesh.find_axes is not None
         names = {frame.name for frame in frames}
         around = (frame for frame in _Mesh.find_axes() if frame.name not in names)
         frames = (*around, *frames)

@@ -21,7 +21,13 @@ from torchremat.checkpoint_policies import (
     nothing_saveable,
     save_modules,
 )
-from torchremat.errors import ConcretizationError, NoMatchError, UnmatchedWarning
+from torchremat.errors import (
+    ConcretizationError,
+    NoMatchError,
+    NoStepError,
+    TorchrematError,
+    UnmatchedWarning,
+)  # fmt: skip
 from torchremat.nn import report, unwrap, wrap
 from torchremat.remat.module_forward import RematForward, remat_forward_of
 
@@ -223,8 +229,58 @@ def test_nothing_seen_from_outside_changes():
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
     assert isinstance(model.layers[0], Block)
-    assert repr(model) == repr(plain)
+    assert repr(unwrap(copy.deepcopy(model))) == repr(plain)
     model.load_state_dict(plain.state_dict())
+
+
+def test_print_shows_what_is_wrapped():
+    model = wrap(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU())), "full", select="*")
+    wrap(model, "dots", select="*")
+    for shown in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        lines = [line.strip() for line in repr(shown).splitlines()]
+        assert lines[1] == (
+            "(0): Linear(in_features=2, out_features=2, bias=True, checkpoint='dots')"
+        )
+        assert lines[2:4] == ["(1): Sequential(", "checkpoint='dots'"]
+        assert shown[0].extra_repr.__self__ is shown[0].forward
+    assert "checkpoint" not in repr(unwrap(model))
+
+
+def test_an_extra_repr_of_the_module_itself_stays():
+    linear = nn.Linear(2, 2)
+    linear.extra_repr = lambda: "mine"
+    assert repr(wrap(linear)) == repr(unwrap(linear)) == "Linear(mine)"
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda m: wrap(m, "50%"), r"a budget of peak memory is written 'budget:50%'"),
+        (lambda m: wrap(m, 0.5), r"For a budget of peak memory, write memory_budget\(0.5\)"),
+        (lambda m: wrap(m, budget="50%"), r"write budget='50%' as policy='budget:50%'"),
+        (lambda m: wrap(m, use_reentrant=False), r"leave out use_reentrant"),
+        (lambda m: wrap(m, polcy="dots"), r"there is no option 'polcy', nearest: 'policy'"),
+        (lambda m: wrap(m, "dots", "every:2"), r"given by keyword, wrap\(model, 'dots', select="),
+        (lambda m: wrap(list(m)), r"given a list. Wrap each: for block in blocks: wrap\(block"),
+        (lambda m: wrap(nn.ModuleList(m)), r"select='\*' selects all of them"),
+    ],
+)
+def test_what_others_call_it_says_what_to_write(call, match):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises((TypeError, ValueError), match=match) as info:
+        call(model)
+    assert isinstance(info.value, TorchrematError)
+    assert "checkpoint" not in repr(model)
+
+
+def test_the_report_of_a_compiled_model_says_where_reports_are():
+    model = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), select="*")
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(NoStepError, match=r"compiled by torch.compile.*options=\{'report': print"):
+        report(compiled)
+    model(torch.ones(1, 2)).sum().backward()
+    assert report(compiled).by_decision() == report(model).by_decision()
 
 
 def test_the_forward_looks_like_the_one_it_hides():

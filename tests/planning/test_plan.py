@@ -133,6 +133,8 @@ def test_with_an_optimizer_the_budget_is_of_the_whole_step(model):
     assert found.peak_bytes <= found.budget == int(0.9 * whole.total_bytes)
     with pytest.raises(BudgetError, match=r"of it there anyway"):
         tr.plan(model, TOKENS, budget="100KB", optimizer=torch.optim.AdamW)
+    with pytest.raises(TypeError, match=r"='AdamW' is text: give its class, torch.optim.AdamW"):
+        tr.plan(model, TOKENS, budget="100%", optimizer="AdamW")
     with pytest.raises(TypeError, match=r"optimizer=3 is none"):
         tr.plan(model, TOKENS, budget=0.9, optimizer=3)
 

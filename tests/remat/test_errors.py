@@ -87,6 +87,30 @@ def test_a_fun_that_is_none(value):
         tr.checkpoint(value)
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"use_reentrant": False}, r"checkpoint: leave out use_reentrant"),
+        ({"context_fn": min}, r"context_fn as policy=checkpoint_policies.from_selective"),
+        ({"preserve_rng_state": False}, r"leave out preserve_rng_state: random numbers are always"),
+        ({"determinism_check": "none"}, r"config.verify_recomputation compares"),
+        ({"budget": "50%"}, r"write budget='50%' as policy='budget:50%'"),
+        ({"polcy": "dots"}, r"there is no option 'polcy', nearest: 'policy'"),
+    ],
+)
+def test_options_of_others(options, match):
+    with pytest.raises(TypeError, match=match):
+        tr.checkpoint(torch.sin, **options)
+    with pytest.raises(TypeError, match=match):
+        tr.checkpoint(**options)
+
+
+def test_a_call_as_of_torch_utils_checkpoint():
+    match = r"checkpoint: positional arguments go to .*, checkpoint\(f\)\(x\); leave out use_r"
+    with pytest.raises(TypeError, match=match):
+        tr.checkpoint(torch.sin, torch.ones(2), use_reentrant=False)
+
+
 def test_options_by_position():
     with pytest.raises(TypeError, match=r"positional"):
         tr.checkpoint(torch.sin, "dots")

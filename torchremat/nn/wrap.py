@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from torchremat.compile.lowering import check_backend
+from torchremat.core.unknown_options import OPTIONS_OF_TORCH, refuse_unknown
 from torchremat.errors import ArgumentTypeError, NoMatchError, NoStepError
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike
@@ -18,6 +19,7 @@ from torchremat.report.report import Report
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
+@refuse_unknown(OPTIONS_OF_TORCH, "options are given by keyword, wrap(model, 'dots', select=...)")
 def wrap(
     module: AnyModule,
     policy: PolicyLike | PolicyByPattern | None = None,
@@ -64,6 +66,11 @@ def wrap(
     >>> sorted(model.state_dict()), type(model[0]).__name__
     (['0.bias', '0.weight', '2.bias', '2.weight'], 'Linear')
     """
+    if isinstance(module, list | tuple):
+        raise ArgumentTypeError(
+            f"wrap takes one nn.Module, but it was given a {type(module).__name__}. Wrap each: "
+            "for block in blocks: wrap(block, policy)"
+        )
     if not isinstance(module, nn.Module):
         kind = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
         raise ArgumentTypeError(
@@ -122,6 +129,12 @@ def report(module: nn.Module) -> Report:
             not outer or name.startswith(f"{outer}.") for outer, _ in programs
         ):
             programs.append((name, program))
+    if not programs and any(name.startswith("_orig_mod") for name, _ in found):
+        raise NoStepError(
+            f"this {type(module).__name__} is compiled by torch.compile, and no report sees the "
+            "steps that run in its graphs. Report a step of the model before it is compiled, or "
+            "write torch.compile(model, backend='torchremat', options={'report': print})"
+        )
     if not programs:
         names = ", ".join(name or type(module).__name__ for name, _ in found[:3])
         raise NoStepError(

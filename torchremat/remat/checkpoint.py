@@ -8,6 +8,7 @@ import torch
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments
+from torchremat.core.unknown_options import OPTIONS_OF_TORCH, refuse_unknown
 from torchremat.errors import ArgumentTypeError, NotAvailableError
 from torchremat.policies.policy import PolicyLike, as_policy
 from torchremat.remat.checkpointed import Checkpointed
@@ -15,6 +16,7 @@ from torchremat.remat.dynamo import checkpoint_in_compiler
 from torchremat.remat.program.compilers import compiler_of
 
 
+@refuse_unknown(OPTIONS_OF_TORCH, "positional arguments go to what it returns, checkpoint(f)(x)")
 def checkpoint(
     fun: Callable[..., Any] | None = None,
     *,

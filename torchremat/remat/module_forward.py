@@ -167,12 +167,22 @@ class RematForward:
     def install(self) -> None:
         # past the class of the module, whose `__setattr__` may do more
         object.__setattr__(self.__self__, "forward", self)
+        if _is_own(vars(self.__self__).get("extra_repr", self.extra_repr)):
+            object.__setattr__(self.__self__, "extra_repr", self.extra_repr)
 
     def uninstall(self) -> None:
         self.forget()
         object.__delattr__(self.__self__, "forward")
+        if _is_own(vars(self.__self__).get("extra_repr")):
+            object.__delattr__(self.__self__, "extra_repr")
         if self.hidden:
             object.__setattr__(self.__self__, "forward", self.hidden[0])
+
+    def extra_repr(self) -> str:
+        """The line of the module in `print(model)`: that of its class, and the policy."""
+        module = self.__self__
+        own = type(module).extra_repr(module)
+        return f"{own}{', ' * bool(own)}checkpoint={str(self.policy)!r}"
 
     def forget(self) -> None:
         """Drop all traces; a backward pass that is still to come keeps what it needs."""
@@ -195,6 +205,10 @@ class RematForward:
         self._kept = []
         self._function = _function_of(self.__self__, self)
         self._uncompiled = outside_compiler() if self.policy.is_whole_graph else None
+
+
+def _is_own(method: Any) -> bool:
+    return isinstance(getattr(method, "__self__", None), RematForward)
 
 
 def remat_forward_of(module: nn.Module) -> RematForward | None:

@@ -9,12 +9,12 @@ import click
 import torch
 from torch import nn
 
-from torchremat.checkpoint_policies import from_plan  # noqa: F401  (registers plan: and budget:)
 from torchremat.cli.arguments.targets import Target, load_target
 from torchremat.cli.arguments.user_modules import find_name, split_target
 from torchremat.cli.terminal.output import check_pages, check_writable, show_progress_of
-from torchremat.errors import TorchrematError, nearest_names
+from torchremat.errors import TorchrematError
 from torchremat.planning.budget import Budget
+from torchremat.planning.memory.resident_bytes import find_optimizer
 from torchremat.policies.module_selection import select_modules
 from torchremat.policies.policy import Policy, policy
 from torchremat.remat.module_policies import under_policy
@@ -136,16 +136,9 @@ def read_optimizer(text: str | None) -> type[torch.optim.Optimizer] | None:
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
             return found
         raise click.BadParameter(f"{text} is no optimizer's class", param_hint="'--optimizer'")
-    known = {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    if text.lower() not in known:
-        names = [kind.__name__ for kind in known.values()]
+    try:
+        return find_optimizer(text)
+    except ValueError as error:
         raise click.BadParameter(
-            f"torch.optim has no {text!r}; {nearest_names(text, names)}. Another is given as "
-            "package.module:Class",
-            param_hint="'--optimizer'",
-        )
-    return known[text.lower()]
+            f"{error}. Another is given as package.module:Class", param_hint="'--optimizer'"
+        ) from error

@@ -112,6 +112,11 @@ def _read_mode(mode: str | None) -> dict[str, Any]:
 
 def _read_setting(key: object, value: object) -> tuple[str, object]:
     name = str(key).replace("-", "_")
+    if name in ("budget", "activation_memory_budget"):
+        raise OptionError(
+            f"options={{{key!r}: {value!r}}} is no option of the backend 'torchremat': a budget is "
+            f"a policy, options={{'policy': memory_budget({value!r})}}"
+        )
     known = _torch.inductor_option_names()
     if name not in known:
         names = [*OWN_OPTIONS, *get_close_matches(name, known)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.errors import ArgumentTypeError
+from torchremat.errors import ArgumentTypeError, OptionError, nearest_names
 from torchremat.remat.program.region import Region
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
@@ -38,6 +38,9 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
     """
     if optimizer is None:
         return 0
+    if isinstance(optimizer, str):
+        cure = f"torch.optim.{find_optimizer(optimizer).__name__}"
+        raise ArgumentTypeError(f"optimizer={optimizer!r} is text: give its class, {cure}")
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, torch.optim.Optimizer):
         raise ArgumentTypeError(
@@ -59,6 +62,25 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
         copy.step()
     leaves, _ = _torch.tree_flatten(list(copy.state.values()))
     return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """The class of `torch.optim` of that name, in upper or lower case.
+
+    Raises `OptionError` (a `ValueError`) with the nearest names if there is none.
+
+    >>> find_optimizer("adamw").__name__
+    'AdamW'
+    """
+    known = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    if name.lower() not in known:
+        names = [kind.__name__ for kind in known.values()]
+        raise OptionError(f"torch.optim has no {name!r}; {nearest_names(name, names)}")
+    return known[name.lower()]
 
 
 def _make_optimizer(

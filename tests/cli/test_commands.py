@@ -214,3 +214,37 @@ def test_env_check_says_what_fails_without_a_part(monkeypatch):
     monkeypatch.setattr(check_env, "FEATURES", {"nn.wrap": lambda: True})
     monkeypatch.setattr(check_env, "all_parts", lambda: iter([]))
     assert "private parts: 0, of which none missing\n\nfeatures:" in output_of("env", "--check")
+
+
+def test_check_exits_with_1_where_a_plan_holds_no_longer(in_folder):  # noqa: F811
+    output_of("plan", MODEL, "--budget", "90%", "--save", "plan.json")
+    text = output_of("check", "plan.json", MODEL, "--device", "meta")
+    assert text.startswith("plan.json holds for model.py:make: peak ")
+    assert json.loads(output_of("check", "plan.json", MODEL, "--json", "-"))["holds"] is True
+    text = (in_folder / "model.py").read_text()
+    (in_folder / "other.py").write_text(text.replace("torch.tanh(", "torch.sin("))
+    result = run("check", "plan.json", "other.py:make")
+    assert result.exit_code == 1
+    assert "the plan is for another graph: node" in result.stderr
+    content = json.loads((in_folder / "plan.json").read_text())
+    content["peak_bytes"] -= 1
+    (in_folder / "less.json").write_text(json.dumps(content))
+    result = run("check", "less.json", MODEL)
+    assert result.exit_code == 1
+    assert "less.json no longer holds for model.py:make: the peak is" in result.stderr
+    assert run("check", "none.json", MODEL).exit_code == 2
+
+
+def test_diff_sets_two_plans_side_by_side():
+    output_of("plan", MODEL, "--budget", "100%", "--save", "a.json")
+    output_of("plan", MODEL, "--budget", "80%", "--save", "b.json")
+    a, b = (tr.planning.Plan.load(name) for name in ("a.json", "b.json"))
+    found = json.loads(output_of("diff", "a.json", "b.json", "--json", "-"))
+    assert found["same_graph"] is True
+    assert found["figures"]["peak_bytes"] == [a.peak_bytes, b.peak_bytes]
+    assert sum(map(len, found["changes"].values())) == sum(
+        a.decisions.get(name) != b.decisions.get(name) for name in {**a.decisions, **b.decisions}
+    )
+    assert "values decided otherwise" in output_of("diff", "a.json", "b.json")
+    assert "0 values decided otherwise" in output_of("diff", "a.json", "a.json", "--exit-code")
+    assert run("diff", "a.json", "b.json", "--exit-code").exit_code == 1

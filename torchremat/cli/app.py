@@ -194,6 +194,41 @@ def bench(**given: Any) -> None:
 
 
 @main.command(
+    short_help="Compare two saved plans.",
+    epilog=options.examples("torchremat diff before.json after.json --exit-code"),
+)
+@click.argument("before", type=click.Path(dir_okay=False))
+@click.argument("after", type=click.Path(dir_okay=False))
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
+@options.json
+@options.debug
+def diff(**given: Any) -> None:
+    """Compare two plans that plan --save wrote: their figures, and what they decide otherwise."""
+    from torchremat.cli.commands.run_diff import DiffOptions, run_diff
+
+    run_diff(DiffOptions(**given))
+
+
+@main.command(
+    short_help="Check that a saved plan holds for a model.",
+    epilog=options.examples("torchremat check plan.json model.py:make --device meta"),
+)
+@click.argument("plan", type=click.Path(dir_okay=False))
+@_with_target
+@options.device
+@options.json
+@options.debug
+def check(**given: Any) -> None:
+    """Check that PLAN, a file that plan --save wrote, still holds for a model; it is not run.
+
+    Exits with 1 if the model is traced to another graph, or if its peak is higher than planned.
+    """
+    from torchremat.cli.commands.run_check import CheckOptions, run_check
+
+    run_check(CheckOptions(**given))
+
+
+@main.command(
     short_help="Print what to put in a bug report.",
     epilog=options.examples("torchremat env", "torchremat env --json -", "torchremat env --check"),
 )

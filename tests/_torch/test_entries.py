@@ -1230,6 +1230,48 @@ def loop_warning():
     assert _torch.find_looped_operator("something else") is None
 
 
+@check("find_unmapped_composites", "find_unmapped_operator")
+def unmapped_operators():
+    found = _torch.find_unmapped_composites()
+    assert torch.ops.aten.rnn_tanh.input in found
+    assert torch.ops.aten.hstack.default not in found
+    with pytest.raises(RuntimeError) as refused:
+        torch.func.vmap(torch.ops.aten.rnn_tanh.input, (0, *[None] * 8))(
+            torch.ones(2, 1, 1, 1), torch.ones(1, 1, 1), [torch.ones(1, 1)] * 2, False, 1, 0.0,
+            False, False, False,
+        )  # fmt: skip
+    assert _torch.find_unmapped_operator(refused.value) == "aten::rnn_tanh"
+    special = "Error: aten::f requires special handling, and does not yet have a batching rule."
+    assert _torch.find_unmapped_operator(RuntimeError(special)) == "aten::f"
+    assert _torch.find_unmapped_operator(RuntimeError("something else")) is None
+
+
+@check("answer_operators", "erase_questions")
+def answers_of_operators():
+    asked = []
+
+    def answer(operator, args):
+        asked.append(operator)
+        return True if len(args) == 2 else None
+
+    with _torch.new_fake_mode() as mode:
+        x = torch.empty(2)
+        with _torch.answer_operators(mode, answer):
+            assert torch.equal(x, x) is True
+            with pytest.raises(_torch.DATA_DEPENDENT_ERRORS):
+                x.sum().item()
+        with pytest.raises(_torch.DATA_DEPENDENT_ERRORS):
+            torch.equal(x, x)
+    aten = torch.ops.aten
+    assert asked == [aten.equal.default, aten._local_scalar_dense.default]
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(aten.equal.default, (x, x))
+    graph.output(x)
+    _torch.erase_questions(graph)
+    assert [node.op for node in graph.nodes] == ["placeholder", "output"]
+
+
 @check("dispatch_restored")
 def dispatch_restored():
     before = str(torch._C._dispatch_tls_local_exclude_set())

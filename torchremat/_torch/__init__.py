@@ -27,7 +27,8 @@ from .engine import (
 from .fake_proxy import (
     DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, FakeTensor, FakeTensorMode,
     ProxyTorchDispatchMode, PythonKeyTracer, TorchDispatchMode, TorchFunctionMetadataMode,
-    answer_nan_checks, autograd_as_at_the_top, enter_proxy_modes, find_ragged_dim,
+    answer_nan_checks, answer_operators, autograd_as_at_the_top, enter_proxy_modes,
+    erase_questions, find_ragged_dim,
     innermost_proxy_mode, is_active, is_any_autocast_enabled, is_fake, is_faking,
     is_traceable_wrapper_subclass, is_transformed_or_watched, isolate, new_fake_mode, new_tracer,
     proxy_of, track, track_size, untraced, without_function_modes,
@@ -39,6 +40,7 @@ from .flash_attention import (
 from .functorch import (
     LOOP_WARNING, RecordRule, TransformType, VmapLevel, add_batch_dim, apply_to_functional,
     asks_for_value, at_level_below, differentiates, dispatch_restored, find_looped_operator,
+    find_unmapped_operator,
     functorch_is_active, has_tangents, innermost_tensor, innermost_transform, is_mapped_at,
     leaf_at_current_level, map_at_current_level, needs_mapped_value, offset_of,
     push_dual_numbers_forward, push_forward_at_current_level, record_at_current_level,
@@ -55,9 +57,10 @@ from .memory import (
     tensor_uses, version_of, without_memory,
 )  # fmt: skip
 from .operators import (
-    DispatchKey, HigherOrderOperator, OpOverload, OpOverloadPacket, dispatch_call, get_boxed_call,
-    is_reduction, register_axis_rules, register_derivative_rules, register_function,
-    register_simple_rules, schema_arguments, schema_of,
+    DispatchKey, HigherOrderOperator, OpOverload, OpOverloadPacket, dispatch_call,
+    find_unmapped_composites, get_boxed_call, is_reduction, register_axis_rules,
+    register_derivative_rules, register_function, register_simple_rules, schema_arguments,
+    schema_of,
 )  # fmt: skip
 from .patches import (
     CheckpointHandler, call_around_modules, dual_level_as_functorch_level,

@@ -93,6 +93,10 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
 
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mode = reference()
+        if func in _QUESTIONS and (answer := getattr(mode, "answer", None)) is not None:
+            value = answer(func, args)
+            if value is not None:
+                return value
         if func is _GROUPED_MM:
             with mode:  # type: ignore[union-attr]
                 return _make_grouped_mm(*args, **(kwargs or {}))
@@ -106,6 +110,30 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
 
     mode.dispatch = dispatch  # type: ignore[method-assign]
     return mode
+
+
+_QUESTIONS = (aten.equal.default, aten._local_scalar_dense.default)
+"""Operators whose result is a value of Python, which code of PyTorch in C++ asks for too."""
+
+
+@contextmanager
+def answer_operators(
+    mode: FakeTensorMode, answer: Callable[[Any, tuple[Any, ...]], Any]
+) -> Iterator[None]:
+    """Let `answer` say what operators return that ask for a value of fake tensors of `mode`."""
+    mode.answer = answer  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del mode.answer  # type: ignore[attr-defined]
+
+
+def erase_questions(graph: torch.fx.Graph) -> None:
+    """Erase the operators that nothing but Python wanted the value of."""
+    for target in _QUESTIONS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            if not node.users:
+                graph.erase_node(node)
 
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default

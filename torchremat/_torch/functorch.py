@@ -1,5 +1,6 @@
 """Levels of `torch.func`: which are active, what they wrap, rules of operators at the innermost."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -335,6 +336,21 @@ def dispatch_restored() -> AbstractContextManager[None]:
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
     return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def find_unmapped_operator(error: RuntimeError) -> str | None:
+    """The name of the operator that `vmap` cannot map, if `error` says that there is one."""
+    for pattern in _HAS_NO_RULE:
+        found = re.search(pattern, str(error))
+        if found is not None:
+            return found.group(1)
+    return None
+
+
+_HAS_NO_RULE = (
+    r"Batching rule not implemented for ([\w:.]+?)[.;]",
+    r"Error: ([\w:.]+) requires special handling, and does not yet have a batching rule",
+)
 
 
 def find_looped_operator(warning: str) -> str | None:

@@ -208,6 +208,34 @@ def _below_autograd() -> Callable[[], AbstractContextManager[None]]:
     return enter
 
 
+def find_unmapped_composites() -> list[OpOverload]:
+    """List the composite operators of lists of tensors that PyTorch's `vmap` refuses.
+
+    It has no rule for them, and runs in a loop only operators of single tensors.
+    """
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("aten::") or not _has_kernel(name, "CompositeImplicitAutograd"):
+            continue
+        if any(_has_kernel(name, key) for key in _BATCHED):
+            continue
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+        if op is not None and not op._schema.is_mutable and _takes_and_gives_tensors(op):
+            found.append(op)
+    return found
+
+
+_BATCHED = ("FuncTorchBatched", "FuncTorchBatchedDecomposition")
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def _takes_and_gives_tensors(op: OpOverload) -> bool:
+    takes = any(str(a.type) == "List[Tensor]" for a in op._schema.arguments)
+    gives = all("Tensor" in str(r.type) for r in op._schema.returns)
+    return takes and gives and bool(op._schema.returns)
+
+
 def register_function(
     op: OpOverload,
     function: type[torch.autograd.Function],

@@ -24,6 +24,7 @@ from torchremat.graph.ops import draws_by_shape
 from torchremat.graph.symbolic_sizes import Interpreter
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.axes.mapped_functions import run_mapped
+from torchremat.tracing.axes.mapped_operators import let_vmap_decompose, let_vmap_scatter
 from torchremat.tracing.axes.named_axes import AxisName
 from torchremat.tracing.dtensors import CotangentPlacements, Sharding, wrap_local
 from torchremat.tracing.input_spec import InputSpec
@@ -258,6 +259,8 @@ class BatchedBody(Body):
         def function(*values: Tensor) -> tuple[Any, ...]:
             return tuple(self.of.run(tracing, values))
 
+        let_vmap_scatter()
+        let_vmap_decompose()
         outputs, out_dims = run_mapped(
             function, self.in_dims, self.axis_size, self.randomness, self.name
         )(*inputs)

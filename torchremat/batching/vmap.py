@@ -31,7 +31,7 @@ from torchremat.errors import (
 from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.tracing.calls import Call
-from torchremat.tracing.functionalize import let_vmap_differentiate_select_scatter
+from torchremat.tracing.axes.mapped_operators import let_vmap_decompose, let_vmap_scatter
 
 # Calls of so many kinds are remembered: ever new static values must not fill the memory. Chosen by
 # hand, as is the next one.
@@ -195,7 +195,8 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
     if torch.compiler.is_dynamo_compiling():
         return functools.partial(_call_in_compiler, fun, mapping, chunk_size)
     attention_rule.register()
-    let_vmap_differentiate_select_scatter()
+    let_vmap_scatter()
+    let_vmap_decompose()
     if chunk_size is None:
         return Mapped(fun, mapping)
 

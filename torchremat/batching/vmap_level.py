@@ -18,6 +18,7 @@ from torchremat.batching.vmappable import is_vmappable, vmappable_of
 from torchremat.core.source import current_source, name_of, source_of_error, warn_user
 from torchremat.errors import AxisTypeError, ConcretizationError, LoopWarning
 from torchremat.tracing.axes.mapped_functions import run_mapped
+from torchremat.tracing.error_messages import explain_unmapped_operator
 from torchremat.tracing.tracing import current_tracing
 
 
@@ -42,6 +43,7 @@ class Mapping:
         try:
             return self._run_level(call, size)
         except RuntimeError as error:
+            explain_unmapped_operator(error)
             if not _torch.needs_mapped_value(error):
                 raise
             if not _torch.asks_for_value(error) or not _may_be_sizes(call):
@@ -227,7 +229,12 @@ def _warn_of_loops() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_torch.LOOP_WARNING)
         shown, warnings.showwarning = warnings.showwarning, note
-        yield
+        try:
+            yield
+        except SystemError as error:  # PyTorch calls `note` while the error of an operator is set
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
     tracing = current_tracing()
     for name, source in found.items():
         if tracing is not None:

@@ -8,7 +8,12 @@ from contextlib import contextmanager
 
 from torchremat import _torch
 from torchremat.core.source import source_of_error
-from torchremat.errors import ConcretizationError, EffectError, TraceError
+from torchremat.errors import (
+    ConcretizationError,
+    EffectError,
+    NotAvailableError,
+    TraceError,
+)
 
 _WRITE_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 
@@ -52,6 +57,7 @@ def explain_errors(get_refusal: Callable[[], TraceError | None]) -> Iterator[Non
             "needs the subclass outside the checkpoint."
         ) from error
     except (RuntimeError, TypeError) as error:
+        explain_unmapped_operator(error)
         if needs_value(error):
             raise _concretization_error(error, str(error)) from error
         if str(error).startswith(_WRITE_TO_LEAF):
@@ -63,6 +69,20 @@ def explain_errors(get_refusal: Callable[[], TraceError | None]) -> Iterator[Non
         if isinstance(error, TypeError) and refusal is not None and error is not refusal:
             raise refusal from error
         raise
+
+
+def explain_unmapped_operator(error: Exception) -> None:
+    """Raise in other words if `error` says that `vmap` cannot map an operator."""
+    if not isinstance(error, RuntimeError) or isinstance(error, NotAvailableError):
+        return
+    name = _torch.find_unmapped_operator(error)
+    if name is not None:
+        raise NotAvailableError(
+            f"{name}, at {source_of_error(error)}, has no batching rule, and PyTorch cannot run "
+            "it in a loop. Register a rule for it (torchremat.batching.primitive_batchers), or "
+            "call it from a function under torchremat.sequential_vmap. A custom operator may be "
+            "given one by its register_vmap."
+        ) from error
 
 
 def _concretization_error(error: BaseException, reader: str) -> ConcretizationError:

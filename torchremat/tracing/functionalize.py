@@ -8,7 +8,6 @@ operator gets the notes of the one that it replaces.
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torchremat.graph.inplace import functionalize_unaliased_writes, is_mutable
 from torchremat.graph.nodes import results_of
 from torchremat.graph.notes import Notes, notes_of
 from torchremat.graph.symbolic_sizes import Interpreter
+from torchremat.tracing.axes.mapped_operators import let_vmap_scatter
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import Tracing
@@ -46,7 +46,7 @@ class FunctionalGraph:
 
 def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> FunctionalGraph:
     """The functional graph of `module`; `inputs` are the placeholders that it may write to."""
-    let_vmap_differentiate_select_scatter()
+    let_vmap_scatter()
     graph = module.graph
     _expose_batch_norm_updates(graph)
     renamed: dict[fx.Node, fx.Node] = {}
@@ -57,22 +57,6 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
         graph = module.graph
     mutations = _pop_writes(graph, [renamed.get(n, n) for n in inputs])
     return FunctionalGraph(module, tuple(results_of(module)), mutations, renamed)
-
-
-@cache
-def let_vmap_differentiate_select_scatter() -> object:
-    """Have `vmap` map `select_scatter`, which a write `x[i] = y` becomes, as `slice_scatter`.
-
-    PyTorch's rule scatters `y` to the same indices many times, so that its gradient is as many
-    times too large. The rule holds as long as what is returned, and cached, lives.
-    """
-    return _torch.replace_batching_rule(aten.select_scatter.default, _scatter_slice)
-
-
-def _scatter_slice(plain: Any, x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
-    del plain
-    start = index % x.shape[dim]
-    return torch.slice_scatter(x, source.unsqueeze(dim), dim, start, start + 1)
 
 
 def _expose_batch_norm_updates(graph: fx.Graph) -> None:

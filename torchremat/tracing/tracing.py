@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torchremat.tracing.error_messages import explain_errors
 from torchremat.tracing.inner_checkpoints import CallOnly
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
-from torchremat.tracing.value_guards import ValueGuards
+from torchremat.tracing.value_guards import ValueGuards, question_of_operator
 
 
 def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
@@ -188,6 +189,7 @@ class Tracing:
             stack.enter_context(_torch.enter_proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
             stack.enter_context(_torch.answer_nan_checks())
+            stack.enter_context(_torch.answer_operators(self.fake_mode, partial(_answer, self)))
             stack.enter_context(explain_errors(lambda: self._refusal))
             for size in _symbols_of(self.shapes):  # the function may have read some outside
                 track_from_elsewhere(size, self.tracer)
@@ -298,6 +300,7 @@ class Tracing:
             assert node is not None or value is None, f"an output is not tracked: {value!r}"
             nodes.append(node)
         self.graph.output(tuple(nodes))
+        _torch.erase_questions(self.graph)
         if self.shapes is not None:
             sizes_as_literals(self.graph)
         return fx.GraphModule(self.tracer.root, self.graph)
@@ -335,6 +338,16 @@ class Tracing:
             whole = wrap_local(fake, spec.sharding, number, self.cotangent_placements)
         self.bindings[0] = {**self.bindings[0], id(tensor): whole}
         return whole
+
+
+def _answer(tracing: Tracing, operator: Any, args: tuple[Any, ...]) -> bool | None:
+    """The truth value that code of PyTorch in C++ asks for, if it is known."""
+    if tracing.value_guards is None:
+        return None
+    modes = _torch.enter_proxy_modes(tracing.tracer, tracing.fake_mode)
+    with _torch.isolate(), modes, torch.no_grad():
+        asked = question_of_operator(operator, args)
+        return None if asked is None else tracing.truth_of(asked)
 
 
 def _has_fake_of_other_trace(args: tuple[Any, ...], mode: _torch.FakeTensorMode) -> bool:

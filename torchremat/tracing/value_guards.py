@@ -163,6 +163,14 @@ def question(func: object, args: Sequence[Any]) -> Tensor | None:
     return tensor if func is Tensor.__bool__ or tensor.dtype is torch.bool else None
 
 
+def question_of_operator(operator: object, args: Sequence[Any]) -> Tensor | None:
+    """The mask whose truth value `operator` returns, if any; PyTorch asks so in C++ (`cov`)."""
+    if operator is aten.equal.default:
+        a, b = args[:2]
+        return (a == b).all() if a.shape == b.shape else None
+    return args[0] if args[0].dtype is torch.bool else None
+
+
 def _is_below_zero(node: fx.Node) -> bool:
     """Whether `node` compares a number drawn from [0, 1) with one that it is never less than."""
     if node.target is not aten.lt.Scalar:

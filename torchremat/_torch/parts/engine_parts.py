@@ -85,6 +85,12 @@ ENGINE = (
         "Replayed graphs would be slower.",
     ),
     PrivatePart(
+        "torch._C: _dispatch_get_all_op_names, _dispatch_has_kernel_for_dispatch_key",
+        "To find the composite operators for which vmap has neither a rule nor a loop.",
+        "None: torch.library.get_kernel gives one for any key.",
+        "vmap of a checkpoint with column_stack would raise.",
+    ),
+    PrivatePart(
         "torch.library.Library: _destroy",
         "To take a batching rule back.",
         "A Library unregisters when it is collected, which nothing promises to be at once.",

@@ -18,6 +18,7 @@ from torchremat.core.source import current_source
 from torchremat.errors import EffectError
 from torchremat.tracing.ambient_state import is_meta_as_cpu
 from torchremat.tracing.input_spec import CPU, META
+from torchremat.tracing.modules.backward_hooks import make_tensor_stand_in
 from torchremat.tracing.value_guards import QUESTIONS, question
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -66,6 +67,7 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
         truth_of: Callable[[Tensor], bool | None],
     ) -> None:
         super().__init__(tracer)
+        self._tracer = tracer
         self._lift = lift
         self._truth_of = truth_of
 
@@ -76,6 +78,8 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
             asked = question(func, map_arguments(self._lift, args))
             if asked is not None and (value := self._truth_of(asked)) is not None:
                 return value
+        if func is Tensor.register_hook:
+            args, kwargs = self._stand_in_for_hook(*args, **(kwargs or {})), {}
         if func == _SET_DATA:
             if args[0] is args[1]:  # as `module.to` does with what stays as it is
                 return None
@@ -106,6 +110,12 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
         # What returns its argument (`to` the dtype that it has) returns that of the caller, so that
         # `module.to(dtype)` sees a parameter that stays, and not another to put in its place.
         return outside.get(id(value), value)
+
+    def _stand_in_for_hook(self, tensor: Tensor, hook: Any) -> tuple[Tensor, Any]:
+        def is_traced(tensor: Tensor) -> bool:
+            return _torch.proxy_of(tensor, self._tracer) is not None
+
+        return tensor, make_tensor_stand_in(hook, is_traced)
 
 
 def _redirect_meta(value: Any) -> Any:

@@ -55,6 +55,8 @@ class LiveTensors:
         captured = Counter(map(id, [*tracing.captured_inputs, *bound]))
         del bound
         live: list[Tensor] = list(tracing.tracer.tensor_tracker.keys())
+        if not live:
+            return []
         counts = count_references(live)
         expected = 3  # a list, a loop and a call
         for key in [id(tensor) for tensors in held for tensor in tensors]:

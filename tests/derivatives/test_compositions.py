@@ -12,7 +12,12 @@ from tests.derivatives.compositions import (
     Composition,
     check,
     checkpoint,
+    custom_jvp,
     draw_composition,
+    grad,
+    hessian,
+    jit,
+    linearize,
     shrink,
     vjp,
 )
@@ -39,6 +44,27 @@ def check_seeds(seeds):
 @pytest.mark.parametrize("seed", QUICK)
 def test_a_composition(seed):
     assert check_seeds([seed])[0] in {"equal", "refused"}
+
+
+def composition(function, *transformations, by):
+    return Composition(SmallFunction(*function), transformations, by)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        composition(
+            ((("sigmoid", 0, 1),), (("vector", 2),)),
+            *(jit(None), custom_jvp(True), grad((0, 1))),
+            by="autograd",
+        ),
+        composition(((("noise", 0, 0),), (("vector", 0),)), linearize(None), by="call"),
+        composition(((("norm", 1, 1),), (("vector", 2),)), linearize(None), hessian(1), by="call"),
+    ],
+    ids=["constants of a derivative", "numbers that nothing reads", "shapes of zeros"],
+)
+def test_a_composition_that_differed(found):
+    assert check(found).kind == "equal"
 
 
 @pytest.mark.slow

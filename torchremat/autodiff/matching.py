@@ -92,7 +92,13 @@ def _number_nodes(joint: Joint, numbers: dict[Any, int]) -> dict[fx.Node, int]:
         arguments = fx.node.map_arg((node.args, kwargs), lambda n: ("node", found.get(n)))
         what = _what(node)
         key = (node.op, what, repr(arguments))
-        if what is not _BODY:  # calls differ by the values that they read
+        # calls differ by the values that they read, and constants alike are one: how many zeros
+        # forward mode makes for tangents differs from trace to trace
+        if what is not _BODY and (node.all_input_nodes or _draws(node)):
             repeats[key] = repeats.get(key, -1) + 1
         found[node] = numbers.setdefault((*key, repeats.get(key, 0)), len(numbers))
     return found
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -303,6 +303,7 @@ class Tracing:
         _torch.erase_questions(self.graph)
         if self.shapes is not None:
             sizes_as_literals(self.graph)
+        _erase_shape_checks(self.graph)
         return fx.GraphModule(self.tracer.root, self.graph)
 
     def _call_function(self, cls: type, args: tuple[Any, ...], apply: Callable[..., Any]) -> Any:
@@ -364,3 +365,19 @@ def _is_foreign(tensor: Tensor, mode: _torch.FakeTensorMode) -> bool:
         parts = (getattr(inner, name) for name in names)
         return any(isinstance(part, Tensor) and _is_foreign(part, mode) for part in parts)
     return not isinstance(inner, _torch.FakeTensor) or inner.fake_mode is not mode
+
+
+def _erase_shape_checks(graph: fx.Graph) -> None:
+    """Erase what PyTorch computes on the device meta for the shape of an operator on zeros.
+
+    A derivative of the graph would run it on wrapped tensors, which have no storage.
+    """
+    if not any(_is_on_meta(node) for node in graph.find_nodes(op="placeholder")):
+        for node in reversed(list(graph.nodes)):
+            if not node.users and _is_on_meta(node) and not node.is_impure():
+                graph.erase_node(node)
+
+
+def _is_on_meta(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_meta

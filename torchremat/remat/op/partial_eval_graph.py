@@ -87,8 +87,11 @@ def partial_eval_graph(
 def linearize_graph(
     g: TypedGraph, unknown_ins: Sequence[bool]
 ) -> tuple[TypedGraph, TypedGraph, list[bool], list[Aval]]:
-    """`partial_eval_graph` that saves everything, but in a checkpoint what its policy lets be."""
-    return _Splitter(g, unknown_ins, everything_saveable, None).split()
+    """`partial_eval_graph` that saves everything, but in a checkpoint what its policy lets be.
+
+    It draws all random numbers that `g` draws, also those that nothing reads.
+    """
+    return _Splitter(g, unknown_ins, everything_saveable, None, keeps_draws=True).split()
 
 
 class _Splitter:
@@ -100,10 +103,13 @@ class _Splitter:
         unknown_ins: Sequence[bool],
         policy: Policy,
         in_checkpoints: Policy | None,
+        *,
+        keeps_draws: bool = False,
     ) -> None:
         self.g = g
         self.policy = policy
         self.in_checkpoints = in_checkpoints
+        self.keeps_draws = keeps_draws
         self.module, copies = copy_graph(g)
         set_outputs(self.module.graph, [copies.get(value, value) for value in g.outputs])
         self.consts = const_inputs(g, copies)
@@ -117,7 +123,7 @@ class _Splitter:
         opener = Opener(self._residuals_of, self.in_checkpoints)
         unknown = opener.open(module, set(self.unknown_inputs))
         outputs = results_of(module)
-        eliminate_dead(module)
+        eliminate_dead(module, draws_later=self.keeps_draws)
         out_unknowns = [value in unknown for value in outputs]
         wanted = [value for value in outputs if value in unknown]
         anchors = [  # what has an effect, or draws before another that does
@@ -185,7 +191,7 @@ class _Splitter:
 
     def _build_known(self, unknown: set[fx.Node], outputs: Sequence[Any]) -> TypedGraph:
         graph = self.module.graph
-        draws_later = any(draws_random(node, self.module) for node in unknown)
+        draws_later = self.keeps_draws or any(draws_random(node, self.module) for node in unknown)
         set_outputs(graph, outputs)
         for node in reversed(list(graph.nodes)):
             if node in unknown:

@@ -7,7 +7,7 @@ function are searched, and the function is traced if none fits.
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat import _torch, config
-from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
+from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.joint import TraceOptions, is_differentiated
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentValueError
@@ -25,15 +25,26 @@ from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
-from torchremat.remat.escapes.read_watch import as_plain_lists
+from torchremat.remat.escapes.reach import Roots
+from torchremat.remat.escapes.read_watch import Spot, has_stand_ins
 from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_whole
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
-from torchremat.remat.tracing.calls import Call, flatten_call, wrap_statics
+from torchremat.remat.tracing.calls import (
+    Call,
+    flatten_call,
+    prevent_cse_of,
+    wrap_statics,
+)
 from torchremat.remat.tracing.effects import trace_without_effects
-from torchremat.remat.tracing.function_trace import FunctionTrace, describe_fun, trace_function
+from torchremat.remat.tracing.function_trace import (
+    FunctionTrace,
+    TraceStart,
+    describe_fun,
+    trace_function,
+)
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.remat.tracing.trace_cache import (
@@ -43,6 +54,7 @@ from torchremat.remat.tracing.trace_cache import (
     current_state,
     warn_of_retraces,
 )
+from torchremat.remat.tracing.unread import forget_unread
 from torchremat.remat.tracing.variables import (
     Binding,
     modules_in,
@@ -251,14 +263,14 @@ class Checkpointed:
         return program
 
     def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
-        with trace_lock, as_plain_lists():
+        with trace_lock:
             return self._find(call) or self._trace(call, args, kwargs)
 
     def trace_usual(self, call: Call, args: Any, kwargs: Any) -> Trace:
         """A trace of its own, in which those outputs have a cotangent that `usual_outputs` says."""
         self.statics.refuse_tensors(args, kwargs)
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
-        with trace_lock, as_plain_lists():
+        with trace_lock:
             return self._trace_with(call, args, kwargs, specs, None, only_usual=True)
 
     def _find(self, call: Call) -> Trace | None:
@@ -298,7 +310,7 @@ class Checkpointed:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if has_symbols(specs):
             return self._trace_with(call, args, kwargs, specs, None)
-        warn_of_retraces(describe_fun(self.fun), self._trace_cache, call, specs)
+        warn_of_retraces(describe_fun(self.fun), self._trace_cache, call, specs, self.fun)
         trace = None
         dynamic = None
         if self._may_be_dynamic() and not any(spec.sharding for spec in specs):
@@ -310,7 +322,8 @@ class Checkpointed:
                 except Exception as error:  # an operator that knows no symbols, or the user's fault
                     self._trace_cache.fix(dynamic.places, error)
         trace = trace or self._trace_with(call, args, kwargs, specs, None)
-        self._trace_cache.add(trace)
+        if not has_stand_ins():
+            self._trace_cache.add(trace)
         return trace
 
     def _trace_with(
@@ -325,25 +338,25 @@ class Checkpointed:
     ) -> Trace:
         structure = Structure.of(wrap_statics(args, kwargs, self.statics))
         variables = self._variables()
-        start = self._trace_cache.begin(_roots(self.fun, variables))
-        inside = list(dict.fromkeys(m for _, root in start.roots for m in root.modules()))
+        roots = _roots(self.fun, variables)
+        inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
         state = current_state()
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
         def trace(*, with_gradients: bool) -> FunctionTrace:
             options = _trace_options(self.policy, with_gradients, state[0], only_usual)
-            return trace_without_effects(
-                describe_fun(self.fun),
-                lambda: trace_function(
-                    self.fun, structure, specs, dynamic, start, options, self.around, call.tensors
-                ),
-                variables,
-                inside,
-            )
+            run = functools.partial(trace_once, options)
+            return trace_without_effects(describe_fun(self.fun), run, variables, inside)
+
+        def trace_once(options: TraceOptions, watched: Mapping[Spot, Any] = {}) -> FunctionTrace:
+            start = TraceStart(roots, watched, self.around)
+            return trace_function(self.fun, structure, specs, dynamic, start, options, call.tensors)
 
         made = trace(with_gradients=state[0])
         if not state[0] and any(map(is_differentiated, made.result.tensors)):
             made = trace(with_gradients=True)  # it enables gradients itself
+        again = functools.partial(trace_once, made.region.options)
+        forget_unread(made, self._trace_cache.read_spots, again, Roots(self.fun, call.arguments))
         unchanged.forget_changed(made.escapes)
         modules = dict.fromkeys([*inside, *made.paths.seen])
         prefix = self.module_prefix
@@ -432,19 +445,3 @@ def _roots(fun: Any, variables: Any) -> list[tuple[str, nn.Module]]:
     owner = getattr(fun, "__self__", fun)
     own = [("", owner)] if isinstance(owner, nn.Module) else []
     return own + list(modules_in(variables))
-
-
-def prevent_cse_of(prevent_cse: Any, args: Any, kwargs: Any) -> tuple[bool, ...]:
-    """`prevent_cse` for each tensor of a call, in order: a bool, or a tree prefix of `args`.
-
-    Tensors passed by keyword have `True`, unless a single `False` is for all.
-    """
-    leaves, spec = _torch.tree_flatten(args)
-    named = _torch.tree_flatten([kwargs[name] for name in sorted(kwargs)])[0]
-    if isinstance(prevent_cse, bool):
-        flags = [prevent_cse] * (len(leaves) + len(named))
-    else:
-        flags = flatten_axes("prevent_cse", spec, tuple(prevent_cse), tupled_args=True)
-        flags += [True] * len(named)
-    pairs = zip([*leaves, *named], flags, strict=True)
-    return tuple(flag for leaf, flag in pairs if isinstance(leaf, Tensor))

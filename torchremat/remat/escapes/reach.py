@@ -121,8 +121,8 @@ class Path:
 
     def __str__(self) -> str:
         words = []
-        for kind, key in self.steps:
-            if kind == "item":
+        for i, (kind, key) in enumerate(self.steps):
+            if kind == "item" and self.steps[i - 1][1] != "__closure__":
                 shown = key.value if isinstance(key, WeakKey) else key
                 words.append(shown if isinstance(shown, str) else f"[{shown!r}]")
         return ".".join(words).replace(".[", "[")
@@ -161,6 +161,13 @@ class Holder:
     def is_of_module(self) -> bool:
         """Whether it is the `__dict__` of a module, of which other guards know."""
         return not isinstance(self.place.root, str) and len(self.place.steps) == 1
+
+    @property
+    def is_noted_by_modules(self) -> bool:
+        """Whether `ModuleState` compares it: the attributes of a module, or a container there."""
+        steps = self.place.steps
+        is_near = len(steps) == 1 or (len(steps) == 2 and type(self.target) in _CONTAINERS)
+        return is_near and not isinstance(self.place.root, str)
 
     @property
     def is_container(self) -> bool:
@@ -261,6 +268,11 @@ class Reach:
         self._add(roots.arguments, Path("arguments"), 0)
         while self._queue and len(self._alive) < _MOST_OBJECTS:
             self._expand(*self._queue.popleft())
+
+    @property
+    def containers(self) -> list[Any]:
+        """The containers here that refer to the objects that were found."""
+        return [self._alive, *(holder.before for holder in self.holders)]
 
     def _add(
         self, value: Any, place: Path, calls: int, names: frozenset[str] = frozenset()

@@ -1,36 +1,120 @@
-"""Whether code reads a list, and does not only append to it: noted while a function is traced.
+"""Whether a function reads what it changes, or only adds to it: found by one more trace of it.
 
-A list with plain appends keeps its trace at any length. Code may read a list under another name, in
-a helper, or by a slice, so the list itself must tell. Its type is exchanged for a while, since a
-copy in its place would be missed by other references to it.
+    calls += 1; return x.sin()             a counter of traces: it stands still in a replay
+    n[0] += 1; return x * n[0]             read: a trace serves one value
+    losses.append(y); return y * 2         a trace serves each length of the list
+
+Code may read under another name, in a helper, or by a slice. So in that trace stand-ins are in the
+places of numbers and lists, and note each use but an addition, `append`, `extend` and `+=`. They
+are put there by assignment. A list to which something else refers as well counts as read.
 """
 
-import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import gc
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torchremat import _torch
+from torchremat.remat.escapes.reach import ABSENT, Holder, Reach, read_holder, write_slot
 
-_READS: set[int] = set()
-"""The identities of watched lists that were read."""
-_WATCHED: list[list[Any]] = []
+Spot = tuple[Any, Any]
+"""A slot of a holder: the key of the holder's place, and that of the slot; `None` for a list."""
+
 _QUIET = [0]
+_ACTIVE: list["Watch"] = []
+_REACHES: list[Reach] = []
 
 
-def _note(value: Any) -> None:
-    if not _QUIET[0]:
-        _READS.add(id(value))
+class Watch:
+    """The reads of one spot, and the numbers that were made of what is there."""
+
+    def __init__(self) -> None:
+        self.is_read = False
+        self.numbers: list[weakref.ref[Any]] = []
+
+    def note(self) -> None:
+        if not _QUIET[0]:
+            self.is_read = True
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+class _WatchedNumber:
+    """Stands for a number. What a plain number is added to it stands for the sum."""
+
+    __slots__ = ("__weakref__", "_value", "_watch")
+
+    def __init__(self, value: Any, watch: Watch) -> None:
+        self._value = value
+        self._watch = watch
+        watch.numbers.append(weakref.ref(self))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        self._watch.note()
+        return type(self._value)
+
+    def __getattr__(self, name: str) -> Any:
+        self._watch.note()
+        return getattr(self._value, name)
+
+
+def _note_number(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any) -> Any:
+        self._watch.note()
+        return getattr(self._value, name)(*args)
+
+    return call
+
+
+def _combine(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def call(self: Any, other: Any) -> Any:
+        if type(other) in (int, float):
+            return _WatchedNumber(operation(self._value, other), self._watch)
+        self._watch.note()
+        return operation(self._value, other)
+
+    return call
+
+
+_OBJECT = set(vars(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+_OBJECT -= {"__hash__", "__str__", "__repr__", "__format__", "__reduce__", "__reduce_ex__"}
+for _name in {*vars(int), *vars(float)} - _OBJECT:
+    if _name.startswith("__") and callable(getattr(int, _name, None) or getattr(float, _name)):
+        setattr(_WatchedNumber, _name, _note_number(_name))
+for _name, _operation in {
+    "__add__": operator.add,
+    "__radd__": lambda a, b: b + a,
+    "__sub__": operator.sub,
+    "__mul__": operator.mul,
+    "__rmul__": lambda a, b: b * a,
+}.items():
+    setattr(_WatchedNumber, _name, _combine(_operation))
+
+
+# --- lists ---------------------------------------------------------------------------------------
+
+
+class _Nothing:
+    """An item more, which what reads a list without its methods (PyTorch does) cannot use."""
 
 
 class _WatchedList(list[Any]):
-    """A list that notes each use but `append`, `extend` and `+=`. As large as a list."""
+    """Stands for a list. It notes each use but `append`, `extend` and `+=`."""
 
-    __slots__ = ()
+    __slots__ = ("_watch", "original")
+
+    _watch: Watch
+    original: list[Any]
 
     def extend(self, items: Any) -> None:
         if items is self:
-            _note(self)
+            self._watch.note()
         list.extend(self, items)
 
     def __iadd__(self, items: Any) -> Any:  # type: ignore[misc]
@@ -38,15 +122,15 @@ class _WatchedList(list[Any]):
         return self
 
     def __radd__(self, items: Any) -> Any:
-        _note(self)
+        self._watch.note()
         return list.__add__(items, self)
 
 
-def _make_noting(name: str) -> Callable[..., Any]:
+def _note_list(name: str) -> Callable[..., Any]:
     method = getattr(list, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _note(self)
+        self._watch.note()
         return method(self, *args, **kwargs)
 
     return call
@@ -55,77 +139,126 @@ def _make_noting(name: str) -> Callable[..., Any]:
 _APPENDING = {"append", "__new__", "__init__", "__getattribute__", "__class_getitem__"}
 for _name in set(vars(list)) - _APPENDING - set(vars(_WatchedList)):
     if callable(getattr(list, _name)):
-        setattr(_WatchedList, _name, _make_noting(_name))
+        setattr(_WatchedList, _name, _note_list(_name))
 for _name in ("__reduce_ex__", "__reduce__"):  # of `object`: copies
-    setattr(_WatchedList, _name, _make_noting(_name))
+    setattr(_WatchedList, _name, _note_list(_name))
 
 
 def _flatten(items: Any) -> tuple[list[Any], None]:
-    _note(items)
+    items._watch.note()
     return list.__getitem__(items, slice(None)), None
 
 
 _torch.register_pytree_node(_WatchedList, _flatten, lambda items, _: list(items))
 
-# The type is the last field of the head of each object, in each build of CPython.
-_TYPE_AT = object.__basicsize__ - ctypes.sizeof(ctypes.c_void_p)
 
-
-def _set_type(value: list[Any], kind: type) -> None:
-    """Exchange the type of a list. Python itself refuses it, though the two have one layout."""
-    ctypes.c_void_p.from_address(id(value) + _TYPE_AT).value = id(kind)
-    count = ctypes.pythonapi.Py_DecRef if kind is list else ctypes.pythonapi.Py_IncRef
-    count(ctypes.py_object(_WatchedList))  # an object counts as a reference to its type
+# --- putting them in place -----------------------------------------------------------------------
 
 
 @contextmanager
-def watch_reads(lists: Sequence[Any]) -> Iterator[Callable[[Any], bool]]:
-    """In the block each read of `lists` is noted. Gives a test whether a list was only appended to.
+def watch_reads(reach: Reach, spots: Mapping[Spot, Any]) -> Iterator[dict[Spot, Watch]]:
+    """In the block stand-ins are in `spots`, of which numbers have the given values.
 
-    >>> seen, other = [1], [2]
-    >>> with watch_reads([seen, other]) as is_unread:
-    ...     seen.append(3)
-    ...     size = len(other)
-    >>> is_unread(seen), is_unread(other), type(seen) is list
-    (True, False, True)
+    Gives what is known of each spot, which is final after the block. What the function left there
+    is then in the place itself.
     """
-    own = [item for item in lists if type(item) is list]
-    numbers = set(map(id, own))
-    read: set[int] = set()
-    for item in own:
-        _set_type(item, _WatchedList)
-    _WATCHED[:] = [*_WATCHED, *own]
-    noted_before = _READS & numbers  # by a watch around this one
-    _READS.difference_update(numbers)
+    found = {spot: Watch() for spot in spots}
+    put: list[Callable[[], None]] = []
+    _REACHES.append(reach)
     try:
-        yield lambda item: id(item) in numbers and id(item) not in read
+        for holder in reach.holders if spots else ():
+            put += _put_numbers(holder, spots, found)
+            watch = found.get((holder.place.key, None))
+            if watch is not None:
+                put += _put_list(holder, reach, watch)
+        _ACTIVE.extend(found.values())
+        yield found
     finally:
-        _WATCHED[:] = [item for item in _WATCHED if id(item) not in numbers]
-        for item in own:
-            if type(item) is _WatchedList:
-                _set_type(item, list)
-        read |= _READS & numbers
-        _READS.difference_update(numbers)
-        _READS.update(noted_before)
+        _REACHES.pop()
+        del _ACTIVE[len(_ACTIVE) - len(found) :]
+        for take_away in reversed(put):
+            take_away()
+        for watch in found.values():
+            if any(number() is not None for number in watch.numbers):
+                watch.is_read = True  # another place has it
 
 
-def as_plain_lists() -> AbstractContextManager[None]:
-    """A block in which watched lists are plain ones, and count as read: for a trace inside."""
-    return _unwatch() if _WATCHED else nullcontext()  # each call of a checkpoint asks
+def _put_numbers(
+    holder: Holder, spots: Mapping[Spot, Any], found: Mapping[Spot, Watch]
+) -> Iterator[Callable[[], None]]:
+    place = holder.place.key
+    for at, key in spots:
+        if at == place and key is not None:
+            watch = found[at, key]
+            _write(holder.target, key, _WatchedNumber(spots[at, key], watch))
+            yield lambda key=key, watch=watch: _take_number(holder, key, watch)  # type: ignore[misc]
 
 
-@contextmanager
-def _unwatch() -> Iterator[None]:
-    watched, _WATCHED[:] = list(_WATCHED), []
-    for item in watched:
-        _note(item)
-        _set_type(item, list)
-    try:
-        yield
-    finally:
-        for item in watched:
-            _set_type(item, _WatchedList)
-        _WATCHED[:] = watched
+def _take_number(holder: Holder, key: Any, watch: Watch) -> None:
+    now = _read(holder.target, key)
+    if type(now) is _WatchedNumber and now._watch is watch:
+        _write(holder.target, key, now._value)
+
+
+def _put_list(holder: Holder, reach: Reach, watch: Watch) -> Iterator[Callable[[], None]]:
+    slots = [(h.target, key) for h in reach.holders for key in _keys_of(h, holder.target)]
+    if _is_elsewhere(holder.target, [target for target, _ in slots]):
+        watch.is_read = True
+        return
+    stand_in = _WatchedList([*holder.target, _Nothing()])
+    stand_in._watch, stand_in.original = watch, holder.target
+    length = len(holder.before)
+    for target, key in slots:
+        _write(target, key, stand_in)
+
+    def take_away() -> None:
+        for target, key in slots:
+            if _read(target, key) is stand_in:
+                _write(target, key, holder.target)
+            else:
+                watch.is_read = True
+        holder.target.extend(list.__getitem__(stand_in, slice(length + 1, None)))
+
+    yield take_away
+
+
+def _is_elsewhere(value: Any, places: Sequence[Any]) -> bool:
+    """Whether something refers to `value` besides `places`, what serves traces, and callers."""
+    own = {id(place) for place in places}
+    own |= {id(container) for reach in _REACHES for container in reach.containers}
+    return any(
+        id(other) not in own
+        and id(getattr(other, "__dict__", None)) not in own  # of an object with inline values
+        and not isinstance(other, FrameType)
+        and not type(other).__module__.startswith("torchremat.")
+        for other in gc.get_referrers(value)
+    )
+
+
+def _keys_of(holder: Holder, value: Any) -> list[Any]:
+    before = holder.before
+    if isinstance(holder.target, set):
+        return []
+    pairs = enumerate(before) if holder.is_sequence else before.items()
+    return [key for key, item in pairs if item is value]
+
+
+def _read(target: Any, key: Any) -> Any:
+    if isinstance(target, list | deque):
+        return target[key] if key < len(target) else ABSENT
+    return read_holder(target, frozenset([key])).get(key, ABSENT)
+
+
+def _write(target: Any, key: Any, value: Any) -> None:
+    if isinstance(target, list | deque):
+        target[key] = value
+    else:
+        write_slot(target, key, value)
+
+
+def original_of(value: Any) -> Any:
+    """The list that `value` stands for, if it is a stand-in."""
+    return value.original if type(value) is _WatchedList else value
 
 
 @contextmanager
@@ -136,3 +269,8 @@ def reads_unnoted() -> Iterator[None]:
         yield
     finally:
         _QUIET[0] -= 1
+
+
+def has_stand_ins() -> bool:
+    """Whether a trace with stand-ins is in progress: one inside has them in its guards."""
+    return bool(_ACTIVE)

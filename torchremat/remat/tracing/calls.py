@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
 from torchremat.tracing.dtensors import Sharding, is_sharded, local_part
@@ -118,6 +118,22 @@ def wrap_statics(
         tuple(WrapHashably(a) if i in positions else a for i, a in enumerate(args)),
         {n: WrapHashably(kwargs[n]) if n in names else kwargs[n] for n in sorted(kwargs)},
     )
+
+
+def prevent_cse_of(prevent_cse: Any, args: Any, kwargs: Any) -> tuple[bool, ...]:
+    """`prevent_cse` for each tensor of a call, in order: a bool, or a tree prefix of `args`.
+
+    Tensors passed by keyword have `True`, unless a single `False` is for all.
+    """
+    leaves, spec = _torch.tree_flatten(args)
+    named = _torch.tree_flatten([kwargs[name] for name in sorted(kwargs)])[0]
+    if isinstance(prevent_cse, bool):
+        flags = [prevent_cse] * (len(leaves) + len(named))
+    else:
+        flags = flatten_axes("prevent_cse", spec, tuple(prevent_cse), tupled_args=True)
+        flags += [True] * len(named)
+    pairs = zip([*leaves, *named], flags, strict=True)
+    return tuple(flag for leaf, flag in pairs if isinstance(leaf, Tensor))
 
 
 class Result:

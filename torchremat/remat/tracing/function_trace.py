@@ -2,9 +2,9 @@
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchremat.errors import DeviceError, EffectError, RetraceError
 from torchremat.remat.escapes.escapes import Escapes, EscapeWatch
 from torchremat.remat.escapes.live_tensors import LiveTensors
 from torchremat.remat.escapes.reach import Roots
+from torchremat.remat.escapes.read_watch import Spot, Watch
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Result
 from torchremat.tracing.dynamic_inputs import DynamicInputs
@@ -36,15 +37,18 @@ class FunctionTrace:
     captured: Sequence[Tensor]
     paths: ModulePaths
     escapes: Escapes
+    watches: Mapping[Spot, Watch]
+    """The reads of the places that were watched."""
 
 
 @dataclass(frozen=True, eq=False)
 class TraceStart:
-    """Where a function starts from: modules by name, and lists that may be only appended to."""
+    """How a trace starts: from which modules, and which places it watches for reads."""
 
     roots: Sequence[tuple[str, nn.Module]]
-    growing: frozenset[Any] = frozenset()
-    """The keys of the places of these lists."""
+    watched: Mapping[Spot, Any] = field(default_factory=dict)
+    around: Callable[..., Any] | None = None
+    """If given, what runs is `around(fun, *args, **kwargs)`."""
 
 
 def trace_function(
@@ -54,18 +58,17 @@ def trace_function(
     dynamic: DynamicInputs | None,
     start: TraceStart,
     options: TraceOptions,
-    around: Callable[..., Any] | None = None,
     values: Sequence[Tensor] = (),
 ) -> FunctionTrace:
     """Trace `fun`, called as `structure` says with tensors of `specs`, or of `dynamic` sizes.
 
     It does not keep `fun` alive. Branches on masks are answered by `values`, the tensors of the
-    call. If `around` is given, what runs is `around(fun, *args, **kwargs)`.
+    call.
     """
     paths = ModulePaths({})
     for name, module in start.roots:
         paths.add_root(module, name)
-    flat = _FlatFunction(_weakly(fun), structure, around, start)
+    flat = _FlatFunction(_weakly(fun), structure, start)
     around_it = current_tracing()
     outer = None if around_it is None else around_it.evaluate
     value_guards = ValueGuards(values, outer) if dynamic is None else None
@@ -75,7 +78,8 @@ def trace_function(
     with _explain_missing_device(fun), value_guards.first() if value_guards else nullcontext():
         region = Region.trace(body, traced_specs, names, paths, options, dynamic)
     assert body.captured is not None and flat.result is not None
-    return FunctionTrace(region, flat.result, body, body.captured(), paths, flat.escapes)
+    found = body.captured()
+    return FunctionTrace(region, flat.result, body, found, paths, flat.escapes, flat.watches)
 
 
 class _FlatFunction:
@@ -90,18 +94,18 @@ class _FlatFunction:
         self,
         get_function: Callable[[], Callable[..., Any]],
         structure: Structure,
-        around: Callable[..., Any] | None,
         start: TraceStart,
     ) -> None:
         self._get_function = get_function
         self._structure = structure
-        self._around = around or _call
+        self._around = start.around or _call
         inside = dict.fromkeys(module for _, root in start.roots for module in root.modules())
-        self._growing = start.growing
+        self._watched = start.watched
         self._modules = [weakref.ref(module) for module in inside]
         self._caches: list[Any] = []
         self.result: Result | None = None
         self.escapes = Escapes()
+        self.watches: Mapping[Spot, Watch] = {}
 
     def __call__(self, tensors: list[Tensor]) -> list[Any]:
         tracing = current_tracing()
@@ -111,12 +115,11 @@ class _FlatFunction:
         is_first = self.result is None
         live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None
         with self.escapes.rewind(roots):
-            modules = [module for ref in self._modules if (module := ref()) is not None]
-            watch = EscapeWatch(roots, modules, _inputs_by_identity(tensors), self._growing)
+            watch = self._new_watch(roots, tensors)
             try:
                 with (
                     watch.around_hooks(),
-                    watch.around_reads(),
+                    watch.around_reads() as watches,
                     _watch_draws(tracing if is_first else None, watch),
                 ):
                     value = self._around(function, *args, **kwargs)
@@ -128,8 +131,8 @@ class _FlatFunction:
             _refuse_wrapped(escaped, tracing)
             captured: Sequence[Tensor] = () if tracing is None else tracing.captured
             found.places.update(watch.places_of(captured, self._get_function))
-            found.note_captured(captured)
             self.result, self.escapes, self.body.num_escaped = result, found, len(escaped)
+            self.watches = watches
         elif len(escaped) != self.body.num_escaped:
             raise RetraceError(
                 f"{describe_fun(function)} leaves {len(escaped)} tensors outside of itself (in "
@@ -143,6 +146,11 @@ class _FlatFunction:
         for cache in self._caches:
             cache.cache_clear()
         return outputs
+
+    def _new_watch(self, roots: Roots, tensors: list[Tensor]) -> EscapeWatch:
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        watched = self._watched if self.result is None else {}
+        return EscapeWatch(roots, modules, _inputs_by_identity(tensors), watched)
 
 
 def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

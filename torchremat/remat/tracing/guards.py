@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 from torchremat.api_util import same_value
 from torchremat.errors import RetraceError
 from torchremat.remat.escapes.escapes import Escapes
+from torchremat.remat.escapes.read_watch import original_of
 from torchremat.remat.tracing.variables import (
     _OF_EVERY_MODULE,
     _SIMPLE,
@@ -113,7 +114,17 @@ def _reference_to(value: Any) -> Reference:
     try:
         return weakref.ref(value)
     except TypeError:
-        return lambda: value
+        return _Strong(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Strong:
+    """A reference of a class of its own, which a search for referrers knows."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
 
 
 def _is_same(reference: Reference, value: Any) -> bool:
@@ -243,7 +254,7 @@ class VariableGuard:
             if not _is_unchanged(variable, value):
                 return f"the {variable.label}"
         for variable, same in self._objects:
-            if not _is_same(same, variable.get()):
+            if not _is_same(same, original_of(variable.get())):
                 return f"the {variable.label}"
         for variable, entries in self._entries:
             if not _has_entries(variable, entries):

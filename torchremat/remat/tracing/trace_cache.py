@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
@@ -16,10 +16,10 @@ from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.policy import Policy
 from torchremat.remat.escapes.escapes import Escapes
 from torchremat.remat.escapes.reach import Roots
+from torchremat.remat.escapes.read_watch import Spot
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Call, Result
-from torchremat.remat.tracing.function_trace import TraceStart
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.dtensors import CotangentPlacements
@@ -93,8 +93,9 @@ class Trace:
             self.escapes.write(escaped, inputs, sizes, Roots(function, call.arguments))
         return self.result.rebuild(outputs, sizes)
 
-    def what_changed(self) -> str | None:
-        return self.modules.what_changed() or self.variables.what_changed()
+    def what_changed(self, call: Call, function: Callable[..., Any]) -> str | None:
+        found = self.modules.what_changed() or self.variables.what_changed()
+        return found or self.escapes.what_changed(Roots(function, call.arguments))
 
     def fits(
         self, call: Call, specs: tuple[InputSpec, ...], state: Any, function: Callable[..., Any]
@@ -167,6 +168,8 @@ class Traces:
         """Kinds of calls that were met once, where only what repeats is traced."""
         self.untraceable_keys: set[Any] = set()
         """Kinds of calls that are not traced again, since they could not be."""
+        self.read_spots: set[Spot] = set()
+        """Places that the function changes and reads: each value there has a trace."""
 
     def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -175,11 +178,6 @@ class Traces:
     def add(self, trace: Trace) -> None:
         self.traces.insert(0, trace)
         del self.traces[_MOST_TRACES:]
-
-    def begin(self, roots: Sequence[tuple[str, nn.Module]]) -> TraceStart:
-        """Where another trace starts, after what the traces so far were like."""
-        found = (trace.escapes.lists_that_grow for trace in self.traces if trace.escapes)
-        return TraceStart(roots, frozenset[Any]().union(*found))
 
     def find(
         self,
@@ -246,14 +244,20 @@ class TracesByFunction:
 _MANY_TRACES = 8
 
 
-def warn_of_retraces(name: str, known: Traces, call: Call, specs: Sequence[InputSpec]) -> None:
+def warn_of_retraces(
+    name: str,
+    known: Traces,
+    call: Call,
+    specs: Sequence[InputSpec],
+    function: Callable[..., Any],
+) -> None:
     if known.warned or len(known.traces) < _MANY_TRACES:
         return
     state = current_state()
     similar = [trace for trace in known.traces if trace.state == state]
     for count, reason in (
         _for_numbers(similar, call, specs),
-        _for_state(similar, call, specs),
+        _for_state(similar, call, specs, function),
         _for_sizes(similar, call, specs, known),
         _for_values(similar, call, specs),
     ):
@@ -284,11 +288,16 @@ def _apart_from_numbers(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     )
 
 
-def _for_state(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) -> tuple[int, str]:
+def _for_state(
+    traces: Sequence[Trace],
+    call: Call,
+    specs: Sequence[InputSpec],
+    function: Callable[..., Any],
+) -> tuple[int, str]:
     changed = [
         what
         for t in traces
-        if t.key == call.key and t.specs == specs and (what := t.what_changed()) is not None
+        if t.key == call.key and t.specs == specs and (what := t.what_changed(call, function))
     ]
     last = changed[0] if changed else ""
     return len(changed), (

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from torchremat.core.formatting import human_bytes, human_seconds, table
+from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
 from torchremat.planning.budget import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel
@@ -113,7 +114,7 @@ class ParetoPoint:
 
 
 @dataclass(frozen=True)
-class Pareto:
+class Pareto(ShownInNotebook):
     """The least time added against peak memory: a `ParetoPoint` each, the largest budget first."""
 
     points: tuple[ParetoPoint, ...]
@@ -128,6 +129,10 @@ class Pareto:
 
     def __getitem__(self, i: int) -> ParetoPoint:
         return self.points[i]
+
+    def __repr__(self) -> str:
+        peaks = [human_bytes(point.peak_bytes) for point in self]
+        return f"Pareto(peaks: {', '.join(peaks) or 'none'})"
 
     def __str__(self) -> str:
         rows = [("budget", "peak", "saved", "added", "at least")]

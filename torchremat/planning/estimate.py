@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from torchremat.core.formatting import human_bytes, human_seconds, table
+from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import ArgumentTypeError
 from torchremat.planning.api import device_of
 from torchremat.planning.budget import Budget
@@ -30,7 +31,7 @@ from torchremat.remat.tracing.input_labels import refuse_misspelt
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(ShownInNotebook):
     """Bytes and seconds of a step. All are bytes, but `seconds`.
 
     Attributes:

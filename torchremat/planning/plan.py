@@ -11,6 +11,7 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.core.formatting import human_bytes, human_seconds, percent, table
+from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import PlanError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.cost_model import CostModel
@@ -55,7 +56,7 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(ShownInNotebook):
     """The result of `plan`: which values are saved and which recomputed, with the costs.
 
     Attributes:
@@ -165,6 +166,11 @@ class Plan:
             return []
         waits = f"+{human_seconds(self.link_seconds)} of the time, waiting for copies"
         return [("offloaded", human_bytes(self.offloaded_bytes), human_bytes(0), waits)]
+
+    def __repr__(self) -> str:
+        peaks = f"peak {human_bytes(self.peak_bytes)} of {human_bytes(self.baseline.peak_bytes)}"
+        added = percent(self.recompute_seconds, self.baseline.seconds)
+        return f"Plan({peaks}, budget {human_bytes(self.budget)}, {added} of the time added)"
 
     def __str__(self) -> str:
         return self.summary()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchremat.core.formatting import human_bytes, table
+from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import ArgumentTypeError
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike, as_policy
@@ -60,7 +61,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(ShownInNotebook):
     """The figures of several policies: a `Compared` each in `rows`, plain first; `str`: a table."""
 
     rows: tuple[Compared, ...]
@@ -70,6 +71,9 @@ class Comparison:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(row.name for row in self.rows)})"
 
     def __str__(self) -> str:
         head = ("policy", "saved", "recomputed", "peak", "time", "added")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchremat.core.avals import dtype_name
 from torchremat.core.formatting import human_bytes, table
+from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import ArgumentTypeError
 from torchremat.remat.program.decisions import Outcome
 from torchremat.report.report_rows import DECISIONS, SAVED, Row, fold_rows, format_rows
@@ -19,7 +20,7 @@ def __dir__() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(ShownInNotebook):
     """Every value of a forward pass that matters to the backward: a `Row` each, in program order.
 
     Iterating gives the rows; inputs and parameters come first.
@@ -125,6 +126,9 @@ class Report:
         content = {"total": self.total, "by_decision": self.by_decision(), "rows": rows}
         return json.dumps(content, indent=1)
 
+    def __repr__(self) -> str:
+        return f"Report({len(self.rows)} rows, {human_bytes(self.total)} saved)"
+
     def __str__(self) -> str:
         return format_rows(self.rows)
 
@@ -139,7 +143,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(ShownInNotebook):
     """How one report differs from another: the `changes`, and the bytes saved in both."""
 
     changes: tuple[Change, ...]
@@ -151,6 +155,10 @@ class Diff:
 
     def __len__(self) -> int:
         return len(self.changes)
+
+    def __repr__(self) -> str:
+        totals = f"{human_bytes(self.total_before)} -> {human_bytes(self.total_after)}"
+        return f"Diff({len(self.changes)} changes, {totals} saved)"
 
     def __str__(self) -> str:
         change = self.total_after - self.total_before

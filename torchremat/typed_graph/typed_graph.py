@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
 from torchremat.core.avals import Aval
+from torchremat.core.notebook import ShownInNotebook
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.nodes import results_of
@@ -24,7 +25,7 @@ from torchremat.typed_graph.printing import format_graph
 
 
 @dataclass(frozen=True, eq=False)
-class TypedGraph:
+class TypedGraph(ShownInNotebook):
     """A graph of typed equations, made by `make_graph` or by a transformation of one that was.
 
     It prints like a jaxpr: constants, inputs and equations with their types, outputs.

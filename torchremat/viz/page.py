@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -36,7 +37,7 @@ def graph_html(
     *,
     title: str | None = None,
     cost_model: CostModel | None = None,
-) -> None:
+) -> Path:
     """Draw the forward and backward graph as a page, with the bytes alive over the step under it.
 
     The forward pass is the column at the left, read downwards; the backward pass the one at the
@@ -51,24 +52,28 @@ def graph_html(
         title: what the page is of.
         cost_model: what the operators cost in seconds; by default that of the plan.
 
+    Returns:
+        The path of the page.
+
     Raises:
         TypeError: if there is nothing to draw in `plan_or_graph`.
         PlanError: (a `ValueError`) for a plan that was loaded, which has no graphs.
         ValueError: if the suffix is another.
         OSError: if the path cannot be written.
 
-    >>> import pathlib, tempfile, torch, torchremat as tr
+    >>> import tempfile, torch, torchremat as tr
     >>> def f(x, w):
     ...     return torch.tanh(x @ w).sum()
     >>> found = tr.plan(f, torch.ones(8, 8), torch.ones(8, 8), budget="100%")
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     graph_html(found, folder + "/plan.html", title="a product")
-    ...     "a product" in pathlib.Path(folder, "plan.html").read_text(encoding="utf-8")
+    ...     page = graph_html(found, folder + "/plan.html", title="a product")
+    ...     "a product" in page.read_text(encoding="utf-8")
     True
     """
     suffix_of(path, (".html",), "a page")
     picture = picture_of(plan_or_graph, cost_model=cost_model, title=title)
     write_text(path, page_of(picture), "the page")
+    return Path(path)
 
 
 def diff_html(

@@ -1474,7 +1474,7 @@ def mesh_in_scope():
 
 
 @check(
-    "MISSING_PARTS", "NEWEST", "OLDEST", "guard_functions", "is_newer", "warn_of_newer",
+    "MISSING_PARTS", "NEWEST", "OLDEST", "guard_functions", "is_newer", "warn_once_of_newer",
 )  # fmt: skip
 def parts_of_this_version():
     """All are there; tests/_torch/versions has what happens where one is not."""

@@ -9,17 +9,17 @@ from difflib import get_close_matches
 
 __all__ = [
     "ArgumentTypeError", "ArgumentValueError", "AxisError", "AxisNameError", "AxisTypeError",
-    "BudgetError", "BudgetSpellingError", "BudgetTypeError", "ClosureError", "CollectiveError",
-    "CollectiveTypeError", "CompilerWarning", "ConcretizationError", "DerivativeShapeError",
-    "DerivativeTypeError", "DeviceError", "DonationError", "DonationWarning", "EffectError",
-    "EffectWarning", "ForwardModeError", "GraphError", "HookError", "LoopWarning",
-    "MissingRuleError", "NoMatchError", "NoStepError", "NotAvailableError", "OffloadWarning",
-    "OptionError", "OverrideWarning", "PermutationError", "PlanError", "PolicyError",
-    "PolicyFailedError", "PolicyValueError", "ProcessError", "PyTorchVersionError",
-    "PyTorchVersionWarning", "RaggedError", "RaggedTypeError", "RecomputationError",
-    "RegistrationError", "RegistrationTypeError", "RetraceError", "RetraceWarning", "RuleError",
-    "RuleTypeError", "RuleValueError", "SegmentError", "SegmentTypeError",
-    "SelectionWarning", "TorchrematError", "TraceError", "UnmatchedWarning",
+    "BudgetError", "BudgetSpellingError", "BudgetTypeError", "BudgetWarning", "ClosureError",
+    "CollectiveError", "CollectiveTypeError", "CompilerWarning", "ConcretizationError",
+    "DerivativeShapeError", "DerivativeTypeError", "DeviceError", "DonationError",
+    "DonationWarning", "EffectError", "EffectWarning", "ForwardModeError", "GraphError",
+    "HookError", "LoopWarning", "MissingRuleError", "NoMatchError", "NoStepError",
+    "NotAvailableError", "OffloadWarning", "OptionError", "OverrideWarning", "PermutationError",
+    "PlanError", "PolicyError", "PolicyFailedError", "PolicyValueError", "ProcessError",
+    "PyTorchVersionError", "PyTorchVersionWarning", "RaggedError", "RaggedTypeError",
+    "RecomputationError", "RegistrationError", "RegistrationTypeError", "RetraceError",
+    "RetraceWarning", "RuleError", "RuleTypeError", "RuleValueError", "SegmentError",
+    "SegmentTypeError", "SelectionWarning", "TorchrematError", "TraceError", "UnmatchedWarning",
 ]  # fmt: skip
 
 
@@ -306,6 +306,16 @@ class OverrideWarning(UserWarning):
     """
 
 
+class BudgetWarning(UserWarning):
+    """A step of a job that has begun cannot keep within the budget, and runs above it.
+
+    Given once, with the bytes, under `memory_budget(on_infeasible="best")`.
+
+    Cure: make batches smaller, give a larger budget, or declare the largest step beforehand, with
+    `nn.wrap(..., example=...)`, which raises `BudgetError` before the first step.
+    """
+
+
 class OffloadWarning(UserWarning):
     """A policy offloads a value that cannot be offloaded or finds no room: it stays there.
 
@@ -351,7 +361,7 @@ class BudgetTypeError(TorchrematError, TypeError):
     Raised by `plan`, `pareto` and `memory_budget`.
 
     Cure: give an `int` or text (`"2GiB"`) for bytes, a `float` in (0, 1] or text (`"50%"`) for
-    a fraction of the plain peak.
+    a fraction of the plain peak. Text is also `"least"` or `"time:+10%"`.
     """
 
 
@@ -361,7 +371,7 @@ class BudgetSpellingError(TorchrematError, ValueError):
     Raised by `plan`, `pareto` and `memory_budget`.
 
     Cure: bytes are a positive `int` or text such as `"2GiB"` or `"500MB"`, a fraction is in (0,
-    1] or text such as `"50%"`.
+    1] or text such as `"50%"`. `"least"` and `"time:+10%"` are the other two.
     """
 
 

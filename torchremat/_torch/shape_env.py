@@ -1,6 +1,8 @@
 """Sizes that vary: symbols, what traces assume of them, and guards of tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -189,8 +191,39 @@ def settle_size(size: Any) -> Any:
     return size if constant is None else constant
 
 
+class _AssumedSizes:
+    """Values of symbols, and of the expressions that were evaluated."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = dict(sizes)
+        self.found: dict[Any, int] = {}
+
+    def value_of(self, expression: Any) -> int:
+        if expression not in self.found:
+            value = eval(_print(expression), dict(NAMES_IN_SIZES), self.sizes)
+            self.found[expression] = int(value)
+        return self.found[expression]
+
+
+_assumed: ContextVar[_AssumedSizes | None] = ContextVar("_assumed", default=None)
+
+
+@contextmanager
+def assume_sizes(sizes: Mapping[str, int] | None) -> Iterator[None]:
+    """Let `hint_of` answer for these values of symbols; with `None`, for those of the trace."""
+    token = _assumed.set(None if sizes is None else _AssumedSizes(sizes))
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def hint_of(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
+    """The number that a size has in the call that was traced, or at the sizes that are assumed."""
+    if isinstance(size, int):
+        return size
+    assumed = _assumed.get()
+    return int(size.node.hint) if assumed is None else assumed.value_of(size.node.expr)
 
 
 def print_size(size: Any, *, original: bool = False) -> str:

@@ -55,7 +55,7 @@ def main() -> None:
     "--budget",
     required=True,
     metavar="BUDGET",
-    help="Bytes of peak memory (2GiB) or a share of the peak without (50%).",
+    help="Bytes of peak memory (2GiB), a share of the peak without (50%), least, or time:+10%.",
 )
 @click.option(
     "--save",

@@ -45,7 +45,7 @@ policies = click.option(
 budget = click.option(
     "--budget",
     metavar="BUDGET",
-    help="Bytes of peak memory (2GiB) or a share of the peak without (50%).",
+    help="Bytes of peak memory (2GiB), a share of the peak without (50%), least, or time:+10%.",
 )
 
 budgets = click.option(
@@ -53,8 +53,8 @@ budgets = click.option(
     "budgets",
     metavar="BUDGET",
     multiple=True,
-    help="The same as --policy budget:BUDGET: bytes of peak memory (2GiB) or a share of the peak "
-    "without (50%). Give it several times.",
+    help="The same as --policy budget:BUDGET: bytes of peak memory (2GiB), a share of the peak "
+    "without (50%), least, or time:+10%. Give it several times.",
 )
 
 select = click.option(

@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than a second, where there is a terminal to show it."""
+"""A progress bar for what takes longer than two seconds, where there is a terminal to show it."""
 
 import sys
 import time
@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Chosen by hand, so that short work does not flash a bar: nothing depends on the exact value.
-AFTER_SECONDS = 1.0
+AFTER_SECONDS = 2.0
 
 
 @contextmanager
 def show_progress(title: str) -> Iterator[Callable[[float], None]]:
-    """A function to tell what fraction of the work is done; it shows a bar after a second.
+    """A function to tell what fraction of the work is done; it shows a bar after two seconds.
 
-    Nothing is shown where standard error is no terminal.
+    At the end a line says how long it took. Nothing is shown where standard error is no terminal.
 
     >>> with show_progress("planning") as tell:
     ...     tell(0.5)
@@ -52,3 +52,4 @@ class _Bar:
     def stop(self) -> None:
         if self.progress is not None:
             self.progress.stop()
+            self.progress.console.print(f"{self.title}: {time.monotonic() - self.start:.1f} s")

@@ -39,6 +39,14 @@ class GraphSchedule:
         """The values that the backward pass finds on the device or on the host."""
         return self.saved | self.offloaded
 
+    def copy_to(self, nodes: Mapping[fx.Node, fx.Node]) -> "GraphSchedule":
+        return GraphSchedule(
+            frozenset(nodes[node] for node in self.saved),
+            tuple(nodes[call] for call in self.forward),
+            tuple(nodes[call] for call in self.backward),
+            frozenset(nodes[node] for node in self.offloaded),
+        )
+
 
 def read_from_before(order: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> set[fx.Node]:
     """The values, without views, that `order` needs for `wanted` and does not compute itself."""

@@ -23,8 +23,9 @@ from torch import nn
 
 from torchremat.autodiff.joint import Joint
 from torchremat.core.formatting import human_bytes, human_seconds, table
-from torchremat.errors import ArgumentTypeError, BudgetError, TraceError
+from torchremat.errors import ArgumentTypeError, BudgetError, BudgetSpellingError, TraceError
 from torchremat.graph.schedule import GraphSchedule
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.nn.wrap import unwrap, wrap
 from torchremat.planning.budget import Budget, BudgetLike
 from torchremat.planning.budget_policy import memory_budget
@@ -136,7 +137,7 @@ def split_budget(
         module: the model.
         *args: its arguments; only their shapes, dtypes and devices matter.
         budget: bytes (an `int`, or text such as `"8GiB"`), or a fraction in (0, 1] of the peak
-            without rematerialisation (a `float`, or `"50%"`).
+            without rematerialisation (a `float`, or `"50%"`). `"least"` saves nothing but inputs.
         select: the layers, as `wrap` takes it.
         cost_model: what operators cost in seconds; by default a roofline of `device`.
         device: where the step is to run; by default where the tensors are.
@@ -162,9 +163,17 @@ def split_budget(
     """
     refuse_misspelt(split_budget, module, kwargs)
     limit = Budget.of(budget)
+    if limit.added is not None:
+        raise BudgetSpellingError(
+            f"split_budget(budget={budget!r}): a time is no budget that is divided. Give bytes, a "
+            "fraction or 'least'; the split says what time it adds (recompute_seconds)"
+        )
     layers = _Layers(module, select, args, kwargs, {"cost_model": cost_model, "device": device})
     most = layers.peak(_Steps(0))
-    nbytes = limit.bytes_of(most)
+    if limit.is_least:
+        nbytes = min(most, layers.peak(_Steps(len(layers.steps))))
+    else:
+        nbytes = limit.bytes_of(most)
     done = layers.least_steps(nbytes)
     if done is None:
         least = layers.peak(_Steps(len(layers.steps)))
@@ -320,8 +329,10 @@ class _JointRecorder(WholeGraphPolicy):
     def __deepcopy__(self, memo: object) -> "_JointRecorder":
         return self  # a model off the meta device is a copy
 
-    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
-        del fuses
+    def schedule(
+        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
+    ) -> GraphSchedule:
+        del fuses, sizes
         if not differentiates(joint):
             return forward_only(joint)
         self.joints.append(joint)

@@ -1,12 +1,18 @@
 """Modules that run under `checkpoint`, and are otherwise unchanged."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from torchremat.compile.lowering import check_backend
 from torchremat.core.unknown_options import OPTIONS_OF_TORCH, refuse_unknown
 from torchremat.errors import ArgumentTypeError, NoMatchError, NoStepError
+from torchremat.planning.budget_job import declare_largest_step
+from torchremat.planning.budget_policy import BudgetInJob
+from torchremat.planning.step.traced_step import region_of
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike
 from torchremat.remat.checkpoint import check_prevent_cse
@@ -27,6 +33,7 @@ def wrap(
     select: Select | None = None,
     prevent_cse: Any = True,
     compile: str | None = None,
+    example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
 ) -> AnyModule:
     """Make `module`, or the submodules that `select` means, run under `checkpoint`. In place.
 
@@ -49,6 +56,9 @@ def wrap(
             `"inductor"`, or `"aot_eager"` to look for errors. Random masks are then saved, not
             replayed, and each new size is compiled anew. (`torch.compile(model)` around a
             wrapped model compiles what lies between the checkpoints, too.)
+        example: the arguments of the largest step, `(args, kwargs)`, of which shapes, dtypes and
+            devices matter: the longest batch of a training. It is traced now, not run. Budgets
+            that depend on a step (`"60%"`) become bytes by it, and are planned for it.
 
     Returns:
         `module`.
@@ -57,7 +67,8 @@ def wrap(
         NoMatchError: (a `ValueError`) if a selection matches nothing, with the nearest names.
         ValueError: if a selection cannot be read, is out of range, or has no effect; or if there is
             no such backend.
-        TypeError: for a `module`, `select`, `policy` or `prevent_cse` that is none.
+        TypeError: for a `module`, `select`, `policy`, `prevent_cse` or `example` that is none.
+        BudgetError: (a `RuntimeError`) if a step like `example` cannot keep within a budget.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -79,9 +90,41 @@ def wrap(
     if compile is not None:
         check_backend(compile, "compile")
     check_prevent_cse(prevent_cse)
-    for name, submodule, chosen in assign_policies(module, policy, select):
-        RematForward(submodule, name, chosen, prevent_cse, compile).install()
+    if example is not None:
+        _check_example(example)
+    forwards = [
+        RematForward(submodule, name, chosen, prevent_cse, compile)
+        for name, submodule, chosen in assign_policies(module, policy, select)
+    ]
+    for forward in forwards:
+        forward.install()
+    if example is not None:
+        try:
+            _declare(module, *example)
+        except BaseException:
+            for forward in forwards:
+                forward.uninstall()
+            raise
     return module
+
+
+def _check_example(example: Any) -> None:
+    pair = example if isinstance(example, tuple) and len(example) == 2 else (None, None)
+    if not isinstance(pair[0], tuple | list) or not isinstance(pair[1], Mapping):
+        raise ArgumentTypeError(
+            f"wrap(example=...) takes the arguments of a call as (args, kwargs), but it is "
+            f"{type(example).__name__}: example=((tokens,), {{}}) is for model(tokens)"
+        )
+
+
+def _declare(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Let policies decide on the largest step, of `module` or of what is wrapped inside it."""
+    forward = remat_forward_of(module)
+    with declare_largest_step(), torch.enable_grad():
+        if forward is not None:
+            forward.trace_call(tuple(args), dict(kwargs))
+        else:
+            region_of(module, tuple(args), dict(kwargs))
 
 
 def unwrap(module: AnyModule) -> AnyModule:
@@ -105,7 +148,8 @@ def report(module: nn.Module) -> Report:
     """Report what the last step saved, recomputed and offloaded, per wrapped module in `module`.
 
     Of each module the last call that recorded gradients counts: one under `no_grad` saves nothing.
-    A wrapped module that ran inside another is a part of that one.
+    A wrapped module that ran inside another is a part of that one. `.plans` and `.traces` of the
+    report say how many were made in all steps, and `.budgets` what each budget is in bytes.
 
     Raises `NoMatchError` (a `ValueError`) if nothing in `module` is wrapped, and `RuntimeError` if
     nothing that is wrapped has run yet.
@@ -141,4 +185,11 @@ def report(module: nn.Module) -> Report:
             f"none of the {len(found)} wrapped modules ({names}{', ...' * (len(found) > 3)}) has "
             "run with gradients enabled: run a step, then ask for the report"
         )
-    return report_of_programs(programs)
+    known = {id(t): t for _, f in found if (t := f.traces) is not None}.values()
+    jobs = [(p, p.job) for t in known for p in t.jobs.values() if isinstance(p, BudgetInJob)]
+    return replace(
+        report_of_programs(programs),
+        plans=sum(job.num_plans for _, job in jobs),
+        traces=sum(t.num_made for t in known),
+        budgets=tuple(dict.fromkeys(f"{p}: {job.describe()}" for p, job in jobs)),
+    )

@@ -55,7 +55,8 @@ def plan(
         fun_or_module: a function of trees of tensors, or an `nn.Module`.
         *args: its arguments; only their shapes, dtypes and devices matter.
         budget: bytes (an `int`, or text such as `"2GiB"`), or a fraction in (0, 1] of the peak
-            without rematerialisation (a `float`, or `"50%"`).
+            without rematerialisation (a `float`, or `"50%"`). `"least"` is the least peak, and
+            `"time:+10%"` the least with which a step takes at most so much more time.
         optimizer: an optimizer or its class (`torch.optim.AdamW`).
         solver: `"auto"`, `"milp"` (integer programs) or `"local"` (without them).
         cost_model: what operators cost in seconds; by default a roofline of `device`. For a step

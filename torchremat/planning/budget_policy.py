@@ -5,9 +5,11 @@ from functools import cached_property
 from typing import Any
 
 from torchremat.autodiff.joint import Joint
-from torchremat.errors import PolicyError
+from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.graph.schedule import GraphSchedule
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit, plain_number
+from torchremat.planning.budget_job import BudgetJob
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.out_of_memory import describe_plan
 from torchremat.planning.plan import Plan
@@ -32,13 +34,15 @@ class MemoryBudget(_Planned):
     cost_model: CostModel | None = None
     offload: bool = False
     saved: int | str | None = None
+    on_infeasible: str = "best"
 
     @property
     def _limits(self) -> tuple[Any, ...]:
         """The limits however they are written: `"1GiB"` is as many bytes as `2**30`."""
         budget = None if self.budget is None else Budget.of(self.budget)
         saved = None if self.saved is None else bytes_of_limit(self.saved)
-        return budget, saved, self.solver, self.cost_model, self.offload
+        options = (self.solver, self.cost_model, self.offload, self.on_infeasible)
+        return (budget, saved, *options)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MemoryBudget) and self._limits == other._limits
@@ -46,25 +50,29 @@ class MemoryBudget(_Planned):
     def __hash__(self) -> int:
         return hash(self._limits)
 
-    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
-        """The schedule that a plan finds. Raises `BudgetError` if the budget cannot be met."""
-        if not differentiates(joint):
-            return forward_only(joint)
+    def planner(self, joint: Joint, *, fuses: bool) -> Planner:
         model = self.cost_model or CostModel.of(None)
-        planner = Planner(
+        return Planner(
             joint,
             cost_model=model.fused() if fuses else model,
             solver=self.solver,
             offload=self.offload,
         )
-        budget = None if self.budget is None else Budget.of(self.budget)
-        saved = None if self.saved is None else bytes_of_limit(self.saved)
-        return planner.plan(budget, repr(self), saved).graph_schedule
+
+    def schedule(
+        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
+    ) -> GraphSchedule:
+        """The schedule that a plan finds. Raises `BudgetError` if the budget cannot be met."""
+        return self.begin_job().schedule(joint, fuses=fuses, sizes=sizes)
+
+    def begin_job(self) -> "BudgetInJob":
+        return BudgetInJob(self, BudgetJob(self))
 
     @property
     def spelling(self) -> str | None:
         """The policy as text; `None` for two limits, another solver or model, or offloading."""
-        if self.solver != "auto" or self.cost_model is not None or self.offload:
+        unspelt = (self.solver, self.cost_model, self.offload, self.on_infeasible)
+        if unspelt != ("auto", None, False, "best"):
             return None
         if self.budget is None:
             return f"saved:{_with_unit(self.saved)}"
@@ -80,7 +88,35 @@ class MemoryBudget(_Planned):
             options.append(f"cost_model={self.cost_model!r}")
         if self.offload:
             options.append("offload=True")
+        if self.on_infeasible != "best":
+            options.append(f"on_infeasible={self.on_infeasible!r}")
         return f"memory_budget({', '.join(options)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BudgetInJob(_Planned):
+    """A `MemoryBudget` with what the calls of one function have in common."""
+
+    policy: MemoryBudget
+    job: BudgetJob
+
+    def schedule(
+        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
+    ) -> GraphSchedule:
+        return self.job.schedule(joint, fuses=fuses, sizes=sizes)
+
+    def without_job(self) -> Policy:
+        return self.policy
+
+    def __deepcopy__(self, memo: object) -> "BudgetInJob":
+        return self  # a model that is copied for a report keeps its own
+
+    @property
+    def spelling(self) -> str | None:
+        return self.policy.spelling
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
 
 
 def _with_unit(budget: object) -> str:
@@ -94,14 +130,19 @@ def memory_budget(
     solver: str = "auto",
     cost_model: CostModel | None = None,
     offload: bool = False,
+    on_infeasible: str = "best",
 ) -> Policy:
     """Keep the peak memory of the forward and the backward pass within `budget`.
 
-    When the function is traced, a plan for the sizes of that call chooses which values are saved
-    and which recomputed. It adds the least time; see `torchremat.planning.plan`. The peak counts
-    values, gradients and outputs that the passes make. Parameters and inputs, which outlive the
-    step, do not count. The call raises `BudgetError` (a `RuntimeError`) with the least budget
-    that can be met if this one cannot.
+    A plan chooses which values are saved and which recomputed, so that little time is added. It is
+    made at the first call that exceeds the budget without one, and serves all steps that are no
+    larger. The peak counts values, gradients and outputs that the passes make. Parameters and
+    inputs, which outlive the step, do not count. The first call raises `BudgetError` (a
+    `RuntimeError`) with the least budget that can be met if this one cannot.
+
+    A budget that depends on a step, such as `"50%"`, becomes bytes by the largest step that was
+    declared (`nn.wrap(..., example=...)`). If none was, it is the largest so far. Smaller steps
+    keep to those bytes.
 
     Under inductor (`torch.compile`, `jit`, `nn.wrap(..., compile="inductor")`) pointwise work runs
     in the kernels that read it. It is cheaper there, so that more of it is recomputed than without
@@ -115,17 +156,23 @@ def memory_budget(
 
     Args:
         budget: bytes (an `int`, or text such as `"2GiB"`), or a fraction in (0, 1] of the peak
-            without rematerialisation (a `float`, or `"50%"`). `None`, with `saved`, for no limit.
+            without rematerialisation (a `float`, or `"50%"`). `"least"` is the least peak, and
+            `"time:+10%"` the least with which a step takes at most so much more time. `None`, with
+            `saved`, for no limit.
         saved: bytes (an `int`, or text such as `"200MiB"`; 0 for nothing but inputs and outputs).
-        solver: `"auto"`, `"milp"` (integer programs) or `"local"` (without them).
+        solver: `"auto"` takes the first good plan; `"milp"` (integer programs) and `"local"`
+            (without them) search as long as `tr.plan` does, for up to a minute.
         cost_model: what operators cost in seconds; by default that of this machine. Where inductor
             runs them, `cost_model.fused()`.
         offload: whether values may be copied to the host, over the link of the cost model.
             Compilers save them on the device, with an `OffloadWarning`: the peak is then higher.
+        on_infeasible: what a later step does that no plan keeps within the budget: `"best"` runs
+            it with the least peak, and gives one `BudgetWarning`; `"error"` raises `BudgetError`.
 
     Raises:
         TypeError: if `budget` is neither a number nor text, or `cost_model` is none; if neither
-            `budget` nor `saved` is given, or `saved` is a fraction.
+            `budget` nor `saved` is given, or `saved` is a fraction. Also for `saved` beside
+            `"least"` or a time.
         ValueError: if `budget` cannot be read, is not positive, or is a fraction above 1; or if
             there is no such solver. `PlanError` is one: for `offload=True` with a `cost_model` that
             has no link to a host (without a `cost_model`, the call raises it).
@@ -149,6 +196,11 @@ def memory_budget(
         )
     if saved is not None:
         bytes_of_limit(saved)
+        if budget is not None and Budget.of(budget).is_searched:
+            raise PolicyError(
+                f"memory_budget({budget!r}, saved={saved!r}): a search for the least memory takes "
+                "no limit on what is saved: leave out saved, or give the budget as bytes"
+            )
     check_solver(solver)
     if cost_model is not None and not isinstance(cost_model, CostModel):
         raise PolicyError(
@@ -157,7 +209,12 @@ def memory_budget(
         )
     if offload and cost_model is not None:
         host_rate_of(cost_model)
-    return MemoryBudget(budget, solver, cost_model, offload, saved)
+    if on_infeasible not in ("best", "error"):
+        raise PolicyValueError(
+            f"memory_budget(on_infeasible={on_infeasible!r}): it is 'best' (a later step that "
+            "cannot be met runs with the least peak, with a warning) or 'error'"
+        )
+    return MemoryBudget(budget, solver, cost_model, offload, saved, on_infeasible)
 
 
 def limit_saved(saved: int | str) -> Policy:
@@ -171,7 +228,11 @@ class FromPlan(_Planned):
     """The plan as JSON."""
     path: str | None = field(default=None, compare=False)
 
-    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
+    serves_many_sizes = False
+
+    def schedule(
+        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
+    ) -> GraphSchedule:
         """The schedule of the plan. Raises `PlanError` if the plan is for another graph."""
         if not differentiates(joint):
             return forward_only(joint)

@@ -4,6 +4,7 @@ A limit on saved bytes becomes an operator of the problem, so that every solver 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,9 +17,10 @@ from torchremat.errors import BudgetError, PlanError, PolicyValueError, nearest_
 from torchremat.graph.nodes import base_of, call_of, is_forward, nodes_read_by
 from torchremat.graph.notes import notes_of
 from torchremat.graph.schedule import GraphSchedule
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.problem.backward_order import orders_of
+from torchremat.planning.problem.backward_order import floor_of, orders_of
 from torchremat.planning.problem.problem import Costs, Operator, Part, Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import replay_of
 from torchremat.planning.shared_solve import solve_once, text_of
@@ -84,6 +86,23 @@ class PlannedStep:
 # Times the peak without rematerialisation, where only saved bytes are limited: with so much room
 # everything may be recomputed.
 _ENOUGH = 4
+# Of the time for one plan, a step of the search for the least memory within some time. About eight
+# of them halve the bytes between the least and the plain peak down to the accuracy, by hand.
+_TIME_SHARE = 0.2
+# The part of the room to which that search finds the least; chosen by hand.
+_TIME_ACCURACY = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """The result of a search: a step within the budget, or the one of least peak and the error.
+
+    `was_needed`: whether a solver ran, as it does where plain autograd exceeds the budget.
+    """
+
+    planned: PlannedStep
+    error: Callable[[str], BudgetError] | None = None
+    was_needed: bool = True
 
 
 class Planner:
@@ -96,6 +115,7 @@ class Planner:
         seconds: float | None = None,
         resident: int = 0,
         offload: bool = False,
+        step: NumericStep | None = None,
     ) -> None:
         self.joint = joint
         self.cost_model = cost_model or CostModel.of(None)
@@ -104,6 +124,9 @@ class Planner:
         self.resident = resident
         """Bytes that are there before the step, and count."""
         self.host_bytes_per_second = host_rate_of(self.cost_model) if offload else None
+        if step is not None:
+            self.step = step
+        self._relative: dict[Budget, Search] = {}
 
     @cached_property
     def step(self) -> NumericStep:
@@ -111,13 +134,34 @@ class Planner:
             self.joint, self.cost_model.seconds, host_bytes_per_second=self.host_bytes_per_second
         )
 
+    def at(self, sizes: Sizes) -> "Planner":
+        """The planner of the same graph with these values of its symbols."""
+        return Planner(
+            self.joint,
+            cost_model=self.cost_model,
+            solver=self.solver,
+            seconds=self.seconds,
+            resident=self.resident,
+            offload=self.host_bytes_per_second is not None,
+            step=self.step.at(sizes, self.cost_model.seconds),
+        )
+
     @cached_property
     def plain(self) -> PlannedStep:
-        schedule = replay_of(self.step.problem, self.step.plain).schedule
+        return self.evaluate(replay_of(self.step.problem, self.step.plain).schedule)
+
+    def evaluate(self, schedule: Schedule, bound: float = 0.0, budget: int = 0) -> PlannedStep:
         costs = costs_of(self.step.problem, schedule)
-        return PlannedStep(self.step, schedule, costs, 0.0, costs.peak)
+        return PlannedStep(self.step, schedule, costs, bound, budget or costs.peak)
+
+    def peak_of(self, planned: PlannedStep) -> int:
+        """The bytes that a budget must have for `planned`."""
+        copied = 0 if planned.schedule is self.plain.schedule else self.step.copied_nbytes
+        return planned.costs.peak + copied + self.resident
 
     def bytes_of(self, budget: Budget) -> int:
+        if budget.is_searched:
+            return self._find_relative(budget).planned.budget
         return budget.bytes_of(self.resident + self.plain.costs.peak)
 
     def plan(self, budget: Budget | None, asked: str, saved: int | None = None) -> PlannedStep:
@@ -126,40 +170,124 @@ class Planner:
         The forward pass saves no more than `saved` bytes, if that is given; then there may be no
         budget. Raises `BudgetError` with the least budget that can be met if none was found.
         """
+        found = self.search(budget, saved)
+        if found.error is not None:
+            raise found.error(asked)
+        return found.planned
+
+    def search(
+        self,
+        budget: Budget | None,
+        saved: int | None = None,
+        near: Schedule | None = None,
+        *,
+        is_prompt: bool = False,
+    ) -> Search:
+        """Look for the schedule that `plan` returns, beginning from `near`, if that is given.
+
+        `is_prompt`: as `SolverOptions` has it.
+        """
+        if budget is not None and budget.is_searched:
+            return self._find_relative(budget)
         plain = self.plain
         within = saved is None or plain.saved_bytes <= saved
         nbytes = _ENOUGH * plain.costs.peak if budget is None else self.bytes_of(budget)
         room = nbytes - self.resident
         if room >= plain.costs.peak and within:
-            return PlannedStep(self.step, plain.schedule, plain.costs, 0.0, nbytes)
+            return Search(replace(plain, budget=nbytes), was_needed=False)
         room -= self.step.copied_nbytes
         problems = self._orders
         if saved is not None:
             limit = saved - self.step.copied_nbytes
             problems = tuple(add_saved_limit(problem, room, limit) for problem in problems)
-        solution = self._solve_problems(room, problems)
-        if solution.schedule is None and problems[0] is not self._orders[0]:
-            raise self._build_saved_error(asked, saved, nbytes, solution.least_peak - room)
+        solution = self._solve_problems(room, problems, near, is_prompt=is_prompt)
+        if solution.schedule is not None:
+            schedule = drop_limit_operator(self.step.problem, solution.schedule)
+            return Search(self.evaluate(schedule, solution.lower_bound_seconds, nbytes))
+        lowest = drop_limit_operator(self.step.problem, solution.lowest)
+        error = functools.partial(self._build_budget_error, nbytes=nbytes, solution=solution)
+        if problems[0] is not self._orders[0]:
+            excess = solution.least_peak - room
+            error = functools.partial(
+                self._build_saved_error, saved=saved, nbytes=nbytes, excess=excess
+            )
+        return Search(self.evaluate(lowest, budget=nbytes), error)
+
+    def _find_relative(self, budget: Budget) -> Search:
+        """The schedule of least peak, or of the least that adds so much time at most."""
+        if budget not in self._relative:
+            found = self._find_least()
+            if budget.added is not None:
+                found = self._find_within_seconds(budget.added * self.plain_seconds, found)
+            planned = replace(found, budget=self.peak_of(found))
+            self._relative[budget] = Search(planned, was_needed=found is not self.plain)
+        return self._relative[budget]
+
+    @cached_property
+    def plain_seconds(self) -> float:
+        """The time of the step without rematerialisation."""
+        problem = self.step.problem
+        return problem.seconds_of(range(len(problem.operators)))
+
+    def _find_least(self) -> PlannedStep:
+        lowest = self._solve_problems(1, self._orders).lowest
+        least = self.evaluate(lowest)
+        if self.peak_of(least) >= self.peak_of(self.plain):
+            return self.plain
+        return self._find_in_room(least.costs.peak) or least
+
+    def _find_in_room(self, room: int, seconds: float | None = None) -> PlannedStep | None:
+        solution = self._solve_problems(room, self._orders, seconds=seconds)
         if solution.schedule is None:
-            raise self._build_budget_error(asked, nbytes, solution)
-        schedule = drop_limit_operator(self.step.problem, solution.schedule)
-        costs = costs_of(self.step.problem, schedule)
-        return PlannedStep(self.step, schedule, costs, solution.lower_bound_seconds, nbytes)
+            return None
+        return self.evaluate(solution.schedule, solution.lower_bound_seconds)
+
+    def _find_within_seconds(self, allowed: float, lowest: PlannedStep) -> PlannedStep:
+        """The schedule of least peak that adds at most `allowed` seconds, by halving the room."""
+        if lowest.costs.added_seconds <= allowed:
+            return lowest
+        best = self.plain
+        low, high = lowest.costs.peak, best.costs.peak
+        whole = self.seconds or SolverOptions().seconds_for(self.step.problem)
+        while high - low > high * _TIME_ACCURACY:
+            room = (low + high) // 2
+            found = self._find_in_room(room, whole * _TIME_SHARE)
+            if found is not None and found.costs.added_seconds <= allowed:
+                best, high = found, found.costs.peak
+            else:
+                low = room
+        return best
 
     @cached_property
     def _orders(self) -> tuple[Problem, ...]:
         return orders_of(self.step.problem)
 
-    def _solve_problems(self, room: int, problems: tuple[Problem, ...]) -> Solution:
+    def _solve_problems(
+        self,
+        room: int,
+        problems: tuple[Problem, ...],
+        near: Schedule | None = None,
+        seconds: float | None = None,
+        *,
+        is_prompt: bool = False,
+    ) -> Solution:
         """The schedule for `room` bytes, which one process looks for where there are several."""
+        options = SolverOptions(
+            seconds or self.seconds, solver=self.solver, near=near, is_prompt=is_prompt
+        )
 
         def describe() -> str:
-            asked = f"{room} {self.solver} {self.seconds} {self.cost_model!r}"
+            asked = f"{room} {options} {self.cost_model!r}"
             return "\n".join([asked, *map(text_of, problems), *lines_of(self.joint.module.graph)])
 
-        return solve_once(describe, lambda: _solve(problems, room, self.solver, self.seconds))
+        return solve_once(describe, lambda: _solve(problems, room, options))
 
-    def _build_budget_error(self, asked: str, nbytes: int, solution: Solution) -> BudgetError:
+    def is_hopeless(self, budget: int) -> bool:
+        """Whether no schedule keeps within `budget` bytes, since one operator needs more."""
+        room = budget - self.resident - self.step.copied_nbytes
+        return all(room < floor_of(problem) for problem in self._orders)
+
+    def _build_budget_error(self, asked: str, *, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
         plain = self.plain.costs.peak + self.resident
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
@@ -172,7 +300,7 @@ class Planner:
         )
 
     def _build_saved_error(
-        self, asked: str, saved: int | None, nbytes: int, excess: int
+        self, asked: str, *, saved: int | None, nbytes: int, excess: int
     ) -> BudgetError:
         assert saved is not None
         return BudgetError(
@@ -192,11 +320,9 @@ class Planner:
 
 
 @functools.lru_cache(maxsize=64)  # layers of a model that are wrapped one by one are alike
-def _solve(
-    problems: tuple[Problem, ...], room: int, solver: str, seconds: float | None
-) -> Solution:
+def _solve(problems: tuple[Problem, ...], room: int, options: SolverOptions) -> Solution:
     with show_progress(f"planning {len(problems[0].operators)} operators") as progress:
-        options = SolverOptions(seconds=seconds, solver=solver, progress=progress)
+        options = replace(options, progress=progress)
         return solve_orders(problems, room, options)
 
 

@@ -18,8 +18,8 @@ from torchremat.planning.problem.problem import Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.backward_search import BackwardFrontier, BackwardSearch, Limits
-from torchremat.planning.search.clock import CpuTimer, Deadline, TimeSlice
-from torchremat.planning.search.eviction import Evictor, try_evictions
+from torchremat.planning.search.clock import NEVER, CpuTimer, Deadline, TimeSlice
+from torchremat.planning.search.eviction import RULES, Evictor, try_evictions
 from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.least_peak import (
     find_lowest_by_eviction,
@@ -97,16 +97,23 @@ class SolverOptions:
         gap: how near to the optimum, as a fraction, is near enough.
         solver: "milp" or "auto" for integer programs; "local" for minimum cuts and local search.
         progress: called now and then with the elapsed fraction of the time.
+        near: a schedule of the same operators, at other sizes say, that the search begins from.
+        is_prompt: whether the first answers are enough: half a second, and as much more for each
+            thousand operators. There may then be none where a longer search finds one.
     """
 
     seconds: float | None = None
     gap: float = 0.002
     solver: str = "auto"
     progress: Callable[[float], None] | None = None
+    near: Schedule | None = None
+    is_prompt: bool = False
 
     def seconds_for(self, problem: Problem) -> float:
         if self.seconds is not None:
             return self.seconds
+        if self.is_prompt:
+            return 0.5 + 0.0005 * len(problem.operators)
         return min(28.0, 5.0 + 0.006 * len(problem.operators))
 
 
@@ -174,13 +181,14 @@ def _search(
 ) -> Incumbent:
     is_small = len(problem.operators) <= _MOST_OPERATORS
     whole = TimeSlice(timer, seconds)
-    clock = TimeSlice(timer, _FIRST_SHARE * seconds if is_small else seconds, options.progress)
+    is_first = is_small and not options.is_prompt
+    clock = TimeSlice(timer, _FIRST_SHARE * seconds if is_first else seconds, options.progress)
     evaluator, incumbent = Evaluator(problem, budget), Incumbent(clock, options.gap)
     if not incumbent.note(evaluator(Decisions(problem.needed))).fits:
-        incumbent.note(evaluator(Decisions(evaluator.fixed)))
-        if problem.offloadable:
-            kept = (problem.needed | evaluator.fixed) - problem.offloadable
-            incumbent.note(evaluator(Decisions(kept, offloaded=problem.offloadable)))
+        near = _begin(evaluator, incumbent, options.near)
+        if options.is_prompt and not problem.offloadable:
+            _search_promptly(evaluator, incumbent, near, clock.deadline(1.0))
+            return incumbent
         share = _EVICTION_SHARE if is_small else _LARGE_SHARE
         if budget < floor_of(problem) or not _start(evaluator, incumbent, clock.deadline(share)):
             _find_lowest(incumbent, Evictor(problem, clock.deadline(1.0)), budget)
@@ -205,6 +213,46 @@ def _search(
             for factor in _EASIER:
                 _try_larger_budget(evaluator, incumbent, factor, left / len(_EASIER))
     return incumbent
+
+
+def _begin(evaluator: Evaluator, incumbent: Incumbent, near: Schedule | None) -> Evaluated | None:
+    """Try the simplest decisions, and those of `near`, which are returned."""
+    problem = evaluator.problem
+    found = None
+    incumbent.note(evaluator(Decisions(evaluator.fixed)))
+    if near is not None:
+        away = frozenset(near.offloaded) & problem.offloadable
+        saved = (frozenset(near.saved) | evaluator.fixed) - away
+        found = incumbent.note(evaluator(Decisions(saved, offloaded=away)))
+    if problem.offloadable:
+        kept = (problem.needed | evaluator.fixed) - problem.offloadable
+        incumbent.note(evaluator(Decisions(kept, offloaded=problem.offloadable)))
+    return found
+
+
+def _search_promptly(
+    evaluator: Evaluator, incumbent: Incumbent, near: Evaluated | None, deadline: Deadline
+) -> None:
+    """The answers that take little time: of 1,800 operators 2 s, and 28 s find none better."""
+    problem = evaluator.problem
+    if evaluator.budget < floor_of(problem):
+        return
+    for saved in cut_saved_sets(problem):
+        incumbent.note(evaluator(Decisions(saved)))
+        if deadline.is_over:
+            break
+    for start in (problem.known, evaluator.fixed):
+        for rule in RULES:
+            if incumbent.best is None or not deadline.is_over:
+                evictor = Evictor(problem, deadline if incumbent.best else NEVER)
+                for trial in try_evictions(evaluator, evictor, start, (rule,)):
+                    incumbent.note(trial)
+        if incumbent.best is not None:
+            break
+    if incumbent.best is None and near is not None:
+        incumbent.note(LocalSearch(evaluator, deadline).repair(near))
+    if incumbent.best is not None:
+        incumbent.note(LocalSearch(evaluator, deadline).improve(incumbent.best))
 
 
 def _start(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> bool:

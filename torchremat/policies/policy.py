@@ -26,6 +26,7 @@ from torchremat.core.avals import Aval
 from torchremat.core.source import Source, source_of_error
 from torchremat.errors import PolicyError, PolicyFailedError, TorchrematError
 from torchremat.graph.schedule import GraphSchedule
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.spelling import is_policy_maker, parse_spelling
 from torchremat.policies.verdicts import (
@@ -139,17 +140,31 @@ class Policy:
     recomputes_at_once: ClassVar[bool] = False
     """Whether a backward pass recomputes all before the first derivative, as PyTorch's own does."""
 
+    serves_many_sizes: ClassVar[bool] = True
+    """Whether the policy decides on a graph of which some sizes are symbols."""
+
     @property
     def is_whole_graph(self) -> bool:
         """Whether the policy decides on all values of a graph at once, through `schedule`."""
         return False
 
-    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
+    def schedule(
+        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
+    ) -> GraphSchedule:
         """The values of `joint` that a whole-graph policy saves, and the order of operators.
 
         `fuses`: a compiler runs it, which fuses pointwise work with its readers into one kernel.
+        `sizes`: the values of its symbols, if not those that it was traced for.
         """
         raise AssertionError(f"{self!r} decides on one value at a time")
+
+    def begin_job(self) -> "Policy":
+        """The policy for the calls of one function, in which it may remember what it decided."""
+        return self
+
+    def without_job(self) -> "Policy":
+        """The policy that `begin_job` was called on."""
+        return self
 
     def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
         """A note for the user on running out of memory in `program`, under this policy."""

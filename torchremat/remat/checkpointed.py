@@ -20,7 +20,6 @@ from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.joint import TraceOptions, is_differentiated
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentValueError
-from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
@@ -31,13 +30,7 @@ from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_whole
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.function_program import FunctionProgram
-from torchremat.remat.program.region import Region
-from torchremat.remat.tracing.calls import (
-    Call,
-    flatten_call,
-    prevent_cse_of,
-    wrap_statics,
-)
+from torchremat.remat.tracing.calls import Call, flatten_call, prevent_cse_of, wrap_statics
 from torchremat.remat.tracing.effects import trace_without_effects
 from torchremat.remat.tracing.function_trace import (
     FunctionTrace,
@@ -45,7 +38,12 @@ from torchremat.remat.tracing.function_trace import (
     describe_fun,
     trace_function,
 )
-from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
+from torchremat.remat.tracing.guards import (
+    CapturedTensors,
+    ModuleGuard,
+    VariableGuard,
+    storage_offsets,
+)
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.remat.tracing.trace_cache import (
     PolicyKey,
@@ -57,7 +55,7 @@ from torchremat.remat.tracing.trace_cache import (
 from torchremat.remat.tracing.unread import forget_unread
 from torchremat.remat.tracing.variables import (
     Binding,
-    modules_in,
+    roots_of,
     variables_of,
     variables_of_modules,
 )
@@ -183,6 +181,7 @@ class Checkpointed:
                 and trace.still_holds()
                 and trace.value_guards_hold(tensors)
                 and (not trace.escapes or trace.has_escapes_of(call, self.fun))
+                and (program := program.at(sizes)) is not None
             ):
                 if trace.records:
                     self._last = (program, sizes)
@@ -237,8 +236,9 @@ class Checkpointed:
             trace = self.trace_of(call, args, kwargs)
             key = self._current_key
             program = trace.programs.get(key)
+            sizes = None if trace.dynamic is None else trace.dynamic.sizes(call.tensors)
             if program is None:
-                program = self._new_program(trace, key, args, kwargs)
+                program = self._new_program(trace, key, sizes, args, kwargs)
                 program.warn_of_policy()
                 trace.programs[key] = program
                 self._log(program, trace, args, kwargs, call)
@@ -248,14 +248,22 @@ class Checkpointed:
                     program.warn_of_policy()
                 if config.log_checkpoint_residuals and not program.is_logged:
                     self._log(program, trace, args, kwargs, call)
+            program = program.at(sizes) or program.decide_at(sizes or {})
             if program.is_warned_of:
                 self._warned_programs.add(program)
             return trace, program
 
-    def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
+    def _new_program(
+        self, trace: Trace, key: PolicyKey, sizes: Sizes | None, args: Any, kwargs: Any
+    ) -> FunctionProgram:
         kind = VerifyingProgram if key.verified else FunctionProgram
+        policy = self._trace_cache.job_of(self._key)
         program = kind(
-            trace.region, self.policy, module_prefix=self.module_prefix, compiler=self.compiler
+            trace.region,
+            policy,
+            module_prefix=self.module_prefix,
+            compiler=self.compiler,
+            sizes=sizes,
         )
         flags = prevent_cse_of(self.prevent_cse, args, kwargs)
         num_captured = len(program.region.specs) - len(flags)
@@ -280,13 +288,12 @@ class Checkpointed:
         return self._trace_cache.find(call, specs, self.fun, dynamic=self._may_be_dynamic())
 
     def _may_be_dynamic(self) -> bool:
-        """Whether a graph for many sizes serves: what a plan keeps fits one size."""
-        if self.policy.is_whole_graph or (
-            self.compiler is not None and not self.compiler.takes_symbols
-        ):
-            return False
+        """Whether a graph for many sizes serves."""
+        compiles_each = self.compiler is not None and not self.compiler.takes_symbols
         return not (
-            _torch.functorch_is_active()
+            compiles_each
+            or not self.policy.serves_many_sizes
+            or _torch.functorch_is_active()
             or _torch.in_dual_level()
             or _torch.innermost_proxy_mode() is not None
         )
@@ -338,7 +345,7 @@ class Checkpointed:
     ) -> Trace:
         structure = Structure.of(wrap_statics(args, kwargs, self.statics))
         variables = self._variables()
-        roots = _roots(self.fun, variables)
+        roots = roots_of(self.fun, variables)
         inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
         state = current_state()
         unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
@@ -425,23 +432,6 @@ def _build_trace(
         escapes=made.escapes,
         dynamic=dynamic,
         cotangent_placements=made.body.cotangent_placements,
-        offsets=_offsets(made.region, [*call.tensors, *made.captured]),
+        offsets=storage_offsets(made.region, [*call.tensors, *made.captured]),
         value_guards=tuple(made.body.value_guards.guards) if made.body.value_guards else (),
     )
-
-
-def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """The storage offsets of the inputs, if the function asks for a place in their storage."""
-    asked = region.joint.module.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.as_strided.default
-    )
-    if not any(base_of(n.args[0]) in region.joint.inputs and len(n.args) > 3 for n in asked):
-        return None
-    return tuple(InputSpec.of(t).storage_offset for t in tensors)
-
-
-def _roots(fun: Any, variables: Any) -> list[tuple[str, nn.Module]]:
-    """The modules that `fun` starts from, by name: itself or its object, then its variables."""
-    owner = getattr(fun, "__self__", fun)
-    own = [("", owner)] if isinstance(owner, nn.Module) else []
-    return own + list(modules_in(variables))

@@ -22,6 +22,8 @@ from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.program.compilers import compiler_named
 from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.tracing.calls import flatten_call
+from torchremat.remat.tracing.trace_cache import Traces
 from torchremat.remat.tracing.variables import Binding, variables_of
 
 
@@ -104,11 +106,18 @@ class RematForward:
             return checkpoint_in_compiler(function, self.policy, *args, **kwargs)
         if self.compile is None and _is_never_differentiated():
             return function(*args, **kwargs)  # with PyTorch's fast paths, which give other bits
+        return self._find_checkpointed()(*args, **kwargs)
+
+    def _find_checkpointed(self) -> "_CheckpointedForward":
         run = _running.get(self._key)
         if run is None:
             self._kept.clear()
             run = _running.setdefault(self._key, _CheckpointedForward(self, self._key))
-        return run(*args, **kwargs)
+        return run
+
+    def trace_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace such a call, and let the policy decide on it, without running it."""
+        self._find_checkpointed().trace_call(args, kwargs)
 
     def __repr__(self) -> str:
         return f"<forward of {self.name or 'a module'} under checkpoint, policy={self.policy!r}>"
@@ -163,6 +172,12 @@ class RematForward:
     def last_program(self) -> FunctionProgram | None:
         run = _running.get(self._key)
         return None if run is None else run.last_program
+
+    @property
+    def traces(self) -> Traces | None:
+        """The traces of the module, once it has been called."""
+        run = _running.get(self._key)
+        return None if run is None else run.known_traces
 
     def install(self) -> None:
         # past the class of the module, whose `__setattr__` may do more
@@ -249,6 +264,15 @@ class _CheckpointedForward(Checkpointed):
     @fun.setter
     def fun(self, value: Callable[..., Any]) -> None:
         """Made anew each time."""
+
+    @property
+    def known_traces(self) -> Traces:
+        return self._trace_cache
+
+    def trace_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace such a call, and let the policy decide on it, without running it."""
+        call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
+        self.prepare(call, args, kwargs)
 
     def _variables(self) -> list[Binding]:
         forward = self._forward()

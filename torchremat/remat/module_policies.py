@@ -26,8 +26,8 @@ def under_policy(
     A model stays as it is: what is selected is in a copy with the same parameters and buffers.
     Raises as `nn.wrap` does.
     """
-    if select is None:
-        fun: Callable[..., Any] = checkpoint(f, policy=policy)
+    if select is None:  # what it decides here is for this step, not for a job that runs `f`
+        fun: Callable[..., Any] = checkpoint(f, policy=as_policy(policy).begin_job())
         return fun
     if not isinstance(f, nn.Module):
         raise ArgumentTypeError(
@@ -38,7 +38,7 @@ def under_policy(
     model = copy_with_same_state(f)
     for name, _, chosen in assigned:
         module = model.get_submodule(name)
-        RematForward(module, name, chosen, True).install()
+        RematForward(module, name, chosen.begin_job(), True).install()
     return model
 
 

@@ -38,9 +38,15 @@ class Report(ShownInNotebook):
     program: Any = field(default=None, repr=False, compare=False)
     """The part that can be drawn: the program, if one policy decides on the whole function; else
     the call, or the programs of modules that have run."""
+    plans: int = field(default=0, compare=False)
+    """How many plans were made for budgets, by `nn.report` of all calls so far."""
+    traces: int = field(default=0, compare=False)
+    """How many traces were made, likewise."""
+    budgets: tuple[str, ...] = field(default=(), compare=False)
+    """A line for each budget: its bytes, where they come from, and its plans."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rows,)  # a pickled report has its rows alone
+    def __reduce__(self) -> tuple[Any, ...]:  # a pickled report has no program
+        return type(self), (self.rows, None, self.plans, self.traces, self.budgets)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -130,7 +136,7 @@ class Report(ShownInNotebook):
         return f"Report({len(self.rows)} rows, {human_bytes(self.total)} saved)"
 
     def __str__(self) -> str:
-        return format_rows(self.rows)
+        return "\n".join([format_rows(self.rows), *self.budgets])
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,12 @@ class DynamicInputs:
             for i, (theirs, ours) in enumerate(zip(specs, self.specs, strict=True))
         )
 
+    @property
+    def traced_sizes(self) -> Sizes:
+        """The values of the symbols in the call that was traced."""
+        names = (_torch.print_size(symbol, original=True) for symbol in self.symbols)
+        return dict(zip(names, map(_torch.hint_of, self.symbols), strict=True))
+
     def sizes(self, tensors: Sequence[Tensor]) -> Sizes | None:
         """The values of the symbols for `tensors`; `None` if the trace does not hold there."""
         return self._checks.of_tensors(tensors)

@@ -113,10 +113,16 @@ class Jitted(Checkpointed):
         return bound
 
     def _may_be_dynamic(self) -> bool:
-        """Whether one graph may serve many sizes: one that writes to its inputs never does."""
-        return not self.donated and super()._may_be_dynamic()
+        """Whether one graph may serve many sizes: one that writes to its inputs never does.
 
-    def _new_program(self, trace: Trace, key: PolicyKey, args: Any, kwargs: Any) -> FunctionProgram:
+        Nor does that of a plan, which is for the kernels of one size.
+        """
+        whole = self.policy.is_whole_graph
+        return not self.donated and not whole and super()._may_be_dynamic()
+
+    def _new_program(
+        self, trace: Trace, key: PolicyKey, sizes: Sizes | None, args: Any, kwargs: Any
+    ) -> FunctionProgram:
         program = JitProgram(
             trace.region,
             self.policy,

@@ -77,10 +77,13 @@ class Evictor:
 
 
 def try_evictions(
-    evaluator: Evaluator, evictor: Evictor, saved: Iterable[int]
+    evaluator: Evaluator,
+    evictor: Evictor,
+    saved: Iterable[int],
+    rules: Iterable[EvictionRule] = RULES,
 ) -> Iterator[Evaluated]:
     saved = tuple(saved)
-    for rule in RULES:
+    for rule in rules:
         decisions = evictor.decisions(evaluator.budget, rule, saved)
         if decisions is not None:
             yield evaluator(decisions)

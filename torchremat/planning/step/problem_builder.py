@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from torchremat import config
+from torchremat import _torch, config
 from torchremat.autodiff.joint import Joint
 from torchremat.graph.nodes import (
     ancestors,
@@ -19,6 +19,7 @@ from torchremat.graph.nodes import (
     nodes_read_by,
 )
 from torchremat.graph.schedule import GraphSchedule
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.memory.interpreter import peak_inside
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
@@ -41,6 +42,8 @@ class NumericStep:
     problem: Problem
     calls: tuple[fx.Node | None, ...]
     values: tuple[fx.Node | None, ...]
+    written_nbytes: int | None = None
+    """`copied_nbytes`, if it is of other sizes than those of the trace."""
 
     @classmethod
     def of(
@@ -60,6 +63,29 @@ class NumericStep:
             least_offload=config.least_offload_nbytes,
         )
         return replace(step, problem=problem)
+
+    def at(self, sizes: Sizes, seconds: Callable[[fx.Node], float]) -> "NumericStep":
+        """The step with these values of the symbols: other bytes and seconds, nothing else.
+
+        What may be drawn again is as in the graph that runs, which was made for other sizes.
+        """
+        with _torch.assume_sizes(sizes):
+            found = _ProblemBuilder(self.joint, seconds).build()
+            copied = found.copied_nbytes
+        pairs = zip(found.problem.operators, self.problem.operators, strict=True)
+        operators = tuple(
+            new
+            if (new.repeatable, new.draws) == (old.repeatable, old.draws)
+            else replace(new, repeatable=old.repeatable, draws=old.draws)
+            for new, old in pairs
+        )
+        problem = replace(
+            self.problem,
+            operators=operators,
+            nbytes=found.problem.nbytes,
+            backward_constant=found.problem.backward_constant,
+        )
+        return replace(self, problem=problem, written_nbytes=copied)
 
     @property
     def plain(self) -> Decisions:
@@ -82,6 +108,8 @@ class NumericStep:
     @property
     def copied_nbytes(self) -> int:
         """The bytes of written inputs that may be read again: copied after the forward pass."""
+        if self.written_nbytes is not None:
+            return self.written_nbytes
         written = {self.joint.inputs[i] for i, _ in self.joint.mutations}
         read = {
             base_of(node)

@@ -14,6 +14,7 @@ from torchremat.errors import TraceError
 from torchremat.graph.nodes import is_item, is_view
 from torchremat.graph.notes import note
 from torchremat.graph.schedule import GraphSchedule
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.policies.builtin import everything_saveable
@@ -47,7 +48,9 @@ class FixedSchedule(WholeGraphPolicy):
     def __init__(self, schedule: GraphSchedule) -> None:
         self._schedule = schedule
 
-    def schedule(self, joint: Joint, *, fuses: bool = False) -> GraphSchedule:
+    def schedule(
+        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
+    ) -> GraphSchedule:
         return self._schedule
 
 

@@ -26,6 +26,7 @@ from torchremat.graph.nodes import (
 from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
 from torchremat.policies.replay_rules import body_value_of, reason_not_replayable, reason_to_save
@@ -49,18 +50,26 @@ class PolicyDecisions:
     """A policy's decision for each value of the forward half of a joint graph.
 
     Values are calls of operators, or the outputs of one that has several. The policy decides once
-    on each, in program order. `fuses` is that of `Policy.schedule`.
+    on each, in program order. `fuses` and `sizes` are those of `Policy.schedule`.
     """
 
     def __init__(
-        self, joint: Joint, policy: Policy, module_prefix: str = "", *, fuses: bool = False
+        self,
+        joint: Joint,
+        policy: Policy,
+        module_prefix: str = "",
+        *,
+        fuses: bool = False,
+        sizes: Sizes | None = None,
     ) -> None:
         self.policy = policy
         self.module_prefix = module_prefix
         self._by_compiler = joint.by_compiler
         self.values: dict[fx.Node, Value] = {}
         self.by_value: dict[fx.Node, Decision] = {}
-        self.schedule = policy.schedule(joint, fuses=fuses) if policy.is_whole_graph else None
+        self.schedule: GraphSchedule | None = None
+        if policy.is_whole_graph:
+            self.schedule = policy.schedule(joint, fuses=fuses, sizes=sizes)
         names = _names_among(joint.forward_nodes)
         self.forced: set[fx.Node] = set()
         """Values that are saved against the policy: their operators must not run again."""
@@ -130,6 +139,8 @@ class PolicyDecisions:
         # settled when the forward pass ran, whatever takes less at the sizes of the copy
         other.from_states = {nodes[node] for node in self.from_states}
         other.by_value = {nodes[node]: decision for node, decision in self.by_value.items()}
+        if self.schedule is not None:
+            other.schedule = self.schedule.copy_to(nodes)
         return other
 
     def residuals(self, joint: Joint) -> Residuals:

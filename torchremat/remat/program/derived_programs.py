@@ -54,7 +54,7 @@ def jvp_program(
         any(spec.requires_grad for spec in specs), opens_calls=region.options.opens_calls
     )
     traced = Region(body, specs, names, region.paths, options)
-    return FunctionProgram(traced, program.policy, compiler=program.compiler)
+    return FunctionProgram(traced, program.policy.without_job(), compiler=program.compiler)
 
 
 @cache_by_program
@@ -86,7 +86,7 @@ def batch_program(
     )
     batched = FunctionProgram(
         Region(body, specs, region.names, region.paths, options),
-        program.policy,
+        program.policy.without_job(),
         module_prefix=program.module_prefix,
         compiler=program.compiler,
     )

@@ -52,6 +52,7 @@ class FunctionProgram(Program):
         module_prefix: str = "",
         chosen: tuple[Joint, PolicyDecisions] | None = None,
         compiler: Compiler | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         super().__init__(region, policy, compiler=compiler)
         self.module_prefix = module_prefix
@@ -60,14 +61,42 @@ class FunctionProgram(Program):
         self.is_warned_of = False
         """Whether the policy says what cannot be: each checkpoint that runs it warns once."""
         self._specialized: dict[tuple[int, ...], FunctionProgram] = {}
+        self.by_sizes: dict[tuple[int, ...], FunctionProgram] | None = None
+        """The program for each size that was met, if a policy decides by sizes; this is one."""
         if chosen is None:
             joint = _joint_under(policy, region, module_prefix)
-            fuses = compiler is not None and compiler.fuses
-            with _torch.isolate():  # a trace around must not see what reads the sizes of values
-                chosen = joint, PolicyDecisions(joint, policy, module_prefix, fuses=fuses)
+            if sizes is None and region.dynamic is not None:
+                sizes = region.dynamic.traced_sizes
+            chosen = joint, self._decide(joint, sizes)
+            if sizes is not None and policy.is_whole_graph:
+                self.by_sizes = {tuple(sizes.values()): self}
         self.root_joint, self.decisions = chosen
         self.schedule = self.decisions.schedule
         self._describe()
+
+    def _decide(self, joint: Joint, sizes: Sizes | None) -> PolicyDecisions:
+        fuses = self.compiler is not None and self.compiler.fuses
+        with _torch.isolate():  # a trace around must not see what reads the sizes of values
+            return PolicyDecisions(joint, self.policy, self.module_prefix, fuses=fuses, sizes=sizes)
+
+    def at(self, sizes: Sizes | None) -> "FunctionProgram | None":
+        """The program for calls of these sizes; `None` if the policy has not decided on them."""
+        if self.by_sizes is None or sizes is None:
+            return self
+        return self.by_sizes.get(tuple(sizes.values()))
+
+    def decide_at(self, sizes: Sizes) -> "FunctionProgram":
+        """`at`, where the policy decides now: as for another size, or otherwise."""
+        assert self.by_sizes is not None
+        decisions = self._decide(self.root_joint, sizes)
+        known = dict.fromkeys(self.by_sizes.values())
+        found = next((p for p in known if p.schedule is decisions.schedule), None)
+        if found is None:
+            found = self._replace(self.region, (self.root_joint, decisions))
+            found.by_sizes, found.prevent_cse = self.by_sizes, self.prevent_cse
+            found.is_logged, found.is_warned_of = self.is_logged, self.is_warned_of
+        self.by_sizes[tuple(sizes.values())] = found
+        return found
 
     def _describe(self) -> None:
         region = self.region

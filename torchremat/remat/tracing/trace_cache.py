@@ -160,12 +160,15 @@ class Traces:
 
     def __init__(self) -> None:
         self.traces: list[Trace] = []
+        self.num_made = 0
         self.recent: Trace | None = None
         self.warned = False
         self.fixed: dict[tuple[int, int], str] = {}
         """Inputs and dimensions whose size cannot be a symbol, with what was said of it."""
         self.seen_keys: set[Any] = set()
         """Kinds of calls that were met once, where only what repeats is traced."""
+        self.jobs: dict[PolicyKey, Policy] = {}
+        """Policies that remember, over all calls, what they decided."""
         self.untraceable_keys: set[Any] = set()
         """Kinds of calls that are not traced again, since they could not be."""
         self.read_spots: set[Spot] = set()
@@ -175,7 +178,14 @@ class Traces:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         self.fixed |= dict.fromkeys(places, reason)
 
+    def job_of(self, key: PolicyKey) -> Policy:
+        """The policy `key` as it goes on from the calls before."""
+        if key not in self.jobs:
+            self.jobs[key] = key.policy.begin_job()
+        return self.jobs[key]
+
     def add(self, trace: Trace) -> None:
+        self.num_made += 1
         self.traces.insert(0, trace)
         del self.traces[_MOST_TRACES:]
 

@@ -49,7 +49,7 @@ LINES = {
         r"dots: 0.addmm, 2.addmm, 18432 B",
         r"long_products: 2.addmm, 2048 B",
         r"save_modules\('1'\) \| as_policy\(long_products\): 1.gelu, 2.addmm, 18432 B",
-        r"dots_saveable & ~save_modules\('0'\): 2.addmm, 2048 B",
+        r"dots&~modules:0: 2.addmm, 2048 B",
     ],
     "07_distributed.py": [r"2 processes; gradients differ by at most \d.\de-(0[7-9]|1\d)"],
     "08_functions.py": [r"Hessian: as without a checkpoint"],

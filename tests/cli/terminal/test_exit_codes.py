@@ -15,7 +15,7 @@ from torchremat.errors import UnmatchedWarning
 pytestmark = pytest.mark.usefixtures("in_folder")
 MODEL = "model.py:make"
 THREE_POLICIES = ["--policy", "full", "--policy", "dots", "--policy", "none"]
-COMMANDS = ["plan", "residuals", "graph", "compare", "bench", "env"]
+COMMANDS = ["plan", "residuals", "graph", "compare", "bench", "diff", "check", "env"]
 
 
 def test_help_lists_the_commands_in_order():
@@ -42,7 +42,7 @@ def test_version():
     [
         (["grpah", MODEL], "Did you mean 'graph'"),
         (["plan", MODEL], "Missing option '--budget'"),
-        (["plan", MODEL, "--budget", "5"], "write '5B' if bytes are meant"),
+        (["plan", MODEL, "--budget", "5"], "'5B' if bytes are meant"),
         (["plan", MODEL, "--budget", "2GiBB"], "'GiBB' is no unit, nearest: "),
         (["plan", MODEL, "--budget", "50%", "--save", "no/plan.json"], "there is no folder no"),
         (["plan", MODEL, "--budget", "50%", "--on", "h1000"], "nearest: 'h100'"),

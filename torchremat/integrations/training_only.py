@@ -118,7 +118,7 @@ class TrainingOnlyForward(RematForward):
         if self.hidden or self.replaced is not None:
             self.uninstall()
         else:
-            object.__delattr__(module, "forward")
+            self.take_off()
             _removed[module] = self
         if self.replaced is not None:
             self.replaced.install()

@@ -185,11 +185,15 @@ class RematForward:
         if _is_own(vars(self.__self__).get("extra_repr", self.extra_repr)):
             object.__setattr__(self.__self__, "extra_repr", self.extra_repr)
 
-    def uninstall(self) -> None:
-        self.forget()
+    def take_off(self) -> None:
+        """Leave the module as it was before `install`, and keep the traces."""
         object.__delattr__(self.__self__, "forward")
         if _is_own(vars(self.__self__).get("extra_repr")):
             object.__delattr__(self.__self__, "extra_repr")
+
+    def uninstall(self) -> None:
+        self.forget()
+        self.take_off()
         if self.hidden:
             object.__setattr__(self.__self__, "forward", self.hidden[0])
 

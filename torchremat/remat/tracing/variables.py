@@ -95,12 +95,18 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Binding]:
     level += [Binding(f"{c.__name__}.{n}", vars(c), n) for c in classes for n in names & {*vars(c)}]
     found = _follow(level, {id(m) for m in modules})
     held = [Binding(n, vars(m), n) for m in modules for n in {*vars(m)} - _OF_EVERY_MODULE]
-    found += [v for v in held if not _is_plain(v.get())]
+    found += [v for v in held if not _is_of_forward(v) and not _is_plain(v.get())]
     for _ in range(_DEPTH):
         distinct = {id(v.get()): v for v in held}.values()
         held = [e for v in distinct for e in _entries_of(v) if e.key in names]
         found += held
     return list({(id(v.holder), v.key): v for v in found}.values())
+
+
+def _is_of_forward(variable: Binding) -> bool:
+    """Whether it is the own `forward` of a module, or a method of that, such as `extra_repr`."""
+    forward = variable.holder.get("forward", MISSING)
+    return variable.get() is forward or getattr(variable.get(), "__self__", None) is forward
 
 
 def _read_by(fun: Any) -> Iterator[Binding]:

@@ -19,6 +19,7 @@ __all__ = [
     "num_cpu_devices",
     "offload_copies_at_once",
     "offload_prefetch",
+    "untraceable",
     "verify_recomputation",
 ]
 
@@ -59,6 +60,12 @@ offload_prefetch: int = 8
 """The number of operators of the backward pass between the start of a copy from the host and its
 first reader; at least 1. More operators hide slower copies, and need more memory. Read when a
 backward pass is compiled; plans say themselves when each copy starts."""
+
+
+untraceable: Literal["error", "tape"] = "error"
+"""How a checkpoint treats a function that cannot be one graph, for a branch on values say.
+`"error"`: the reason is raised, with the user's line. `"tape"`: the function runs as it is, and the
+backward pass runs its operators again; a budget saves nothing there."""
 
 
 class _Settings(ModuleType):

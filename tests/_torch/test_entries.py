@@ -183,6 +183,27 @@ def keeps_graph():
     assert seen == [True, False]
 
 
+@check("backward_pass_id", "call_after_backward")
+def passes_of_the_engine():
+    def hook(_):
+        seen.append(_torch.backward_pass_id())
+        _torch.call_after_backward(lambda: seen.append("over"))
+
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    seen = []
+    y.register_hook(hook)
+    for tensor in (y, x):
+        tensor.register_hook(lambda _: seen.append(_torch.backward_pass_id()))
+    y.backward(retain_graph=True)
+    y.backward()
+    first, second = seen[0], seen[4]
+    assert seen == [first] * 3 + ["over"] + [second] * 3 + ["over"]
+    assert -1 not in (first, second)
+    assert first != second
+    assert _torch.backward_pass_id() == -1
+
+
 @check("out_of_compiler")
 def out_of_compiler():
     @_torch.out_of_compiler("because")
@@ -732,8 +753,8 @@ def guards():
 
 
 @check(
-    "NAMES_IN_SIZES", "ShapeEnv", "guards_of", "hint_of", "names_in_size", "new_shape_env",
-    "new_symbol", "num_guards", "print_size", "settle_size", "shape_env_of",
+    "NAMES_IN_SIZES", "ShapeEnv", "assume_sizes", "guards_of", "hint_of", "names_in_size",
+    "new_shape_env", "new_symbol", "num_guards", "print_size", "settle_size", "shape_env_of",
 )  # fmt: skip
 def sizes():
     shapes = _torch.new_shape_env()
@@ -748,6 +769,8 @@ def sizes():
     assert _torch.num_guards(shapes) > before
     (name,) = _torch.names_in_size(half)  # b is a now
     assert eval(_torch.print_size(half), dict(_torch.NAMES_IN_SIZES), {name: 10}) == 15
+    with _torch.assume_sizes({name: 10}):
+        assert _torch.hint_of(half) == 15
     guards = _torch.guards_of(shapes, [a, b], ["x", "y"])
     assert eval(guards, dict(_torch.NAMES_IN_SIZES), {"x": 7, "y": 7})
     assert not eval(guards, dict(_torch.NAMES_IN_SIZES), {"x": 7, "y": 8})

@@ -19,10 +19,10 @@ from .distributed import (
     current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,
 )  # fmt: skip
 from .engine import (
-    FunctionHandler, attributes_of, backward_hooks_of, below_autograd, direct_apply, edges_that_run,
-    forward_hooks_of, has_saved_tensors_hooks, in_dual_level, is_below_autograd,
-    is_function_of_user, keeps_graph_after_backward, node_class_of, run_backward,
-    set_saved_tensors_hooks_aside,
+    FunctionHandler, attributes_of, backward_hooks_of, backward_pass_id, below_autograd,
+    call_after_backward, direct_apply, edges_that_run, forward_hooks_of, has_saved_tensors_hooks,
+    in_dual_level, is_below_autograd, is_function_of_user, keeps_graph_after_backward,
+    node_class_of, run_backward, set_saved_tensors_hooks_aside,
 )  # fmt: skip
 from .fake_proxy import (
     DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, FakeTensor, FakeTensorMode,

@@ -48,6 +48,15 @@ keeps_graph_after_backward: Callable[[], bool] = (
 """Whether what the running backward pass reads may be read again (`retain_graph`)."""
 
 
+backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
+"""A number of the backward pass that runs, -1 outside of any."""
+
+
+def call_after_backward(function: Callable[[], Any]) -> None:
+    """Call `function` when the backward pass that runs is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def _will_run(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)

@@ -42,6 +42,8 @@ _log = logging.getLogger("torchremat")
 
 
 class Mapped(Checkpointed):
+    may_write_tape = False
+
     def __init__(self, fun: Callable[..., Any], mapping: Mapping) -> None:
         self._mapping = mapping
         statics = StaticArguments(fun, (), (), lenient=True)

@@ -15,6 +15,7 @@ from torchremat.planning.out_of_memory import describe_plan
 from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner, check_solver, host_rate_of
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
+from torchremat.policies.builtin import nothing_saveable
 from torchremat.policies.policy import FailedOperator, Policy
 from torchremat.policies.spelling import register_spelling
 from torchremat.remat.program.function_program import FunctionProgram
@@ -49,6 +50,10 @@ class MemoryBudget(_Planned):
 
     def __hash__(self) -> int:
         return hash(self._limits)
+
+    def on_tape(self) -> Policy:
+        """Nothing is saved: a plan is made of a graph, before anything runs."""
+        return nothing_saveable
 
     def planner(self, joint: Joint, *, fuses: bool) -> Planner:
         model = self.cost_model or CostModel.of(None)

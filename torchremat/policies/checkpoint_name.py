@@ -67,6 +67,8 @@ def checkpoint_name(x: T, name: str) -> T:
         mark: Callable[..., Any] = torch.ops.torchremat.named
     elif _is_recorded():
         mark = _Name.apply
+    elif (listener := getattr(_recording, "listener", None)) is not None:
+        mark = listener
     else:
         return x
     if isinstance(x, Tensor):
@@ -85,6 +87,17 @@ def record_names() -> Iterator[None]:
         yield
     finally:
         _recording.by_compiler = before
+
+
+@contextmanager
+def listen_to_names(listener: Callable[[Tensor, str], Tensor]) -> Iterator[None]:
+    """Call `listener(x, name)`, which returns `x`, for each name of a value in the block."""
+    before = getattr(_recording, "listener", None)
+    _recording.listener = listener
+    try:
+        yield
+    finally:
+        _recording.listener = before
 
 
 def _is_recorded() -> bool:

@@ -2,13 +2,11 @@
 
 A policy is any callable `policy(op, *avals, **params)` that answers, of one call of one operator,
 whether its outputs may be saved. `Policy` adds one question, `decide`, about a *value*: the result
-of an operator, with its names and the module that ran it. The difference matters for complements.
-"All but the values named a", answered for one operator after the other, saves the value before it
-gets its name; JAX's `save_anything_except_these_names` does so. A decision on the value cannot.
+of an operator, with its names and the module that ran it. "All but the values named a", answered
+for each operator as in JAX, saves the value before it has its name. A decision on it cannot.
 
-A policy that uses other policies calls them in JAX's way, `p(op, *avals, **params)`, which names no
-value. `decide` therefore remembers its value while it runs: for that very call, `p` answers what
-`p.decide(value)` says. So a function that wraps a policy decides as the policy.
+A policy calls others in JAX's way, `p(op, *avals, **params)`, which names no value. So `decide`
+remembers its value while it runs, and a function that wraps `p` answers what `p.decide` says.
 """
 
 import functools
@@ -151,10 +149,9 @@ class Policy:
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
     ) -> GraphSchedule:
-        """The values of `joint` that a whole-graph policy saves, and the order of operators.
+        """The values of `joint` that are saved, and the order of operators, at these `sizes`.
 
         `fuses`: a compiler runs it, which fuses pointwise work with its readers into one kernel.
-        `sizes`: the values of its symbols, if not those that it was traced for.
         """
         raise AssertionError(f"{self!r} decides on one value at a time")
 
@@ -165,6 +162,10 @@ class Policy:
     def without_job(self) -> "Policy":
         """The policy that `begin_job` was called on."""
         return self
+
+    def on_tape(self) -> "Policy | None":
+        """The policy that decides where a function cannot be one graph; `None` if there is none."""
+        return None if self.is_whole_graph else self
 
     def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
         """A note for the user on running out of memory in `program`, under this policy."""

@@ -1,5 +1,8 @@
 """Operators that must not run a second time, or should not, and the reasons."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -28,9 +31,13 @@ def reason_not_replayable(node: fx.Node) -> str | None:
         if not is_checkpoint(call) and any(map(_draws, inner_graphs_of(call))):
             return "random numbers are drawn inside it, which a replay would draw anew"
         return None
-    if torch.Tag.nondeterministic_seeded in call.target.tags and not _drops_nothing(call):
+    if is_random(call.target) and not drops_nothing(call.target, call.args, call.kwargs):
         return "it draws random numbers, which a replay would draw anew"
     return None
+
+
+def is_random(op: _torch.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 # They choose among values. If their inputs are recomputed with other rounding (a sum in another
@@ -67,16 +74,24 @@ def reason_to_save(node: fx.Node) -> str | None:
     if inside is not None:
         return reason_to_save(inside)
     call = call_of(node)
-    over_processes = "group" in call.kwargs and getattr(call.target, "is_over_axis", False)
-    if over_processes or packet_name(call.target).startswith(_AMONG_PROCESSES):
-        return "it is a collective, for which the processes would communicate again"
-    if selects(call.target):
-        return "it selects among values, and a replay might select others"
     value = node.meta.get("val")
+    device = value.device if isinstance(value, torch.Tensor) else None
+    return reason_to_save_results(call.target, call.kwargs, device)
+
+
+def reason_to_save_results(
+    op: object, kwargs: Mapping[str, object], device: torch.device | None
+) -> str | None:
+    """Why the results of a call of `op`, which are on `device`, should not be recomputed."""
+    over_processes = "group" in kwargs and getattr(op, "is_over_axis", False)
+    if over_processes or packet_name(op).startswith(_AMONG_PROCESSES):
+        return "it is a collective, for which the processes would communicate again"
+    if selects(op):
+        return "it selects among values, and a replay might select others"
     if (
-        packet_name(call.target) in _ADDING_IN_ANY_ORDER
-        and isinstance(value, torch.Tensor)
-        and value.device.type != "cpu"
+        packet_name(op).removesuffix("_") in _ADDING_IN_ANY_ORDER
+        and device is not None
+        and device.type != "cpu"
         and not torch.are_deterministic_algorithms_enabled()
     ):
         return "it adds with atomics, in an order that varies"
@@ -87,12 +102,11 @@ def _draws(body: fx.GraphModule) -> bool:
     return any(reason_not_replayable(node) is not None for node in body.graph.nodes)
 
 
-def _drops_nothing(call: fx.Node) -> bool:
+def drops_nothing(op: _torch.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator with a dropout probability has one of 0, and so draws nothing."""
-    assert isinstance(call.target, _torch.OpOverload)
-    names = [argument.name for argument in _torch.schema_arguments(call.target)]
-    given = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
-    defaults = {a.name: a.default_value for a in _torch.schema_arguments(call.target)}
+    names = [argument.name for argument in _torch.schema_arguments(op)]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    defaults = {a.name: a.default_value for a in _torch.schema_arguments(op)}
     return any((defaults | given).get(name) == 0.0 for name in ("dropout_p", "p") if name in names)
 
 

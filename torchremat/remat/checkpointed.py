@@ -7,19 +7,19 @@ function are searched, and the function is traced if none fits.
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.joint import TraceOptions, is_differentiated
 from torchremat.core.trees import Structure
-from torchremat.errors import ArgumentValueError
+from torchremat.errors import ArgumentValueError, TraceError
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
@@ -30,6 +30,9 @@ from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_whole
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.tape.recorder import is_taping
+from torchremat.remat.tape.tape import TapeSummary
+from torchremat.remat.tape.taped_call import TapedCalls, allows_tape, find_policy, note_refusal
 from torchremat.remat.tracing.calls import Call, flatten_call, prevent_cse_of, wrap_statics
 from torchremat.remat.tracing.effects import trace_without_effects
 from torchremat.remat.tracing.function_trace import (
@@ -38,17 +41,12 @@ from torchremat.remat.tracing.function_trace import (
     describe_fun,
     trace_function,
 )
-from torchremat.remat.tracing.guards import (
-    CapturedTensors,
-    ModuleGuard,
-    VariableGuard,
-    storage_offsets,
-)
-from torchremat.remat.tracing.input_labels import BoundCall
+from torchremat.remat.tracing.guards import VariableGuard
 from torchremat.remat.tracing.trace_cache import (
     PolicyKey,
     Trace,
     TracesByFunction,
+    build_trace,
     current_state,
     warn_of_retraces,
 )
@@ -74,6 +72,9 @@ _traces = TracesByFunction()
 
 class Checkpointed:
     """A function under `checkpoint`. Call it as the function itself."""
+
+    may_write_tape = True
+    """Whether a call that cannot be one graph runs as it is, on a tape."""
 
     around: Callable[..., Any] | None = None
     """A transformation of `fun`: if set, `around(fun, *args, **kwargs)` is traced."""
@@ -102,7 +103,7 @@ class Checkpointed:
         self._key = PolicyKey(policy)
         self._verified_key = PolicyKey(policy, verified=True)
         self._trace_cache = _traces.of(fun, self._cache_key())
-        self._last: tuple[FunctionProgram, Sizes | None] | None = None
+        self.last_call: tuple[FunctionProgram, Sizes | None] | TapeSummary | None = None
         self._warned_programs: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
         self._uncompiled = outside_compiler() if policy.is_whole_graph else None
 
@@ -133,9 +134,9 @@ class Checkpointed:
     @property
     def last_program(self) -> FunctionProgram | None:
         """The program of the last call that could be differentiated."""
-        if self._last is None:
+        if not isinstance(self.last_call, tuple):
             return None
-        program, sizes = self._last
+        program, sizes = self.last_call
         return program.specialize(sizes) if sizes else program
 
     @property
@@ -150,21 +151,21 @@ class Checkpointed:
         return self._verified_key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _torch.is_exporting():
-            return self.fun(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            if not self.policy.applies_to_nested:  # `jit` leaves it to the compiler around
-                return self.fun(*args, **kwargs)
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        if _torch.is_exporting() or (is_compiling and not self.policy.applies_to_nested):
+            return self.fun(*args, **kwargs)  # `jit` leaves it to the compiler around
+        if is_compiling:
             if self._uncompiled is not None:
                 return self._uncompiled(self, args, kwargs)
             return checkpoint_in_compiler(self.fun, self.policy, *args, **kwargs)
-        call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
+        call = _read_call(self, args, kwargs)
+        if not isinstance(call, Call):
+            return self._call_refused(call, args, kwargs)
         trace = self._trace_cache.recent
         if trace is not None and trace.key == call.key:
-            captured = trace.captured.current()
+            captured, sizes = trace.captured.current(), None
             tensors = [*call.tensors, *(captured or ())]
             program = trace.programs.get(self._current_key)
-            sizes = None
             if (
                 captured is not None
                 and program is not None
@@ -184,7 +185,7 @@ class Checkpointed:
                 and (program := program.at(sizes)) is not None
             ):
                 if trace.records:
-                    self._last = (program, sizes)
+                    self.last_call = (program, sizes)
                 inputs = list(tensors) if trace.escapes else ()
                 outputs = self._apply(trace, program, tensors, sizes)
                 return trace.deliver(outputs, inputs, call, self.fun, sizes)
@@ -203,7 +204,15 @@ class Checkpointed:
                 lenient=self.lenient,
                 module_prefix=self.module_prefix,
             )
-        trace, program = self.prepare(call, args, kwargs)
+        kind = (call.key, *current_state())
+        cache = self._trace_cache
+        if kind in cache.untraceable_keys and self._key in cache.tapes and allows_tape():
+            return _call_taped(self, args, kwargs)
+        try:
+            trace = self.trace_of(call, args, kwargs)
+        except Exception as error:
+            return self._call_refused(error, args, kwargs, kind)
+        program = self._program_of(trace, call, args, kwargs)
         captured = trace.captured.current()
         assert captured is not None, "the trace has just been made, or found to fit"
         tensors = [*call.tensors, *captured]
@@ -218,10 +227,28 @@ class Checkpointed:
             self._trace_cache.recent = trace
         sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
         if trace.records:
-            self._last = (program, sizes)
+            self.last_call = (program, sizes)
         inputs = list(tensors) if trace.escapes else ()
         outputs = self._apply(trace, program, tensors, sizes)
         return trace.deliver(outputs, inputs, call, self.fun, sizes)
+
+    def _call_refused(
+        self, error: Exception | None, args: Any, kwargs: Any, kind: tuple[Any, ...] | None = None
+    ) -> Any:
+        """Call a function that is no graph, as calls of this `kind` are; or raise `error`."""
+        if error is None:
+            return self.fun(*args, **kwargs)
+        policy = find_policy(self.policy, error) if self.may_write_tape else None
+        if policy is None:
+            raise error
+        self.statics.refuse_tensors(args, kwargs)
+        if self._key not in self._trace_cache.tapes:
+            roots = roots_of(self.fun, self._variables())
+            self._trace_cache.tapes[self._key] = TapedCalls(policy, roots, self.module_prefix)
+        if kind is not None and not _torch.functorch_is_active():
+            self._trace_cache.untraceable_keys.add(kind)
+        note_refusal(describe_fun(self.fun), error, self.policy, policy)
+        return _call_taped(self, args, kwargs, error)
 
     def _apply(
         self, trace: Trace, program: FunctionProgram, tensors: list[Tensor], sizes: Sizes | None
@@ -234,6 +261,10 @@ class Checkpointed:
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
         with trace_lock:
             trace = self.trace_of(call, args, kwargs)
+            return trace, self._program_of(trace, call, args, kwargs)
+
+    def _program_of(self, trace: Trace, call: Call, args: Any, kwargs: Any) -> FunctionProgram:
+        with trace_lock:
             key = self._current_key
             program = trace.programs.get(key)
             sizes = None if trace.dynamic is None else trace.dynamic.sizes(call.tensors)
@@ -241,17 +272,17 @@ class Checkpointed:
                 program = self._new_program(trace, key, sizes, args, kwargs)
                 program.warn_of_policy()
                 trace.programs[key] = program
-                self._log(program, trace, args, kwargs, call)
+                log_residuals(program, self.fun, trace, args, kwargs, call)
             else:
                 # it has warned for another checkpoint of the same function
                 if program.is_warned_of and program not in self._warned_programs:
                     program.warn_of_policy()
                 if config.log_checkpoint_residuals and not program.is_logged:
-                    self._log(program, trace, args, kwargs, call)
+                    log_residuals(program, self.fun, trace, args, kwargs, call)
             program = program.at(sizes) or program.decide_at(sizes or {})
             if program.is_warned_of:
                 self._warned_programs.add(program)
-            return trace, program
+            return program
 
     def _new_program(
         self, trace: Trace, key: PolicyKey, sizes: Sizes | None, args: Any, kwargs: Any
@@ -297,20 +328,6 @@ class Checkpointed:
             or _torch.in_dual_level()
             or _torch.innermost_proxy_mode() is not None
         )
-
-    def _log(
-        self, program: FunctionProgram, trace: Trace, args: Any, kwargs: Any, call: Call
-    ) -> None:
-        loudly = config.log_checkpoint_residuals
-        labels = functools.partial(self._labels, trace, args, kwargs, call)
-        log_residuals(program, describe_fun(self.fun), labels, loudly=loudly)
-        program.is_logged = loudly
-
-    def _labels(self, trace: Trace, args: Any, kwargs: Any, call: Call) -> list[str]:
-        bound = BoundCall(self.fun, args, kwargs)
-        known = {id(t): str(n) for t, n in zip(bound.tensors, bound.labels, strict=True)}
-        arguments = [known.get(id(t), f"argument {i}") for i, t in enumerate(call.tensors)]
-        return [*arguments, *(label.removeprefix("the ") for label in trace.captured.labels)]
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
         self.statics.refuse_tensors(args, kwargs)
@@ -368,10 +385,30 @@ class Checkpointed:
         modules = dict.fromkeys([*inside, *made.paths.seen])
         prefix = self.module_prefix
         named = [(below(prefix, made.paths.name_of(m)), m) for m in modules]
-        return _build_trace(made, unchanged, variables, named, call, specs, state, dynamic)
+        return build_trace(made, unchanged, variables, named, call, specs, state, dynamic)
 
     def _variables(self) -> list[Binding]:
         return variables_of(self.fun)
+
+
+def _read_call(checkpointed: Checkpointed, args: Any, kwargs: Any) -> Call | TraceError | None:
+    """The call, or why it cannot be read; `None` inside a tape, whose policy decides on it."""
+    if is_taping():
+        return None
+    try:
+        return flatten_call(args, kwargs, checkpointed.statics, lenient=checkpointed.lenient)
+    except TraceError as error:
+        return error
+
+
+def _call_taped(
+    checkpointed: Checkpointed, args: Any, kwargs: Any, error: Exception | None = None
+) -> Any:
+    tapes = checkpointed._trace_cache.tapes[checkpointed._key]
+    result, summary = tapes.call(checkpointed.fun, args, kwargs, error)
+    if summary is not None:
+        checkpointed.last_call = summary
+    return result
 
 
 def _trace_options(
@@ -405,33 +442,3 @@ def _run_in(
             return function(*args, **kwargs)
 
     return run
-
-
-def _build_trace(
-    made: FunctionTrace,
-    unchanged: VariableGuard,
-    variables: Sequence[Binding],
-    named_modules: list[tuple[str, nn.Module]],
-    call: Call,
-    specs: tuple[InputSpec, ...],
-    state: Any,
-    dynamic: DynamicInputs | None,
-) -> Trace:
-    captured = CapturedTensors(made.captured, variables, named_modules, made.escapes)
-    made.body.captured = captured.current_tensors
-    return Trace(
-        key=tuple(k.freeze() if isinstance(k, WrapHashably) else k for k in call.key),
-        specs=specs,
-        state=state,
-        records=made.region.options.with_gradients,
-        region=made.region,
-        result=made.result,
-        captured=captured,
-        modules=ModuleGuard(named_modules, made.escapes, made.captured),
-        variables=unchanged,
-        escapes=made.escapes,
-        dynamic=dynamic,
-        cotangent_placements=made.body.cotangent_placements,
-        offsets=storage_offsets(made.region, [*call.tensors, *made.captured]),
-        value_guards=tuple(made.body.value_guards.guards) if made.body.value_guards else (),
-    )

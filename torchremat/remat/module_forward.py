@@ -22,6 +22,7 @@ from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.program.compilers import compiler_named
 from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.tape.tape import TapeSummary
 from torchremat.remat.tracing.calls import flatten_call
 from torchremat.remat.tracing.trace_cache import Traces
 from torchremat.remat.tracing.variables import Binding, variables_of
@@ -169,8 +170,11 @@ class RematForward:
         return getattr(self.__wrapped__, "__name__", "forward")
 
     @property
-    def last_program(self) -> FunctionProgram | None:
+    def last_program(self) -> FunctionProgram | TapeSummary | None:
+        """The program of the last call with gradients, or the tape that it wrote."""
         run = _running.get(self._key)
+        if run is not None and isinstance(run.last_call, TapeSummary):
+            return run.last_call
         return None if run is None else run.last_program
 
     @property

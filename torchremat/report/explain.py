@@ -1,6 +1,6 @@
 """Explanations: what becomes of each value of a forward pass under a policy, and why."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchremat.remat.module_policies import under_policy
 from torchremat.remat.program.decisions import Decision, Outcome
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.random_replay import draws_again, state_aval
+from torchremat.remat.tape.tape import TapeSummary
 from torchremat.remat.tracing.input_labels import (
     BoundCall,
     InputLabel,
@@ -42,6 +43,7 @@ from torchremat.report.observe import (
 )
 from torchremat.report.report import Report
 from torchremat.report.report_rows import Row
+from torchremat.report.tape_rows import rows_of_tape
 from torchremat.tracing.modules.module_paths import below
 
 
@@ -162,17 +164,27 @@ def report_of(observation: Observation) -> Report:
     return Report((*(row for _, row in inputs), *found.sort()))
 
 
-def report_of_programs(programs: Sequence[tuple[str, FunctionProgram]]) -> Report:
-    """A value that one program saved and another reads as an input counts once, for the first."""
+def report_of_programs(
+    programs: Sequence[tuple[str, FunctionProgram | TapeSummary]],
+    state: Mapping[int, InputLabel],
+) -> Report:
+    """A value that one program saved and another reads as an input counts once, for the first.
+
+    `state` has the labels of parameters and buffers, by `id`.
+    """
     rows: list[Row] = []
     for name, program in programs:
+        if isinstance(program, TapeSummary):
+            rows += rows_of_tape(program, state)
+            continue
         scope = Scope.of_program(program, name)
         found = _Rows(ValueLabels.of(scope))
         found.add_residuals(scope, program)
         found.add_replayed(scope, program)
         rows += _program_inputs(name, program)
         rows += found.sort()
-    return Report(tuple(rows), RanPrograms(tuple(programs)))
+    graphs = tuple((name, p) for name, p in programs if isinstance(p, FunctionProgram))
+    return Report(tuple(rows), RanPrograms(graphs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from textwrap import wrap
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -45,6 +45,7 @@ class Row:
         nbytes: the bytes of its storage, which may be more than its shape needs.
         decision: `saved`, `recomputed`, `offloaded`, `input`, `parameter` or `constant`.
         reason: which policy decided so, or why it had to be.
+        way: `graph`, or `tape` for what a function did that cannot be one graph.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Row:
     nbytes: int
     decision: Outcome
     reason: str
+    way: Literal["graph", "tape"] = "graph"
 
     @property
     def aval(self) -> str:
@@ -154,6 +156,8 @@ def _summarize(rows: Sequence[Row]) -> str:
     for decision, title in (("offloaded", "by the host"), ("recomputed", "recomputed")):
         if any(row.decision == decision for row in rows):
             parts.append(f"{title}: {_measure(rows, (decision,))}")
+    if any(row.way == "tape" for row in rows):
+        parts.append("on a tape")
     return "; ".join(parts)
 
 

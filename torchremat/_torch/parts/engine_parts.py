@@ -16,6 +16,18 @@ ENGINE = (
         "Residuals would stay until the graph is freed: a higher peak.",
     ),
     PrivatePart(
+        "torch._C: _current_graph_task_id",
+        "Which backward pass runs: what one has recomputed is not for another.",
+        "None.",
+        "A tape would run again for each tensor that autograd saved.",
+    ),
+    PrivatePart(
+        "torch.autograd.Variable._execution_engine: queue_callback",
+        "To free what a backward pass has recomputed and nobody took, when it ends.",
+        "torch.autograd.graph has hooks of nodes and tensors, none of a whole pass.",
+        "Recomputed values would stay until the graph is freed.",
+    ),
+    PrivatePart(
         "torch.autograd.graph: _engine_run_backward",
         "A backward pass that keeps function modes on, and to know the engine's own calls.",
         "torch.autograd.grad sets the innermost mode aside.",

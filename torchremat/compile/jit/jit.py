@@ -77,6 +77,8 @@ class Lowered:
 class Jitted(Checkpointed):
     """A function under `jit`. Call it as the function itself."""
 
+    may_write_tape = False
+
     def __init__(
         self,
         fun: Callable[..., Any],

@@ -125,10 +125,10 @@ def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
 
 
 def generator_state(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    return (generator or _default_generator(device)).get_state()
+    return (generator or default_generator(device)).get_state()
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -36,7 +36,11 @@ def trace_without_effects(
     """
     sources = [*global_sources(), *_sources_among(variables, modules)]
     states = RandomState(sources)
-    made = trace()
+    try:
+        made = trace()
+    except BaseException:  # without a trace the function draws the same numbers
+        states.restore()
+        raise
     drawn = states.find_changed()
     if drawn is not None and (line := _line_that_draws(drawn, trace)) is not None:
         states.restore()

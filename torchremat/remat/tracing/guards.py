@@ -12,15 +12,12 @@ from operator import itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Generator, Tensor, nn
 
 from torchremat.api_util import same_value
 from torchremat.errors import RetraceError
-from torchremat.graph.nodes import base_of
 from torchremat.remat.escapes.escapes import Escapes
 from torchremat.remat.escapes.read_watch import original_of
-from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.variables import (
     _OF_EVERY_MODULE,
     _SIMPLE,
@@ -29,7 +26,6 @@ from torchremat.remat.tracing.variables import (
     _entries_of,
     _is_plain,
 )
-from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import below
 
 _GUARDED = (
@@ -363,13 +359,3 @@ class CapturedTensors:
                 "function again: keep what it reads until the derivatives are taken."
             )
         return found
-
-
-def storage_offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """The storage offsets of the inputs, if the function asks for a place in their storage."""
-    asked = region.joint.module.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.as_strided.default
-    )
-    if not any(base_of(n.args[0]) in region.joint.inputs and len(n.args) > 3 for n in asked):
-        return None
-    return tuple(InputSpec.of(t).storage_offset for t in tensors)

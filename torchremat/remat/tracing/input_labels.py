@@ -109,7 +109,7 @@ class BoundCall:
                 known.setdefault(id(value), InputLabel("closed-over", name))
         known |= labels_of_state(paths)
         for name, module in reversed(self._modules):
-            known |= _labels_in(name, module)
+            known |= labels_in(name, module)
         return [
             known.get(id(tensor), InputLabel("closed-over", f"tensor {i}"))
             for i, tensor in enumerate(tensors)
@@ -193,12 +193,12 @@ def _find_signed(fun: Callable[..., Any]) -> Callable[..., Any]:
 def labels_of_state(paths: ModulePaths) -> dict[int, InputLabel]:
     known: dict[int, InputLabel] = {}
     for module in paths.seen:
-        for identity, label in _labels_in(paths.name_of(module) or "", module).items():
+        for identity, label in labels_in(paths.name_of(module) or "", module).items():
             known.setdefault(identity, label)
     return known
 
 
-def _labels_in(root: str, module: nn.Module) -> dict[int, InputLabel]:
+def labels_in(root: str, module: nn.Module) -> dict[int, InputLabel]:
     prefix = f"{root}." if root else ""
     labels = {id(b): InputLabel("buffer", prefix + n) for n, b in module.named_buffers()}
     return labels | {

@@ -8,10 +8,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchremat.api_util import WrapHashably
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
+from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.policy import Policy
 from torchremat.remat.escapes.escapes import Escapes
@@ -19,8 +21,11 @@ from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.escapes.read_watch import Spot
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
+from torchremat.remat.tape.taped_call import TapedCalls
 from torchremat.remat.tracing.calls import Call, Result
+from torchremat.remat.tracing.function_trace import FunctionTrace
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
+from torchremat.remat.tracing.variables import Binding
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.dtensors import CotangentPlacements
 from torchremat.tracing.dynamic_inputs import DynamicInputs, is_alike
@@ -122,6 +127,46 @@ class Trace:
         ) and self.value_guards_hold([*call.tensors, *captured])
 
 
+def build_trace(
+    made: FunctionTrace,
+    unchanged: VariableGuard,
+    variables: Sequence[Binding],
+    named_modules: list[tuple[str, nn.Module]],
+    call: Call,
+    specs: tuple[InputSpec, ...],
+    state: Any,
+    dynamic: DynamicInputs | None,
+) -> Trace:
+    captured = CapturedTensors(made.captured, variables, named_modules, made.escapes)
+    made.body.captured = captured.current_tensors
+    return Trace(
+        key=tuple(k.freeze() if isinstance(k, WrapHashably) else k for k in call.key),
+        specs=specs,
+        state=state,
+        records=made.region.options.with_gradients,
+        region=made.region,
+        result=made.result,
+        captured=captured,
+        modules=ModuleGuard(named_modules, made.escapes, made.captured),
+        variables=unchanged,
+        escapes=made.escapes,
+        dynamic=dynamic,
+        cotangent_placements=made.body.cotangent_placements,
+        offsets=_offsets(made.region, [*call.tensors, *made.captured]),
+        value_guards=tuple(made.body.value_guards.guards) if made.body.value_guards else (),
+    )
+
+
+def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """The storage offsets of the inputs, if the function asks for a place in their storage."""
+    asked = region.joint.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.as_strided.default
+    )
+    if not any(base_of(n.args[0]) in region.joint.inputs and len(n.args) > 3 for n in asked):
+        return None
+    return tuple(InputSpec.of(t).storage_offset for t in tensors)
+
+
 class PolicyKey:
     """A policy as a key: by value if it can be hashed, else by identity. Hashed once."""
 
@@ -173,6 +218,8 @@ class Traces:
         """Kinds of calls that are not traced again, since they could not be."""
         self.read_spots: set[Spot] = set()
         """Places that the function changes and reads: each value there has a trace."""
+        self.tapes: dict[PolicyKey, TapedCalls] = {}
+        """Those calls under each policy, if they are checkpointed all the same."""
 
     def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -172,7 +172,7 @@ def modules_in(variables: Iterable[Binding]) -> Iterator[tuple[str, nn.Module]]:
             yield variable.label.removeprefix("closed-over "), value
 
 
-def roots_of(fun: Any, variables: Any) -> list[tuple[str, nn.Module]]:
+def roots_of(fun: Any, variables: Iterable[Binding]) -> list[tuple[str, nn.Module]]:
     """The modules that `fun` starts from, by name: itself or its object, then its variables."""
     owner = getattr(fun, "__self__", fun)
     own = [("", owner)] if isinstance(owner, nn.Module) else []

@@ -1,13 +1,18 @@
 """Descriptions of residuals, and the log lines that list what a checkpoint saves."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 
+from torchremat import config
 from torchremat.core.avals import Aval
 from torchremat.remat.program.function_program import FunctionProgram
-from torchremat.remat.tracing.input_labels import InputLabel
+from torchremat.remat.tracing.calls import Call
+from torchremat.remat.tracing.function_trace import describe_fun
+from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
+from torchremat.remat.tracing.trace_cache import Trace
 from torchremat.remat.values.scope import Scope, ScopedValue
 from torchremat.remat.values.value_labels import ValueLabel, ValueLabels
 
@@ -39,17 +44,22 @@ def describe_value(value: ScopedValue, label: ValueLabel, *, offloaded_to: str =
 
 
 def log_residuals(
-    program: FunctionProgram, name: str, labels: Callable[[], Sequence[str]], *, loudly: bool
+    program: FunctionProgram,
+    fun: Callable[..., Any],
+    trace: Trace,
+    args: Any,
+    kwargs: Any,
+    call: Call,
 ) -> None:
-    """Log what a differentiated checkpoint saves, at WARNING if `loudly`, else at DEBUG.
+    """Log what a differentiated checkpoint of `fun` saves.
 
-    `name` is the name of its function. `labels` returns the names of the inputs of `program`
-    (`argument x`); it is called only if there is a log.
+    At WARNING if `config.log_checkpoint_residuals` asks for it, else at DEBUG.
     """
-    level = logging.WARNING if loudly else logging.DEBUG
+    program.is_logged = config.log_checkpoint_residuals
+    level = logging.WARNING if program.is_logged else logging.DEBUG
     if not log.isEnabledFor(level) or not program.region.wrt:
         return
-    input_names = labels()
+    input_names = _name_inputs(fun, trace, args, kwargs, call)
     inputs = [
         f"{_aval_of(program.root_joint.inputs[i])} from the {input_names[i]}"
         for i in program.saved_inputs
@@ -65,7 +75,7 @@ def log_residuals(
         else:
             text = describe_value(value, names.label_of(value), offloaded_to=place)
         values.append(f"{_aval_of(node)} {text}")
-    text = f"remat-decorated function {name} saving "
+    text = f"remat-decorated function {describe_fun(fun)} saving "
     parts = []
     if inputs:
         parts.append("inputs with shapes:" + _indent_lines(inputs))
@@ -80,3 +90,12 @@ def _aval_of(node: fx.Node) -> Aval:
 
 def _indent_lines(lines: list[str]) -> str:
     return "".join(f"\n  {line}" for line in lines)
+
+
+def _name_inputs(
+    fun: Callable[..., Any], trace: Trace, args: Any, kwargs: Any, call: Call
+) -> list[str]:
+    bound = BoundCall(fun, args, kwargs)
+    known = {id(t): str(n) for t, n in zip(bound.tensors, bound.labels, strict=True)}
+    arguments = [known.get(id(t), f"argument {i}") for i, t in enumerate(call.tensors)]
+    return [*arguments, *(label.removeprefix("the ") for label in trace.captured.labels)]

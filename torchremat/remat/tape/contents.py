@@ -1,0 +1,131 @@
+"""Contents of storages, and the operators that make them: a tape consists of both.
+
+An operator makes storages or writes to them. A *content* is the state of a storage between two
+writes, so it never changes. Views need no operator: an argument is a content and a geometry.
+
+    a = x @ w         content 1 = mm(x, w)
+    b = a.T           (nothing: content 1, transposed)
+    a.add_(1)         content 2 = add_(content 1, 1), in the same storage
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchremat.policies.policy import Value
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Geometry":
+        offset = tensor.storage_offset()
+        return cls(tensor.shape, tensor.stride(), offset, tensor.dtype)  # type: ignore[arg-type]
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """The tensor that lies so in the storage of `tensor`."""
+        if tensor.dtype is not self.dtype:
+            empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
+            return empty.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
+        if (
+            tensor.shape == self.size
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+        ):
+            return tensor
+        return tensor.as_strided(self.size, self.stride, self.offset)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+
+class Content:
+    """The state of a storage between two writes.
+
+    Attributes:
+        maker: the operator that makes it; `None` if no operator of the tape does.
+        is_saved: whether it is saved if it is needed, and not recomputed.
+        reason: why.
+        value: the value as the policy sees it; `None` for an input.
+        names: those that `checkpoint_name` gave it.
+        held: a tensor of the storage, once somebody needs it; a Variable until the call ends.
+        input_id: the `id` of the first tensor in it, if it is an input.
+        version: of `held`, which nobody may change before the backward pass.
+        is_lost: whether it was overwritten unseen, so that nobody has it any more.
+        is_undefined: whether memory in it that no operator wrote may have been written unseen.
+        is_packed: whether autograd saves it, or part of it.
+        is_read: whether an operator reads it whose own result is recomputed.
+    """
+
+    # most have most of the defaults: to fill the slots of an object takes four times as long
+    is_saved = True
+    reason = ""
+    value: Value | None = None
+    names: tuple[str, ...] = ()
+    held: Tensor | None = None
+    version: int | None = None
+    input_id = 0
+    is_lost = is_undefined = is_packed = is_read = False
+
+    def __init__(self, maker: "Entry | None", geometry: Geometry, nbytes: int) -> None:
+        self.maker = maker
+        self.geometry = geometry
+        self.nbytes = nbytes
+
+    def hold(self, tensor: Tensor) -> None:
+        """Save it by `tensor`, which lies in its storage."""
+        if self.held is None:
+            self.held = tensor
+
+
+class Slot:
+    """A storage that the recorder has met: it has one content after the other."""
+
+    __slots__ = ("content", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, content: Content) -> None:
+        self.storage = weakref.ref(storage)
+        self.content = content
+
+
+class Read(NamedTuple):
+    """An argument of an operator: a content, seen through a geometry."""
+
+    content: Content
+    geometry: Geometry
+
+
+class Blank(NamedTuple):
+    """An argument of which only the layout is read, or all of which is overwritten."""
+
+    geometry: Geometry
+    device: torch.device
+    fill: float | None = None
+    """The number that it is filled with, for kernels that read it and do not use it."""
+
+
+class Entry:
+    """One operator of a tape."""
+
+    __slots__ = ("args", "index", "kwargs", "makes", "op", "reads", "state", "writes")
+
+    def __init__(self, index: int, op: Any, args: Any, kwargs: Any) -> None:
+        self.index = index
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.reads: tuple[Content, ...] = ()
+        self.makes: list[tuple[int, Content]] = []
+        """Contents of new storages, with the number of the tensor among the results."""
+        self.writes: list[tuple[Read | Blank, Content]] = []
+        """The arguments that it writes to, with what is in them afterwards."""
+        self.state: tuple[Tensor, torch.device] | None = None
+        """The state of the generator that it drew from, and the device."""

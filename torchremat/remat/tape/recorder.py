@@ -1,0 +1,434 @@
+"""The recorder: it records the operators of one call as they run, and saves what must be saved.
+
+It is a dispatch mode below autograd. There each operator is what a kernel computes: autocast has
+cast, and composite operators have become others. So a replay runs the same kernels. Above autograd
+a replay would do all of this again, in surroundings that may have changed.
+
+The recorder refers to storages weakly: one that Python and autograd drop is freed at once. A value
+that the policy lets be saved is saved once it is needed. Autograd may need it, or an operator that
+reads it and whose own result will be recomputed.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from torchremat import _torch
+from torchremat.policies.replay_rules import drops_nothing
+from torchremat.remat.program.random_replay import default_generator
+from torchremat.remat.tape.contents import Blank, Content, Entry, Geometry, Read, Slot
+from torchremat.remat.tape.operator_facts import (
+    OperatorFacts,
+    default_device,
+    facts_of,
+    fills_its_storage,
+    tensors_in,
+)
+from torchremat.remat.tape.tape import Tape
+from torchremat.remat.tape.tape_decisions import TapeDecision, TapeDecisions
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _Active(threading.local):
+    recorder: "Recorder | None" = None
+
+
+_active = _Active()
+
+
+def is_taping() -> bool:
+    """Whether this thread writes a tape, whose policy decides on all that runs."""
+    return _active.recorder is not None
+
+
+class Recorder(_torch.TorchDispatchMode):
+    """Records `tape`. Enter `recording` around the call."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, decisions: TapeDecisions) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape()
+        self._decisions = decisions
+        self._slots: dict[int, Slot] = {}
+        self._unseen = 0
+        """How many functions of the user are running whose kernels nobody may see."""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        _active.recorder = self
+        try:
+            with self:
+                yield
+        finally:
+            _active.recorder = None
+            self._slots.clear()
+            self.tape.finish()
+
+    # --- operators -------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of(op)
+        if facts.is_view:
+            return op(*args, **kwargs)
+        if facts.is_pure and not self._unseen:
+            results = op(*args, **kwargs)
+            if type(results) is not Tensor or not self._record_pure(op, args, kwargs, results):
+                _Call(self, facts, op, args, kwargs).finish(results, None)
+            return results
+        call = _Call(self, facts, op, args, kwargs)
+        state = call.generator_state()
+        call.copy_before_writes()
+        results = op(*args, **kwargs)
+        call.finish(results, state)
+        return results
+
+    def _record_pure(self, op: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> bool:
+        """Record what most calls are: tensors and numbers in, one new tensor out.
+
+        Returns whether it is one; what `_Call` does takes twice the time.
+        """
+        reads: list[tuple[Content, Tensor]] = []
+        given: list[Any] = []
+        kind: list[Any] = []
+        for value in args:
+            if isinstance(value, Tensor):
+                if not is_plain(value):
+                    return False
+                content = self.slot_of(value).content
+                if content.is_undefined:
+                    return False
+                geometry = Geometry.of(value)
+                reads.append((content, value))
+                given.append(Read(content, geometry))
+                kind.append(geometry)
+            elif type(value) in _NUMBERS:
+                given.append(value)
+                kind += (type(value), value)
+            else:
+                return False
+        if not reads or kwargs or not is_plain(result) or self.knows(result):
+            return False
+        entry = Entry(self.tape.next_index(), op, given, kwargs)
+        storage = result.untyped_storage()
+        content = Content(entry, Geometry.of(result), storage.nbytes())
+        entry.makes.append((0, content))
+        self._slots[id(storage)] = Slot(storage, content)
+        decision = self._decisions.decide(op, args, kwargs, [result], tuple(kind))[0]
+        content.value, content.is_saved = decision.value, decision.is_saved
+        content.reason = decision.reason
+        entry.reads = tuple([read for read, _ in reads])
+        if not decision.is_saved:
+            _hold(reads)
+        return True
+
+    def slot_of(self, tensor: Tensor) -> Slot:
+        """The slot of its storage; a storage that is met for the first time is an input."""
+        storage = tensor.untyped_storage()
+        slot = self._slots.get(id(storage))
+        if slot is None or slot.storage() is not storage:
+            content = Content(None, Geometry.of(tensor), storage.nbytes())
+            content.reason, content.input_id = "an input", id(tensor)
+            slot = self._slots[id(storage)] = Slot(storage, content)
+        return slot
+
+    def knows(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        slot = self._slots.get(id(storage))
+        return slot is not None and slot.storage() is storage
+
+    def add(self, tensor: Tensor, content: Content) -> None:
+        storage = tensor.untyped_storage()
+        self._slots[id(storage)] = Slot(storage, content)
+
+    # --- what autograd saves ---------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        if not is_plain(tensor):
+            return tensor
+        content = self.slot_of(tensor).content
+        content.is_packed = True
+        if content.is_undefined and not content.is_saved:
+            _save_undefined(content)
+        return self.tape.pack(content, tensor)
+
+    # --- names, functions ------------------------------------------------------------------------
+
+    def name(self, tensor: Tensor, name: str) -> Tensor:
+        """Decide anew on the value of `tensor`, now that it has this name."""
+        if is_plain(tensor) and self.knows(tensor):
+            content = self.slot_of(tensor).content
+            if content.value is not None and not self._unseen:
+                content.names = (*content.names, name)
+                self._decide_anew(content, tensor)
+        return tensor
+
+    def _decide_anew(self, content: Content, tensor: Tensor) -> None:
+        assert content.value is not None
+        decision = self._decisions.decide_named(content.value, content.names)
+        if decision.is_saved and not content.is_saved:
+            content.is_saved, content.reason = True, decision.reason
+            if content.is_read or content.is_packed:
+                content.hold(tensor)
+        elif content.is_saved and not decision.is_saved and demote(content):
+            content.reason = decision.reason
+            self.tape.drop(content)
+
+    def call_function(self, cls: type, args: Any, apply: Callable[..., Any]) -> Any:
+        """Call an `autograd.Function`; the values that one of the user's makes are saved."""
+        if cls is CheckpointFunction:
+            function, _, *inputs = args
+            return function(*inputs)
+        if not _torch.is_function_of_user(cls):
+            return apply(*args)
+        before = [(t, _torch.version_of(t)) for t in tensors_in(args) if is_plain(t)]
+        self._unseen += 1
+        try:
+            return apply(*args)
+        finally:
+            self._unseen -= 1
+            for tensor, version in before:
+                if _torch.version_of(tensor) != version:
+                    self._note_unseen_write(tensor)
+
+    @property
+    def is_unseen(self) -> bool:
+        return self._unseen > 0
+
+    def _note_unseen_write(self, tensor: Tensor) -> None:
+        slot = self.slot_of(tensor)
+        if slot.content.held is not None:
+            slot.content.held, slot.content.is_lost = None, True
+        content = Content(None, Geometry.of(tensor), slot.content.nbytes)
+        content.reason = _UNSEEN
+        slot.content = content
+
+    def decide(self, call: "_Call", results: list[Tensor]) -> list[TapeDecision]:
+        return self._decisions.decide(call.op, call.args, call.kwargs, results)
+
+
+_UNSEEN = "a function with a derivative of its own makes it, which is not run again"
+_UNDEFINED = "memory that no operator has written, so that something else may have"
+_NO_STATE = "it draws random numbers, which a replay would draw anew"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is a part of a storage and nothing else."""
+    if type(tensor) not in _PLAIN and _torch.is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _save_undefined(content: Content) -> None:
+    content.is_saved, content.reason = True, _UNDEFINED
+
+
+def demote(content: Content) -> bool:
+    """Let `content` be recomputed, if what it is made of is still there or can be, too."""
+    maker = content.maker
+    if maker is None or content.is_undefined:
+        return False
+    for read in maker.reads:
+        if read.held is None and read.is_saved and not demote(read):
+            return False
+    content.is_saved = False
+    return True
+
+
+class _Call:
+    """One call of an operator, while it runs."""
+
+    def __init__(
+        self, recorder: Recorder, facts: OperatorFacts, op: Any, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.recorder = recorder
+        self.facts = facts
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.is_replayable = facts.is_known and not recorder.is_unseen
+        self._reads: list[tuple[Content, Tensor]] = []
+        self._writes: list[tuple[Slot, Read | Blank, Tensor]] = []
+        given = [self._note(value, i) for i, value in enumerate(args)]
+        named = {name: self._note(value, name) for name, value in kwargs.items()}
+        self._entry = Entry(recorder.tape.next_index(), op, given, named)
+
+    def _note(self, value: Any, place: int | str) -> Any:
+        if isinstance(value, Tensor):
+            return self._note_tensor(value, place)
+        if isinstance(value, list | tuple):
+            return [self._note(item, place) for item in value]
+        if not isinstance(value, _REPLAYABLE):
+            self.is_replayable = False
+        return value
+
+    def _note_tensor(self, tensor: Tensor, place: int | str) -> Any:
+        facts = self.facts
+        if not is_plain(tensor):
+            self.is_replayable = False
+            return None
+        is_written = place in facts.written
+        if facts.is_like and not is_written:
+            return Blank(Geometry.of(tensor), tensor.device)
+        slot = self.recorder.slot_of(tensor)
+        content = slot.content
+        geometry = Geometry.of(tensor)
+        if place in facts.statistics:
+            given: Read | Blank = Blank(geometry, tensor.device, 1.0)
+            self._writes.append((slot, given, tensor))
+            return given
+        if place in facts.overwritten and fills_its_storage(tensor):
+            given = Blank(geometry, tensor.device)
+        else:
+            given = Read(content, geometry)
+            if content.is_undefined and not is_written and tensor.numel():
+                _save_undefined(content)
+            self._reads.append((content, tensor))
+        if is_written:
+            self._writes.append((slot, given, tensor))
+        return given
+
+    def generator_state(self) -> tuple[Tensor, torch.device] | None:
+        """The state that random numbers are drawn from, if they can be drawn again from it."""
+        if not self.facts.is_random or drops_nothing(self.op, self.args, self.kwargs):
+            return None
+        if self.facts.with_generator is None or not self.is_replayable:
+            self.is_replayable = False
+            return None
+        device = default_device(self.args, self.kwargs)
+        generator = self.kwargs.get("generator") or default_generator(device)
+        return generator.get_state(), device
+
+    def copy_before_writes(self) -> None:
+        """Copy what has to be read again, and is about to be overwritten."""
+        reads_old = self.facts.makes_more or len(self._writes) > 1
+        for slot, given, tensor in self._writes:
+            content = slot.content
+            if reads_old and content.is_saved and isinstance(given, Read):
+                content.hold(tensor)
+            if content.held is not None:
+                content.held = _copy_storage(tensor)
+                content.reason = "a copy, made before the function writes to it"
+
+    def finish(self, results: Any, state: tuple[Tensor, torch.device] | None) -> None:
+        """Write the call down, now that it has run."""
+        recorder, entry = self.recorder, self._entry
+        found = tensors_in(results)
+        made: list[tuple[Tensor, Content]] = []
+        for i, tensor in enumerate(found):
+            if is_plain(tensor) and not recorder.knows(tensor):
+                content = Content(entry, Geometry.of(tensor), tensor.untyped_storage().nbytes())
+                content.is_undefined = self.facts.is_uninitialised
+                entry.makes.append((i, content))
+                made.append((tensor, content))
+                recorder.add(tensor, content)
+        if not made and not self._writes:
+            return
+        self._fix_places(made)
+        written = [self._content_after(*write) for write in self._writes]
+        self._choose(found, made, written, state)
+        for (slot, given, _), (_, content) in zip(self._writes, written, strict=True):
+            slot.content = content
+            entry.writes.append((given, content))
+        if not self.is_replayable:
+            for _, content in (*made, *written):
+                content.maker = None
+            return
+        entry.reads = tuple(content for content, _ in self._reads)
+        if not all(content.is_saved for _, content in (*made, *written)):
+            _hold(self._reads)
+
+    def _fix_places(self, made: list[tuple[Tensor, Content]]) -> None:
+        """Say where a tensor is made, which else depends on the surroundings of the replay."""
+        if self._reads or not made:
+            return
+        like = made[0][0]
+        for name, value in (("dtype", like.dtype), ("device", like.device)):
+            if name in self.facts.options:
+                self._entry.kwargs[name] = value
+
+    def _content_after(
+        self, slot: Slot, given: Read | Blank, tensor: Tensor
+    ) -> tuple[Tensor, Content]:
+        old = slot.content
+        content = Content(self._entry, Geometry.of(tensor), tensor.untyped_storage().nbytes())
+        content.is_undefined = self.facts.is_uninitialised or (
+            old.is_undefined and not fills_its_storage(tensor)
+        )
+        # nobody reads the state before, which may be saved: this one may be saved instead
+        content.is_saved = isinstance(given, Read) and old.is_saved and old.held is None
+        content.reason = old.reason
+        if isinstance(given, Blank) and given.fill is not None:
+            content.is_saved, content.reason, content.maker = True, "an input", None
+        return tensor, content
+
+    def _choose(
+        self,
+        found: list[Tensor],
+        made: list[tuple[Tensor, Content]],
+        written: list[tuple[Tensor, Content]],
+        state: tuple[Tensor, torch.device] | None,
+    ) -> None:
+        asked = found or [tensor for tensor, _ in written]
+        decisions = self.recorder.decide(self, asked)
+        forced = self._reason_to_save(state, made, written)
+        numbers = {id(tensor): i for i, tensor in enumerate(asked)}
+        inherits = {id(content) for _, content in written if content.is_saved}
+        for tensor, content in (*made, *written):
+            decision = decisions[numbers.get(id(tensor), 0)]
+            content.value = decision.value
+            if id(content) in inherits:
+                continue
+            content.is_saved, content.reason = decision.is_saved, decision.reason
+            if forced is not None:
+                content.is_saved, content.reason = True, forced
+
+    def _reason_to_save(
+        self,
+        state: tuple[Tensor, torch.device] | None,
+        made: list[tuple[Tensor, Content]],
+        written: list[tuple[Tensor, Content]],
+    ) -> str | None:
+        if not self.is_replayable:
+            return _NO_STATE if self.facts.is_random else _UNSEEN
+        if state is None:
+            return None
+        if sum(content.nbytes for _, content in (*made, *written)) <= state[0].nbytes:
+            return "it draws random numbers, which take no more bytes than the generator's state"
+        self._entry.state = state
+        self._entry.op = self.facts.with_generator
+        self._entry.kwargs.pop("generator", None)
+        return None
+
+
+# --- helpers -------------------------------------------------------------------------------------
+
+
+_REPLAYABLE = (
+    int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Generator,
+)  # fmt: skip
+"""Arguments that mean the same later."""
+
+
+_NUMBERS = frozenset((int, float, bool, complex, type(None)))
+
+
+def _hold(reads: Sequence[tuple[Content, Tensor]]) -> None:
+    """Save what may be saved of `reads`: something has to be recomputed from them."""
+    for content, tensor in reads:
+        content.is_read = True
+        if content.is_saved:
+            content.hold(tensor)
+
+
+def _copy_storage(tensor: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage()).clone()

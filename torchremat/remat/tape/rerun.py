@@ -1,0 +1,186 @@
+"""The backward pass of a tape: what is needed of it runs again, each operator once."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.core.source import Source
+from torchremat.errors import EffectError
+from torchremat.remat.program.random_replay import replay_random
+from torchremat.remat.tape.contents import Blank, Content, Entry, Read
+from torchremat.remat.tape.operator_facts import tensors_in
+from torchremat.remat.tape.tape import Tape, TapedTensor, entries_for
+from torchremat.tracing.ambient_state import without_autocast
+
+
+def unpack(packed: Any) -> Any:
+    """The tensor that autograd saved."""
+    if not isinstance(packed, TapedTensor):
+        return packed
+    tensor = packed.tensor
+    if tensor is not None:
+        if _torch.version_of(tensor) != packed.version:
+            _refuse_changed(packed.content, tensor)
+        return tensor
+    if packed.content.is_saved:
+        return packed.geometry.view_of(_read_held(packed.content))
+    with packed.tape.lock:
+        return _rerun_of(packed.tape).take(packed)
+
+
+def _rerun_of(tape: Tape) -> "Rerun":
+    """The replay of the backward pass that runs; one of its own outside of any."""
+    number = _torch.backward_pass_id()
+    replay = tape.reruns.get(number) if number >= 0 else None
+    if replay is None:
+        replay = Rerun(tape)
+        if number >= 0:
+            tape.reruns[number] = replay
+            _torch.call_after_backward(lambda: tape.reruns.pop(number, None))
+    return replay
+
+
+class Rerun:
+    """One run of a tape, piece by piece as the backward pass asks.
+
+    A result is freed when no operator that is still to run reads it and autograd has taken it.
+    What an operator reads that has run before is there, so that none runs twice.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        packed = [p for p in tape.list_packed() if not p.content.is_saved]
+        self._waiting: Counter[int] = Counter(id(p.content) for p in packed)
+        self._done: set[int] = set()
+        self._entries = entries_for(p.content for p in packed)
+        for entry in self._entries:
+            self._waiting.update(id(content) for content in entry.reads)
+
+    def take(self, packed: TapedTensor) -> Tensor:
+        content = packed.content
+        if id(content) not in self._tensors:
+            self._run_for(content)
+        tensor = packed.geometry.view_of(self._tensors[id(content)])
+        self._release(content)
+        return tensor
+
+    def _run_for(self, content: Content) -> None:
+        entries: dict[int, Entry] = {}
+        stack = [content]
+        while stack:
+            entry = stack.pop().maker
+            assert entry is not None, "what no operator makes is saved"
+            if entry.index not in entries:
+                entries[entry.index] = entry
+                stack += [c for c in entry.reads if not c.is_saved and id(c) not in self._tensors]
+        order = [entries[index] for index in sorted(entries)]
+        for entry in order:
+            if entry.index in self._done:  # it was freed, and is needed again
+                self._waiting.update(id(c) for c in entry.reads)
+        self._waiting[id(content)] += 1  # until it is taken
+        with without_autocast(), _torch.below_autograd():
+            for entry in order:
+                self._run(entry)
+        self._waiting[id(content)] -= 1
+
+    def _run(self, entry: Entry) -> None:
+        built = _Arguments(self, entry)
+        args = [built.of(value) for value in entry.args]
+        kwargs = {name: built.of(value) for name, value in entry.kwargs.items()}
+        if entry.state is None:
+            results = entry.op(*args, **kwargs)
+        else:
+            state, device = entry.state
+            results = replay_random(state, entry.op, device, args, kwargs)
+        found = tensors_in(results)
+        self._done.add(entry.index)
+        for number, content in entry.makes:
+            self._put(content, found[number])
+        for given, content in entry.writes:
+            self._put(content, built.tensors[id(given)])
+        for content in entry.reads:
+            self._release(content)
+
+    def _put(self, content: Content, tensor: Tensor) -> None:
+        if not content.is_saved and self._waiting[id(content)] > 0:
+            self._tensors[id(content)] = tensor
+
+    def _release(self, content: Content) -> None:
+        self._waiting[id(content)] -= 1
+        if self._waiting[id(content)] <= 0:
+            self._tensors.pop(id(content), None)
+
+    def tensor_of(self, content: Content) -> Tensor:
+        if content.is_saved:
+            return _read_held(content)
+        return self._tensors[id(content)]
+
+    def is_needed_after(self, content: Content) -> bool:
+        """Whether somebody else reads `content` after the operator that is to overwrite it."""
+        return content.is_saved or content.is_packed or self._waiting[id(content)] > 1
+
+
+class _Arguments:
+    """The arguments of one operator: it writes to copies of what others still need."""
+
+    def __init__(self, replay: Rerun, entry: Entry) -> None:
+        self._replay = replay
+        self._copies: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}
+        for given, _ in entry.writes:
+            if isinstance(given, Read):
+                content = given.content
+                if id(content) not in self._copies and replay.is_needed_after(content):
+                    self._copies[id(content)] = _copy(replay.tensor_of(content))
+
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Read:
+            content, geometry = value
+            base = self._copies.get(id(content))
+            if base is None:
+                base = self._replay.tensor_of(content)
+            tensor = self.tensors[id(value)] = geometry.view_of(base)
+            return tensor
+        if kind is Blank:
+            tensor = self.tensors[id(value)] = value.geometry.empty(value.device)
+            return tensor if value.fill is None else tensor.fill_(value.fill)
+        if kind is list:
+            return [self.of(item) for item in value]
+        return value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage()).clone()
+
+
+def _read_held(content: Content) -> Tensor:
+    tensor = content.held
+    if tensor is None or content.is_lost:
+        raise EffectError(
+            f"a value {_describe(content)}, which the backward pass needs, was overwritten by an "
+            "autograd.Function. Let the function write to a copy (x.clone())."
+        )
+    if content.version is not None and _torch.version_of(tensor) != content.version:
+        _refuse_changed(content, tensor)
+    return tensor
+
+
+def _refuse_changed(content: Content, tensor: Tensor) -> None:
+    raise EffectError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor of shape {tuple(tensor.shape)} {_describe(content)} was written to "
+        "after the checkpoint that saved it had used it. Write to a copy (x.clone()), or after "
+        "the backward pass."
+    )
+
+
+def _describe(content: Content) -> str:
+    source: Source | None = None if content.value is None else content.value.source
+    if content.value is None:
+        return "that is an input"
+    return f"that {content.value.op} computed" + (f" at {source}" if source else "")

@@ -1,0 +1,129 @@
+"""A tape, and what autograd has of it in place of the tensors that it would save."""
+
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torchremat import _torch
+from torchremat.policies.policy import Value
+from torchremat.remat.tape.contents import Content, Entry, Geometry
+
+
+class TapedTensor:
+    """A tensor that autograd saves: itself, or its place on the tape if it is recomputed."""
+
+    __slots__ = ("__weakref__", "content", "geometry", "tape", "tensor", "version")
+
+    def __init__(self, tape: "Tape", content: Content, tensor: Tensor) -> None:
+        self.tape = tape
+        self.content = content
+        self.geometry = Geometry.of(tensor)
+        self.tensor = tensor if content.is_saved else None
+        self.version = _torch.version_of(tensor)
+
+
+class Tape:
+    """The operators of one call, as far as its backward pass needs them.
+
+    They are found from the contents that autograd saves: each content knows the operator that
+    makes it, and an operator what it reads.
+    """
+
+    def __init__(self) -> None:
+        self._num_entries = 0
+        self._packed: list[weakref.ref[TapedTensor]] = []
+        self.summary = TapeSummary(())
+        self.reruns: dict[int, Any] = {}
+        """The results so far, of each backward pass that runs."""
+        self.lock = threading.RLock()
+
+    def next_index(self) -> int:
+        self._num_entries += 1
+        return self._num_entries
+
+    def pack(self, content: Content, tensor: Tensor) -> TapedTensor:
+        packed = TapedTensor(self, content, tensor)
+        self._packed.append(weakref.ref(packed))
+        return packed
+
+    def list_packed(self) -> list[TapedTensor]:
+        """List the tensors of the call that autograd still saves."""
+        return [packed for ref in self._packed if (packed := ref()) is not None]
+
+    def drop(self, content: Content) -> None:
+        """Let autograd have a place on the tape instead of the tensor that it has."""
+        if content.is_packed:
+            for packed in self.list_packed():
+                if packed.content is content:
+                    packed.tensor = None
+
+    def finish(self) -> None:
+        """Forget all that no backward pass can need; nobody may change the rest from now on."""
+        live = self.list_packed()
+        self._packed = [weakref.ref(packed) for packed in live]
+        entries = entries_for(packed.content for packed in live)
+        sources = {id(c): c for entry in entries for c in entry.reads if c.is_saved}
+        sources |= {
+            id(p.content): p.content for p in live if p.content.is_saved and p.tensor is None
+        }
+        saved = sources | {id(p.content): p.content for p in live if p.content.is_saved}
+        self.summary = TapeSummary.of(saved.values(), entries)
+        beside = {id(c): c for e in entries for _, c in (*e.makes, *e.writes) if c.is_saved}
+        for number, content in (beside | saved).items():
+            content.maker = None
+            if number not in sources:
+                content.held = None
+        for content in sources.values():
+            if content.held is None:
+                content.is_lost = True
+            else:  # not the Variable, whose `grad_fn` would keep this tape alive
+                content.held = content.held.detach()
+                content.version = _torch.version_of(content.held)
+
+
+@dataclass(frozen=True)
+class TapeRow:
+    """The decision on a value, for reports, without a tensor."""
+
+    value: Value | None
+    """`None` for an input."""
+    names: tuple[str, ...]
+    geometry: Geometry
+    nbytes: int
+    is_saved: bool
+    reason: str
+    tensor_id: int
+
+
+@dataclass(frozen=True)
+class TapeSummary:
+    """The decisions of one call."""
+
+    rows: tuple[TapeRow, ...]
+
+    @classmethod
+    def of(cls, saved: Iterable[Content], entries: Iterable[Entry]) -> "TapeSummary":
+        again = [c for e in entries for _, c in (*e.makes, *e.writes) if not c.is_saved]
+        return cls(
+            tuple(
+                TapeRow(c.value, c.names, c.geometry, c.nbytes, c.is_saved, c.reason, c.input_id)
+                for c in (*saved, *again)
+            )
+        )
+
+
+def entries_for(contents: Iterable[Content]) -> list[Entry]:
+    """The operators that recompute those of `contents` that are not saved, in their order."""
+    found: dict[int, Entry] = {}
+    stack = [content for content in contents if not content.is_saved]
+    while stack:
+        entry = stack.pop().maker
+        assert entry is not None, "what no operator makes is saved"
+        if entry.index not in found:
+            found[entry.index] = entry
+            stack += [content for content in entry.reads if not content.is_saved]
+    return [found[index] for index in sorted(found)]

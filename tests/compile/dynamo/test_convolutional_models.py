@@ -45,7 +45,7 @@ def images() -> torch.Tensor:
     return torch.randn(4, 3, 16, 16)
 
 
-def compiled(model: nn.Module, policy: str, codegen: str, **options: Any) -> Callable[..., Any]:
+def compiled(model: nn.Module, policy: Any, codegen: str, **options: Any) -> Callable[..., Any]:
     options = {"policy": policy, "codegen": codegen, **options}
     return torch.compile(model, backend="torchremat", options=options, fullgraph=True)  # type: ignore[no-any-return]
 
@@ -60,9 +60,12 @@ def _saved(report: Report) -> list[tuple[Any, ...]]:
 def test_the_same_values_are_kept_as_in_eager_mode(policy: str, model: nn.Module) -> None:
     x = images()
     reports: list[Report] = []
-    f = compiled(model, policy, "eager", report=reports.append)
+    searched: Any = policy
+    if policy.startswith("budget:"):  # calls take the first good plan, a compiler searches longer
+        searched = tr.checkpoint_policies.memory_budget(policy[7:], solver="milp")
+    f = compiled(model, searched, "eager", report=reports.append)
     held = held_nbytes(f, model, x)
-    expected = tr.explain(model, x, policy=policy)
+    expected = tr.explain(model, x, policy=searched)
     assert _saved(reports[0]) == _saved(expected)
     assert reports[0].total == held <= expected.total
 

@@ -91,7 +91,7 @@ def test_traces_outlast_a_moment_without_it(is_wrapped):
         assert count_runs(model) == 0
     remove(model)
     TrainingPolicy("dots").apply_to(model)
-    assert count_runs(model) == is_wrapped  # another policy needs no trace, but the wrapper does
+    assert count_runs(model) > 0
     assert str(find_training_forward(model).policy) == "dots"
 
 

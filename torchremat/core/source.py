@@ -34,10 +34,6 @@ _WRAPPERS = tuple(_STDLIB + name for name in ("contextlib.py", "functools.py", "
 # `<eval_with_key>` is code that torch.fx generates, `<torchremat` that of graph/codegen.py.
 _SKIPPED = (_PACKAGE, _TORCH, *_WRAPPERS, "<frozen", "<string>", "<eval_with_key>", "<torchremat")
 
-# Where PyTorch finds out about sizes and layouts, with the help of sympy.
-_ABOUT_SIZES = ("fx", "utils/_sympy", "_prims", "_subclasses", "_refs")
-_OF_SIZES = tuple(_TORCH + os.path.normpath(name) for name in _ABOUT_SIZES)
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -95,14 +91,6 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
 def is_user_written(file: str) -> bool:
     return is_user_file(file) and (not file.startswith(_STDLIB) or "site-packages" in file)
-
-
-def is_about_sizes(frame: FrameType) -> bool:
-    """Whether PyTorch called the code of `frame` to compute sizes, as it does with sympy's."""
-    caller: FrameType | None = frame
-    while caller is not None and not caller.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
-        caller = caller.f_back
-    return caller is not None and caller.f_code.co_filename.startswith(_OF_SIZES)
 
 
 def first_line_where(changed: Callable[[], bool], run: Callable[[], Any]) -> Source | None:

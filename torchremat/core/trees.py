@@ -1,6 +1,6 @@
 """Trees with holes: what a call or a graph takes and returns, with the tensors left out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,22 +45,6 @@ class Structure:
         """Copy the static arguments, so that nobody else can change them."""
         return Structure(
             _torch.tree_map(lambda x: x.freeze() if isinstance(x, WrapHashably) else x, self.tree)
-        )
-
-    @property
-    def leaves(self) -> list[Any]:
-        """The leaves of the tree: holes and constants."""
-        return _torch.tree_flatten(self.tree)[0]
-
-    def replace_leaves(self, leaves: Mapping[int, Any]) -> "Structure":
-        """The tree with other constants at these positions among its leaves.
-
-        >>> Structure((1, [2, HOLE])).replace_leaves({1: 3}).tree
-        (1, [3, *])
-        """
-        found, spec = _torch.tree_flatten(self.tree)
-        return Structure(
-            _torch.tree_unflatten([leaves.get(i, leaf) for i, leaf in enumerate(found)], spec)
         )
 
     @property

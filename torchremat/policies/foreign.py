@@ -35,25 +35,12 @@ class ForeignPolicy(Policy):
         return "torch.utils.checkpoint"
 
 
-def read_contexts(
-    context_fn: Contexts | None, function: Callable[..., Any]
-) -> tuple[Policy, Callable[..., Any]]:
-    """The policy that `context_fn` stands for, and `function` in the context that it gives."""
+def read_contexts(context_fn: Contexts | None) -> tuple[Policy, AbstractContextManager[Any]]:
+    """The policy that `context_fn` stands for, and the context in which the function runs."""
     if context_fn is None:
-        return ForeignPolicy(), function
+        return ForeignPolicy(), nullcontext()
     context, _ = context_fn()
     chosen = _torch.selective_policy_of(context)
-    if chosen is not None:
-        return ForeignPolicy(from_selective(chosen)), function
-    is_null = isinstance(context, nullcontext)
-    return ForeignPolicy(), function if is_null else _run_in(context, function)
-
-
-def _run_in(
-    context: AbstractContextManager[Any], function: Callable[..., Any]
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return function(*args, **kwargs)
-
-    return run
+    if chosen is None:
+        return ForeignPolicy(), context
+    return ForeignPolicy(from_selective(chosen)), nullcontext()

@@ -8,6 +8,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -32,8 +33,6 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tape.recorder import is_taping
 from torchremat.remat.tape.tape import TapeSummary
 from torchremat.remat.tape.taped_call import TapedCalls, allows_tape, find_policy, note_refusal
-from torchremat.remat.tracing.alike import find_adopted, find_watch, trace_watched
-from torchremat.remat.tracing.build_trace import TracedCall, build_trace
 from torchremat.remat.tracing.calls import Call, flatten_call, prevent_cse_of, wrap_statics
 from torchremat.remat.tracing.effects import trace_without_effects
 from torchremat.remat.tracing.function_trace import (
@@ -42,12 +41,12 @@ from torchremat.remat.tracing.function_trace import (
     describe_fun,
     trace_function,
 )
-from torchremat.remat.tracing.given_scalars import GivenScalars
 from torchremat.remat.tracing.guards import VariableGuard
 from torchremat.remat.tracing.trace_cache import (
     PolicyKey,
     Trace,
     TracesByFunction,
+    build_trace,
     current_state,
     warn_of_retraces,
 )
@@ -65,6 +64,7 @@ from torchremat.tracing.axes.named_axes import axis_environment
 from torchremat.tracing.dtensors import unwrap_inputs
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.module_paths import below
 from torchremat.tracing.tracing import has_symbols, trace_lock
 
 _traces = TracesByFunction()
@@ -102,7 +102,7 @@ class Checkpointed:
         self.compiler = compiler
         self._key = PolicyKey(policy)
         self._verified_key = PolicyKey(policy, verified=True)
-        self._trace_cache = _traces.of(fun, self._cache_key(), module_prefix, type(self))
+        self._trace_cache = _traces.of(fun, self._cache_key())
         self.last_call: tuple[FunctionProgram, Sizes | None] | TapeSummary | None = None
         self._warned_programs: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
         self._uncompiled = outside_compiler() if policy.is_whole_graph else None
@@ -116,9 +116,7 @@ class Checkpointed:
         bound = copy.copy(self)
         bound.fun = MethodType(self.fun, instance)
         bound.statics = self.statics.without_first()
-        bound._trace_cache = _traces.of(
-            bound.fun, self._cache_key(), self.module_prefix, type(self)
-        )
+        bound._trace_cache = _traces.of(bound.fun, self._cache_key())
         return bound
 
     def _cache_key(self) -> tuple[Any, ...]:
@@ -126,6 +124,7 @@ class Checkpointed:
             self.statics.argnums,
             self.statics.all_names,
             self.lenient,
+            self.module_prefix,
             self.compiler,
             WrapHashably(self.prevent_cse),
             self.policy.is_whole_graph,
@@ -270,11 +269,9 @@ class Checkpointed:
             program = trace.programs.get(key)
             sizes = None if trace.dynamic is None else trace.dynamic.sizes(call.tensors)
             if program is None:
-                program = trace.program_of_others(key, self.module_prefix)
-                if program is None:
-                    program = self._new_program(trace, key, sizes, args, kwargs)
-                    program.warn_of_policy()
-                trace.add_program(key, program)
+                program = self._new_program(trace, key, sizes, args, kwargs)
+                program.warn_of_policy()
+                trace.programs[key] = program
                 log_residuals(program, self.fun, trace, args, kwargs, call)
             else:
                 # it has warned for another checkpoint of the same function
@@ -313,19 +310,13 @@ class Checkpointed:
         self.statics.refuse_tensors(args, kwargs)
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         with trace_lock:
-            return self._trace_with(
-                call, args, kwargs, specs, None, GivenScalars(), only_usual=True
-            )
+            return self._trace_with(call, args, kwargs, specs, None, only_usual=True)
 
     def _find(self, call: Call) -> Trace | None:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if has_symbols(specs):
             return None
-        own, dynamic = self._trace_cache, self._may_be_dynamic()
-        found = own.find(call, specs, self.fun, dynamic=dynamic)
-        if found is None and self.around is None and not has_stand_ins():
-            found = find_adopted(own, call, specs, self.fun, dynamic=dynamic)
-        return found
+        return self._trace_cache.find(call, specs, self.fun, dynamic=self._may_be_dynamic())
 
     def _may_be_dynamic(self) -> bool:
         """Whether a graph for many sizes serves."""
@@ -342,23 +333,19 @@ class Checkpointed:
         self.statics.refuse_tensors(args, kwargs)
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if has_symbols(specs):
-            return self._trace_with(call, args, kwargs, specs, None, GivenScalars())
+            return self._trace_with(call, args, kwargs, specs, None)
         warn_of_retraces(describe_fun(self.fun), self._trace_cache, call, specs, self.fun)
-        run = functools.partial(functools.partial, self._trace_with, call, args, kwargs, specs)
         trace = None
-        may_watch = self.around is None and not has_stand_ins()
-        watched = find_watch(self._trace_cache, call, specs, self.fun) if may_watch else ((), ())
         dynamic = None
         if self._may_be_dynamic() and not any(spec.sharding for spec in specs):
-            varying = self._trace_cache.varying(call.without(watched[0]), specs)
-            dynamic = DynamicInputs.of(specs, varying)
+            dynamic = DynamicInputs.of(specs, self._trace_cache.varying(call, specs))
         if dynamic is not None:
             with _torch.dispatch_restored():
                 try:
-                    trace = trace_watched(run(dynamic), self._trace_cache.kin, call, *watched)
+                    trace = self._trace_with(call, args, kwargs, specs, dynamic)
                 except Exception as error:  # an operator that knows no symbols, or the user's fault
                     self._trace_cache.fix(dynamic.places, error)
-        trace = trace or trace_watched(run(None), self._trace_cache.kin, call, *watched)
+        trace = trace or self._trace_with(call, args, kwargs, specs, None)
         if not has_stand_ins():
             self._trace_cache.add(trace)
         return trace
@@ -370,11 +357,10 @@ class Checkpointed:
         kwargs: Any,
         specs: tuple[InputSpec, ...],
         dynamic: DynamicInputs | None,
-        given: GivenScalars,
         *,
         only_usual: bool = False,
     ) -> Trace:
-        plain = given.place_in(Structure.of(wrap_statics(args, kwargs, self.statics)))
+        structure = Structure.of(wrap_statics(args, kwargs, self.statics))
         variables = self._variables()
         roots = roots_of(self.fun, variables)
         inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
@@ -383,26 +369,23 @@ class Checkpointed:
 
         def trace(*, with_gradients: bool) -> FunctionTrace:
             options = _trace_options(self.policy, with_gradients, state[0], only_usual)
-            run = functools.partial(trace_once, given.structure, options)
+            run = functools.partial(trace_once, options)
             return trace_without_effects(describe_fun(self.fun), run, variables, inside)
 
-        def trace_once(
-            structure: Structure, options: TraceOptions, watched: Mapping[Spot, Any] = {}
-        ) -> FunctionTrace:
+        def trace_once(options: TraceOptions, watched: Mapping[Spot, Any] = {}) -> FunctionTrace:
             start = TraceStart(roots, watched, self.around)
             return trace_function(self.fun, structure, specs, dynamic, start, options, call.tensors)
 
-        with given.around():
-            made = trace(with_gradients=state[0])
-            if not state[0] and any(map(is_differentiated, made.result.tensors)):
-                made = trace(with_gradients=True)  # it enables gradients itself
-        made.flat.structure = plain
-        given.finish()
-        again = functools.partial(trace_once, plain, made.region.options)
+        made = trace(with_gradients=state[0])
+        if not state[0] and any(map(is_differentiated, made.result.tensors)):
+            made = trace(with_gradients=True)  # it enables gradients itself
+        again = functools.partial(trace_once, made.region.options)
         forget_unread(made, self._trace_cache.read_spots, again, Roots(self.fun, call.arguments))
         unchanged.forget_changed(made.escapes)
-        traced = TracedCall(self.fun, self.module_prefix, call, specs, state, dynamic, given)
-        return build_trace(made, unchanged, variables, inside, traced)
+        modules = dict.fromkeys([*inside, *made.paths.seen])
+        prefix = self.module_prefix
+        named = [(below(prefix, made.paths.name_of(m)), m) for m in modules]
+        return build_trace(made, unchanged, variables, named, call, specs, state, dynamic)
 
     def _variables(self) -> list[Binding]:
         return variables_of(self.fun)
@@ -444,6 +427,18 @@ def call_foreign(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Any
 ) -> Any:
     """Call `function` under what `torch.utils.checkpoint` would save of it, for a report."""
-    policy, function = read_contexts(context_fn, function)
+    policy, context = read_contexts(context_fn)
+    if not isinstance(context, nullcontext):
+        function = _run_in(context, function)
     statics = StaticArguments(function, (), ())
     return Checkpointed(function, policy, True, statics, lenient=True)(*args, **kwargs)
+
+
+def _run_in(
+    context: AbstractContextManager[Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run

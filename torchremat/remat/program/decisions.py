@@ -28,13 +28,7 @@ from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.noted_value import NotedValue
-from torchremat.policies.policy import (
-    MATCHES_NOTHING,
-    Policy,
-    Value,
-    decide_for_compiler,
-)
+from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
 from torchremat.policies.replay_rules import body_value_of, reason_not_replayable, reason_to_save
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
@@ -82,14 +76,12 @@ class PolicyDecisions:
         self.not_moved: dict[str, str] = {}
         """Why a policy's offloading is impossible, with the name of the first such value."""
         self._rules = OffloadRules(joint)
-        self._reads: set[str] = set()
         self._in_branches: list[Value] = []
         for node in joint.forward_nodes:
             if node.target is torch.ops.higher_order.cond:
                 self._in_branches += _values_in_branches(node, module_prefix)
             if node.op == "call_function" and not is_view(node) and not _has_several_values(node):
                 value = _value(node, names.get(node, ()), module_prefix)
-                value = NotedValue.of(value, self._reads)
                 self.values[node] = value
                 self.by_value[node] = self._choose(node, value)
 
@@ -134,11 +126,6 @@ class PolicyDecisions:
             self.forced.add(node)
             return Decision("saved", forced)
         return Decision("recomputed", f"{self.policy} computes it again")
-
-    @property
-    def reads_module_names(self) -> bool:
-        """Whether the policy has read the name of a module that ran a value."""
-        return bool(self._reads)
 
     @cached_property
     def from_states(self) -> set[fx.Node]:

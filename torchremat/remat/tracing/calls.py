@@ -1,8 +1,8 @@
 """Calls of a traced function: tensors apart from all that is part of the key."""
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,20 +12,13 @@ from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
-from torchremat.remat.tracing.given_scalars import Unread
 from torchremat.tracing.dtensors import Sharding, is_sharded, local_part
 
 _SCALARS = (int, float, bool, complex, str, type(None))
 _CONSTANTS = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, enum.Enum, slice
 )  # fmt: skip
-
-
-class _Tensor:
-    """Stands in a key for a tensor."""
-
-
-_TENSOR = _Tensor()
+_TENSOR = "tensor"
 
 
 @dataclass(frozen=True)
@@ -36,18 +29,6 @@ class Call:
     key: tuple[Any, ...]
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = field(default=((), {}), compare=False)
     """The arguments as they were given, by position and by name."""
-
-    def leaves(self) -> list[int]:
-        """The positions in the key of the leaves of the arguments, in order."""
-        others = (str, _torch.TreeSpec)  # names of arguments, and the shapes of trees
-        return [i for i, entry in enumerate(self.key) if not isinstance(entry, others)]
-
-    def without(self, leaves: Iterable[int]) -> "Call":
-        """The call with any value, of its kind, for some leaves that are numbers or strings."""
-        key, positions = list(self.key), self.leaves()
-        for leaf in leaves:
-            key[positions[leaf]] = Unread(key[positions[leaf]][0])
-        return replace(self, key=tuple(key))
 
 
 def flatten_call(

@@ -39,7 +39,6 @@ class FunctionTrace:
     escapes: Escapes
     watches: Mapping[Spot, Watch]
     """The reads of the places that were watched."""
-    flat: "FlatFunction"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +68,7 @@ def trace_function(
     paths = ModulePaths({})
     for name, module in start.roots:
         paths.add_root(module, name)
-    flat = FlatFunction(_weakly(fun), structure, start)
+    flat = _FlatFunction(_weakly(fun), structure, start)
     around_it = current_tracing()
     outer = None if around_it is None else around_it.evaluate
     value_guards = ValueGuards(values, outer) if dynamic is None else None
@@ -79,11 +78,11 @@ def trace_function(
     with _explain_missing_device(fun), value_guards.first() if value_guards else nullcontext():
         region = Region.trace(body, traced_specs, names, paths, options, dynamic)
     assert body.captured is not None and flat.result is not None
-    found, escapes = body.captured(), flat.escapes
-    return FunctionTrace(region, flat.result, body, found, paths, escapes, flat.watches, flat)
+    found = body.captured()
+    return FunctionTrace(region, flat.result, body, found, paths, flat.escapes, flat.watches)
 
 
-class FlatFunction:
+class _FlatFunction:
     """The function from tensors to the tensors that it returns, and those that it leaves elsewhere.
 
     `result` and `escapes` are those of its first run. A trace of a derivative runs it again.
@@ -98,7 +97,7 @@ class FlatFunction:
         start: TraceStart,
     ) -> None:
         self._get_function = get_function
-        self.structure = structure
+        self._structure = structure
         self._around = start.around or _call
         inside = dict.fromkeys(module for _, root in start.roots for module in root.modules())
         self._watched = start.watched
@@ -108,17 +107,10 @@ class FlatFunction:
         self.escapes = Escapes()
         self.watches: Mapping[Spot, Watch] = {}
 
-    def for_other(self, function: Callable[..., Any], root: nn.Module) -> "FlatFunction":
-        """One of `function`, which belongs to `root`: another module that is built alike."""
-        start = TraceStart([("", root)], around=self._around)
-        other = FlatFunction(_weakly(function), self.structure, start)
-        other.body, other.result, other.escapes = self.body, self.result, self.escapes
-        return other
-
     def __call__(self, tensors: list[Tensor]) -> list[Any]:
         tracing = current_tracing()
         function = self._get_function()
-        args, kwargs = self.structure.unflatten(tensors)
+        args, kwargs = self._structure.unflatten(tensors)
         roots = Roots(function, (args, kwargs))
         is_first = self.result is None
         live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None

@@ -6,7 +6,7 @@ global that is set is traced anew. Nothing here keeps the traced function alive.
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from types import FunctionType, MethodType, ModuleType
@@ -18,8 +18,6 @@ from torchremat.api_util import same_value
 from torchremat.errors import RetraceError
 from torchremat.remat.escapes.escapes import Escapes
 from torchremat.remat.escapes.read_watch import original_of
-from torchremat.remat.tracing.counterparts import Counterparts
-from torchremat.remat.tracing.given_scalars import WATCHED_KINDS, AttributeSlot
 from torchremat.remat.tracing.variables import (
     _OF_EVERY_MODULE,
     _SIMPLE,
@@ -50,13 +48,7 @@ class ModuleGuard:
         modules: Iterable[tuple[str, nn.Module]],
         escapes: Escapes,
         captured: Sequence[Tensor],
-        unread: Collection[tuple[int, str]] = (),
-        root: nn.Module | None = None,
     ) -> None:
-        """`unread` are plain attributes that the trace does not read, by the dict that has them.
-
-        `root` is the module whose method is traced: its own `forward` may be any.
-        """
         self._checks: list[
             tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], LikeForward]
         ] = []
@@ -67,9 +59,7 @@ class ModuleGuard:
             edited = [
                 n
                 for n in plain
-                if (id(attributes), n) in escapes.slots
-                or id(attributes[n]) in escapes.targets
-                or (id(attributes), n) in unread
+                if (id(attributes), n) in escapes.slots or id(attributes[n]) in escapes.targets
             ]
             names = [*_GUARDED, *(n for n in plain if n not in edited)]
             get = itemgetter(*names)
@@ -77,8 +67,7 @@ class ModuleGuard:
                 dict(v) if name in _GUARDED else v if type(v) is Generator else copy.deepcopy(v)
                 for name, v in zip(names, get(attributes), strict=True)
             ]
-            own = None if module is root else attributes.get("forward")
-            patched = LikeForward(own, captured, is_any=module is root)
+            patched = LikeForward(attributes.get("forward"), captured)
             self._checks.append((get, attributes, tuple(recorded), patched))
             self._names.append((prefix, names))
 
@@ -88,38 +77,12 @@ class ModuleGuard:
                 forward = attributes.get("forward")
                 if get(attributes) != recorded:
                     return False
-                is_plain = forward is None and not patched.is_patched  # as most are
+                is_plain = forward is None and not patched.is_patched  # most are
                 if not is_plain and not patched.is_like(forward):
                     return False
         except KeyError:  # an attribute was deleted
             return False
         return True
-
-    def for_other(self, counterparts: Counterparts) -> "ModuleGuard":
-        """The guard that another module is as this one was."""
-        other = copy.copy(self)
-        other._checks = []
-        for get, attributes, recorded, before in self._checks:
-            theirs = counterparts.of_object(attributes)
-            children = counterparts.of_values(recorded[_GUARDED.index("_modules")])
-            patched = LikeForward(theirs.get("forward"), (), is_any=before.is_any)
-            other._checks.append((get, theirs, (children, *recorded[1:]), patched))
-        return other
-
-    def find_unequal(self) -> list[AttributeSlot] | None:
-        """The numbers and strings that differ from those of the trace; `None` if more differs."""
-        found: list[AttributeSlot] = []
-        checks = zip(self._names, self._checks, strict=True)
-        for number, ((_, names), (_, attributes, recorded, patched)) in enumerate(checks):
-            if not patched.is_like(attributes.get("forward")):
-                return None
-            for name, value in zip(names, recorded, strict=True):
-                now = attributes.get(name, MISSING)
-                if now != value:
-                    if type(now) is not type(value) or type(now) not in WATCHED_KINDS:
-                        return None
-                    found.append(AttributeSlot(attributes, name, number))
-        return found
 
     def what_changed(self) -> str | None:
         for (prefix, names), (_, attributes, recorded, patched) in zip(
@@ -177,8 +140,7 @@ class LikeForward:
     same code, with another closure. Such a one is alike unless the trace reads tensors in there.
     """
 
-    def __init__(self, value: Any, captured: Sequence[Tensor], *, is_any: bool = False) -> None:
-        self.is_any = is_any
+    def __init__(self, value: Any, captured: Sequence[Tensor]) -> None:
         self._reference = _reference_to(value)
         self.is_patched = value is not None
         self._likeness = None
@@ -186,7 +148,7 @@ class LikeForward:
             self._likeness = _likeness_of(value, frozenset(map(id, captured)))
 
     def is_like(self, value: Any) -> bool:
-        if self.is_any or _is_same(self._reference, value):
+        if _is_same(self._reference, value):
             return True
         if self._likeness is None or not isinstance(value, FunctionType):
             return False
@@ -243,16 +205,10 @@ class _Same:
 class VariableGuard:
     """Whether variables have the values that they had: numbers and strings, modules, functions."""
 
-    def __init__(
-        self,
-        variables: Iterable[Binding],
-        values: Iterable[tuple[Binding, Any]] = (),
-        objects: Iterable[tuple[Binding, Reference]] = (),
-        entries: Iterable[tuple[Binding, Any]] = (),
-    ) -> None:
-        self._values = list(values)
-        self._objects = list(objects)
-        self._entries = list(entries)
+    def __init__(self, variables: Iterable[Binding]) -> None:
+        self._values: list[tuple[Binding, Any]] = []
+        self._objects: list[tuple[Binding, Reference]] = []
+        self._entries: list[tuple[Binding, Any]] = []
         for variable in variables:
             value = variable.get()
             if _is_plain(value) and type(value) is not Generator:
@@ -289,16 +245,6 @@ class VariableGuard:
         self._entries = [pair for pair in self._entries if _has_entries(*pair)]
         if escapes:
             self._forget_edited(escapes)
-
-    def for_other(self, counterparts: Counterparts) -> "VariableGuard":
-        """The guard that the variables of another module are as those of this one were."""
-        of = counterparts.of_binding
-        values = [(of(v), value) for v, value in self._values]
-        objects = [
-            (of(v), reference and _reference_to(counterparts.of_object(reference())))
-            for v, reference in self._objects
-        ]
-        return VariableGuard((), values, objects, [(of(v), e) for v, e in self._entries])
 
     def holds(self) -> bool:
         return self.what_changed() is None
@@ -381,23 +327,9 @@ class CapturedTensors:
             for i, place in enumerate(self._places)
         ]
 
-        self._find_entries()
-
-    def _find_entries(self) -> None:
         held_in_dicts = [p for p in self._places if p is not None and type(p.holder) is dict]
         self._entries = [(p.holder, p.key) for p in held_in_dicts]
         self._all_in_dicts = len(self._entries) == len(self._tensors)
-
-    def for_other(self, counterparts: Counterparts) -> "CapturedTensors | None":
-        """The tensors of another module; `None` if some are found other than by their places."""
-        places = [place for place in self._places if place is not None]
-        if len(places) < len(self._tensors) or any(isinstance(p, _Followed) for p in places):
-            return None
-        other = copy.copy(self)
-        other._places = list(map(counterparts.of_binding, places))
-        other._shared = [list(map(counterparts.of_binding, shared)) for shared in self._shared]
-        other._find_entries()
-        return other
 
     def current(self) -> list[Tensor] | None:
         """The tensors that the variables refer to now.

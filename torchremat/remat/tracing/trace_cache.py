@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchremat.api_util import WrapHashably
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
+from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.policy import Policy
 from torchremat.remat.escapes.escapes import Escapes
@@ -21,8 +23,9 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tape.taped_call import TapedCalls
 from torchremat.remat.tracing.calls import Call, Result
-from torchremat.remat.tracing.given_scalars import AttributeSlot
+from torchremat.remat.tracing.function_trace import FunctionTrace
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
+from torchremat.remat.tracing.variables import Binding
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.dtensors import CotangentPlacements
 from torchremat.tracing.dynamic_inputs import DynamicInputs, is_alike
@@ -53,12 +56,6 @@ class Trace:
     cotangent_placements: CotangentPlacements = field(default_factory=CotangentPlacements)
     tensor_guard: Any = None
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
-    region_programs: dict["PolicyKey", list[FunctionProgram]] = field(default_factory=dict)
-    """The programs of all traces that share the region."""
-    origin: Any = None
-    """Where it comes from, if a module that is built alike can have it too."""
-    sharers: Any = None
-    """The functions that have its region, if there are others."""
 
     @property
     def is_sharded(self) -> bool:
@@ -101,26 +98,6 @@ class Trace:
             self.escapes.write(escaped, inputs, sizes, Roots(function, call.arguments))
         return self.result.rebuild(outputs, sizes)
 
-    def program_of_others(self, key: "PolicyKey", prefix: str) -> FunctionProgram | None:
-        """The program that another function has for the region, if it does as well for this one.
-
-        `prefix` is what precedes the names of modules here. A policy that decides on a whole graph
-        goes on from the calls of one function, and its program is of that alone.
-        """
-        for program in self.region_programs.get(key, ()):
-            by_name = program.decisions.reads_module_names or program.root_joint.opened
-            if program.module_prefix == prefix or not by_name:
-                return program
-        return None
-
-    def add_program(self, key: "PolicyKey", program: FunctionProgram) -> None:
-        self.programs[key] = program
-        if key.policy.is_whole_graph:
-            return
-        known = self.region_programs.setdefault(key, [])
-        if program not in known:
-            known.append(program)
-
     def what_changed(self, call: Call, function: Callable[..., Any]) -> str | None:
         found = self.modules.what_changed() or self.variables.what_changed()
         return found or self.escapes.what_changed(Roots(function, call.arguments))
@@ -148,6 +125,46 @@ class Trace:
             isinstance(t, Tensor) and InputSpec.of(t, any_level=True) == spec
             for t, spec in zip(captured, recorded, strict=True)
         ) and self.value_guards_hold([*call.tensors, *captured])
+
+
+def build_trace(
+    made: FunctionTrace,
+    unchanged: VariableGuard,
+    variables: Sequence[Binding],
+    named_modules: list[tuple[str, nn.Module]],
+    call: Call,
+    specs: tuple[InputSpec, ...],
+    state: Any,
+    dynamic: DynamicInputs | None,
+) -> Trace:
+    captured = CapturedTensors(made.captured, variables, named_modules, made.escapes)
+    made.body.captured = captured.current_tensors
+    return Trace(
+        key=tuple(k.freeze() if isinstance(k, WrapHashably) else k for k in call.key),
+        specs=specs,
+        state=state,
+        records=made.region.options.with_gradients,
+        region=made.region,
+        result=made.result,
+        captured=captured,
+        modules=ModuleGuard(named_modules, made.escapes, made.captured),
+        variables=unchanged,
+        escapes=made.escapes,
+        dynamic=dynamic,
+        cotangent_placements=made.body.cotangent_placements,
+        offsets=_offsets(made.region, [*call.tensors, *made.captured]),
+        value_guards=tuple(made.body.value_guards.guards) if made.body.value_guards else (),
+    )
+
+
+def _offsets(region: Region, tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """The storage offsets of the inputs, if the function asks for a place in their storage."""
+    asked = region.joint.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.as_strided.default
+    )
+    if not any(base_of(n.args[0]) in region.joint.inputs and len(n.args) > 3 for n in asked):
+        return None
+    return tuple(InputSpec.of(t).storage_offset for t in tensors)
 
 
 class PolicyKey:
@@ -183,33 +200,10 @@ def current_state() -> tuple[bool, AmbientState]:
 _MOST_TRACES = 128
 
 
-class Kin:
-    """The traces of functions that may be alike: one method, of modules of one class."""
-
-    def __init__(self) -> None:
-        self.members: weakref.WeakSet[Traces] = weakref.WeakSet()
-        self._read: set[tuple[int, Any]] = set()
-
-    def note_read(self, call: Call, leaves: Iterable[int], slots: Iterable[AttributeSlot]) -> None:
-        """Note numbers and strings that a trace has read: they are not watched again."""
-        self._read.update((len(call.key), leaf) for leaf in leaves)
-        self._read.update((slot.number, slot.name) for slot in slots)
-
-    def without_read(
-        self, call: Call, leaves: Iterable[int], slots: Iterable[AttributeSlot]
-    ) -> tuple[tuple[int, ...], tuple[AttributeSlot, ...]]:
-        return (
-            tuple(leaf for leaf in leaves if (len(call.key), leaf) not in self._read),
-            tuple(slot for slot in slots if (slot.number, slot.name) not in self._read),
-        )
-
-
 class Traces:
     """The traces of one function, newest first."""
 
-    def __init__(self, kin: Kin | None = None) -> None:
-        self.kin = Kin() if kin is None else kin
-        self.kin.members.add(self)
+    def __init__(self) -> None:
         self.traces: list[Trace] = []
         self.num_made = 0
         self.recent: Trace | None = None
@@ -285,17 +279,10 @@ class TracesByFunction:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Any], ...], Traces]] = {}
-        self._kin: weakref.WeakKeyDictionary[type, dict[Any, Kin]] = weakref.WeakKeyDictionary()
 
-    def of(
-        self, fun: Callable[..., Any], statics: tuple[Any, ...], prefix: str, kind: type
-    ) -> Traces:
-        """The traces of `fun`, whose modules' names begin with `prefix`.
-
-        Functions that may be alike have equal `statics` and `kind`, that of their checkpoint.
-        """
+    def of(self, fun: Callable[..., Any], statics: tuple[Any, ...]) -> Traces:
         parts = (fun.__self__, fun.__func__) if isinstance(fun, MethodType) else (fun,)
-        key = (*map(id, parts), statics, prefix)
+        key = (*map(id, parts), statics)
         entry = self._entries.get(key)
         if entry is None:
             try:
@@ -303,18 +290,8 @@ class TracesByFunction:
                 references = tuple(weakref.ref(part, forget) for part in parts)
             except TypeError:  # some callables cannot be referred to weakly
                 return Traces()
-            kin = self._kin_of(parts, (*statics, kind))
-            entry = self._entries.setdefault(key, (references, Traces(kin)))
+            entry = self._entries.setdefault(key, (references, Traces()))
         return entry[1]
-
-    def _kin_of(self, parts: tuple[Any, ...], kind: tuple[Any, ...]) -> Kin | None:
-        owner, *methods = parts
-        if not isinstance(owner, nn.Module):
-            return None
-        known = self._kin.setdefault(type(owner), {})
-        for unused in [k for k, kin in known.items() if not kin.members]:
-            del known[unused]
-        return known.setdefault((*map(weakref.ref, methods), kind), Kin())
 
     def _forget(self, key: tuple[Any, ...], _: object) -> None:
         self._entries.pop(key, None)

@@ -85,7 +85,7 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Binding]:
     """The variables that the methods of `modules` read: globals, class attributes, configurations.
 
     Of classes and configurations those entries count that some method names. A module's own plain
-    attributes, and its own `forward` with the methods of that, are left to `ModuleGuard`.
+    attributes are left to `ModuleGuard`.
     """
     modules = list(modules)
     classes = {c: None for m in modules for c in type(m).__mro__ if is_user_written(c)}

@@ -110,15 +110,16 @@ class Scope:
     def translate_module(self, name: str, paths: ModulePaths) -> str | None:
         """The name here, or in the scope around, of the module that is `name` in `paths`.
 
-        `None` if the scope knows no module of that name, or several, which share the trace.
+        `None` if no module or several have that name, or if the scope does not know it.
         """
         if self.paths is paths:
             return None
         alike = [module for module in paths.seen if paths.name_of(module) == name]
-        known = {own for module in alike if (own := self.paths.name_of(module)) is not None}
-        if len(known) != 1:
+        known = {self.paths.name_of(module) for module in alike}
+        if len(known) != 1 or None in known:
             return None
         (own,) = known
+        assert own is not None
         if self.outer is None:
             return below(self.prefix, own)
         return self.outer.translate_module(own, self.paths) or join_names(self.prefix, own)

@@ -51,14 +51,6 @@ class ModulePaths:
             self._names.setdefault(id(child), ".".join(parts))
         self.seen.add(module)
 
-    def rename(self, module: nn.Module) -> None:
-        """Let `module`, and those inside it, have the names of a root, as if it had run itself."""
-        ran = {self._names[id(one)] for one in self.seen}
-        for child in module.modules():
-            self._names.pop(id(child), None)  # it may be of one that is gone
-        self.add_root(module, "")
-        self.seen.update(child for child in module.modules() if self._names[id(child)] in ran)
-
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if not self._is_generated(module):
             self._name(module)

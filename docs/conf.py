@@ -27,7 +27,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     # nothing is fetched while building, so what others document has no address
     ("py:.*", r"(?:_?torch|nn|fx|typing|collections|contextlib|os|numbers|click|optim)(?:\..*)?"),
-    ("py:.*", r"(?:inspect\.Parameter|DeviceMesh|Placement|Tensor|Any|Callable)"),
+    ("py:.*", r"(?:inspect\.Parameter|pathlib\.Path|DeviceMesh|Placement|Tensor|Any|Callable)"),
     # type variables, and classes that users only pass on
     ("py:.*", r"torchremat(?:\.\w+)+\.(?:T|AnyModule|EltTy|GraphSchedule|Joint|Structure)"),
     ("py:.*", r"torchremat(?:\.\w+)+\.(?:FailedOperator|NodeTimer|Order|SizeVar|Transposed|Var)"),

@@ -209,10 +209,9 @@ class Checkpointed:
         if kind in cache.untraceable_keys and self._key in cache.tapes and allows_tape():
             return _call_taped(self, args, kwargs)
         try:
-            trace = self.trace_of(call, args, kwargs)
+            trace, program = self.prepare(call, args, kwargs)
         except Exception as error:
             return self._call_refused(error, args, kwargs, kind)
-        program = self._program_of(trace, call, args, kwargs)
         captured = trace.captured.current()
         assert captured is not None, "the trace has just been made, or found to fit"
         tensors = [*call.tensors, *captured]
@@ -261,10 +260,6 @@ class Checkpointed:
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
         with trace_lock:
             trace = self.trace_of(call, args, kwargs)
-            return trace, self._program_of(trace, call, args, kwargs)
-
-    def _program_of(self, trace: Trace, call: Call, args: Any, kwargs: Any) -> FunctionProgram:
-        with trace_lock:
             key = self._current_key
             program = trace.programs.get(key)
             sizes = None if trace.dynamic is None else trace.dynamic.sizes(call.tensors)
@@ -282,7 +277,7 @@ class Checkpointed:
             program = program.at(sizes) or program.decide_at(sizes or {})
             if program.is_warned_of:
                 self._warned_programs.add(program)
-            return program
+            return trace, program
 
     def _new_program(
         self, trace: Trace, key: PolicyKey, sizes: Sizes | None, args: Any, kwargs: Any

@@ -774,7 +774,7 @@ def test_report_of_programs():
     assert names_of(report, "recomputed") == names_of(explained, "recomputed")
     assert names_of(report, "parameter") == names_of(explained, "parameter")
     assert names_of(report, "input") == ["layers.0.arg0", "layers.1.arg0"]
-    assert report_of_programs([]).rows == ()
+    assert report_of_programs([], {}).rows == ()
 
 
 @pytest.mark.parametrize("policy", ["full", "dots", "none", "names:hidden"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import torchremat as tr
 from torchremat.measure import HeldBytes, HeldTensor, LiveBytes
 from torchremat.report.live_bytes import storages_in
 
@@ -209,6 +210,10 @@ class TestLiveBytes:
             # the predicate of one byte, and the two values of ten times x
             assert (memory.live, memory.peak) == (4, 20 * KB + 1)
         assert y == 20 * 256
+        plain = torch.ones(3, requires_grad=True)
+        torch.cond(torch.tensor(True), torch.sin, torch.cos, (plain,)).sum().backward()
+        assert torch.equal(plain.grad, torch.ones(3).cos())  # Dynamo compiles it as ever
+        tr.make_graph(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))(torch.ones(4))
 
     def test_under_vmap_and_grad(self, x):
         x = x.view(4, 64)

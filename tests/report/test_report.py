@@ -211,6 +211,7 @@ def test_json():
         "nbytes": 1,
         "decision": "saved",
         "reason": "dots",
+        "way": "graph",
     }
 
 

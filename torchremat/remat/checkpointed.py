@@ -25,7 +25,7 @@ from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.escapes.reach import Roots
-from torchremat.remat.escapes.read_watch import Spot, has_stand_ins
+from torchremat.remat.escapes.read_watch import Spot, has_stand_ins, reads_unnoted
 from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_whole
 from torchremat.remat.program.compilers import Compiler
@@ -356,11 +356,12 @@ class Checkpointed:
         only_usual: bool = False,
     ) -> Trace:
         structure = Structure.of(wrap_statics(args, kwargs, self.statics))
-        variables = self._variables()
-        roots = roots_of(self.fun, variables)
-        inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
+        with reads_unnoted():
+            variables = self._variables()
+            roots = roots_of(self.fun, variables)
+            inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
+            unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
         state = current_state()
-        unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
 
         def trace(*, with_gradients: bool) -> FunctionTrace:
             options = _trace_options(self.policy, with_gradients, state[0], only_usual)

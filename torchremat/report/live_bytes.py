@@ -7,6 +7,7 @@ C++ refers to the storage. So a weak reference to that object tells when the sto
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -46,7 +47,8 @@ class LiveBytes(TorchDispatchMode):
     tensor in it.
 
     The peak is taken after each operator, when what it read and what it wrote are both alive.
-    Operators inside `torch.cond` and other higher-order operators are seen.
+    Operators inside `torch.cond` and other higher-order operators are seen. Functions of
+    `torch.compile` run as they are, uncompiled.
 
     >>> x = torch.ones(256)                    # 1024 bytes, made before
     >>> with LiveBytes() as memory:
@@ -64,6 +66,18 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = _Storages()
         self._peak = 0
+        self._stances: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Self:
+        # Dynamo skips a frame that it meets under a mode, and ever after: `torch.cond` would fail
+        self._stances.append(torch.compiler.set_stance("force_eager"))
+        self._stances[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._stances.pop().__exit__(*exception)
 
     @property
     def live(self) -> int:

@@ -10,7 +10,8 @@ bytes alive over the step under it. `diff_html` draws two of them side by side; 
 >>> from torchremat import viz
 >>> found = tr.plan(lambda x: x.sin().cos().sum(), torch.ones(64), budget="100%")
 >>> with tempfile.TemporaryDirectory() as folder:
-...     viz.graph_html(found, folder + "/plan.html")
+...     viz.graph_html(found, folder + "/plan.html").name
+'plan.html'
 """
 
 from torchremat.viz.exports import to_dot, to_json, to_model_explorer, to_perfetto

@@ -1,6 +1,7 @@
 """One graph for many sizes: how often a function is traced, and that it is right at each."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -19,10 +20,10 @@ class Traced:
     """`fun` under a checkpoint, with a count of the times that its body ran."""
 
     def __init__(self, fun, **options):
-        self.count = 0
+        self._runs = itertools.count()  # a plain number would be put back where a trace is checked
 
         def body(*args, **kwargs):
-            self.count += 1
+            next(self._runs)
             return fun(*args, **kwargs)
 
         self.body = body  # a checkpoint does not keep its function alive
@@ -30,6 +31,10 @@ class Traced:
 
     def __call__(self, *args, **kwargs):
         return self.fun(*args, **kwargs)
+
+    @property
+    def count(self):
+        return int(repr(self._runs)[len("count(") : -1])
 
 
 def sample(*shape, seed=0):

@@ -238,12 +238,12 @@ class StepPeak:
             self._before = _read_requested_nbytes(self._device, "current")
         else:
             self._memory = LiveBytes()
-            self._memory.__enter__()  # type: ignore[no-untyped-call]
+            self._memory.__enter__()
 
     def stop(self) -> int:
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            memory.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            memory.__exit__(None, None, None)
             return memory.peak
         assert self._before is not None, "it was not started"
         before, self._before = self._before, None

@@ -72,11 +72,11 @@ class LiveBytes(TorchDispatchMode):
         # Dynamo skips a frame that it meets under a mode, and ever after: `torch.cond` would fail
         self._stances.append(torch.compiler.set_stance("force_eager"))
         self._stances[-1].__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._stances.pop().__exit__(*exception)
 
     @property

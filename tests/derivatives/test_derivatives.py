@@ -395,3 +395,17 @@ ERRORS = [
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("jacobian", [jacfwd, jacrev, hessian])
+def test_jacobians_of_nothing(jacobian):
+    assert jacobian(lambda x: ())(X) == ()
+    assert jacobian(lambda x: ((), x.sum()), has_aux=True)(X) == ((), X.sum())
+
+
+def test_tangents_have_the_dtype_of_their_values():
+    """PyTorch's tangent of a number that is multiplied by a Python number is of 64 bits."""
+    x = torch.tensor(2.0)
+    value, tangent = jvp(lambda x: x * 0.1, (x,), (x,))
+    assert (value.dtype, tangent.dtype) == (torch.float32, torch.float32)
+    assert jacfwd(lambda x: x * 0.1)(x).dtype == torch.float32

@@ -45,7 +45,7 @@ from .functorch import (
     leaf_at_current_level, map_at_current_level, needs_mapped_value, offset_of,
     push_dual_numbers_forward, push_forward_at_current_level, record_at_current_level,
     requires_grad_at_any_level, restore_vmap, transform_depth, unwrap_batched_tensor,
-    unwrap_dead_wrappers, with_batch_at, without_dead_levels, without_level,
+    unwrap_dead_wrappers, without_batch, without_dead_levels, without_level,
     wrap_at_current_level,
 )  # fmt: skip
 from .inductor import (

@@ -247,22 +247,24 @@ def without_level(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, bool]
     if not is_gradtrackingtensor(tensor) or maybe_get_level(tensor) != level:
         return tensor, False
     varies = tensor.requires_grad
-    layers = _lowered_layers.layers
-    if not varies and layers and layers[-1][0] == level > transform_depth():
-        push_dynamic_layer_stack(layers[-1][1])
+    lowered = dict(_lowered_layers.layers).get(level)
+    if not varies and lowered is not None:
+        above = [pop_dynamic_layer_stack() for _ in range(transform_depth() - level + 1)]
+        push_dynamic_layer_stack(lowered)
         try:
             varies = forward_ad.unpack_dual(tensor).tangent is not None
         finally:
             pop_dynamic_layer_stack()
+            for layer in reversed(above):
+                push_dynamic_layer_stack(layer)
     return get_unwrapped(tensor), varies
 
 
-def with_batch_at(tensor: torch.Tensor, level: int, now: int) -> torch.Tensor:
-    """`tensor`, which a `torch.func.vmap` at `level` maps over, as one that level `now` does."""
+def without_batch(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+    """`tensor` without the axis that a `torch.func.vmap` at `level` maps over, and where it was."""
     if not is_batchedtensor(tensor) or maybe_get_level(tensor) != level:
-        return tensor
-    value, dim = unwrap_batched_tensor(tensor, level)
-    return value if dim is None else add_batch_dim(value, dim, now)
+        return tensor, None
+    return unwrap_batched_tensor(tensor, level)
 
 
 def apply_to_functional(

@@ -18,6 +18,7 @@ from torchremat.derivatives.rule_arguments import (
 )
 from torchremat.derivatives.rule_dispatch import CustomCall
 from torchremat.derivatives.rules import FlatRule, Tensors
+from torchremat.tracing.tracing import lift_all
 
 
 class CustomFunction(ABC):
@@ -62,7 +63,7 @@ class FlatCall:
 
     def flatten_result(self, result: Any) -> list[Tensor]:
         self.out_structure, outputs = flatten_tensors(result)
-        return outputs
+        return list(lift_all(outputs))  # one may be closed over
 
     def apply(self, call_type: type[CustomCall], rule: FlatRule) -> Any:
         """Run what the innermost transformation needs, and return the result as a tree."""

@@ -303,7 +303,9 @@ def push_forward(
             flat.call_for_functorch, tuple(values), tuple(tangents), has_aux=True
         )
     count = flat.num_inexact
-    return found[:count], moved[:count], rest
+    # PyTorch's tangent of `x * 0.1` is of 64 bits where x is one number of 32
+    pairs = zip(found[:count], moved[:count], strict=True)
+    return found[:count], [tangent.to(value.dtype) for value, tangent in pairs], rest
 
 
 def _check_tangents(flat: Flattened, tangents: tuple[Any, ...]) -> list[Tensor]:

@@ -128,6 +128,8 @@ def _compute_rows(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]
     The rows of the Jacobian are the cotangents that unit vectors are pulled back to.
     """
     outputs, rest, pull = build_pull_back(flat)
+    if not outputs:  # PyTorch's vmap takes no function without arguments
+        return [], rest
     sizes = [t.numel() for t in outputs]
     found = torch.func.vmap(lambda *cts: tuple(pull(cts)))(*_generate_basis(outputs))
     blocks = []

@@ -7,6 +7,7 @@ derivative needs no rule for the rule.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class CustomCall(torch.autograd.Function):
         if records:
             _refuse_closures(rule, [*recorded.outputs, *recorded.residuals])
         outputs = _copy_aliases(recorded.outputs, values)
+        if any(perturbed):  # autograd writes its node into each: not into one that is closed over
+            outputs = [t.view_as(t) if _torch.is_view(t) else t.detach() for t in outputs]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in outputs if not is_inexact(t)))
         if any(perturbed):
@@ -201,7 +204,8 @@ def _map(cls: type[CustomCall], rule: FlatRule, inputs: Sequence[Tensor]) -> Any
     def apply(inner: Sequence[Tensor], in_dims: Any, size: int, randomness: str) -> Any:
         frame = frame_being_mapped()
         name = None if frame is None else frame.name
-        over_axis = rule.map_over(RuleAxis(tuple(in_dims), size, randomness, name, level))
+        remove = partial(_remove_level, rule)
+        over_axis = rule.map_over(RuleAxis(tuple(in_dims), size, randomness, name, level, remove))
         return cls.apply(over_axis, *inner), over_axis.out_dims
 
     return _torch.map_at_current_level(apply, inputs)

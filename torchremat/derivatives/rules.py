@@ -57,13 +57,19 @@ class RuleAxis:
     name: AxisName = None
     level: int = 0
     """The level of `torch.func` that maps over it where the function is called."""
+    remove_level: Callable[[Tensor, int], Tensor] = lambda tensor, _: tensor
+    """Gives a tensor that a function closes over as the levels below a level see it."""
 
     def run(self, function: Callable[..., Any], dims: Dims, values: Tensors) -> tuple[Any, Dims]:
         """Map `function`: outputs, and where the axis is in each, `None` if they do not vary."""
 
         def run_at_level(*inputs: Tensor) -> Any:
-            with _MappedClosures(self.level, _torch.transform_depth()):
+            now = _torch.transform_depth()
+            if now == self.level:
                 return function(*inputs)
+            with _MappedClosures(self, now) as closures:
+                results = function(*inputs)
+            return tuple(map(closures.bring_here, results))
 
         outputs, found = run_mapped(run_at_level, dims, self.size, self.randomness, self.name)(
             *values
@@ -75,24 +81,31 @@ class _MappedClosures(TorchFunctionMode):
     """Tensors that a function closes over are mapped by the level that runs it.
 
     They were mapped by the level of its call. Levels between the two have been removed since, so
-    that the number of the level has changed from `level` to `now`.
+    that the number of the level has changed to `now`.
     """
 
-    def __init__(self, level: int, now: int) -> None:
+    def __init__(self, axis: RuleAxis, now: int) -> None:
         super().__init__()
-        self.level = level
+        self.axis = axis
         self.now = now
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.now == self.level or _torch.transform_depth() >= self.level:
+        if _torch.transform_depth() >= self.axis.level:
             return func(*args, **kwargs)
-        return func(*map_arguments(self._move_axis, args), **map_arguments(self._move_axis, kwargs))
+        return func(*map_arguments(self.bring_here, args), **map_arguments(self.bring_here, kwargs))
 
-    def _move_axis(self, tensor: Tensor) -> Tensor:
-        return _torch.with_batch_at(tensor, self.level, self.now)
+    def bring_here(self, tensor: Tensor) -> Tensor:
+        """Put the axis of `tensor` at the level that runs, and take off the removed levels."""
+        value, dim = _torch.without_batch(tensor, self.axis.level)
+        depth = _torch.transform_depth()
+        # a level that the function has opened has the number of a removed one; that of the axis too
+        first = self.now if depth == self.now else depth + 1
+        for level in reversed(range(first, self.axis.level)):
+            value = self.axis.remove_level(value, level)
+        return value if dim is None else _torch.add_batch_dim(value, dim, self.now)
 
 
 @dataclass(eq=False, repr=False)

@@ -62,10 +62,11 @@ first reader; at least 1. More operators hide slower copies, and need more memor
 backward pass is compiled; plans say themselves when each copy starts."""
 
 
-untraceable: Literal["error", "tape"] = "error"
-"""How a checkpoint treats a function that cannot be one graph, for a branch on values say.
-`"error"`: the reason is raised, with the user's line. `"tape"`: the function runs as it is, and the
-backward pass runs its operators again; a budget saves nothing there."""
+untraceable: Literal["modules", "tape", "error"] = "modules"
+"""How a checkpoint treats what cannot be one graph, for a branch on values say. `"modules"`:
+modules and their methods run on a tape; for other functions the reason is raised, with the user's
+line. `"tape"`: every function runs so. `"error"`: none does. On a tape the function runs as it is,
+and the backward pass runs its operators again; a budget saves nothing there."""
 
 
 class _Settings(ModuleType):

@@ -325,15 +325,18 @@ def test_a_budget_that_cannot_be_met_names_one_that_can():
     assert_same(step(model), step(make_model(use_cache=False)))
 
 
-def test_a_model_that_cannot_be_traced_is_told_why_and_trains_without():
+def test_a_model_that_cannot_be_traced_is_told_why_and_trains_without(monkeypatch):
     a = ARCHITECTURES["opt, layers dropped"]
     plain = a.build()
     model = copy.deepcopy(plain)
     switch_on(model, {"policy": "budget:80%"})
+    monkeypatch.setattr(tr.config, "untraceable", "error")
     with pytest.raises(ConcretizationError, match=r"modeling_opt\.py:\d+") as caught:
         model(**a.batch())
-    assert "layerdrop=0" in caught.value.__notes__[-1]
-    assert sum("layerdrop" in note for note in caught.value.__notes__) == 1
+    assert sum("layerdrop=0" in note for note in caught.value.__notes__) == 1
+    monkeypatch.setattr(tr.config, "untraceable", "modules")
+    assert_trains_as_plain(model, plain, a)
+    assert {row.way for row in tr.nn.report(model)} == {"tape"}
     switch_on(model, {"policy": "dots"})
     assert_trains_as_plain(model, plain, a)
     switch_off(model)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchremat import config
 from torchremat.checkpoint_policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -578,7 +579,7 @@ def test_unwrap_restores_the_attributes():
     assert_same(step(model), step(make_model(2)))
 
 
-def test_hooks_that_a_refused_call_has_put_are_taken_away():
+def test_hooks_that_a_refused_call_has_put_are_taken_away(monkeypatch):
     """With the attribute that says that they are there, or the next call would put them again."""
 
     class Recording(nn.Module):
@@ -592,6 +593,7 @@ def test_hooks_that_a_refused_call_has_put_are_taken_away():
                 self.has_hooks = True
             return self.inner(x) if x.sum() > 0 else x
 
+    monkeypatch.setattr(config, "untraceable", "error")
     model = wrap(Recording())
     with pytest.raises(ConcretizationError):
         model(torch.ones(2))

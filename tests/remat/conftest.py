@@ -4,7 +4,14 @@ import gc
 
 import pytest
 
+import torchremat as tr
 from torchremat.measure import host_stats, reset_host_counts
+
+
+@pytest.fixture
+def no_tapes(monkeypatch):
+    """What cannot be one graph is refused, in modules too."""
+    monkeypatch.setattr(tr.config, "untraceable", "error")
 
 
 @pytest.fixture

@@ -169,6 +169,7 @@ def test_running_statistics(name, way, policy):
     check(NORMS[name], way, policy)
 
 
+@pytest.mark.usefixtures("no_tapes")
 def test_a_cumulative_average_asks_for_a_value():
     """PyTorch reads the count as a Python number, in each of its own traces too."""
     net = nn.BatchNorm1d(3, momentum=None)
@@ -220,21 +221,50 @@ REFUSED = {
 }
 
 
+def net_that_changes_a_layout(name):
+    return Net(REFUSED[name], {"a": torch.zeros(0) if name == "resize_" else torch.ones(3, 3)})
+
+
+@pytest.mark.usefixtures("no_tapes")
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_layout_in_place_is_refused(name):
-    buffer = torch.zeros(0) if name == "resize_" else torch.ones(3, 3)
-    fun = tr.checkpoint(Net(REFUSED[name], {"a": buffer}))
+    fun = tr.checkpoint(net_that_changes_a_layout(name))
     with pytest.raises(EffectError, match="in place|other memory"):
         fun(torch.randn(4, 3, requires_grad=True))
 
 
-def test_a_parameter_changed_under_no_grad_in_the_forward_is_refused():
-    def forward(net, x):
-        with torch.no_grad():
-            net.lin.weight.clamp_(-0.1, 0.1)
-        return net.lin(x)
+def clamp_weight(net, x):
+    with torch.no_grad():
+        net.lin.weight.clamp_(-0.1, 0.1)
+    return net.lin(x).exp().sin()
 
-    net = Net(forward, {})
+
+ON_A_TAPE = {
+    **{name: lambda name=name: net_that_changes_a_layout(name) for name in REFUSED},
+    "clamped": lambda: Net(clamp_weight, {}),
+    "average": lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Tanh(), nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "dots"])
+@pytest.mark.parametrize("name", ON_A_TAPE)
+def test_on_a_tape_it_is_as_in_plain_pytorch(name, policy):
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        net = ON_A_TAPE[name]()
+        fun = tr.checkpoint(net, policy=policy) if ours else net
+        x = torch.randn(4, 3, requires_grad=True)
+        for _ in range(3):
+            fun(x).square().sum().backward()
+        grads = [x.grad, *(p.grad for p in net.parameters())]
+        results.append([*grads, *net.state_dict().values()])
+    assert_same(*results)
+
+
+@pytest.mark.usefixtures("no_tapes")
+def test_a_parameter_changed_under_no_grad_in_the_forward_is_refused():
+    net = Net(clamp_weight, {})
     before = net.lin.weight.detach().clone()
     with nothing_left_behind(), pytest.raises(EffectError, match="writes in place.*test_state.py"):
         tr.checkpoint(net)(torch.randn(4, 3, requires_grad=True))

@@ -20,7 +20,7 @@ from torchremat.remat.module_forward import RematForward, remat_forward_of
 from torchremat.remat.module_policies import PolicyByPattern, assign_policies
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tape.tape import TapeSummary
-from torchremat.remat.tracing.input_labels import labels_in
+from torchremat.remat.tracing.input_labels import labels_of_storages
 from torchremat.report.explain import report_of_programs
 from torchremat.report.report import Report
 
@@ -190,7 +190,7 @@ def report(module: nn.Module) -> Report:
     known = {id(t): t for _, f in found if (t := f.traces) is not None}.values()
     jobs = [(p, p.job) for t in known for p in t.jobs.values() if isinstance(p, BudgetInJob)]
     return replace(
-        report_of_programs(programs, labels_in("", module)),
+        report_of_programs(programs, labels_of_storages(module)),
         plans=sum(job.num_plans for _, job in jobs),
         traces=sum(t.num_made for t in known),
         budgets=tuple(dict.fromkeys(f"{p}: {job.describe()}" for p, job in jobs)),

@@ -61,8 +61,8 @@ def checkpoint(
             is left where none can be written. In attributes, lists, dicts and closures it can: a
             tensor that `fun` keeps there is put there at each call, with its gradient.
 
-    With `config.untraceable = "tape"` a `fun` of the last two kinds runs all the same, on a tape of
-    its operators that the backward pass runs again.
+    A module of the last two kinds runs all the same, on a tape of its operators that the backward
+    pass runs again. With `config.untraceable = "tape"` every `fun` does, with `"error"` none.
 
     Warns:
         RetraceWarning: if it is traced again and again for something that changes.

@@ -206,7 +206,7 @@ class Checkpointed:
             )
         kind = (call.key, *current_state())
         cache = self._trace_cache
-        if kind in cache.untraceable_keys and self._key in cache.tapes and allows_tape():
+        if kind in cache.untraceable_keys and self._key in cache.tapes and allows_tape(self.fun):
             return _call_taped(self, args, kwargs)
         try:
             trace, program = self.prepare(call, args, kwargs)
@@ -237,7 +237,7 @@ class Checkpointed:
         """Call a function that is no graph, as calls of this `kind` are; or raise `error`."""
         if error is None:
             return self.fun(*args, **kwargs)
-        policy = find_policy(self.policy, error) if self.may_write_tape else None
+        policy = find_policy(self.fun, self.policy, error) if self.may_write_tape else None
         if policy is None:
             raise error
         self.statics.refuse_tensors(args, kwargs)

@@ -7,7 +7,6 @@ compares. That takes the memory that the checkpoint frees, so it serves to look 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchremat.errors import RecomputationError
@@ -19,6 +18,7 @@ from torchremat.policies.policy import Policy
 from torchremat.remat.program.compiled_graph import CompiledGraph, accept_any_layout
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Mask, Region
+from torchremat.remat.tape.checksum import same_bits
 
 
 class VerifyingProgram(FunctionProgram):
@@ -72,7 +72,7 @@ class VerifyingProgram(FunctionProgram):
 
     def _compare(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         for node, before, again in zip(self.checked, expected, found, strict=True):
-            if not _same_bits(before, again):
+            if not same_bits(before, again):
                 differing = int((before != again).sum())
                 module = notes_of(node).module or "(none)"
                 raise RecomputationError(
@@ -82,14 +82,3 @@ class VerifyingProgram(FunctionProgram):
                     "Its operator does not give the same value twice, or something wrote to what "
                     "it reads. Let a policy save it (save_ops, save_modules, checkpoint_name)."
                 )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(_bits(a), _bits(b))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor`, in which NaNs can be compared."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

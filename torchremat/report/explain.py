@@ -170,7 +170,7 @@ def report_of_programs(
 ) -> Report:
     """A value that one program saved and another reads as an input counts once, for the first.
 
-    `state` has the labels of parameters and buffers, by `id`.
+    `state` has the labels of parameters and buffers, by the `id` of their storages.
     """
     rows: list[Row] = []
     for name, program in programs:

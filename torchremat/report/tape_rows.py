@@ -14,14 +14,14 @@ from torchremat.tracing.modules.module_paths import below
 
 
 def rows_of_tape(summary: TapeSummary, state: Mapping[int, InputLabel]) -> list[Row]:
-    """A row for each value of a tape; `state` has the labels of parameters and buffers, by id."""
+    """A row for each value of a tape; `state`: as `report_of_programs` has it."""
     numbers: Counter[str] = Counter()
     inputs = [_input_row(row, state, numbers) for row in summary.rows if row.value is None]
     return inputs + [_value_row(row, numbers) for row in summary.rows if row.value is not None]
 
 
 def _input_row(row: TapeRow, state: Mapping[int, InputLabel], numbers: Counter[str]) -> Row:
-    label = state.get(row.tensor_id)
+    label = state.get(row.storage_id)
     name = _add_number("input", numbers) if label is None else label.text
     is_parameter = label is not None and label.kind == "parameter"
     decision: Outcome = "parameter" if is_parameter else "input"

@@ -91,6 +91,7 @@ def test_random_numbers_that_no_operator_draws(fun):
     assert_same(states[3], after[3])
 
 
+@pytest.mark.usefixtures("no_tapes")
 def test_drawing_deep_inside_a_module():
     class Noisy(nn.Module):
         def forward(self, x):
@@ -142,6 +143,7 @@ class Appends(Module):
         return self.lin(x)
 
 
+@pytest.mark.usefixtures("no_tapes")
 @pytest.mark.parametrize("way", ["wrap", "checkpoint", "inside"])
 @pytest.mark.parametrize(("kind", "name"), [(Counts, "count"), (Appends, "seen")])
 def test_a_forward_that_changes_an_attribute(kind, name, way):
@@ -204,6 +206,7 @@ def test_lists_and_dicts_that_are_arguments_are_changed_at_each_call():
     assert static == [1]
 
 
+@pytest.mark.usefixtures("no_tapes")
 def test_an_attribute_of_the_class_that_a_module_makes_its_own():
     class Counted(nn.Module):
         calls = 0

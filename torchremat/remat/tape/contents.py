@@ -43,6 +43,11 @@ class Geometry(NamedTuple):
             return tensor
         return tensor.as_strided(self.size, self.stride, self.offset)
 
+    def empty_in(self, storage: torch.UntypedStorage) -> Tensor:
+        """A new tensor that lies so in `storage`."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
@@ -57,7 +62,8 @@ class Content:
         value: the value as the policy sees it; `None` for an input.
         names: those that `checkpoint_name` gave it.
         held: a tensor of the storage, once somebody needs it; a Variable until the call ends.
-        input_id: the `id` of the first tensor in it, if it is an input.
+        input_id: the `id` of the storage, if it is an input.
+        storage: that of `held` when it was taken; `t.data = ...` gives a tensor another one.
         version: of `held`, which nobody may change before the backward pass.
         is_lost: whether it was overwritten unseen, so that nobody has it any more.
         is_undefined: whether memory in it that no operator wrote may have been written unseen.
@@ -71,6 +77,7 @@ class Content:
     value: Value | None = None
     names: tuple[str, ...] = ()
     held: Tensor | None = None
+    storage: torch.UntypedStorage | None = None
     version: int | None = None
     input_id = 0
     is_lost = is_undefined = is_packed = is_read = False
@@ -83,7 +90,15 @@ class Content:
     def hold(self, tensor: Tensor) -> None:
         """Save it by `tensor`, which lies in its storage."""
         if self.held is None:
-            self.held = tensor
+            self.held, self.storage = tensor, tensor.untyped_storage()
+
+    def settle(self) -> None:
+        """Keep what is held, however the function's own tensor changes from now on."""
+        assert self.held is not None
+        if self.storage is not None and self.held.untyped_storage() is not self.storage:
+            self.held = self.geometry.empty_in(self.storage)
+        # not the Variable, whose `grad_fn` would keep the tape alive
+        self.held, self.storage = self.held.detach(), None
 
 
 class Slot:

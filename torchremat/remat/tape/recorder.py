@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torchremat import _torch
 from torchremat.policies.replay_rules import drops_nothing
 from torchremat.remat.program.random_replay import default_generator
+from torchremat.remat.tape.checksum import Checksum, Copy
 from torchremat.remat.tape.contents import Blank, Content, Entry, Geometry, Read, Slot
 from torchremat.remat.tape.operator_facts import (
     OperatorFacts,
@@ -52,9 +53,11 @@ class Recorder(_torch.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, decisions: TapeDecisions) -> None:
+    def __init__(self, decisions: TapeDecisions, check: type[Checksum | Copy] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
+        self.tape.check = check
+        self._is_aside = False
         self._decisions = decisions
         self._slots: dict[int, Slot] = {}
         self._unseen = 0
@@ -75,6 +78,8 @@ class Recorder(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_aside:
+            return op(*args, **kwargs)
         facts = facts_of(op)
         if facts.is_view:
             return op(*args, **kwargs)
@@ -135,7 +140,7 @@ class Recorder(_torch.TorchDispatchMode):
         slot = self._slots.get(id(storage))
         if slot is None or slot.storage() is not storage:
             content = Content(None, Geometry.of(tensor), storage.nbytes())
-            content.reason, content.input_id = "an input", id(tensor)
+            content.reason, content.input_id = "an input", id(storage)
             slot = self._slots[id(storage)] = Slot(storage, content)
         return slot
 
@@ -157,7 +162,11 @@ class Recorder(_torch.TorchDispatchMode):
         content.is_packed = True
         if content.is_undefined and not content.is_saved:
             _save_undefined(content)
-        return self.tape.pack(content, tensor)
+        self._is_aside = True
+        try:
+            return self.tape.pack(content, tensor)
+        finally:
+            self._is_aside = False
 
     # --- names, functions ------------------------------------------------------------------------
 
@@ -314,7 +323,7 @@ class _Call:
             if reads_old and content.is_saved and isinstance(given, Read):
                 content.hold(tensor)
             if content.held is not None:
-                content.held = _copy_storage(tensor)
+                content.held, content.storage = _copy_storage(tensor), None
                 content.reason = "a copy, made before the function writes to it"
 
     def finish(self, results: Any, state: tuple[Tensor, torch.device] | None) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.core.source import Source
-from torchremat.errors import EffectError
+from torchremat.errors import EffectError, RecomputationError
 from torchremat.remat.program.random_replay import replay_random
 from torchremat.remat.tape.contents import Blank, Content, Entry, Read
 from torchremat.remat.tape.operator_facts import tensors_in
@@ -28,7 +28,10 @@ def unpack(packed: Any) -> Any:
     if packed.content.is_saved:
         return packed.geometry.view_of(_read_held(packed.content))
     with packed.tape.lock:
-        return _rerun_of(packed.tape).take(packed)
+        tensor = _rerun_of(packed.tape).take(packed)
+    if packed.check is not None and not packed.check.is_of(tensor):
+        _refuse_unseen(packed.content, tensor)
+    return tensor
 
 
 def _rerun_of(tape: Tape) -> "Rerun":
@@ -176,6 +179,16 @@ def _refuse_changed(content: Content, tensor: Tensor) -> None:
         f"operation: a tensor of shape {tuple(tensor.shape)} {_describe(content)} was written to "
         "after the checkpoint that saved it had used it. Write to a copy (x.clone()), or after "
         "the backward pass."
+    )
+
+
+def _refuse_unseen(content: Content, tensor: Tensor) -> None:
+    raise RecomputationError(
+        f"a value {_describe(content)}, of shape {tuple(tensor.shape)}, was not the same when it "
+        "was recomputed: something wrote to it, or to what it is made of, where PyTorch does not "
+        "see it (through .numpy(), or in a kernel that is called by address), or its operator does "
+        "not give the same value twice. Let a policy save it (save_ops, save_modules, "
+        "checkpoint_name), or write with operators of PyTorch."
     )
 
 

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.policies.policy import Value
+from torchremat.remat.tape.checksum import Checksum, Copy
 from torchremat.remat.tape.contents import Content, Entry, Geometry
 
 
 class TapedTensor:
     """A tensor that autograd saves: itself, or its place on the tape if it is recomputed."""
 
-    __slots__ = ("__weakref__", "content", "geometry", "tape", "tensor", "version")
+    __slots__ = ("__weakref__", "check", "content", "geometry", "tape", "tensor", "version")
 
     def __init__(self, tape: "Tape", content: Content, tensor: Tensor) -> None:
         self.tape = tape
+        self.check: Checksum | Copy | None = None
         self.content = content
         self.geometry = Geometry.of(tensor)
         self.tensor = tensor if content.is_saved else None
@@ -36,6 +38,8 @@ class Tape:
     def __init__(self) -> None:
         self._num_entries = 0
         self._packed: list[weakref.ref[TapedTensor]] = []
+        self.check: type[Checksum | Copy] | None = None
+        """What is kept of a value that is recomputed, to tell whether it was the same."""
         self.summary = TapeSummary(())
         self.reruns: dict[int, Any] = {}
         """The results so far, of each backward pass that runs."""
@@ -47,6 +51,8 @@ class Tape:
 
     def pack(self, content: Content, tensor: Tensor) -> TapedTensor:
         packed = TapedTensor(self, content, tensor)
+        if self.check is not None and not content.is_saved:
+            packed.check = self.check.of(tensor)
         self._packed.append(weakref.ref(packed))
         return packed
 
@@ -58,7 +64,9 @@ class Tape:
         """Let autograd have a place on the tape instead of the tensor that it has."""
         if content.is_packed:
             for packed in self.list_packed():
-                if packed.content is content:
+                if packed.content is content and packed.tensor is not None:
+                    if self.check is not None:
+                        packed.check = self.check.of(packed.tensor)
                     packed.tensor = None
 
     def finish(self) -> None:
@@ -80,8 +88,8 @@ class Tape:
         for content in sources.values():
             if content.held is None:
                 content.is_lost = True
-            else:  # not the Variable, whose `grad_fn` would keep this tape alive
-                content.held = content.held.detach()
+            else:
+                content.settle()
                 content.version = _torch.version_of(content.held)
 
 
@@ -96,7 +104,7 @@ class TapeRow:
     nbytes: int
     is_saved: bool
     reason: str
-    tensor_id: int
+    storage_id: int
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A call that writes a tape: what `checkpoint` does with a function that cannot be one graph."""
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torchremat.errors import (
 )
 from torchremat.policies.checkpoint_name import listen_to_names
 from torchremat.policies.policy import Policy
+from torchremat.remat.tape.checksum import Checksum, Copy
 from torchremat.remat.tape.recorder import Recorder
 from torchremat.remat.tape.rerun import unpack
 from torchremat.remat.tape.surroundings import Surroundings
@@ -29,19 +31,34 @@ from torchremat.tracing.inner_checkpoints import CallOnly
 
 log = logging.getLogger("torchremat")
 
+_CURE = (
+    "torchremat.config.untraceable = 'tape' lets a checkpoint run such a function as it is, and "
+    "record its operators for the backward pass. A wrapped module (torchremat.nn.wrap) runs so."
+)
+
+# Calls whose recomputed values are checked by sums. Chosen by hand: what writes unseen does so from
+# the first call on, and the first may be one whose gradients nobody asks for.
+_MOST_CHECKED = 4
+
 _OF_THE_FUNCTION = (ConcretizationError, EffectError, GraphError, TraceError)
 
 
-def find_policy(policy: Policy, error: Exception) -> Policy | None:
-    """The policy on a tape of a function that was refused with `error`; `None`: there is no tape.
+def find_policy(fun: Callable[..., Any], policy: Policy, error: Exception) -> Policy | None:
+    """The policy on a tape of `fun`, which was refused with `error`; `None`: there is no tape.
 
     What is wrong with a policy or with the arguments of `checkpoint` is wrong without a trace too.
     An error that is not ours may be PyTorch's of fake tensors; else the function raises it again.
     Those who trace want a graph, and have no values.
     """
-    is_of_trace = isinstance(error, _OF_THE_FUNCTION) or not isinstance(error, TorchrematError)
+    is_refusal = isinstance(error, _OF_THE_FUNCTION)
     is_in_trace = _torch.innermost_proxy_mode() is not None or _torch.is_faking()
-    return policy.on_tape() if is_of_trace and not is_in_trace and allows_tape() else None
+    if is_in_trace or not (is_refusal or not isinstance(error, TorchrematError)):
+        return None
+    if not allows_tape(fun):
+        if is_refusal:
+            error.add_note(_CURE)
+        return None
+    return policy.on_tape()
 
 
 def records_gradients() -> bool:
@@ -54,12 +71,20 @@ def records_gradients() -> bool:
     )
 
 
-def allows_tape() -> bool:
-    """Whether `config.untraceable` asks for a tape."""
+def allows_tape(fun: Callable[..., Any]) -> bool:
+    """Whether `config.untraceable` asks for a tape of `fun`."""
     setting = config.untraceable
-    if setting not in ("tape", "error"):
-        raise ArgumentValueError(f"config.untraceable is 'tape' or 'error', but it is {setting!r}")
-    return setting == "tape"
+    if setting not in ("modules", "tape", "error"):
+        raise ArgumentValueError(
+            f"config.untraceable is 'modules', 'tape' or 'error', but it is {setting!r}"
+        )
+    return setting == "tape" or (setting == "modules" and _is_of_module(fun))
+
+
+def _is_of_module(fun: Callable[..., Any]) -> bool:
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return isinstance(getattr(fun, "__self__", fun), nn.Module)
 
 
 class TapedCalls:
@@ -69,6 +94,7 @@ class TapedCalls:
         self._decisions = TapeDecisions(policy, Surroundings(prefix, roots))
         self._handler = CallOnly(warns=True)
         self._has_checked_names = False
+        self._num_checked = 0
 
     def call(
         self, fun: Callable[..., Any], args: Any, kwargs: Any, error: Exception | None = None
@@ -84,7 +110,7 @@ class TapedCalls:
                 raise error from refused
         if not records_gradients():
             return fun(*args, **kwargs), None
-        recorder = Recorder(self._decisions)
+        recorder = Recorder(self._decisions, self._find_check())
         with (
             listen_to_names(recorder.name),
             _torch.handle_checkpoints(self._handler),
@@ -98,6 +124,12 @@ class TapedCalls:
             self._has_checked_names = True
             self._decisions.warn_of_unmatched()
         return result, recorder.tape.summary
+
+    def _find_check(self) -> type[Checksum | Copy] | None:
+        if config.verify_recomputation is not None:
+            return Copy
+        self._num_checked += 1
+        return Checksum if self._num_checked <= _MOST_CHECKED else None
 
 
 _noted: set[tuple[str, str]] = set()

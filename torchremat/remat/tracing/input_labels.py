@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchremat import _torch
 from torchremat.core.source import is_user_file, name_of, unwrap_function
 from torchremat.errors import ArgumentTypeError, nearest_names
+from torchremat.remat.tape.recorder import is_plain
 from torchremat.remat.tracing.variables import variables_of
 from torchremat.tracing.modules.module_paths import ModulePaths
 
@@ -204,6 +205,13 @@ def labels_in(root: str, module: nn.Module) -> dict[int, InputLabel]:
     return labels | {
         id(p): InputLabel("parameter", prefix + n) for n, p in module.named_parameters()
     }
+
+
+def labels_of_storages(module: nn.Module) -> dict[int, InputLabel]:
+    """The labels of parameters and buffers by the `id` of their storages, which views have too."""
+    labels = labels_in("", module)
+    state = [t for t in (*module.parameters(), *module.buffers()) if is_plain(t)]
+    return {id(t.untyped_storage()): labels[id(t)] for t in reversed(state)}
 
 
 def _find_closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

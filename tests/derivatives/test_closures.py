@@ -54,7 +54,7 @@ def test_a_mapped_tensor_is_the_result():
     torch.testing.assert_close((value, tangent), (XS, 2 * XS))
 
 
-@pytest.mark.parametrize("how", [lambda f: f, tr.checkpoint, tr.jit, tr.nn.wrap], ids=str)
+@pytest.mark.parametrize("how", [lambda f: f, tr.checkpoint, tr.jit, tr.nn.wrap])
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 def test_a_closed_over_result_stays_as_it_is(kind, how):
     """PyTorch makes a result of an autograd function, closed over or not, require a gradient."""

@@ -9,6 +9,9 @@ import torchremat as tr
 from tests.helpers import assert_same
 from torchremat.errors import RetraceWarning
 
+# each trace asks the collector who refers to a list, among all that other tests have left
+pytestmark = pytest.mark.usefixtures("frozen")
+
 COUNT = 0
 
 

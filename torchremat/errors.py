@@ -14,7 +14,8 @@ __all__ = [
     "DerivativeShapeError", "DerivativeTypeError", "DeviceError", "DonationError",
     "DonationWarning", "EffectError", "EffectWarning", "ForwardModeError", "GraphError",
     "HookError", "LoopWarning", "MissingRuleError", "NoMatchError", "NoStepError",
-    "NotAvailableError", "OffloadWarning", "OptionError", "OverrideWarning", "PermutationError",
+    "NotAvailableError", "OffloadWarning", "OptionError", "OverrideWarning",
+    "ParallelModuleError", "PermutationError",
     "PlanError", "PolicyError", "PolicyFailedError", "PolicyValueError", "ProcessError",
     "PyTorchVersionError", "PyTorchVersionWarning", "RaggedError", "RaggedTypeError",
     "RecomputationError", "RegistrationError", "RegistrationTypeError", "RetraceError",
@@ -91,6 +92,17 @@ class TraceError(TorchrematError, TypeError):
 
     Cure: name what is no tensor in `static_argnums` or `static_argnames`, register its type as
     a tree, or pass the tensors that it holds.
+    """
+
+
+class ParallelModuleError(TraceError):
+    """A module that gathers from other processes runs inside of what is checkpointed.
+
+    Raised at the first call, of `fully_shard`, `FullyShardedDataParallel` and
+    `DistributedDataParallel`. It does not run on a tape either: its parameters come and go.
+
+    Cure: wrap that module itself (`nn.wrap` with `select`), or the `.module` of a
+    `DistributedDataParallel`.
     """
 
 

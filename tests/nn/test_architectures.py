@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.architectures import ARCHITECTURES, IS_5, Architecture, Batch
 from tests.helpers import assert_same, leaves_of
+from torchremat import config
 from torchremat.errors import ConcretizationError, EffectError
 from torchremat.nn import report, unwrap, wrap
 from torchremat.remat.module_forward import remat_forward_of
@@ -95,15 +96,34 @@ def test_with_its_dots_saved_it_trains_as_plain(name):
 
 
 @pytest.mark.parametrize("name", names(lambda a: a.layers_refused, "layers"))
-def test_layers_that_depend_on_values_are_refused(name):
+def test_layers_that_depend_on_values_are_refused(name, monkeypatch):
+    monkeypatch.setattr(config, "untraceable", "error")
     a = ARCHITECTURES[name]
     check_refused(a, a.layers, a.layers_refused)
 
 
+@pytest.mark.parametrize("name", names(lambda a: a.layers_refused, "layers"))
+def test_on_a_tape_layers_that_depend_on_values_train_as_plain(name):
+    check_trains_on_a_tape(ARCHITECTURES[name], ARCHITECTURES[name].layers)
+
+
 @pytest.mark.parametrize("name", names(lambda a: a.whole_refused, "whole"))
-def test_models_that_depend_on_values_are_refused_as_a_whole(name):
+def test_on_a_tape_models_that_depend_on_values_train_as_plain(name):
+    check_trains_on_a_tape(ARCHITECTURES[name], None)
+
+
+@pytest.mark.parametrize("name", names(lambda a: a.whole_refused, "whole"))
+def test_models_that_depend_on_values_are_refused_as_a_whole(name, monkeypatch):
+    monkeypatch.setattr(config, "untraceable", "error")
     a = ARCHITECTURES[name]
     check_refused(a, None, a.whole_refused)
+
+
+def check_trains_on_a_tape(a: Architecture, select: str | None) -> None:
+    plain = a.build()
+    model = wrap(copy.deepcopy(plain), select=select)
+    assert_trains_as_plain(model, plain, a)
+    assert any(row.way == "tape" and row.decision == "recomputed" for row in report(model))
 
 
 def check_refused(a: Architecture, select: str | None, message: str) -> None:

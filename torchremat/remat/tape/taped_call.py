@@ -16,6 +16,7 @@ from torchremat.errors import (
     ConcretizationError,
     EffectError,
     GraphError,
+    ParallelModuleError,
     TorchrematError,
     TraceError,
 )
@@ -50,7 +51,7 @@ def find_policy(fun: Callable[..., Any], policy: Policy, error: Exception) -> Po
     An error that is not ours may be PyTorch's of fake tensors; else the function raises it again.
     Those who trace want a graph, and have no values.
     """
-    is_refusal = isinstance(error, _OF_THE_FUNCTION)
+    is_refusal = isinstance(error, _OF_THE_FUNCTION) and not isinstance(error, ParallelModuleError)
     is_in_trace = _torch.innermost_proxy_mode() is not None or _torch.is_faking()
     if is_in_trace or not (is_refusal or not isinstance(error, TorchrematError)):
         return None

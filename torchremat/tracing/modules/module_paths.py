@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from torchremat import _torch
 from torchremat.core.source import current_source
-from torchremat.errors import TraceError
+from torchremat.errors import ParallelModuleError
 from torchremat.tracing.modules.attribute_changes import AttributeChange, ModuleState
 from torchremat.tracing.modules.backward_hooks import record_hooks
 from torchremat.tracing.modules.parallel_kind import parallel_kind
@@ -63,7 +63,7 @@ class ModulePaths:
         kind = parallel_kind(module)
         if kind is not None:
             called = " ".join(filter(None, (self._names[id(module)], f"({type(module).__name__})")))
-            raise TraceError(
+            raise ParallelModuleError(
                 f"the module {called} {kind}, and runs inside a traced function at "
                 f"{current_source()}: what it gathers from other processes, and when, has no place "
                 "in a graph. Wrap that module itself, torchremat.nn.wrap(model, policy, "

@@ -158,12 +158,15 @@ def wrap_for_writes():
     assert y.tolist() == [1.0, 1.0]
 
 
-@check("with_batch_at")
-def batch_at_another_level():
+@check("without_batch")
+def the_axis_of_a_level():
     def fun(x):
-        return torch.func.vmap(lambda y: _torch.with_batch_at(y, 2, 2) + x)(torch.arange(3.0))
+        assert _torch.without_batch(x, 2) == (x, None)  # of another level
+        value, axis = _torch.without_batch(x, 1)
+        assert (value.tolist(), axis) == ([[1, 1, 1]] * 2, 0)
+        return x
 
-    assert torch.func.vmap(fun)(torch.ones(2)).tolist() == [[1, 2, 3]] * 2
+    assert torch.func.vmap(fun)(torch.ones(2, 3)).tolist() == [[1, 1, 1]] * 2
 
 
 @check("dual_level_as_functorch_level")

@@ -548,7 +548,7 @@ def test_interrupted_in_the_body(error, wrapping, has_run, monkeypatch):
     with nothing_left_behind(), pytest.raises(type(error), match="interrupted"):
         loss_of(model, 0)
     monkeypatch.undo()
-    if wrapping == "whole":
+    if wrapping == "whole" and not isinstance(error, Exception):  # else it ran on a tape, too
         assert_same(model.state_dict(), before, "a trace writes nothing")
     check_next_steps(model, state)
 

@@ -399,6 +399,7 @@ def test_an_error_in_the_function_leaves_nothing_behind():
     assert kept == []
 
 
+@pytest.mark.usefixtures("no_tapes")
 def test_a_hook_that_sees_what_is_written_to_later():
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
     net[0].register_forward_hook(lambda m, args, out: print(out.sum().item()))

@@ -50,13 +50,13 @@ def _sums_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class WholeValue:
     """All of it, for `config.verify_recomputation`; the tape then frees nothing."""
 
     tensor: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Copy":
+    def of(cls, tensor: Tensor) -> "WholeValue":
         return cls(tensor.detach().clone())
 
     def is_of(self, tensor: Tensor) -> bool:

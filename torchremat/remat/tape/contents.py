@@ -93,7 +93,7 @@ class Content:
             self.held, self.storage = tensor, tensor.untyped_storage()
 
     def settle(self) -> None:
-        """Keep what is held, however the function's own tensor changes from now on."""
+        """Save the memory as it is, whatever the function's own tensor becomes."""
         assert self.held is not None
         if self.storage is not None and self.held.untyped_storage() is not self.storage:
             self.held = self.geometry.empty_in(self.storage)

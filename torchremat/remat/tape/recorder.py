@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torchremat import _torch
 from torchremat.policies.replay_rules import drops_nothing
 from torchremat.remat.program.random_replay import default_generator
-from torchremat.remat.tape.checksum import Checksum, Copy
+from torchremat.remat.tape.checksum import Checksum, WholeValue
 from torchremat.remat.tape.contents import Blank, Content, Entry, Geometry, Read, Slot
 from torchremat.remat.tape.operator_facts import (
     OperatorFacts,
@@ -53,7 +53,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, decisions: TapeDecisions, check: type[Checksum | Copy] | None) -> None:
+    def __init__(self, decisions: TapeDecisions, check: type[Checksum | WholeValue] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.tape.check = check
@@ -316,7 +316,7 @@ class _Call:
         return generator.get_state(), device
 
     def copy_before_writes(self) -> None:
-        """Copy what has to be read again, and is about to be overwritten."""
+        """WholeValue what has to be read again, and is about to be overwritten."""
         reads_old = self.facts.makes_more or len(self._writes) > 1
         for slot, given, tensor in self._writes:
             content = slot.content

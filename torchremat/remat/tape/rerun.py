@@ -185,8 +185,8 @@ def _refuse_changed(content: Content, tensor: Tensor) -> None:
 def _refuse_unseen(content: Content, tensor: Tensor) -> None:
     raise RecomputationError(
         f"a value {_describe(content)}, of shape {tuple(tensor.shape)}, was not the same when it "
-        "was recomputed: something wrote to it, or to what it is made of, where PyTorch does not "
-        "see it (through .numpy(), or in a kernel that is called by address), or its operator does "
+        "was recomputed. Something wrote to it, or to what it is made of, where PyTorch does not "
+        "see it: through .numpy(), or in a kernel that is called by address. Or its operator does "
         "not give the same value twice. Let a policy save it (save_ops, save_modules, "
         "checkpoint_name), or write with operators of PyTorch."
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.policies.policy import Value
-from torchremat.remat.tape.checksum import Checksum, Copy
+from torchremat.remat.tape.checksum import Checksum, WholeValue
 from torchremat.remat.tape.contents import Content, Entry, Geometry
 
 
@@ -21,7 +21,7 @@ class TapedTensor:
 
     def __init__(self, tape: "Tape", content: Content, tensor: Tensor) -> None:
         self.tape = tape
-        self.check: Checksum | Copy | None = None
+        self.check: Checksum | WholeValue | None = None
         self.content = content
         self.geometry = Geometry.of(tensor)
         self.tensor = tensor if content.is_saved else None
@@ -38,8 +38,8 @@ class Tape:
     def __init__(self) -> None:
         self._num_entries = 0
         self._packed: list[weakref.ref[TapedTensor]] = []
-        self.check: type[Checksum | Copy] | None = None
-        """What is kept of a value that is recomputed, to tell whether it was the same."""
+        self.check: type[Checksum | WholeValue] | None = None
+        """By which a recomputed value is compared with the first one, if at all."""
         self.summary = TapeSummary(())
         self.reruns: dict[int, Any] = {}
         """The results so far, of each backward pass that runs."""

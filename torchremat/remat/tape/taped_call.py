@@ -22,7 +22,7 @@ from torchremat.errors import (
 )
 from torchremat.policies.checkpoint_name import listen_to_names
 from torchremat.policies.policy import Policy
-from torchremat.remat.tape.checksum import Checksum, Copy
+from torchremat.remat.tape.checksum import Checksum, WholeValue
 from torchremat.remat.tape.recorder import Recorder
 from torchremat.remat.tape.rerun import unpack
 from torchremat.remat.tape.surroundings import Surroundings
@@ -126,9 +126,9 @@ class TapedCalls:
             self._decisions.warn_of_unmatched()
         return result, recorder.tape.summary
 
-    def _find_check(self) -> type[Checksum | Copy] | None:
+    def _find_check(self) -> type[Checksum | WholeValue] | None:
         if config.verify_recomputation is not None:
-            return Copy
+            return WholeValue
         self._num_checked += 1
         return Checksum if self._num_checked <= _MOST_CHECKED else None
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from torchremat import _torch
+from torchremat.errors import RetraceError
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.remat.escapes.edits import (
     Edit,
@@ -98,7 +99,7 @@ class Escapes:
         """In the block a cache is empty again, and a list as long as it was before the trace."""
         with ExitStack() as stack:
             for edit in self.edits:
-                target = edit.place.find(roots)
+                target = _find_again(edit, roots)
                 if isinstance(edit, ItemsEdit):
                     items = list(target)
                     if edit.first or (not edit.any_length and len(items) != edit.length):
@@ -134,6 +135,17 @@ class Escapes:
         exact = [e for e in kept if isinstance(e, SlotEdit) or not e.any_length]
         places = {edit.place.key for edit in exact}
         self.neighbours = [n for n in self.neighbours if n.place.key in places]
+
+
+def _find_again(edit: Edit, roots: Roots) -> Any:
+    try:
+        return edit.place.find(roots)
+    except LookupError as error:
+        raise RetraceError(
+            f"the place {edit.place}, where the function keeps a tensor, is gone in the backward "
+            "pass. There it is traced again, since some of its outputs or what it keeps get no "
+            "gradient. Keep the tensor where it stays, or let the loss depend on it."
+        ) from error
 
 
 class EscapeWatch:

@@ -316,7 +316,7 @@ class _Call:
         return generator.get_state(), device
 
     def copy_before_writes(self) -> None:
-        """WholeValue what has to be read again, and is about to be overwritten."""
+        """Copy what has to be read again, and is about to be overwritten."""
         reads_old = self.facts.makes_more or len(self._writes) > 1
         for slot, given, tensor in self._writes:
             content = slot.content

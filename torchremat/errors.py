@@ -152,7 +152,7 @@ class RetraceError(TorchrematError, RuntimeError):
     """A function, traced a second time for a higher derivative, computed something else.
 
     Raised in a derivative of higher order, which traces the function again at the time of the
-    backward pass.
+    backward pass. Also in one of fewer outputs, if a user's backward pass returns a constant.
 
     Cure: keep what the function reads (globals, closures, modules) as it was until all
     derivatives are taken.

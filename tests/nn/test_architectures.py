@@ -16,7 +16,7 @@ from torch import nn
 from tests.architectures import ARCHITECTURES, IS_5, Architecture, Batch
 from tests.helpers import assert_same, leaves_of
 from torchremat import config
-from torchremat.errors import ConcretizationError, RetraceError
+from torchremat.errors import ConcretizationError
 from torchremat.nn import report, unwrap, wrap
 from torchremat.remat.module_forward import remat_forward_of
 
@@ -152,14 +152,7 @@ def test_a_module_that_a_forward_converts_keeps_its_parameters():
     assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-_GONE = pytest.mark.xfail(
-    strict=True,
-    raises=RetraceError,
-    reason="the recorder's list is gone when the backward pass is traced for fewer outputs",
-)
-
-
-@pytest.mark.parametrize("per_layer", [False, pytest.param(True, marks=_GONE)])
+@pytest.mark.parametrize("per_layer", [False, True])
 def test_attentions_that_a_layer_gives_out_beside_its_output_are_given_out(per_layer):
     """The library collects them by hooks, or by patching `forward` for the time of a call."""
     a = ARCHITECTURES["llama"]

@@ -1,15 +1,18 @@
 """The function that a program differentiates, of flat tensors, with its joint graphs."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
 from torchremat.autodiff.bodies import Body
+from torchremat.autodiff.fewer_cotangents import NotLinearError, drop_cotangents
 from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.specialize import specialize_joint
+from torchremat.errors import RetraceError
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.tracing.axes.named_axes import AxisName
 from torchremat.tracing.dynamic_inputs import DynamicInputs, spec_at
@@ -99,8 +102,18 @@ class Region:
             pairs = zip(self.differentiable, outputs_with_cotangent, strict=True)
             wanted = tuple(i for i, given in pairs if given)
             options = replace(self.options, wanted_outputs=wanted, create_graph=create_graph)
-            self._variants[key] = self._trace(options)
+            self._variants[key] = self._trace_variant(options, wanted)
         return self._variants[key]
+
+    def _trace_variant(self, options: TraceOptions, wanted: tuple[int, ...]) -> Joint:
+        try:
+            return self._trace(options)
+        except RetraceError:  # the function is not what it was: its first trace has to do
+            if options.create_graph:
+                raise
+            with suppress(NotLinearError):
+                return drop_cotangents(self.joint, wanted)
+            raise
 
     def _trace(self, options: TraceOptions) -> Joint:
         joint, _ = trace_joint(self.body, self.specs, self.names, self.paths, options)

@@ -227,11 +227,6 @@ def loop(x):
     return x
 
 
-def assertion(x):
-    assert (x < 100).all()  # here
-    return x.sin()
-
-
 def repeat_by_tensor(x):
     return x.repeat_interleave((x > 0).long())  # here
 
@@ -246,7 +241,7 @@ def inside_a_module(x):
 
 DATA_DEPENDENT = [
     branch, item, as_float, as_int, as_index, as_list, as_bool, as_numpy, nonzero, mask,
-    masked_select, unique, loop, assertion, repeat_by_tensor, inside_a_module,
+    masked_select, unique, loop, repeat_by_tensor, inside_a_module,
 ]  # fmt: skip
 
 

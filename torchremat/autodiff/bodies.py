@@ -39,6 +39,8 @@ class Body(ABC):
 
     num_escaped = 0
     """How many of the last outputs it does not return but leaves elsewhere, in a list say."""
+    num_checks = 0
+    """How many of those, at the end, tell whether checks of the function hold."""
 
     @abstractmethod
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:

@@ -32,6 +32,7 @@ from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.tracing.calls import Call
 from torchremat.tracing.axes.mapped_operators import let_vmap_decompose, let_vmap_scatter
+from torchremat.tracing.checks.mapped_checks import let_vmap_check
 
 # Calls of so many kinds are remembered: ever new static values must not fill the memory. Chosen by
 # hand, as is the next one.
@@ -199,6 +200,7 @@ def vmap(  # noqa: PLR0913, PLR0917 (the signature of jax.vmap)
     attention_rule.register()
     let_vmap_scatter()
     let_vmap_decompose()
+    let_vmap_check()
     if chunk_size is None:
         return Mapped(fun, mapping)
 

@@ -18,6 +18,7 @@ from torchremat.batching.vmappable import is_vmappable, vmappable_of
 from torchremat.core.source import current_source, name_of, source_of_error, warn_user
 from torchremat.errors import AxisTypeError, ConcretizationError, LoopWarning
 from torchremat.tracing.axes.mapped_functions import run_mapped
+from torchremat.tracing.checks.mapped_checks import expect_errors_to_leave
 from torchremat.tracing.error_messages import explain_unmapped_operator
 from torchremat.tracing.tracing import current_tracing
 
@@ -135,7 +136,8 @@ class _Level:
             for leaf, axis in self._pairs()
         ]
         args, kwargs = _torch.tree_unflatten(elements, self.call.spec)
-        result = self.call.fun(*args, **kwargs)
+        with expect_errors_to_leave():
+            result = self.call.fun(*args, **kwargs)
         leaves, spec = _torch.tree_flatten(result, is_leaf=is_vmappable)
         self.out_axes = flatten_axes("vmap out_axes", spec, self.mapping.out_axes)
         self.out_spec = spec

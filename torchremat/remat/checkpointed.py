@@ -19,7 +19,7 @@ from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.joint import TraceOptions, is_differentiated
 from torchremat.core.trees import Structure
-from torchremat.errors import ArgumentValueError, TraceError
+from torchremat.errors import ArgumentValueError
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
@@ -30,10 +30,9 @@ from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_whole
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.function_program import FunctionProgram
-from torchremat.remat.tape.recorder import is_taping
 from torchremat.remat.tape.tape import TapeSummary
 from torchremat.remat.tape.taped_call import TapedCalls, allows_tape, find_policy, note_refusal
-from torchremat.remat.tracing.calls import Call, flatten_call, prevent_cse_of, wrap_statics
+from torchremat.remat.tracing.calls import Call, prevent_cse_of, read_call, wrap_statics
 from torchremat.remat.tracing.effects import trace_without_effects
 from torchremat.remat.tracing.function_trace import (
     FunctionTrace,
@@ -68,6 +67,8 @@ from torchremat.tracing.modules.module_paths import below
 from torchremat.tracing.tracing import has_symbols, trace_lock
 
 _traces = TracesByFunction()
+Found = tuple[Trace, FunctionProgram, list[Tensor], Sizes | None]
+"""A trace for a call, with its program, tensors and the values of its symbols."""
 
 
 class Checkpointed:
@@ -75,6 +76,9 @@ class Checkpointed:
 
     may_write_tape = True
     """Whether a call that cannot be one graph runs as it is, on a tape."""
+
+    may_check = True
+    """Whether a call whose checks fail can run anew, as it is."""
 
     around: Callable[..., Any] | None = None
     """A transformation of `fun`: if set, `around(fun, *args, **kwargs)` is traced."""
@@ -158,7 +162,7 @@ class Checkpointed:
             if self._uncompiled is not None:
                 return self._uncompiled(self, args, kwargs)
             return checkpoint_in_compiler(self.fun, self.policy, *args, **kwargs)
-        call = _read_call(self, args, kwargs)
+        call = read_call(args, kwargs, self.statics, lenient=self.lenient)
         if not isinstance(call, Call):
             return self._call_refused(call, args, kwargs)
         trace = self._trace_cache.recent
@@ -184,11 +188,7 @@ class Checkpointed:
                 and (not trace.escapes or trace.has_escapes_of(call, self.fun))
                 and (program := program.at(sizes)) is not None
             ):
-                if trace.records:
-                    self.last_call = (program, sizes)
-                inputs = list(tensors) if trace.escapes else ()
-                outputs = self._apply(trace, program, tensors, sizes)
-                return trace.deliver(outputs, inputs, call, self.fun, sizes)
+                return self._run_trace((trace, program, tensors, sizes), call, args, kwargs)
         return self._slow_call(call, args, kwargs)
 
     def _slow_call(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -225,10 +225,20 @@ class Checkpointed:
             trace.tensor_guard = _torch.tensor_guard(tensors, trace.dynamic_dims)
             self._trace_cache.recent = trace
         sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
+        return self._run_trace((trace, program, tensors, sizes), call, args, kwargs)
+
+    def _run_trace(self, found: Found, call: Call, args: Any, kwargs: Any) -> Any:
+        trace, program, tensors, sizes = found
         if trace.records:
             self.last_call = (program, sizes)
         inputs = list(tensors) if trace.escapes else ()
-        outputs = self._apply(trace, program, tensors, sizes)
+        if trace.num_checks:
+            outputs = trace.run_checked(lambda: self._apply(*found))
+            if outputs is None:
+                around = self.around
+                return around(self.fun, *args, **kwargs) if around else self.fun(*args, **kwargs)
+        else:
+            outputs = self._apply(*found)
         return trace.deliver(outputs, inputs, call, self.fun, sizes)
 
     def _call_refused(
@@ -369,7 +379,7 @@ class Checkpointed:
             return trace_without_effects(describe_fun(self.fun), run, variables, inside)
 
         def trace_once(options: TraceOptions, watched: Mapping[Spot, Any] = {}) -> FunctionTrace:
-            start = TraceStart(roots, watched, self.around)
+            start = TraceStart(roots, watched, self.around, may_check=self.may_check)
             return trace_function(self.fun, structure, specs, dynamic, start, options, call.tensors)
 
         made = trace(with_gradients=state[0])
@@ -385,16 +395,6 @@ class Checkpointed:
 
     def _variables(self) -> list[Binding]:
         return variables_of(self.fun)
-
-
-def _read_call(checkpointed: Checkpointed, args: Any, kwargs: Any) -> Call | TraceError | None:
-    """The call, or why it cannot be read; `None` inside a tape, whose policy decides on it."""
-    if is_taping():
-        return None
-    try:
-        return flatten_call(args, kwargs, checkpointed.statics, lenient=checkpointed.lenient)
-    except TraceError as error:
-        return error
 
 
 def _call_taped(

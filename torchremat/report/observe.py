@@ -35,7 +35,7 @@ from torchremat.tracing.ambient_state import meta_as_cpu
 from torchremat.tracing.dtensors import Sharding, local_tensor, wrap_local
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
-from torchremat.tracing.tracing import Tracing
+from torchremat.tracing.tracing import Tracing, take_checks
 from torchremat.tracing.value_guards import ValueGuards
 
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
@@ -184,7 +184,7 @@ class _Observer:
                 for i, (fake, tensor) in enumerate(zip(fakes, self.call.tensors, strict=True))
             ]
             bound = tracing.bind_captured(self.call.tensors, wholes)
-            with bound, self._hooks(), self.value_guards.first():
+            with bound, self._hooks(), self.value_guards.first(), take_checks(tracing):
                 output = self.call.run(wholes)
             records = [r for reference in self.records if (r := reference()) is not None]
             nodes = _autograd_nodes(output)

@@ -25,6 +25,7 @@ from torchremat.graph.symbolic_sizes import sizes_as_literals, track_from_elsewh
 from torchremat.tracing.ambient_state import without_autocast
 from torchremat.tracing.axes.named_axes import out_of_reach
 from torchremat.tracing.capture import CaptureMode, map_arguments
+from torchremat.tracing.checks.checks import Checks
 from torchremat.tracing.dtensors import CotangentPlacements, wrap_local
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.error_messages import explain_errors
@@ -131,6 +132,8 @@ class Tracing:
     on_checkpoint: _torch.CheckpointHandler | None = None
     """Handles a call of `torch.utils.checkpoint`. `None`: only its function is called."""
     value_guards: ValueGuards | None = None
+    checks: Checks | None = None
+    """Takes the conditions of branches that else only raise. `None`: those are errors too."""
     on_node: Callable[[fx.Node], None] | None = None
     """Is called with each node that is written."""
 
@@ -139,7 +142,7 @@ class Tracing:
         self.shapes = self.shapes or shapes_around()
         self.tracer = _new_tracer(self)
         self.fake_mode = _torch.new_fake_mode(self.shapes)
-        self._capture_mode = CaptureMode(self.tracer, self.lift, self.truth_of)
+        self._capture_mode = CaptureMode(self.tracer, self.lift, partial(_answer_branch, self))
         self._last_placeholder: fx.Node | None = None
         self.placeholders: dict[int, fx.Node] = {}
         self.bindings: list[Mapping[int, Tensor]] = [{}]
@@ -284,8 +287,7 @@ class Tracing:
 
     def evaluate(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool | None:
         """The truth value that `module` computes from tensors of this trace, if it is known."""
-        modes = _torch.enter_proxy_modes(self.tracer, self.fake_mode)
-        with _torch.isolate(), modes, torch.no_grad():
+        with _below_levels(self):
             (value,) = module(*map(self.lift, inputs))
         return self.truth_of(value)
 
@@ -341,12 +343,41 @@ class Tracing:
         return whole
 
 
+@contextmanager
+def _below_levels(tracing: Tracing) -> Iterator[None]:
+    """Record what runs in the block, as if no level of `torch.func` were active."""
+    modes = _torch.enter_proxy_modes(tracing.tracer, tracing.fake_mode)
+    with _torch.isolate(), modes, torch.no_grad():
+        yield
+
+
+@contextmanager
+def take_checks(tracing: Tracing) -> Iterator[list[Tensor]]:
+    """Let branches in the block go on that else only raise.
+
+    After the block the list has tensors of the trace, which tell whether they do so rightly.
+    """
+    concluded: list[Tensor] = []
+    before = tracing.checks
+    checks = tracing.checks = Checks(tracing.node_of, partial(_below_levels, tracing))
+    try:
+        yield concluded
+        concluded += checks.conclude()
+    finally:
+        tracing.checks = before
+
+
+def _answer_branch(tracing: Tracing, tensor: Tensor) -> bool | None:
+    """The truth value that the user's code asks for, if there is one in a trace."""
+    needed = None if tracing.checks is None else tracing.checks.answer(tensor)
+    return tracing.truth_of(tensor) if needed is None else needed
+
+
 def _answer(tracing: Tracing, operator: Any, args: tuple[Any, ...]) -> bool | None:
     """The truth value that code of PyTorch in C++ asks for, if it is known."""
     if tracing.value_guards is None:
         return None
-    modes = _torch.enter_proxy_modes(tracing.tracer, tracing.fake_mode)
-    with _torch.isolate(), modes, torch.no_grad():
+    with _below_levels(tracing):
         asked = question_of_operator(operator, args)
         return None if asked is None else tracing.truth_of(asked)
 

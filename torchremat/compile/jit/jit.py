@@ -101,6 +101,11 @@ class Jitted(Checkpointed):
         """The name of the backend that compiles the graphs."""
         return self._jit_options[1]
 
+    @property
+    def may_check(self) -> bool:  # type: ignore[override]
+        """Whether a call whose checks fail can run anew: not once its arguments are used up."""
+        return not self.donated
+
     def __repr__(self) -> str:
         return f"jit({self.fun!r}, backend={self.backend!r})"
 

@@ -12,6 +12,7 @@ from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
+from torchremat.remat.tape.recorder import is_taping
 from torchremat.tracing.dtensors import Sharding, is_sharded, local_part
 
 _SCALARS = (int, float, bool, complex, str, type(None))
@@ -55,6 +56,18 @@ def flatten_call(
         else:
             _flatten_tree(kwargs[name], tensors, key, lambda n=name: f"argument {n!r}", lenient)  # type: ignore[misc]
     return Call(tensors, tuple(key), (args, kwargs))
+
+
+def read_call(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], statics: StaticArguments, *, lenient: bool
+) -> Call | TraceError | None:
+    """The call, or why it cannot be read; `None` inside a tape, whose policy decides on it."""
+    if is_taping():
+        return None
+    try:
+        return flatten_call(args, kwargs, statics, lenient=lenient)
+    except TraceError as error:
+        return error
 
 
 def _key_of_scalar(value: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -25,7 +25,7 @@ from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.random_sources import DrawWatch
-from torchremat.tracing.tracing import Tracing, current_tracing
+from torchremat.tracing.tracing import Tracing, current_tracing, take_checks
 from torchremat.tracing.value_guards import ValueGuards
 
 
@@ -49,6 +49,8 @@ class TraceStart:
     watched: Mapping[Spot, Any] = field(default_factory=dict)
     around: Callable[..., Any] | None = None
     """If given, what runs is `around(fun, *args, **kwargs)`."""
+    may_check: bool = True
+    """Whether branches that else only raise are checks; if not, they are errors."""
 
 
 def trace_function(
@@ -101,6 +103,7 @@ class _FlatFunction:
         self._around = start.around or _call
         inside = dict.fromkeys(module for _, root in start.roots for module in root.modules())
         self._watched = start.watched
+        self._may_check = start.may_check
         self._modules = [weakref.ref(module) for module in inside]
         self._caches: list[Any] = []
         self.result: Result | None = None
@@ -121,6 +124,7 @@ class _FlatFunction:
                     watch.around_hooks(),
                     watch.around_reads() as watches,
                     _watch_draws(tracing if is_first else None, watch),
+                    self._take_checks(tracing) as checks,
                 ):
                     value = self._around(function, *args, **kwargs)
                 result = Result(value, lambda: describe_fun(function))
@@ -131,21 +135,42 @@ class _FlatFunction:
             _refuse_wrapped(escaped, tracing)
             captured: Sequence[Tensor] = () if tracing is None else tracing.captured
             found.places.update(watch.places_of(captured, self._get_function))
-            self.result, self.escapes, self.body.num_escaped = result, found, len(escaped)
-            self.watches = watches
-        elif len(escaped) != self.body.num_escaped:
-            raise RetraceError(
-                f"{describe_fun(function)} leaves {len(escaped)} tensors outside of itself (in "
-                f"attributes, lists or dicts) where it is traced again for a derivative, and left "
-                f"{self.body.num_escaped} before. Let what it keeps depend on its arguments alone."
-            )
-        outputs = [*result.tensors, *escaped]
-        del escaped, watch
+            self.result, self.escapes, self.watches = result, found, watches
+            self.body.num_escaped, self.body.num_checks = len(escaped) + len(checks), len(checks)
+        else:
+            self._compare(len(escaped), len(checks))
+        outputs = [*result.tensors, *escaped, *checks]
+        del escaped, watch, checks
         if live is not None:
             self._caches += live.refuse_kept(tensors, [outputs, result.tensors])
         for cache in self._caches:
             cache.cache_clear()
         return outputs
+
+    def _take_checks(self, tracing: Tracing | None) -> AbstractContextManager[list[Tensor]]:
+        if tracing is None or not self._may_check:
+            return nullcontext([])
+        return take_checks(tracing)
+
+    def _compare(self, num_escaped: int, num_checks: int) -> None:
+        """Compare a trace for a derivative with the first one."""
+        before = self.body.num_escaped - self.body.num_checks
+        if num_escaped != before:
+            raise RetraceError(
+                f"{self._name} leaves {num_escaped} tensors outside of itself (in attributes, "
+                f"lists or dicts) where it is traced again for a derivative, and left {before} "
+                "before. Let what it keeps depend on its arguments alone."
+            )
+        if num_checks != self.body.num_checks:
+            raise RetraceError(
+                f"{self._name} checks other conditions (`if not valid.all(): raise ...`) where it "
+                "is traced again for a derivative than before. Let what it checks depend on its "
+                "arguments alone."
+            )
+
+    @property
+    def _name(self) -> str:
+        return describe_fun(self._get_function())
 
     def _new_watch(self, roots: Roots, tensors: list[Tensor]) -> EscapeWatch:
         modules = [module for ref in self._modules if (module := ref()) is not None]

@@ -4,12 +4,14 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
+from torchremat import _torch
 from torchremat.api_util import WrapHashably
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
@@ -23,10 +25,12 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tape.taped_call import TapedCalls
 from torchremat.remat.tracing.calls import Call, Result
+from torchremat.remat.tracing.failed_checks import find_generators, pass_on
 from torchremat.remat.tracing.function_trace import FunctionTrace
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
 from torchremat.remat.tracing.variables import Binding
 from torchremat.tracing.ambient_state import AmbientState
+from torchremat.tracing.checks.checks import CheckError
 from torchremat.tracing.dtensors import CotangentPlacements
 from torchremat.tracing.dynamic_inputs import DynamicInputs, is_alike
 from torchremat.tracing.input_spec import InputSpec
@@ -97,6 +101,28 @@ class Trace:
             escaped = outputs[len(outputs) - self.region.body.num_escaped :]
             self.escapes.write(escaped, inputs, sizes, Roots(function, call.arguments))
         return self.result.rebuild(outputs, sizes)
+
+    @property
+    def num_checks(self) -> int:
+        return self.region.body.num_checks
+
+    @cached_property
+    def _generators(self) -> Sequence[Generator]:
+        return find_generators(self.region.joint.module)
+
+    def run_checked(self, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...] | None:
+        """Run a graph that has checks; `None` if one does not hold, and as if it had not run."""
+        if _torch.innermost_proxy_mode() is not None or _torch.is_faking():
+            outputs = run()
+            pass_on(outputs[len(outputs) - self.num_checks :])
+            return outputs
+        states = [(generator, generator.get_state()) for generator in self._generators]
+        try:
+            return run()
+        except CheckError:
+            for generator, state in states:
+                generator.set_state(state)
+        return None
 
     def what_changed(self, call: Call, function: Callable[..., Any]) -> str | None:
         found = self.modules.what_changed() or self.variables.what_changed()

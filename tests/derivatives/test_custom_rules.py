@@ -636,7 +636,13 @@ ERRORS = [
     (
         jvp_with(lambda p, t: (p[0].sum(), (t[0].sum(),))),
         TypeError,
-        r"equal container .pytree. structures, but got \* and \(\*,\) respectively",
+        r"equal container .pytree. structures, but got \* and \(\*,\) respectively. The rule is at "
+        r"test_custom_rules.py:\d+ \(<lambda>\)",
+    ),
+    (
+        jvp_with(lambda p, t: ((p[0].sum(), None), (t[0].sum(), t[0]))),
+        TypeError,
+        r"equal container .pytree. structures, but got \(\*, None\) and \(\*, \*\) respectively",
     ),
     (
         jvp_with(lambda p, t: (p[0].sum(), t[0])),

@@ -150,3 +150,15 @@ def name_of(fun: Callable[..., Any]) -> str:
     fun = unwrap_function(fun)
     attribute = "__name__" if inspect.isbuiltin(fun) else "__qualname__"
     return getattr(fun, attribute, None) or type(fun).__name__
+
+
+def place_of(fun: Callable[..., Any]) -> str:
+    """`fun` in messages: where it is defined, or else its name.
+
+    >>> place_of(len)
+    'len'
+    """
+    code = getattr(unwrap_function(fun), "__code__", None)
+    if code is None:
+        return name_of(fun)
+    return f"at {Source(code.co_filename, code.co_firstlineno, code.co_name)}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.core.avals import Aval
+from torchremat.core.source import place_of
 from torchremat.derivatives.custom_function import CustomFunction, FlatCall
 from torchremat.derivatives.rule_arguments import (
     aval_of_value,
@@ -160,7 +161,8 @@ class _JvpCall(FlatCall):
             raise RuleTypeError(
                 f"{self._subject} must produce primal and tangent outputs with equal container "
                 f"(pytree) structures, but got {describe_tree(result)} and "
-                f"{describe_tree(tangent_tree)} respectively."
+                f"{describe_tree(tangent_tree)} respectively. The rule is {place_of(self.rule)}; "
+                "None stands for tangents that are zero."
             ) from None
         pairs = zip(_torch.tree_flatten(result)[0], out_tangents, strict=True)
         return outputs, [

@@ -141,6 +141,8 @@ def flatten_up_to(given: Any, like: Any) -> list[Any]:
         if given is not None and not _torch.tree_flatten(given)[1].is_leaf():
             raise ValueError("the trees differ")
         return [given]
+    if like is None and given is not None:
+        raise ValueError("the trees differ")
     if given is None:
         return [None] * len(_torch.tree_flatten(like)[0])
     children, kind = _torch.tree_flatten(like, is_leaf=lambda x: x is not like)

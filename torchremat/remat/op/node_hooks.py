@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torchremat.core.source import Source, name_of, unwrap_function
+from torchremat.core.source import place_of
 from torchremat.errors import HookError
 
 # A hook that counts its calls may come to itself once or twice. Chosen by hand: each time holds
@@ -37,7 +37,7 @@ def _limit(hook: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal depth
         if depth > _MOST_REENTRIES:
             raise HookError(
-                f"the hook {_place_of(hook)} on the grad_fn of a checkpoint's output runs a "
+                f"the hook {place_of(hook)} on the grad_fn of a checkpoint's output runs a "
                 "backward pass that calls the hook again, without end: all outputs of a "
                 "checkpoint share one grad_fn. Let the hook return at once where it is called "
                 "from its own backward pass, or put it on a tensor made of the output."
@@ -49,10 +49,3 @@ def _limit(hook: Callable[..., Any]) -> Callable[..., Any]:
             depth -= 1
 
     return call_limited
-
-
-def _place_of(hook: Callable[..., Any]) -> str:
-    code = getattr(unwrap_function(hook), "__code__", None)
-    if code is None:
-        return name_of(hook)
-    return f"at {Source(code.co_filename, code.co_firstlineno, code.co_name)}"

@@ -429,6 +429,27 @@ def functions():
     torch.autograd.grad(y, x)
 
 
+@check("wrap_tensor_hooks")
+def hooks_that_are_wrapped():
+    class Identity(_Square):
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent
+
+    def wrap(hook):
+        return lambda gradient: 3 * hook(gradient)
+
+    x = torch.ones(1, requires_grad=True)
+    _torch.wrap_tensor_hooks(_torch.node_class_of(Identity), wrap)
+    y = _torch.direct_apply(Identity)(x)
+    z = y * 1
+    handle = y.register_hook(lambda gradient: 5 * gradient)
+    z.register_hook(lambda gradient: 7 * gradient)  # not of that class
+    assert torch.autograd.grad(z, x, retain_graph=True)[0] == 105
+    handle.remove()
+    assert torch.autograd.grad(z, x)[0] == 7
+
+
 def functions_with_setup_context():
     def handler(cls, args, apply):
         calls.append((cls, args))

@@ -4,6 +4,7 @@ import dis
 import inspect
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -114,6 +115,24 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def node_class_of(function: type[torch.autograd.Function]) -> type:
     """The class of the nodes that `direct_apply(function)` puts into autograd's graph."""
     return _twin_of(function)._backward_cls  # type: ignore[no-any-return]
+
+
+def wrap_tensor_hooks(
+    node_class: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Have hooks that are put on tensors made by nodes of `node_class` be `wrap(hook)`."""
+
+    class WrappedHooks(OrderedDict[int, Callable[..., Any]]):
+        def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
+            super().__setitem__(number, wrap(hook))
+
+    register = node_class._register_hook_dict
+
+    def register_wrapped(node: Any, tensor: torch.Tensor) -> None:
+        tensor._backward_hooks = WrappedHooks()  # for the empty dict of `Tensor.register_hook`
+        register(node, tensor)
+
+    node_class._register_hook_dict = register_wrapped
 
 
 @cache

@@ -47,6 +47,18 @@ ENGINE = (
         "A hook on one output that runs the backward pass of another would fill the memory.",
     ),
     PrivatePart(
+        "torch.autograd.Function._backward_cls: _register_hook_dict",
+        "To call the hook of an output of a checkpoint only where that output has a gradient.",
+        "Tensor.register_hook is for all tensors, and a hook cannot tell by whom it was given.",
+        "In a backward pass of another output the hook would be called with None.",
+    ),
+    PrivatePart(
+        "torch.Tensor: _backward_hooks",
+        "The dict of a tensor's hooks, in whose place one is put that wraps them.",
+        "None lists or replaces hooks.",
+        "In a backward pass of another output the hook would be called with None.",
+    ),
+    PrivatePart(
         "torch._C: _AutoDispatchBelowADInplaceOrView",
         "To run a graph beneath autograd; less than half the price of no_grad.",
         "torch.no_grad still notes views, and is slower.",

@@ -23,7 +23,7 @@ from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.copies import expect, fetch_value, note_kept, wait_for_copies
-from torchremat.remat.op.node_hooks import limit_hooks
+from torchremat.remat.op.node_hooks import call_where_needed, limit_hooks
 from torchremat.remat.op.remat_op import run_graph, run_program
 from torchremat.remat.program.derived_programs import (
     batch_program,
@@ -148,7 +148,9 @@ _calls = itertools.count()
 
 
 _direct_apply = _torch.direct_apply(Checkpoint)
-limit_hooks(_torch.node_class_of(Checkpoint))
+_node_class = _torch.node_class_of(Checkpoint)
+limit_hooks(_node_class)
+_torch.wrap_tensor_hooks(_node_class, call_where_needed)
 
 
 class FunctionalCheckpoint(torch.autograd.Function):

@@ -1,7 +1,8 @@
-"""Hooks on the node that a checkpoint is in autograd's graph.
+"""Hooks on the node that a checkpoint is in autograd's graph, and on its outputs.
 
-All outputs of a checkpoint share one node. So a hook that runs the backward pass of another output
-comes to itself again, without end. Python sees no recursion: autograd goes on in new threads.
+All outputs of a checkpoint share one node. So a hook of the node that runs the backward pass of
+another output comes to itself again, without end. Python sees no recursion: autograd goes on in
+new threads. A hook of an output would be called with `None` in a backward pass of another.
 """
 
 import functools
@@ -14,6 +15,16 @@ from torchremat.errors import HookError
 # A hook that counts its calls may come to itself once or twice. Chosen by hand: each time holds
 # what a backward pass holds.
 _MOST_REENTRIES = 8
+
+
+def call_where_needed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Call the hook of an output only where that has a gradient, as plain autograd does."""
+
+    @functools.wraps(hook)
+    def call_with_gradient(gradient: Any) -> Any:
+        return None if gradient is None else hook(gradient)
+
+    return call_with_gradient
 
 
 def limit_hooks(node_class: Any) -> None:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         NoMatchError,
         UnmatchedWarning,
     )
+    from torchremat.nn.fit import fit
     from torchremat.parallel.devices import (
         device_count,
         devices,
@@ -128,6 +129,7 @@ __all__ = [
     "estimate",
     "eval_graph",
     "explain",
+    "fit",
     "grad",
     "hessian",
     "host_count",
@@ -189,6 +191,7 @@ _HOMES = {
     "derivatives.jacobians": "hessian jacfwd jacrev",
     "derivatives.linearize": "linear_transpose linearize",
     "errors": "BudgetError ConcretizationError EffectError NoMatchError UnmatchedWarning",
+    "nn.fit": "fit",
     "parallel.devices": "device_count devices host_count host_id local_device_count local_devices "
     "process_count process_index",
     "parallel.pmap": "pmap",

@@ -1,4 +1,5 @@
 import json
+import pathlib
 import re
 
 import pytest
@@ -59,6 +60,25 @@ def test_residuals_are_those_of_explain(policy):
     assert output_of("residuals", MODEL, "--policy", policy, "--json", "-") == (
         f"{report.to_json()}\n"
     )
+
+
+def test_fit_has_the_figures_of_fit_and_saves_its_plan():
+    args = ["fit", MODEL, "--memory", "100KiB", "--max", "batch", "--json", "-", "--on", "h100"]
+    printed = json.loads(output_of(*args, "--device", "meta", "--save", "plan.json"))
+    found = tr.fit(*bound(), memory="100KiB", maximize="batch", device="h100")
+    assert printed["size"] == found.size > printed["plain_size"] == found.plain_size
+    assert printed["peak_bytes"] == found.peak_bytes <= printed["memory"] == 100 * 1024
+    assert printed["plan"]["decisions"] == tr.planning.Plan.load("plan.json").decisions
+    text = output_of("fit", MODEL, "--memory", "1GiB", "--save", "none.json")
+    assert "none is needed" in text and not pathlib.Path("none.json").exists()
+
+
+def test_fit_says_the_least_memory_and_exits_with_1():
+    result = run("fit", MODEL, "--memory", "1KiB", "--max", "batch")
+    assert result.exit_code == 1 and "batch 1 does not fit. The least that was" in result.stderr
+    assert run("fit", MODEL, "--memory", "half").exit_code == 2
+    result = run("fit", MODEL, "--memory", "1MiB", "--max", "bach")
+    assert result.exit_code in {1, 2} and "nearest: 'batch'" in result.stderr
 
 
 def test_residuals_of_selected_modules_are_those_of_wrap():

@@ -25,6 +25,7 @@ def _with_target(function: click.decorators.FC) -> click.decorators.FC:
     cls=Command,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=options.examples(
+        "torchremat fit model.py:make --memory 24GiB --max batch",
         "torchremat plan model.py:make --budget 50% --save plan.json",
         "torchremat residuals model.py:make --policy dots --select 'layers.*'",
         "torchremat compare model.py:make --policy full --policy dots --device meta",
@@ -81,6 +82,52 @@ def plan(**given: Any) -> None:
     from torchremat.cli.commands.run_plan import PlanOptions, run_plan
 
     run_plan(PlanOptions(**given))
+
+
+@main.command(
+    short_help="Find the plan or the largest batch that fits a device.",
+    epilog=options.examples(
+        "torchremat fit model.py:make --memory 24GiB --max batch --optimizer AdamW --device meta",
+        "torchremat fit model.py:make --memory 80GiB --on h100 --save plan.json",
+        "torchremat fit model.py:make --memory 24GiB --max tokens.1",
+    ),
+)
+@_with_target
+@click.option(
+    "--memory", required=True, metavar="BYTES", help="The memory of the device, in all: 24GiB."
+)
+@click.option(
+    "--max",
+    "maximize",
+    metavar="DIMENSION",
+    help="Find the largest size that fits: of batch (the leading dimension of the tensor "
+    "arguments), length (their second), or of dimensions by number (tokens.1).",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="The time of the search for the largest size, roughly.",
+)
+@click.option(
+    "--save",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the plan, if one is needed; the policy plan:FILE replays it.",
+)
+@options.optimizer
+@options.device
+@options.on
+@options.json
+@options.debug
+def fit(**given: Any) -> None:
+    """Find the cheapest plan that fits the memory of a device, or the largest size that fits.
+
+    The memory is that of the parameters, the arguments, the optimizer's state and the step.
+    The model is not run. Exits with 1 if nothing fits, and says the least memory that would do.
+    """
+    from torchremat.cli.commands.run_fit import FitCommandOptions, run_fit
+
+    run_fit(FitCommandOptions(**given))
 
 
 @main.command(

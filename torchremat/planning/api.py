@@ -16,7 +16,7 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_nbytes
 from torchremat.planning.plan import Figures, Plan, order_of
 from torchremat.planning.planner import PlannedStep, Planner
-from torchremat.planning.problem.problem import Part
+from torchremat.planning.problem.problem import Part, Schedule
 from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.traced_step import (
     FixedSchedule,
@@ -233,15 +233,22 @@ def _prepare(
     cost_model: CostModel | None,
     device: str | torch.device | None,
     offload: bool,
-) -> "_PlannedFunction":
+) -> "PlannedFunction":
     region = region_of(fun, args, kwargs, WholeGraphPolicy())
+    model = choose_cost_model(region, cost_model, device)
+    return PlannedFunction(region, model, solver, resident_nbytes(region, optimizer), offload)
+
+
+def choose_cost_model(
+    region: Region, cost_model: CostModel | None, device: str | torch.device | None
+) -> CostModel:
     model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
     if not isinstance(model, CostModel):
         raise ArgumentTypeError(
             f"cost_model={cost_model!r} is none: give a CostModel, such as CostModel.of('h100') or "
             "cost_model.measure('cuda')"
         )
-    return _PlannedFunction(region, model, solver, resident_nbytes(region, optimizer), offload)
+    return model
 
 
 def device_of(region: Region) -> torch.device | None:
@@ -250,7 +257,9 @@ def device_of(region: Region) -> torch.device | None:
     return next((device for device in devices if device.type != "cpu"), next(iter(devices), None))
 
 
-class _PlannedFunction:
+class PlannedFunction:
+    """A traced step with its planner: it makes a `Plan` for each budget."""
+
     def __init__(
         self, region: Region, model: CostModel, solver: str, resident: int, offload: bool
     ) -> None:
@@ -275,8 +284,8 @@ class _PlannedFunction:
         steps = ((most - least) * i // (count - 1) for i in range(count))
         return [Budget(nbytes=most - step) for step in steps]
 
-    def plan(self, budget: Budget, asked: str) -> Plan:
-        planned = self.planner.plan(budget, asked)
+    def plan(self, budget: Budget, asked: str, near: Schedule | None = None) -> Plan:
+        planned = self.planner.plan(budget, asked, near=near)
         program = FunctionProgram(self.region, FixedSchedule(planned.graph_schedule))
         timeline = timeline_of(program)
         peak = timeline.peak
@@ -289,7 +298,7 @@ class _PlannedFunction:
             saved_bytes=timeline.saved_bytes,
             recompute_seconds=planned.costs.added_seconds,
             recompute_flops=self._count_added_flops(planned),
-            baseline=self._baseline,
+            baseline=self.baseline,
             lower_bound_seconds=min(planned.lower_bound_seconds, planned.costs.added_seconds),
             decisions=_decisions(planned),
             device=repr(self.model),
@@ -306,7 +315,7 @@ class _PlannedFunction:
         return lines_of(self.joint.module.graph)
 
     @functools.cached_property
-    def _baseline(self) -> Figures:
+    def baseline(self) -> Figures:
         timeline = timeline_of(FunctionProgram(self.region, everything_saveable))
         step = self.planner.step
         calls = [call for call in step.calls if call is not None]

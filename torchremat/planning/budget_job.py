@@ -54,7 +54,7 @@ def declare_largest_step() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Made:
+class MadePlan:
     """A plan with the step that it was made for."""
 
     step: NumericStep
@@ -80,7 +80,7 @@ def _is_like(a: Problem, b: Problem) -> bool:
     )
 
 
-def _match_by_name(made: _Made, step: NumericStep) -> Schedule:
+def _match_by_name(made: MadePlan, step: NumericStep) -> Schedule:
     """Save values with the same names of nodes; all others are recomputed when they are read."""
     names = [None if node is None else node.name for node in made.step.values]
     saved = {names[v] for v in made.schedule.saved}
@@ -144,7 +144,7 @@ class BudgetJob:
         self._is_declared = False
         self._has_begun = False
         self._has_warned = False
-        self._made: list[_Made] = []
+        self._made: list[MadePlan] = []
         self._graphs: list[_Graph] = []
         self._hopeless: int | None = None
         """The plain peak from which on steps are known not to keep within the budget."""
@@ -234,7 +234,7 @@ class BudgetJob:
             for growth in _GROWTH:
                 sizes = {name: int(size * growth) for name, size in self._most.items()}
                 larger = graph.planner.at(sizes)
-                if self.limit is None or not larger.is_hopeless(self.limit):
+                if self.limit is None or larger.floor <= self.limit:
                     found = self._search(larger, is_prompt=True)
                     if found.error is None:
                         return self._keep(larger, found)
@@ -260,7 +260,7 @@ class BudgetJob:
         return found
 
     def _keep(self, planner: Planner, found: Search) -> Schedule:
-        self._made.append(_Made(planner.step, found.planned.schedule))
+        self._made.append(MadePlan(planner.step, found.planned.schedule))
         self.num_plans += 1
         _logger.info("%s: %s", self.policy, self.describe())
         return found.planned.schedule

@@ -134,14 +134,17 @@ class Planner:
             self.joint, self.cost_model.seconds, host_bytes_per_second=self.host_bytes_per_second
         )
 
-    def at(self, sizes: Sizes) -> "Planner":
-        """The planner of the same graph with these values of its symbols."""
+    def at(self, sizes: Sizes, resident: int | None = None) -> "Planner":
+        """The planner of the same graph with these values of its symbols.
+
+        `resident` is for these sizes; without it, as many bytes are there before the step as here.
+        """
         return Planner(
             self.joint,
             cost_model=self.cost_model,
             solver=self.solver,
             seconds=self.seconds,
-            resident=self.resident,
+            resident=self.resident if resident is None else resident,
             offload=self.host_bytes_per_second is not None,
             step=self.step.at(sizes, self.cost_model.seconds),
         )
@@ -164,13 +167,20 @@ class Planner:
             return self._find_relative(budget).planned.budget
         return budget.bytes_of(self.resident + self.plain.costs.peak)
 
-    def plan(self, budget: Budget | None, asked: str, saved: int | None = None) -> PlannedStep:
+    def plan(
+        self,
+        budget: Budget | None,
+        asked: str,
+        saved: int | None = None,
+        near: Schedule | None = None,
+    ) -> PlannedStep:
         """The schedule of least added time within `budget`, which the user wrote as `asked`.
 
         The forward pass saves no more than `saved` bytes, if that is given; then there may be no
-        budget. Raises `BudgetError` with the least budget that can be met if none was found.
+        budget. The search begins from `near`, if that is given. Raises `BudgetError` with the least
+        budget that can be met if none was found.
         """
-        found = self.search(budget, saved)
+        found = self.search(budget, saved, near)
         if found.error is not None:
             raise found.error(asked)
         return found.planned
@@ -181,11 +191,12 @@ class Planner:
         saved: int | None = None,
         near: Schedule | None = None,
         *,
+        seconds: float | None = None,
         is_prompt: bool = False,
     ) -> Search:
         """Look for the schedule that `plan` returns, beginning from `near`, if that is given.
 
-        `is_prompt`: as `SolverOptions` has it.
+        `seconds` and `is_prompt`: as `SolverOptions` has them.
         """
         if budget is not None and budget.is_searched:
             return self._find_relative(budget)
@@ -200,17 +211,19 @@ class Planner:
         if saved is not None:
             limit = saved - self.step.copied_nbytes
             problems = tuple(add_saved_limit(problem, room, limit) for problem in problems)
-        solution = self._solve_problems(room, problems, near, is_prompt=is_prompt)
+        solution = self._solve_problems(room, problems, near, seconds, is_prompt=is_prompt)
         if solution.schedule is not None:
             schedule = drop_limit_operator(self.step.problem, solution.schedule)
             return Search(self.evaluate(schedule, solution.lower_bound_seconds, nbytes))
+        if near is not None:
+            known = self.evaluate(near, budget=nbytes)
+            if self.peak_of(known) <= nbytes and (saved is None or known.saved_bytes <= saved):
+                return Search(known)
         lowest = drop_limit_operator(self.step.problem, solution.lowest)
         error = functools.partial(self._build_budget_error, nbytes=nbytes, solution=solution)
         if problems[0] is not self._orders[0]:
             excess = solution.least_peak - room
-            error = functools.partial(
-                self._build_saved_error, saved=saved, nbytes=nbytes, excess=excess
-            )
+            error = functools.partial(_build_saved_error, saved, nbytes=nbytes, excess=excess)
         return Search(self.evaluate(lowest, budget=nbytes), error)
 
     def _find_relative(self, budget: Budget) -> Search:
@@ -229,9 +242,12 @@ class Planner:
         problem = self.step.problem
         return problem.seconds_of(range(len(problem.operators)))
 
+    def find_lowest(self, seconds: float | None = None) -> PlannedStep:
+        """The schedule of least peak that is found within `seconds`, whatever time it adds."""
+        return self.evaluate(self._solve_problems(1, self._orders, seconds=seconds).lowest)
+
     def _find_least(self) -> PlannedStep:
-        lowest = self._solve_problems(1, self._orders).lowest
-        least = self.evaluate(lowest)
+        least = self.find_lowest()
         if self.peak_of(least) >= self.peak_of(self.plain):
             return self.plain
         return self._find_in_room(least.costs.peak) or least
@@ -282,10 +298,11 @@ class Planner:
 
         return solve_once(describe, lambda: _solve(problems, room, options))
 
-    def is_hopeless(self, budget: int) -> bool:
-        """Whether no schedule keeps within `budget` bytes, since one operator needs more."""
-        room = budget - self.resident - self.step.copied_nbytes
-        return all(room < floor_of(problem) for problem in self._orders)
+    @cached_property
+    def floor(self) -> int:
+        """The bytes that every schedule needs, since one operator does."""
+        least = min(floor_of(problem) for problem in self._orders)
+        return least + self.resident + self.step.copied_nbytes
 
     def _build_budget_error(self, asked: str, *, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
@@ -297,17 +314,6 @@ class Planner:
             f"rematerialisation. {self._describe_peak(solution)}Give a budget of at least {least}, "
             "a smaller batch, or smaller parts (nn.wrap with select=...)",
             least,
-        )
-
-    def _build_saved_error(
-        self, asked: str, *, saved: int | None, nbytes: int, excess: int
-    ) -> BudgetError:
-        assert saved is not None
-        return BudgetError(
-            f"{asked}: no schedule was found that saves at most {human_bytes(saved)} at a peak of "
-            f"{human_bytes(nbytes)}; values that must not be recomputed have to be saved. Let "
-            f"{excess} bytes more be saved, and the peak be as much higher",
-            nbytes + excess,
         )
 
     def _describe_peak(self, solution: Solution) -> str:
@@ -324,6 +330,16 @@ def _solve(problems: tuple[Problem, ...], room: int, options: SolverOptions) -> 
     with show_progress(f"planning {len(problems[0].operators)} operators") as progress:
         options = replace(options, progress=progress)
         return solve_orders(problems, room, options)
+
+
+def _build_saved_error(saved: int | None, asked: str, *, nbytes: int, excess: int) -> BudgetError:
+    assert saved is not None
+    return BudgetError(
+        f"{asked}: no schedule was found that saves at most {human_bytes(saved)} at a peak of "
+        f"{human_bytes(nbytes)}; values that must not be recomputed have to be saved. Let "
+        f"{excess} bytes more be saved, and the peak be as much higher",
+        nbytes + excess,
+    )
 
 
 def _describe_call(call: fx.Node) -> str:

@@ -310,12 +310,17 @@ class Checkpointed:
         with trace_lock:
             return self._find(call) or self._trace(call, args, kwargs)
 
-    def trace_usual(self, call: Call, args: Any, kwargs: Any) -> Trace:
-        """A trace of its own, in which those outputs have a cotangent that `usual_outputs` says."""
-        self.statics.refuse_tensors(args, kwargs)
-        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
-        with trace_lock:
-            return self._trace_with(call, args, kwargs, specs, None, only_usual=True)
+    def trace_usual(
+        self,
+        call: Call,
+        specs: tuple[InputSpec, ...] | None = None,
+        dynamic: DynamicInputs | None = None,
+    ) -> Trace:
+        """A trace with cotangents of `usual_outputs`, for `specs` in place of the tensors."""
+        self.statics.refuse_tensors(*call.arguments)
+        specs = specs or tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        with trace_lock, _torch.dispatch_restored() if dynamic else nullcontext():
+            return self._trace_with(call, *call.arguments, specs, dynamic, only_usual=True)
 
     def _find(self, call: Call) -> Trace | None:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)

@@ -15,7 +15,7 @@ from torchremat.errors import UnmatchedWarning
 pytestmark = pytest.mark.usefixtures("in_folder")
 MODEL = "model.py:make"
 THREE_POLICIES = ["--policy", "full", "--policy", "dots", "--policy", "none"]
-COMMANDS = ["plan", "residuals", "graph", "compare", "bench", "diff", "check", "env"]
+COMMANDS = ["plan", "fit", "residuals", "graph", "compare", "bench", "diff", "check", "env"]
 
 
 def test_help_lists_the_commands_in_order():

@@ -48,7 +48,12 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
             "torch.optim.AdamW"
         )
     parameters = [
-        torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=True)
+        torch.empty(
+            [*map(_torch.hint_of, value.shape)],
+            dtype=value.dtype,
+            device="meta",
+            requires_grad=True,
+        )
         for value in _trainable(region)
     ]
     for parameter in parameters:

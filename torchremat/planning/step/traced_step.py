@@ -1,6 +1,6 @@
 """The step of a function at given arguments: traced, not run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import flatten_call
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.tracing.ambient_state import meta_as_cpu
+from torchremat.tracing.dynamic_inputs import DynamicInputs
+from torchremat.tracing.input_spec import InputSpec
 
 
 class WholeGraphPolicy(Policy):
@@ -65,24 +67,29 @@ def forward_only(joint: Joint) -> GraphSchedule:
     return GraphSchedule(frozenset(), order, ())
 
 
+ChooseInputs = Callable[[Sequence[Tensor]], tuple[tuple[InputSpec, ...], DynamicInputs | None]]
+"""From the tensors of a call to inputs of other sizes, or with symbols for sizes."""
+
+
 def region_of(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     policy: Policy = everything_saveable,
+    choose_inputs: ChooseInputs | None = None,
 ) -> Region:
     """Trace `fun` at these arguments for such a policy; nothing runs on their values.
 
-    Differentiated are the tensors that require a gradient, else all floating arguments. Raises
-    `TypeError` if `fun` is not callable, and `TraceError` (a `TypeError`) if there is nothing to
-    differentiate.
+    With `choose_inputs` the trace is of the inputs that it gives. Differentiated are the tensors
+    that require a gradient, else all floating arguments. Raises `TypeError` if `fun` is not
+    callable, and `TraceError` (a `TypeError`) if there is nothing to differentiate.
     """
     bound = BoundCall(fun, args, kwargs)
     with meta_as_cpu(), torch.enable_grad():
-        region = _trace_region(fun, args, kwargs, policy)
+        region = _trace_region(fun, args, kwargs, policy, choose_inputs)
         if not region.wrt:
             args, kwargs = _torch.tree_map(_mark_differentiated, (args, dict(kwargs)))
-            region = _trace_region(fun, args, kwargs, policy)
+            region = _trace_region(fun, args, kwargs, policy, choose_inputs)
     if not region.wrt or not region.differentiable:
         raise TraceError(
             f"{bound.name} has nothing to differentiate: no floating-point argument, and nothing "
@@ -104,11 +111,16 @@ def _label_inputs(region: Region, bound: BoundCall) -> None:
 
 
 def _trace_region(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    choose_inputs: ChooseInputs | None,
 ) -> Region:
     checkpointed = Checkpointed(fun, policy, True, StaticArguments(fun, (), ()), lenient=True)
     call = flatten_call(args, kwargs, checkpointed.statics, lenient=True)
-    return checkpointed.trace_usual(call, args, kwargs).region
+    specs, dynamic = (None, None) if choose_inputs is None else choose_inputs(call.tensors)
+    return checkpointed.trace_usual(call, specs, dynamic).region
 
 
 def _mark_differentiated(leaf: Any) -> Any:

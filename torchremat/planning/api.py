@@ -13,7 +13,8 @@ from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
 from torchremat.planning.budget import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_nbytes
+from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_tensors
+from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.plan import Figures, Plan, order_of
 from torchremat.planning.planner import PlannedStep, Planner
 from torchremat.planning.problem.problem import Part, Schedule
@@ -236,7 +237,7 @@ def _prepare(
 ) -> "PlannedFunction":
     region = region_of(fun, args, kwargs, WholeGraphPolicy())
     model = choose_cost_model(region, cost_model, device)
-    return PlannedFunction(region, model, solver, resident_nbytes(region, optimizer), offload)
+    return PlannedFunction(region, model, solver, resident_tensors(region, optimizer), offload)
 
 
 def choose_cost_model(
@@ -261,15 +262,21 @@ class PlannedFunction:
     """A traced step with its planner: it makes a `Plan` for each budget."""
 
     def __init__(
-        self, region: Region, model: CostModel, solver: str, resident: int, offload: bool
+        self,
+        region: Region,
+        model: CostModel,
+        solver: str,
+        resident: Sequence[int],
+        offload: bool,
     ) -> None:
         self.region = region
         self.model = model
         self.joint = region.joint_for(region.usual_outputs)
+        self.resident = sum(resident)
+        self._resident_tensors = resident
         self.planner = Planner(
-            self.joint, cost_model=model, solver=solver, resident=resident, offload=offload
+            self.joint, cost_model=model, solver=solver, resident=self.resident, offload=offload
         )
-        self.resident = resident
 
     def even_budgets(self, count: int) -> list[Budget]:
         most = self.planner.bytes_of(Budget(fraction=1.0))
@@ -308,7 +315,11 @@ class PlannedFunction:
             link_seconds=planned.costs.link_seconds,
             graphs=(forward.module, backward.module),
             cost_model=self.model,
+            reserved_bytes=max(peak + self.resident, self._count_reserved(timeline)),
         )
+
+    def _count_reserved(self, timeline: Timeline) -> int:
+        return timeline.count_reserved_bytes(self._resident_tensors)
 
     @functools.cached_property
     def _lines(self) -> tuple[str, ...]:
@@ -324,6 +335,7 @@ class PlannedFunction:
             timeline.saved_bytes,
             step.problem.seconds_of(range(len(step.problem.operators))),
             sum(map(self.model.flops, calls)),
+            self._count_reserved(timeline),
         )
 
     def _count_added_flops(self, planned: PlannedStep) -> int:

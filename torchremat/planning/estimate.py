@@ -15,9 +15,9 @@ from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,
-    input_nbytes,
+    input_tensors,
     parameter_nbytes,
-    state_nbytes,
+    state_tensors,
 )
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.step.traced_step import graphs_of, region_of, timeline_of
@@ -44,6 +44,7 @@ class Estimate(ShownInNotebook):
         optimizer_bytes: the optimizer's state.
         input_bytes: all other inputs: arguments, buffers, what is frozen.
         seconds: the time by the cost model.
+        reserved_bytes: what PyTorch's caching allocator would take from a GPU for `total_bytes`.
     """
 
     peak_bytes: int
@@ -54,6 +55,7 @@ class Estimate(ShownInNotebook):
     input_bytes: int
     seconds: float
     offloaded_bytes: int = 0
+    reserved_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -76,6 +78,7 @@ class Estimate(ShownInNotebook):
             ("  of it gradients", human_bytes(self.gradient_bytes)),
             ("  saved at its middle", human_bytes(self.saved_bytes)),
             ("in all", human_bytes(self.total_bytes)),
+            ("  reserved on a GPU", human_bytes(self.reserved_bytes)),
             ("time", human_seconds(self.seconds)),
         ]
         if self.offloaded_bytes:
@@ -135,17 +138,19 @@ def estimate(
     program.warn_of_policy()
     timeline = timeline_of(program)
     forward, backward = graphs_of(program)
-    parameters = parameter_nbytes(region)
+    parameters, inputs = parameter_nbytes(region), input_tensors(region)
+    states = state_tensors(region, optimizer)
     gradients: Any = backward.module.graph.output_node().args[0]
     return Estimate(
         peak_bytes=timeline.peak,
         saved_bytes=timeline.saved_bytes,
         parameter_bytes=parameters,
         gradient_bytes=sum(_nbytes(value) for value in gradients if value is not None),
-        optimizer_bytes=state_nbytes(region, optimizer),
-        input_bytes=input_nbytes(region) - parameters,
+        optimizer_bytes=sum(states),
+        input_bytes=sum(inputs) - parameters,
         seconds=sum(_seconds(c.module, timeline, model) for c in (forward, backward)),
         offloaded_bytes=timeline.offloaded_bytes,
+        reserved_bytes=timeline.count_reserved_bytes([*inputs, *states]),
     )
 
 

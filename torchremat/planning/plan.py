@@ -39,12 +39,14 @@ class Figures:
         saved_bytes: the bytes that the forward pass saves for the backward pass.
         seconds: the time of the step by the cost model.
         flops: its floating-point operations.
+        reserved_bytes: what PyTorch's caching allocator would take from a GPU for it.
     """
 
     peak_bytes: int
     saved_bytes: int
     seconds: float
     flops: int
+    reserved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Plan(ShownInNotebook):
         device: the cost model of the times, as text.
         offloaded_bytes: the bytes that are copied to the host.
         link_seconds: the time in which the step waits for copies to the host and back.
+        reserved_bytes: what PyTorch's caching allocator would take from a GPU for the peak; 0 in
+            files of an earlier torchremat.
     """
 
     budget: int
@@ -90,6 +94,7 @@ class Plan(ShownInNotebook):
     """The joint graph, a line for each node."""
     offloaded_bytes: int = 0
     link_seconds: float = 0.0
+    reserved_bytes: int = 0
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
     """The model of the times; `None` for a plan that was loaded."""
@@ -147,6 +152,7 @@ class Plan(ShownInNotebook):
             ("", "plan", "without", ""),
             ("peak", human_bytes(self.peak_bytes), human_bytes(base.peak_bytes),
              f"budget {human_bytes(self.budget)}"),
+            *self._of_the_allocator(),
             ("saved", human_bytes(self.saved_bytes), human_bytes(base.saved_bytes), ""),
             ("time", human_seconds(base.seconds + added), human_seconds(base.seconds),
              f"+{human_seconds(added)} ({percent(added, base.seconds)}); no schedule adds less "
@@ -160,6 +166,12 @@ class Plan(ShownInNotebook):
         said = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
         head = f"plan on {self.device}: {said or 'nothing to decide'}"
         return "\n".join([head, *table(rows, numeric=(1, 2))])
+
+    def _of_the_allocator(self) -> list[tuple[str, str, str, str]]:
+        if not self.reserved_bytes:
+            return []
+        base = human_bytes(self.baseline.reserved_bytes)
+        return [("reserved", human_bytes(self.reserved_bytes), base, "by a GPU's allocator")]
 
     def _of_the_link(self) -> list[tuple[str, str, str, str]]:
         if not self.order.offloaded:
@@ -278,7 +290,7 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
-_LATER_FIELDS = ("offloaded_bytes", "link_seconds")
+_LATER_FIELDS = ("offloaded_bytes", "link_seconds", "reserved_bytes")
 """They are not in the first files of this version."""
 
 

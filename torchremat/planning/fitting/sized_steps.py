@@ -18,8 +18,8 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.fitting.dimension import Dimension
 from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,
-    input_nbytes,
-    state_nbytes,
+    input_tensors,
+    state_tensors,
 )
 from torchremat.planning.planner import PlannedStep, Planner
 from torchremat.planning.step.traced_step import WholeGraphPolicy, region_of
@@ -61,7 +61,7 @@ class TracedCall:
     def plan_of(self, region: Region) -> PlannedFunction:
         options = self.options
         model = choose_cost_model(region, options.cost_model, options.device)
-        resident = input_nbytes(region) + state_nbytes(region, options.optimizer)
+        resident = [*input_tensors(region), *state_tensors(region, options.optimizer)]
         return PlannedFunction(region, model, "auto", resident, offload=False)
 
 
@@ -82,7 +82,7 @@ class _Symbolic:
     def planner(self, size: int, optimizer: OptimizerLike) -> Planner:
         sizes = self.sizes(size)
         with _torch.assume_sizes(sizes):
-            resident = input_nbytes(self.region) + state_nbytes(self.region, optimizer)
+            resident = sum(input_tensors(self.region)) + sum(state_tensors(self.region, optimizer))
         return self.planned.planner.at(sizes, resident)
 
 

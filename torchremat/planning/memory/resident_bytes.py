@@ -14,15 +14,19 @@ OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
 """An optimizer, its class, or none."""
 
 
-def resident_nbytes(region: Region, optimizer: OptimizerLike) -> int:
-    """The bytes of inputs, parameters and the optimizer's state; 0 without an optimizer."""
+def resident_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
+    """The bytes of each input, parameter and tensor of the optimizer's state.
+
+    There are none without an optimizer: only what the step makes is counted then.
+    """
     if optimizer is None:
-        return 0
-    return input_nbytes(region) + state_nbytes(region, optimizer)
+        return []
+    return input_tensors(region) + state_tensors(region, optimizer)
 
 
-def input_nbytes(region: Region) -> int:
-    return sum(map(_nbytes, (node.meta["val"] for node in region.joint.inputs)))
+def input_tensors(region: Region) -> list[int]:
+    """The bytes of each input of a step; parameters are inputs too."""
+    return [_nbytes(node.meta["val"]) for node in region.joint.inputs]
 
 
 def parameter_nbytes(region: Region) -> int:
@@ -30,14 +34,14 @@ def parameter_nbytes(region: Region) -> int:
     return sum(map(_nbytes, _trainable(region)))
 
 
-def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
-    """The bytes of the state of `optimizer` for the tensors that get a gradient.
+def state_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
+    """The bytes of each tensor in the state of `optimizer` for what gets a gradient.
 
     One step of an optimizer of the same class and settings is taken on meta tensors, and what it
     keeps is counted. Raises `TypeError` for what is no optimizer.
     """
     if optimizer is None:
-        return 0
+        return []
     if isinstance(optimizer, str):
         cure = f"torch.optim.{find_optimizer(optimizer).__name__}"
         raise ArgumentTypeError(f"optimizer={optimizer!r} is text: give its class, {cure}")
@@ -66,7 +70,7 @@ def state_nbytes(region: Region, optimizer: OptimizerLike) -> int:
     with torch.device("cpu"):  # where a count of steps is: it may be read, as no meta tensor can
         copy.step()
     leaves, _ = _torch.tree_flatten(list(copy.state.values()))
-    return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor))
+    return [leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:

@@ -1,11 +1,12 @@
 """Timelines: the bytes alive at each operator of a step, and what they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 from torchremat.core.formatting import human_bytes
+from torchremat.planning.memory.caching_allocator import count_reserved
 
 __all__ = ["Lifetime", "LiveValue", "Point"]
 
@@ -136,10 +137,39 @@ class Timeline:
             change[lifetime.first] += lifetime.value.nbytes
             change[lifetime.last + 1] -= lifetime.value.nbytes
         found = {category: list(accumulate(change))[:-1] for category, change in changes.items()}
-        totals = map(sum, zip(*found.values(), strict=True))
-        inside = [live - total for live, total in zip(self.live, totals, strict=True)]
+        inside = self._inside
         found["temporary"] = [a + b for a, b in zip(found["temporary"], inside, strict=True)]
         return {category: tuple(nbytes) for category, nbytes in found.items()}
+
+    def count_reserved_bytes(
+        self, resident: Iterable[int] = (), *, expandable_segments: bool = False
+    ) -> int:
+        """The bytes that PyTorch's caching allocator takes from a device for the step.
+
+        They are more than the peak: small tensors share segments of 2 MiB, larger ones have
+        segments of 20 MiB or their own, and freed memory lies in pieces.
+
+        Args:
+            resident: the bytes of each tensor that is there before the step.
+            expandable_segments: as `PYTORCH_ALLOC_CONF=expandable_segments:True` has it.
+
+        >>> value = LiveValue("sin", 3 << 20, "output")
+        >>> timeline = Timeline((Point("sin", "forward", 3 << 20, 0),), (Lifetime(value, 0, 0),), 0)
+        >>> timeline.count_reserved_bytes() >> 20
+        20
+        """
+        lifetimes = [(t.first, t.last, t.value.nbytes) for t in self.lifetimes]
+        lifetimes += [(i, i, nbytes) for i, nbytes in enumerate(self._inside) if nbytes]
+        return count_reserved(lifetimes, resident, expandable_segments=expandable_segments)
+
+    @cached_property
+    def _inside(self) -> list[int]:
+        """The bytes at each point that an operator such as `torch.cond` needs inside."""
+        changes = [0] * (len(self.points) + 1)
+        for lifetime in self.lifetimes:
+            changes[lifetime.first] += lifetime.value.nbytes
+            changes[lifetime.last + 1] -= lifetime.value.nbytes
+        return [a - b for a, b in zip(self.live, accumulate(changes), strict=False)]
 
     def __len__(self) -> int:
         return len(self.points)

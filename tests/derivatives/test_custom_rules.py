@@ -664,3 +664,31 @@ ERRORS = [
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+REREADS = {
+    "checkpoint": lambda f: tr.checkpoint(f, policy="none"),
+    "budget": lambda f: tr.checkpoint(f, policy="budget:1MiB"),
+    "jit": lambda f: tr.jit(f, backend="eager"),
+    "jit of checkpoint": lambda f: tr.jit(tr.checkpoint(f, policy="none"), backend="eager"),
+    "checkpoint of checkpoint": lambda f: tr.checkpoint(
+        tr.checkpoint(f, policy="none"), policy="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", REREADS)
+def test_a_second_derivative_has_the_arguments_that_the_rule_reads_again(way):
+    """The first derivative reads only `sum`, so that no argument was saved."""
+
+    def plain(x):
+        return x.sum().detach() * x
+
+    def derivatives(f):
+        x = torch.linspace(0.1, 0.9, 3, dtype=torch.double).requires_grad_()
+        (first,) = torch.autograd.grad(f(x).sin().sum(), x, create_graph=True)
+        return first, *torch.autograd.grad(first.sin().sum(), x)
+
+    custom = custom_jvp(plain)
+    custom.defjvp(lambda primals, tangents: jvp(plain, primals, tangents))
+    torch.testing.assert_close(derivatives(REREADS[way](custom)), derivatives(plain))

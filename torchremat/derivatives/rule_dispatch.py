@@ -8,6 +8,7 @@ derivative needs no rule for the rule.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torchremat.derivatives.rules import (
     is_inexact,
 )
 from torchremat.errors import ClosureError
+from torchremat.graph.notes import note
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.axes.named_axes import frame_being_mapped
 from torchremat.tracing.capture import map_arguments
@@ -73,6 +75,7 @@ class CustomCall(torch.autograd.Function):
         values = [tensor.detach() for tensor in inputs]
         tracing = current_tracing()
         records = tracing is None or tracing.grad_enabled
+        num_nodes = 0 if tracing is None else len(tracing.graph.nodes)
         with torch.set_grad_enabled(records):
             if not any(perturbed):
                 recorded = Recorded(rule.primal(values), [], lambda *_: [])
@@ -87,6 +90,9 @@ class CustomCall(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in outputs if not is_inexact(t)))
         if any(perturbed):
             _save(ctx, rule, recorded, inputs, values, outputs)
+            if tracing is not None and ctx.reruns:
+                for node in islice(tracing.graph.nodes, num_nodes, None):
+                    note(node, is_rerun=True)
         return tuple(outputs)
 
     @staticmethod

@@ -17,7 +17,7 @@ _KEY = "torchremat"
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes on a node: the first six come from its trace, the others from later passes.
+    """The notes on a node: the first seven come from its trace, the others from later passes.
 
     Attributes:
         phase: `forward`, `backward`, or `None` for a node that no trace made.
@@ -26,6 +26,7 @@ class Notes:
         grad_enabled: grad mode where the user's code ran it, or called the `autograd.Function` that
             did.
         is_looped: it is one call of an operator that `vmap` ran in a loop.
+        is_rerun: a rule of the user's for tangents ran it, and a second derivative runs it again.
         is_for_output: PyTorch's functionalisation added it after the last operator, so that an
             output is a view of what was written. It has no phase, and is no forward operator.
         label: what the user calls an input.
@@ -44,6 +45,7 @@ class Notes:
     source: Source | None = None
     grad_enabled: bool | None = None
     is_looped: bool = False
+    is_rerun: bool = False
     is_for_output: bool = False
     label: Any = None
     is_inside_function: bool = False
@@ -62,6 +64,7 @@ class Notes:
             self.source,
             self.grad_enabled,
             self.is_looped,
+            self.is_rerun,
             self.is_for_output,
         )
 

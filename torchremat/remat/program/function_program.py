@@ -13,7 +13,7 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.nodes import base_of, is_forward, is_identity
-from torchremat.graph.notes import note_roles
+from torchremat.graph.notes import note_roles, notes_of
 from torchremat.graph.ops import is_factorisation
 from torchremat.graph.schedule import build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
@@ -261,13 +261,14 @@ def _as_outputs(residuals: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> lis
 def _find_residuals(joint: Joint, root_joint: Joint, decisions: PolicyDecisions) -> Residuals:
     """The values that derivatives of every order read; `joint` is the one of the region."""
     found = decisions.residuals(root_joint)
+    # nor does the first derivative of a factorisation, or of a rule for tangents, read all that its
+    # second does
+    live = joint.find_live_forward_nodes()
+    wanted = [n for n in live if is_factorisation(n.target) or notes_of(n).is_rerun]
     if root_joint is not joint or not all(map(is_forward, found.values)):
         # a second derivative cannot use residuals from inside, nor what only the first computes:
         # it starts from the inputs
-        wanted = [g for g in joint.gradients if g is not None]
-    else:
-        # nor does the first derivative of a factorisation read all that its second does
-        wanted = [n for n in joint.find_live_forward_nodes() if is_factorisation(n.target)]
+        wanted += [g for g in joint.gradients if g is not None]
     if not wanted:
         return found
     everything = PolicyDecisions(joint, nothing_saveable).residuals_for(joint, wanted)

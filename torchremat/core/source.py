@@ -33,6 +33,9 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 _WRAPPERS = tuple(_STDLIB + name for name in ("contextlib.py", "functools.py", "warnings.py"))
 # `<eval_with_key>` is code that torch.fx generates, `<torchremat` that of graph/codegen.py.
 _SKIPPED = (_PACKAGE, _TORCH, *_WRAPPERS, "<frozen", "<string>", "<eval_with_key>", "<torchremat")
+# Where PyTorch computes in Python; its other files look after operators.
+_COMPUTING = tuple(_TORCH + name for name in ("nn", "functional", "_tensor.py", "distributions"))
+_CALLING = os.path.join(_TORCH, "nn", "modules", "module.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,12 @@ class Source:
 
 def is_user_file(file: str) -> bool:
     return not file.startswith(_SKIPPED)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_computing(file: str) -> bool:
+    """Whether code of the file may choose operators: the user's, and some of PyTorch's."""
+    return is_user_file(file) or (file.startswith(_COMPUTING) and file != _CALLING)
 
 
 def current_source() -> Source | None:

@@ -64,6 +64,7 @@ from torchremat.tracing.dtensors import unwrap_inputs
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import below
+from torchremat.tracing.modules.reached_code import note_code
 from torchremat.tracing.tracing import has_symbols, trace_lock
 
 _traces = TracesByFunction()
@@ -308,7 +309,9 @@ class Checkpointed:
 
     def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
         with trace_lock:
-            return self._find(call) or self._trace(call, args, kwargs)
+            trace = self._find(call) or self._trace(call, args, kwargs)
+            note_code(trace.code.globals_of)
+            return trace
 
     def trace_usual(
         self,
@@ -392,7 +395,6 @@ class Checkpointed:
             made = trace(with_gradients=True)  # it enables gradients itself
         again = functools.partial(trace_once, made.region.options)
         forget_unread(made, self._trace_cache.read_spots, again, Roots(self.fun, call.arguments))
-        unchanged.forget_changed(made.escapes)
         modules = dict.fromkeys([*inside, *made.paths.seen])
         prefix = self.module_prefix
         named = [(below(prefix, made.paths.name_of(m)), m) for m in modules]

@@ -54,8 +54,8 @@ class RematForward:
     """
 
     __slots__ = (
-        "__weakref__", "_function", "_kept", "_key", "_module", "_uncompiled", "compile", "hidden",
-        "name", "policy", "prevent_cse",
+        "__weakref__", "_function", "_kept", "_key", "_module", "_of_class", "_uncompiled",
+        "compile", "hidden", "name", "policy", "prevent_cse",
     )  # fmt: skip
 
     name: str
@@ -66,6 +66,8 @@ class RematForward:
     _key: int
     _module: weakref.ref[nn.Module]
     _function: Callable[..., Any]
+    _of_class: Any
+    """The forward that the class had when `_function` was made."""
     _kept: list[Callable[..., Any]]
     """The hidden forward, once the traces are dropped; before, it would keep the module alive."""
     _uncompiled: Callable[..., Any] | None
@@ -98,7 +100,10 @@ class RematForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self._module():  # a method may have been made of it
             args = args[1:]
-        function = functools.partial(self._function, self._module())
+        module = self.__self__
+        if type(module).forward is not self._of_class:
+            _follow_class(self)
+        function = functools.partial(self._function, module)
         if _torch.is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -226,7 +231,7 @@ class RematForward:
         for name, value in state.items():
             setattr(self, name, value)
         self._kept = []
-        self._function = _function_of(self.__self__, self)
+        _follow_class(self)
         self._uncompiled = outside_compiler() if self.policy.is_whole_graph else None
 
 
@@ -285,6 +290,16 @@ class _CheckpointedForward(Checkpointed):
     def _variables(self) -> list[Binding]:
         forward = self._forward()
         return variables_of(self.fun if forward is None else forward.__wrapped__)
+
+
+def _follow_class(forward: RematForward) -> None:
+    """Let `forward` run what the class of its module has now. Guards keep the traces apart."""
+    module = forward.__self__
+    forward._of_class = type(module).forward
+    forward._function = _function_of(module, forward)
+    run = _running.get(forward._key)
+    if run is not None:
+        run._function = forward._function
 
 
 def _function_of(module: nn.Module, forward: RematForward) -> Callable[..., Any]:

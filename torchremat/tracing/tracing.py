@@ -32,6 +32,7 @@ from torchremat.tracing.error_messages import explain_errors
 from torchremat.tracing.inner_checkpoints import CallOnly
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.modules.reached_code import note_frames
 from torchremat.tracing.value_guards import ValueGuards, question_of_operator
 
 
@@ -47,6 +48,7 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
         if tracing.node_notes is not None:
             set_notes(node, tracing.node_notes.from_trace())
         else:
+            note_frames()
             module, source = tracing.paths.current, current_source()
             set_notes(node, Notes(tracing.phase, module, source, tracing.grad_enabled))
         return node

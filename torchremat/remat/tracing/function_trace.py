@@ -24,6 +24,7 @@ from torchremat.remat.tracing.calls import Result
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
+from torchremat.tracing.modules.reached_code import GlobalsOf, ReachedCode
 from torchremat.tracing.random_sources import DrawWatch
 from torchremat.tracing.tracing import Tracing, current_tracing, take_checks
 from torchremat.tracing.value_guards import ValueGuards
@@ -31,6 +32,7 @@ from torchremat.tracing.value_guards import ValueGuards
 
 @dataclass(frozen=True, eq=False)
 class FunctionTrace:
+    function: Callable[..., Any]
     region: Region
     result: Result
     body: FunctionBody
@@ -39,6 +41,7 @@ class FunctionTrace:
     escapes: Escapes
     watches: Mapping[Spot, Watch]
     """The reads of the places that were watched."""
+    code: GlobalsOf
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +84,8 @@ def trace_function(
         region = Region.trace(body, traced_specs, names, paths, options, dynamic)
     assert body.captured is not None and flat.result is not None
     found = body.captured()
-    return FunctionTrace(region, flat.result, body, found, paths, flat.escapes, flat.watches)
+    escapes, code = flat.escapes, flat.code.globals_of
+    return FunctionTrace(fun, region, flat.result, body, found, paths, escapes, flat.watches, code)
 
 
 class _FlatFunction:
@@ -109,6 +113,7 @@ class _FlatFunction:
         self.result: Result | None = None
         self.escapes = Escapes()
         self.watches: Mapping[Spot, Watch] = {}
+        self.code = ReachedCode()
 
     def __call__(self, tensors: list[Tensor]) -> list[Any]:
         tracing = current_tracing()
@@ -125,6 +130,7 @@ class _FlatFunction:
                     watch.around_reads() as watches,
                     _watch_draws(tracing if is_first else None, watch),
                     self._take_checks(tracing) as checks,
+                    self.code if is_first else nullcontext(),
                 ):
                     value = self._around(function, *args, **kwargs)
                 result = Result(value, lambda: describe_fun(function))

@@ -209,7 +209,15 @@ class VariableGuard:
         self._values: list[tuple[Binding, Any]] = []
         self._objects: list[tuple[Binding, Reference]] = []
         self._entries: list[tuple[Binding, Any]] = []
+        self.add(variables)
+
+    def add(self, variables: Iterable[Binding]) -> None:
+        """Guard these too, if they are not guarded yet."""
+        known = [pair[0] for pair in (*self._values, *self._objects)]
+        places = {(id(v.holder), v.key) for v in known}
         for variable in variables:
+            if (id(variable.holder), variable.key) in places:
+                continue
             value = variable.get()
             if _is_plain(value) and type(value) is not Generator:
                 self._values.append((variable, copy.deepcopy(value)))
@@ -245,6 +253,10 @@ class VariableGuard:
         self._entries = [pair for pair in self._entries if _has_entries(*pair)]
         if escapes:
             self._forget_edited(escapes)
+
+    def find_objects(self) -> list[Any]:
+        """The values that are guarded by what they are."""
+        return [variable.get() for variable, _ in self._objects]
 
     def holds(self) -> bool:
         return self.what_changed() is None

@@ -25,6 +25,7 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tape.taped_call import TapedCalls
 from torchremat.remat.tracing.calls import Call, Result
+from torchremat.remat.tracing.code_guard import CodeGuard, plain_variables_of
 from torchremat.remat.tracing.failed_checks import find_generators, pass_on
 from torchremat.remat.tracing.function_trace import FunctionTrace
 from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
@@ -51,6 +52,7 @@ class Trace:
     captured: CapturedTensors
     modules: ModuleGuard
     variables: VariableGuard
+    code: CodeGuard
     escapes: Escapes
     dynamic: DynamicInputs | None = None
     offsets: tuple[int, ...] | None = None
@@ -82,7 +84,7 @@ class Trace:
 
     def still_holds(self) -> bool:
         """Whether the guards hold that do not depend on the arguments."""
-        return self.modules.holds() and self.variables.holds()
+        return self.modules.holds() and self.variables.holds() and self.code.holds()
 
     def has_escapes_of(self, call: Call, function: Callable[..., Any]) -> bool:
         """Whether all that the function changes elsewhere is as it was when it was traced."""
@@ -126,6 +128,7 @@ class Trace:
 
     def what_changed(self, call: Call, function: Callable[..., Any]) -> str | None:
         found = self.modules.what_changed() or self.variables.what_changed()
+        found = found or self.code.what_changed()
         return found or self.escapes.what_changed(Roots(function, call.arguments))
 
     def fits(
@@ -163,6 +166,9 @@ def build_trace(
     state: Any,
     dynamic: DynamicInputs | None,
 ) -> Trace:
+    unchanged.add(plain_variables_of(made.code))
+    unchanged.forget_changed(made.escapes)
+    read = [made.function, *unchanged.find_objects(), *(module for _, module in named_modules)]
     captured = CapturedTensors(made.captured, variables, named_modules, made.escapes)
     made.body.captured = captured.current_tensors
     return Trace(
@@ -175,6 +181,7 @@ def build_trace(
         captured=captured,
         modules=ModuleGuard(named_modules, made.escapes, made.captured),
         variables=unchanged,
+        code=CodeGuard(made.code, read),
         escapes=made.escapes,
         dynamic=dynamic,
         cotangent_placements=made.body.cotangent_placements,

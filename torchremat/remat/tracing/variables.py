@@ -1,7 +1,9 @@
 """Variables that a function reads: in its closure, its globals, and the objects these lead to."""
 
+import dis
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -109,6 +111,27 @@ def _is_of_forward(variable: Binding) -> bool:
     return variable.get() is forward or getattr(variable.get(), "__self__", None) is forward
 
 
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """`code`, and that of the functions, lambdas and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> Set[str]:
+    """The names of globals, attributes and imports in `code`, in the order in which they come."""
+    return {name: None for c in _codes_in(code) for name in c.co_names}.keys()
+
+
+@functools.lru_cache(maxsize=4096)
+def names_stored_by(code: CodeType) -> Set[str]:
+    """The globals that `code` sets."""
+    instructions = (i for c in _codes_in(code) for i in dis.get_instructions(c))
+    return frozenset(i.argval for i in instructions if i.opname == "STORE_GLOBAL")
+
+
 def _read_by(fun: Any) -> Iterator[Binding]:
     fun = inspect.unwrap(getattr(fun, "__func__", fun))
     code = getattr(fun, "__code__", None)
@@ -116,7 +139,7 @@ def _read_by(fun: Any) -> Iterator[Binding]:
         return
     for name, cell in zip(code.co_freevars, fun.__closure__ or (), strict=True):
         yield Binding(f"closed-over {name}", cell)
-    for name in code.co_names:
+    for name in names_in(code):
         if name in fun.__globals__:
             yield Binding(f"closed-over {name}", fun.__globals__, name)
 

@@ -682,3 +682,21 @@ def test_a_name_inside_a_cond_cannot_be_saved():
     assert "'branch' matches only values inside a torch.cond" in message
     (message,) = unmatched("names:brunch", body)
     assert "'brunch' matches nothing" in message and "nearest: 'branch'" in message
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda x: torch.dropout(x, 0.5, train=True), lambda x: x.sin() + x.exp() * torch.randn(3)],
+)
+def test_a_second_derivative_of_what_a_checkpoint_inside_draws(draw):
+    """Its numbers are not saved for that; the first derivative has them."""
+    function = tr.checkpoint(tr.checkpoint(draw))
+    outcomes = []
+    for f in (draw, function):
+        x = torch.linspace(0.1, 0.9, 3).requires_grad_()
+        torch.manual_seed(0)
+        outcomes.append(torch.autograd.grad((f(x) ** 2).sum(), x))
+    assert_same(*outcomes)
+    with pytest.raises(EffectError, match=r"test_errors\.py:\d+ \(<lambda>\).*draws random"):
+        (first,) = torch.autograd.grad((function(x) ** 2).sum(), x, create_graph=True)
+        torch.autograd.grad(first.sum(), x)

@@ -14,7 +14,7 @@ from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import inner_graphs_of, is_forward, is_item
 from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
-from torchremat.graph.slicing import prune_bodies, simplify, slice_graph
+from torchremat.graph.slicing import UnavailableError, prune_bodies, simplify, slice_graph
 from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
 from torchremat.remat.program.compilers import Compiler
@@ -77,7 +77,11 @@ def compile_backward(
     """
     if schedule is None:
         lazy = None if at_once else is_forward
-        module = slice_graph(joint.module, inputs, outputs, lazy=lazy)
+        try:
+            module = slice_graph(joint.module, inputs, outputs, lazy=lazy)
+        except UnavailableError:  # of what must not run again, not even the inputs are saved
+            _refuse_replay(slice_graph(joint.module, [*inputs, *joint.inputs], outputs).graph)
+            raise
     else:
         drawn = set(form.draws.values())
         order = [call for call in schedule.backward if call not in drawn]

@@ -192,6 +192,20 @@ def test_a_function_that_needs_the_very_size_is_traced_at_each():
         tr.fit(fixed, torch.ones(found.size + 1, 64), w, memory="100KiB")
 
 
+def test_a_trace_with_a_symbol_serves_though_its_graph_has_other_operators():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=32, n_head=2, vocab_size=100, n_positions=32, bos_token_id=1,
+        eos_token_id=1, use_cache=False, loss_type="ForCausalLMLoss",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = transformers.GPT2LMHeadModel(config), tokens(2)
+    options = {"input_ids": ids, "labels": ids, "memory": "2MiB", "seconds": 3}
+    found = tr.fit(model, maximize="batch", **options)
+    assert found.num_traces == 2 and found.fits and found.size > 1.3 * found.plain_size
+    assert "Each size" not in str(found)
+
+
 def test_dimensions_of_arguments_go_by_number():
     def masked(x, mask):
         return (x * mask).tanh().sum()

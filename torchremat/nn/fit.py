@@ -165,6 +165,8 @@ def fit(
     Where the function can be traced with a symbol for the size, one such trace serves all sizes.
     The size that was found is then traced by itself, and planned.
 
+    What depends on values is not seen: an index out of range is no refusal of a size.
+
     All bytes count: parameters, buffers, arguments, the optimizer's state, and the step with its
     gradients. What an optimizer allocates while it updates, and workspaces of kernels, do not.
 
@@ -239,18 +241,19 @@ def _fit_largest(
     steps: SizedSteps, memory: int, tell: Callable[[float], None], seconds: float | None
 ) -> Fit:
     found = SizeSearch(steps, memory, tell, seconds).run()
-    if found.size and not _agrees(steps, found, memory):
+    fitted = _fit_found(steps, found, memory)
+    if found.size and fitted is None:
         steps.distrust_symbols("a trace with a symbol for the size takes other bytes")
         found = SizeSearch(steps, memory, tell, seconds).run()
-    if not found.size:
+        fitted = _fit_found(steps, found, memory)
+    if not found.size or fitted is None:
         smallest = steps.at(found.smallest)
         if smallest is None:
             raise steps.refused[found.smallest]
         least = smallest.peak_of(smallest.search(Budget(nbytes=memory)).planned)
         raise _too_small(smallest, memory, least, steps.dimension.describe(found.smallest))
-    made = steps.trace_at(found.size)
     return replace(
-        _fit_of(made, memory, found.lowest),
+        fitted,
         maximize=steps.dimension.name,
         size=found.size,
         plain_size=found.plain,
@@ -262,13 +265,18 @@ def _fit_largest(
     )
 
 
-def _agrees(steps: SizedSteps, found: LargestSize, memory: int) -> bool:
-    """Whether a trace at the size that was found takes the bytes that one with a symbol says."""
-    planner, traced = steps.at(found.size), steps.trace_at(found.size).planner
-    assert planner is not None
-    if planner.peak_of(planner.plain) != traced.peak_of(traced.plain):
-        return False
-    return found.lowest is None or traced.peak_of(on_step(traced, found.lowest)) <= memory
+def _fit_found(steps: SizedSteps, found: LargestSize, memory: int) -> Fit | None:
+    """The fit by a trace at the size; `None` if it takes other bytes than one with a symbol."""
+    planner = steps.at(found.size) if found.size else None
+    if planner is None:
+        return None
+    made = steps.trace_at(found.size)
+    if planner.peak_of(planner.plain) != made.planner.peak_of(made.planner.plain):
+        return None
+    try:
+        return _fit_of(made, memory, found.lowest)
+    except BudgetError:  # its graph has other operators, and no plan for it was found
+        return None
 
 
 def _fit_of(made: PlannedFunction, memory: int, near: PlannedStep | None = None) -> Fit:

@@ -8,7 +8,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -50,7 +50,7 @@ class ModuleGuard:
         captured: Sequence[Tensor],
     ) -> None:
         self._checks: list[
-            tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], LikeForward]
+            tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], int, LikeForward]
         ] = []
         self._names: list[tuple[str, list[str]]] = []
         for prefix, module in modules:
@@ -61,21 +61,25 @@ class ModuleGuard:
                 for n in plain
                 if (id(attributes), n) in escapes.slots or id(attributes[n]) in escapes.targets
             ]
-            names = [*_GUARDED, *(n for n in plain if n not in edited)]
+            guarded = [n for n in plain if n not in edited]
+            of_every_module = [*_GUARDED, *(n for n in guarded if n in _OF_EVERY_MODULE)]
+            names = [*of_every_module, *(n for n in guarded if n not in _OF_EVERY_MODULE)]
             get = itemgetter(*names)
             recorded = [
                 dict(v) if name in _GUARDED else v if type(v) is Generator else copy.deepcopy(v)
                 for name, v in zip(names, get(attributes), strict=True)
             ]
             patched = LikeForward(attributes.get("forward"), captured)
-            self._checks.append((get, attributes, tuple(recorded), patched))
+            start = len(of_every_module)
+            self._checks.append((get, attributes, tuple(recorded), start, patched))
             self._names.append((prefix, names))
 
     def holds(self) -> bool:
         try:
-            for get, attributes, recorded, patched in self._checks:
+            for get, attributes, recorded, start, patched in self._checks:
                 forward = attributes.get("forward")
-                if get(attributes) != recorded:
+                found = get(attributes)
+                if found != recorded or not _are_of_one_kind(found[start:], recorded[start:]):
                     return False
                 is_plain = forward is None and not patched.is_patched  # most are
                 if not is_plain and not patched.is_like(forward):
@@ -85,16 +89,22 @@ class ModuleGuard:
         return True
 
     def what_changed(self) -> str | None:
-        for (prefix, names), (_, attributes, recorded, patched) in zip(
+        for (prefix, names), (_, attributes, recorded, _, patched) in zip(
             self._names, self._checks, strict=True
         ):
             of = f" of the module {prefix}" if prefix else ""
             if not patched.is_like(attributes.get("forward")):
                 return f"the forward{of}"
             for name, value in zip(names, recorded, strict=True):
-                if attributes.get(name, MISSING) != value:
+                now = attributes.get(name, MISSING)
+                if now != value if name in _GUARDED else not same_value(now, value):
                     return f"{_IN_WORDS.get(name, f'the attribute {name}')}{of}"
         return None
+
+
+def _are_of_one_kind(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether values that are equal are not `1` and `True`, nor `0.0` and `-0.0`."""
+    return all(map(is_, now, before)) or same_value(now, before)
 
 
 _IN_WORDS = {

@@ -100,9 +100,18 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Binding]:
     found += [v for v in held if not _is_of_forward(v) and not _is_plain(v.get())]
     for _ in range(_DEPTH):
         distinct = {id(v.get()): v for v in held}.values()
-        held = [e for v in distinct for e in _entries_of(v) if e.key in names]
+        held = [
+            entry
+            for v in distinct
+            for entry in _entries_of(v)
+            if entry.key in names or type(v.get()) in _WITHOUT_NAMES
+        ]
         found += held
     return list({(id(v.holder), v.key): v for v in found}.values())
+
+
+_WITHOUT_NAMES = (list, tuple, dict, FunctionType)
+"""Kinds whose entries are read by other code than that which names them, or by no name."""
 
 
 def _is_of_forward(variable: Binding) -> bool:

@@ -15,10 +15,11 @@ from torchremat.planning.budget import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_tensors
 from torchremat.planning.memory.timeline import Timeline
-from torchremat.planning.plan import Figures, Plan, order_of
+from torchremat.planning.plan import Figures, Plan
 from torchremat.planning.planner import PlannedStep, Planner
 from torchremat.planning.problem.problem import Part, Schedule
 from torchremat.planning.step.fingerprint import lines_of
+from torchremat.planning.step.order import order_of
 from torchremat.planning.step.traced_step import (
     FixedSchedule,
     WholeGraphPolicy,

@@ -5,7 +5,9 @@ from functools import cached_property
 from typing import Any
 
 from torchremat.autodiff.joint import Joint
-from torchremat.errors import PolicyError, PolicyValueError
+from torchremat.core.formatting import human_bytes
+from torchremat.core.source import warn_user
+from torchremat.errors import BudgetWarning, PolicyError, PolicyValueError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit, plain_number
@@ -14,6 +16,8 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.out_of_memory import describe_plan
 from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner, check_solver, host_rate_of
+from torchremat.planning.step.fingerprint import find_growth, lines_of
+from torchremat.planning.step.order import misfit
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
 from torchremat.policies.builtin import nothing_saveable
 from torchremat.policies.policy import FailedOperator, Policy
@@ -232,6 +236,8 @@ class FromPlan(_Planned):
     text: str
     """The plan as JSON."""
     path: str | None = field(default=None, compare=False)
+    _served: set[str] = field(default_factory=set, compare=False, repr=False)
+    """The fingerprints of the steps that were served; a job has begun if there is one."""
 
     serves_many_sizes = False
 
@@ -241,7 +247,21 @@ class FromPlan(_Planned):
         """The schedule of the plan. Raises `PlanError` if the plan is for another graph."""
         if not differentiates(joint):
             return forward_only(joint)
-        return self._plan.graph_schedule(joint)
+        plan = self._plan
+        schedule = plan.graph_schedule(joint)
+        lines = lines_of(joint.module.graph)
+        growth = 1.0 if joint.by_compiler else find_growth(plan.graph, lines)
+        if growth > 1:
+            if not self._served:
+                raise misfit(plan.graph, lines)
+            warn_user(
+                f"{self!r}: this step is larger than the one that was planned, {growth:.3g} times "
+                f"in one of its values, and so may be its peak of {human_bytes(plan.peak_bytes)}. "
+                "It runs with the same decisions. Make a plan for the largest step",
+                BudgetWarning,
+            )
+        self._served.add(plan.fingerprint)
+        return schedule
 
     @cached_property
     def _plan(self) -> Plan:
@@ -260,9 +280,11 @@ class FromPlan(_Planned):
 def from_plan(plan: Plan | str) -> Policy:
     """Save and recompute as `plan` says: a `Plan`, or the path of one that was saved.
 
-    It holds for the graph that it was made for, on any device; another raises `PlanError` (a
-    `ValueError`) that says where the graphs differ. In eager mode, offloaded values are copied to
-    the host and back (on the CPU, to memory that stands for the host's). A compiler saves them.
+    It holds for the graph that it was made for, at its sizes and smaller ones, on any device.
+    Another graph raises `PlanError` (a `ValueError`) that says where they differ. Larger sizes
+    do too, or give a `BudgetWarning` once a job has begun. In eager mode, offloaded values
+    are copied to the host and back (on the CPU, to memory that stands for the host's). A compiler
+    saves them.
 
     >>> import torch, torchremat as tr
     >>> f = lambda x: x.sin().sin().sin().sin().sum()

@@ -17,17 +17,9 @@ from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
-from torchremat.planning.step.fingerprint import (
-    find_difference,
-    fingerprint_of,
-    lines_of,
-    match_saved_values,
-)
-
-FORMAT = "torchremat plan"
-
-# The version of the files, which changes when older ones cannot be read: they are refused.
-VERSION = 1
+from torchremat.planning.plan_file import FORMAT, VERSION, parse_plan
+from torchremat.planning.step.fingerprint import fingerprint_of
+from torchremat.planning.step.order import Order, schedule_of
 
 
 @dataclass(frozen=True)
@@ -47,14 +39,6 @@ class Figures:
     seconds: float
     flops: int
     reserved_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Order:
-    saved: tuple[int, ...]
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    offloaded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,32 +200,14 @@ class Plan(ShownInNotebook):
     @classmethod
     def from_json(cls, text: str, where: str = "the text") -> "Plan":
         """The plan that `to_json` wrote. Raises `PlanError` (a `ValueError`) for anything else."""
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(
-                f"{where} is no plan: it is no JSON, or was cut off ({error}). Save it again"
-            ) from error
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise PlanError(f"{where} is no plan of torchremat, though it is JSON")
-        if content.get("version") != VERSION:
-            raise PlanError(
-                f"{where} is a plan of version {content.get('version')!r}, and this torchremat "
-                f"reads version {VERSION}. Make it again with tr.plan"
-            )
-        try:
-            plan = cls(
-                baseline=Figures(**content["baseline"]),
-                order=Order(**{k: tuple(v) for k, v in content["order"].items()}),
-                graph=tuple(content["graph"]),
-                **{name: content[name] for name in _PLAIN_FIELDS},
-                **{name: content[name] for name in _LATER_FIELDS if name in content},
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{where} is a plan that lacks something ({error})") from error
-        if content.get("fingerprint") != plan.fingerprint:
-            raise PlanError(f"{where} is a plan that was changed: its fingerprint does not fit")
-        return plan
+        content = parse_plan(text, where)
+        return cls(
+            baseline=Figures(**content["baseline"]),
+            order=Order(**{k: tuple(v) for k, v in content["order"].items()}),
+            graph=tuple(content["graph"]),
+            **{name: content[name] for name in _PLAIN_FIELDS},
+            **{name: content[name] for name in _LATER_FIELDS if name in content},
+        )
 
     def save(self, path: "str | os.PathLike[str]") -> None:
         """Write the plan to a file, as JSON."""
@@ -259,29 +225,11 @@ class Plan(ShownInNotebook):
             return cls.from_json(file.read(), os.fspath(path))
 
     def graph_schedule(self, joint: Joint) -> GraphSchedule:
-        """The plan in the nodes of `joint`; raises `PlanError` if that is another graph.
+        """The plan in the nodes of `joint`, the graph that it is for, perhaps at other sizes.
 
-        In a compiler's trace it says only what is saved: the compiler orders the operators.
+        Raises `PlanError` if it is another graph.
         """
-        lines = lines_of(joint.module.graph)
-        if joint.by_compiler and lines != self.graph:
-            kept = match_saved_values(self.graph, self.order.saved, joint)
-            away = match_saved_values(self.graph, self.order.offloaded, joint)
-            if kept is not None and away is not None:
-                return GraphSchedule(frozenset(kept), (), (), frozenset(away))
-        if lines != self.graph:
-            raise PlanError(
-                f"the plan is for another graph: {find_difference(self.graph, lines)}. A plan "
-                "holds for one function at one set of shapes, dtypes and modes (train or eval, "
-                "autocast, gradients). Make one for this call with tr.plan"
-            )
-        nodes = list(joint.module.graph.nodes)
-        return GraphSchedule(
-            frozenset(nodes[i] for i in self.order.saved),
-            tuple(nodes[i] for i in self.order.forward),
-            tuple(nodes[i] for i in self.order.backward),
-            frozenset(nodes[i] for i in self.order.offloaded),
-        )
+        return schedule_of(self.order, self.graph, self.decisions, joint)
 
 
 _PLAIN_FIELDS = (
@@ -292,13 +240,3 @@ _PLAIN_FIELDS = (
 
 _LATER_FIELDS = ("offloaded_bytes", "link_seconds", "reserved_bytes")
 """They are not in the first files of this version."""
-
-
-def order_of(schedule: GraphSchedule, joint: Joint) -> Order:
-    numbers = {node: i for i, node in enumerate(joint.module.graph.nodes)}
-    return Order(
-        tuple(sorted(numbers[node] for node in schedule.saved)),
-        tuple(numbers[node] for node in schedule.forward),
-        tuple(numbers[node] for node in schedule.backward),
-        tuple(sorted(numbers[node] for node in schedule.offloaded)),
-    )

@@ -14,6 +14,12 @@ from torchremat.errors import ConcretizationError
 from torchremat.tracing.checks import checks
 
 
+@pytest.fixture(autouse=True)
+def validation():
+    """Dynamo switches it off for the whole process when it first traces an optimizer."""
+    D.Distribution.set_default_validate_args(True)
+
+
 def spread(*shape):
     return torch.rand(shape) * 0.8 + 0.1
 

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -46,10 +47,54 @@ def find_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
     >>> find_difference(["mm(%0, %1) -> f32[2,3]"], ["mm(%0, %1) -> f32[4,3]"])
     'node 0 is mm(%0, %1) -> f32[4,3], and was mm(%0, %1) -> f32[2,3]'
     """
-    for i, (our, their) in enumerate(zip(ours, theirs, strict=False)):
-        if our != their:
-            return f"node {i} is {their}, and was {our}"
+    pairs = list(zip(ours, theirs, strict=False))
+    others = [i for i, pair in enumerate(pairs) if pair[0] != pair[1]]
+    # of the differences, sizes matter least
+    others.sort(key=lambda i: _differ_in_sizes(*pairs[i]))
+    if others:
+        our, their = pairs[others[0]]
+        return f"node {others[0]} is {their}, and was {our}"
     return f"it has {len(theirs)} nodes, and had {len(ours)}"
+
+
+def have_one_structure(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether two graphs are of the same operators, reading the same values, at any sizes.
+
+    >>> have_one_structure(["mm(%0, %1) -> f32[2,3]"], ["mm(%0, %1) -> f32[4,3]"])
+    True
+    >>> have_one_structure(["mm(%0, %1) -> f32[2,3]"], ["mm(%1, %0) -> f32[2,3]"])
+    False
+    """
+    return len(ours) == len(theirs) and all(map(_differ_in_sizes, ours, theirs))
+
+
+def find_growth(lines: Sequence[str], later: Sequence[str]) -> float:
+    """How many times as large a result is in another graph of the same structure, at most.
+
+    >>> find_growth(["sin(%0) -> f32[8]"], ["sin(%0) -> f32[20]"])
+    2.5
+    """
+    pairs = zip(lines, later, strict=True)
+    return max((_numel(now) / max(_numel(was), 1) for was, now in pairs), default=1.0)
+
+
+_NUMBER = re.compile(r"(?<![%\w.])-?\d+(\.\d+)?(e-?\d+)?")
+_SHAPE = re.compile(r"\w\[([\d,]*)\]")
+
+
+def _differ_in_sizes(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    item, other = _ITEM.match(ours), _ITEM.match(theirs)
+    if item and other and item[2] != other[2]:  # which output it is, no size
+        return False
+    return _NUMBER.sub("#", ours) == _NUMBER.sub("#", theirs)
+
+
+def _numel(line: str) -> int:
+    """The most elements that one result of an operator has."""
+    shapes = _SHAPE.findall(line.rpartition(" -> ")[2])
+    return max((prod(map(int, filter(None, shape.split(",")))) for shape in shapes), default=0)
 
 
 def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> str:

@@ -197,7 +197,8 @@ def new_tracer() -> PythonKeyTracer:
 def enter_proxy_modes(tracer: PythonKeyTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
     """Let `tracer` record operators on fake tensors, also the bodies of `torch.cond`."""
     # "fake" also where sizes are symbols: "symbolic" decomposes operators by other rules
-    session = _MakefxTracer(None, "fake", False, False, False, False, True)
+    # a table that is given, even an empty one: without it 2.15 drops `detach` from the graph
+    session = _MakefxTracer({}, "fake", False, False, False, False, True)
     session.fake_tensor_mode = fake_mode
     session.fx_tracer = tracer
     session._construct_modes_with_fx_tracer(tracer)

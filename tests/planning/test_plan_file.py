@@ -73,6 +73,7 @@ def put(*where_and_value):
         (put("baseline", "seconds", "fast"), r":\d+: baseline.seconds is 'fast', but it is to be"),
         (put("baseline", "colour", 1), r"baseline.colour is 1, but there are only"),
         (put("recompute_seconds", -1.0), r"recompute_seconds is -1.0, but it is to be seconds"),
+        (put("recompute_seconds", 10**400), r"recompute_seconds is 10+\.\.\., but it is to be"),
         (put("lower_bound_seconds", 9.0), r"lower_bound_seconds is 9.0, but the plan adds"),
         (put("graph", 3, None), r"graph is \[.*, but it is to be a list of lines of text"),
         (put("device", None), r"device is None, but it is to be text"),
@@ -98,8 +99,9 @@ def test_the_line_is_that_of_the_value(tmp_path):
 @pytest.mark.parametrize(
     "text",
     ["[" * 100_000, TEXT.replace('"recompute_flops": ', '"recompute_flops": NaN, "x": '),
-     TEXT.replace('"budget": ', '"budget": ' + "9" * 5000), '{"format": "torchremat plan"}', ""],
-    ids=["nested", "nan", "digits", "empty plan", "empty"],
+     TEXT.replace('"budget": ', '"budget": ' + "9" * 5000), '{"format": "torchremat plan"}', "",
+     TEXT.replace('"order": {', '"order": 3,\n "order": {')],
+    ids=["nested", "nan", "digits", "empty plan", "empty", "twice"],
 )  # fmt: skip
 def test_text_that_is_no_plan_is_refused(text):
     with pytest.raises(PlanError):

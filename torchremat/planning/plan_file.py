@@ -4,7 +4,6 @@ Each error names the file, the line and the value: `plan.json:31: order.saved[2]
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from json.decoder import scanstring  # type: ignore[attr-defined]
@@ -34,7 +33,9 @@ def parse_plan(text: str, file: str) -> dict[str, Any]:
     torchremat.errors.PlanError: plan.json is a plan of version 9, and this torchremat reads ...
     """
     try:
-        content = json.loads(text, parse_constant=_refuse_constant)
+        content = json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats
+        )
     except json.JSONDecodeError as error:
         raise PlanError(
             f"{file} is no plan: it is no JSON, or was cut off ({error}). Save it again"
@@ -55,6 +56,14 @@ def parse_plan(text: str, file: str) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no figure of a plan")
+
+
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is given twice")
+    return found
 
 
 _COUNTS = ("peak_bytes", "saved_bytes", "recompute_flops", "offloaded_bytes", "reserved_bytes")
@@ -172,7 +181,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value <= _MOST  # false of nan and infinity
 
 
 def _is_text(value: Any) -> bool:

@@ -801,6 +801,8 @@ def test_compiled_modules():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# PyTorch 2.15 deprecates it
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace(_method)?. is deprecated:FutureWarning")
 def test_scripted_modules():
     model = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
     with pytest.raises(TypeError, match=r"'0' \(TopLevelTracedModule\) is compiled by TorchScript"):

@@ -23,7 +23,8 @@ MATMULS_WITHOUT_BATCH_DIMS = frozenset({
     "mm", "addmm", "_addmm_activation", "mv", "addmv", "dot", "vdot", "addbmm", "linear",
     "chain_matmul", "linalg_multi_dot", "tensordot", "_foreach_mm",
     # low precision and packed weights
-    "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu",
+    "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_addmm",
+    "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu",
     "_weight_int4pack_mm_with_scales_and_zeros", "_weight_int8pack_mm", "_dyn_quant_matmul_4bit",
     "_mixed_dtypes_linear", "mkldnn_linear", "fbgemm_linear_fp16_weight",
     "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight",
@@ -61,6 +62,7 @@ ATTENTION = frozenset({
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
     "_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace",
     "_efficient_attention_forward", "_cudnn_attention_forward",
+    "_cudnn_attention_forward_no_dropout_inplace",
     "_triton_scaled_dot_attention", "_triton_multi_head_attention", "_native_multi_head_attention",
 })
 # fmt: on

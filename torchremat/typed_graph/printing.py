@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from torchremat.core.avals import dtype_name
 from torchremat.graph.nodes import results_of
@@ -51,7 +51,7 @@ class _GraphPrinter:
         return [*lines, f"  in {self._outputs(results_of(module))} }}"]
 
     def _declare(self, node: fx.Node) -> str:
-        if "val" not in node.meta and not node.users:
+        if not isinstance(node.meta.get("val"), Tensor) and not node.users:
             return "_"  # a number, which PyTorch hands to the body of a `cond` for a size
         var = self.names.var(node)
         return f"{var.name}:{var.aval}"

@@ -1,8 +1,10 @@
 """Functions of PyTorch that take a size as a number only, by others that take symbols."""
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -14,7 +16,7 @@ _GET, _SET = Tensor.__getitem__, Tensor.__setitem__
 
 
 class SizeMode(TorchFunctionMode):
-    """Replaces `x[n]` and `torch.linspace(a, b, n)`, where `n` is a size that differs."""
+    """Replaces what takes a size `n` that differs: `x[n]`, `linspace(a, b, n)`, `F.linear`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -27,6 +29,8 @@ class SizeMode(TorchFunctionMode):
             return None
         if func is torch.linspace:
             return _space(*args, **kwargs)
+        if func is F.linear and _torch.functorch_is_active():
+            return _multiply_rows(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -71,3 +75,15 @@ def _space(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
     from_end = end - step * (-1 - place + steps)
     half = torch.sym_max(steps // 2, 1)  # of one step it has the start
     return torch.where(place < half, start + step * place, from_end)
+
+
+def _multiply_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` by the operators that PyTorch makes of it under a level of torch.func.
+
+    From PyTorch 2.15 on its own code, in C++, asks for the sizes of a contiguous input as numbers.
+    """
+    if bias is None or input.dim() < 3 or not any(isinstance(n, torch.SymInt) for n in input.shape):
+        return F.linear(input, weight, bias)
+    *lengths, width = input.shape
+    rows = torch.addmm(bias, input.reshape(math.prod(lengths), width), weight.t())
+    return rows.view(*lengths, rows.shape[1])

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .functorch import functorch_is_active
 from .patches import dual_level_as_functorch_level, enter_trace
 from .shape_env import AskingShapeEnv
+from .versions import slice_rule
 
 aten = torch.ops.aten
 
@@ -102,6 +103,11 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
                 return _make_grouped_mm(*args, **(kwargs or {}))
         if isinstance(shapes, AskingShapeEnv):
             shapes.prepare(func, args)
+            if slice_rule.IS_NEEDED and func is aten.slice.Tensor:
+                with mode, enable_python_dispatcher():  # type: ignore[union-attr]
+                    part = slice_rule.slice_fake(*args, **(kwargs or {}))
+                if part is not None:
+                    return part
         # For symbols operators find PyTorch's rules for symbolic sizes, written in Python. Turned
         # on for a whole trace, as `make_fx` does, the rules would also decompose other operators
         # than eager PyTorch does, before they are recorded.

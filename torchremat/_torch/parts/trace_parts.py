@@ -90,6 +90,13 @@ TRACES = (
         "No dynamic shapes, no ragged batches.",
     ),
     PrivatePart(
+        "torch.fx.experimental.symbolic_shapes: guard_or_false, statically_known_true, sym_and",
+        "To find the size of a slice whose bounds some elements have, and others do not.",
+        "None: the rule of PyTorch 2.11 for fake tensors gives up there.",
+        "In PyTorch 2.11 slices of a ragged batch would raise.",
+        until="2.11",
+    ),
+    PrivatePart(
         "torch.fx.experimental.sym_node: SymNode",
         "The number inside of a size, to print guards of it under another name.",
         "torch.SymInt has no public constructor.",

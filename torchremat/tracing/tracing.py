@@ -131,6 +131,8 @@ class Tracing:
     opens_calls: bool = False
     on_function: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any] | None = None
     """Handles a call of a user's `autograd.Function`: class, arguments, `apply`."""
+    on_own_backward: Callable[[type], None] | None = None
+    """Is called with each `autograd.Function` of a user, before it runs."""
     on_checkpoint: _torch.CheckpointHandler | None = None
     """Handles a call of `torch.utils.checkpoint`. `None`: only its function is called."""
     value_guards: ValueGuards | None = None
@@ -319,8 +321,11 @@ class Tracing:
             if cls is CheckpointFunction:
                 function, _preserves_rng_state, *inputs = args
                 return self._call_checkpoint(function, tuple(inputs), {}, None)
-            if self.on_function is not None and _torch.is_function_of_user(cls):
-                return self.on_function(cls, args, apply)
+            if _torch.is_function_of_user(cls):
+                if self.on_own_backward is not None:
+                    self.on_own_backward(cls)
+                if self.on_function is not None:
+                    return self.on_function(cls, args, apply)
             return apply(*args)
 
     def _capture(self, tensor: Tensor) -> Tensor:

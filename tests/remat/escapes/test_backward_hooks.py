@@ -97,3 +97,53 @@ def test_a_hook_that_keeps_a_gradient_which_is_differentiated_again_is_an_error(
 
 def test_a_function_without_any_tensor():
     assert tr.checkpoint(lambda x, y: (x + y, None, "text"))(1.5, 2) == (3.5, None, "text")
+
+
+KEPT = []
+
+
+class KeepsGradient(torch.autograd.Function):
+    """Its backward pass leaves a tensor in a list, as code that logs gradients does."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        KEPT.append(g * y)
+        return g * y, None
+
+
+class KeepingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return KeepsGradient.apply(self.lin(x), x).sin()
+
+
+def test_what_a_backward_pass_of_the_user_keeps_is_that_of_each_call():
+    block = KeepingBlock()
+    kept = {}
+    for way in ("plain", "wrapped"):
+        if way == "wrapped":
+            tr.nn.wrap(block, "full")
+        torch.manual_seed(0)
+        KEPT.clear()
+        for _ in range(2):
+            block(torch.randn(2, 3)).sum().backward()
+        kept[way] = list(KEPT)
+    assert len(kept["wrapped"]) == 2
+    assert_same(kept["wrapped"], kept["plain"])
+
+
+def test_a_graph_does_not_keep_what_a_backward_pass_of_the_user_keeps():
+    KEPT.clear()
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(EffectError, match=r"test_backward_hooks\.py:\d+ \(backward\) changes KEPT"):
+        tr.checkpoint(lambda x: KeepsGradient.apply(x, x.detach()))(x)
+    assert KEPT == []

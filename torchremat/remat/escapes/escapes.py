@@ -72,10 +72,14 @@ class Escapes:
             except LookupError:
                 holds = False
             if not holds:
-                key = guard.key if isinstance(guard, SlotEdit) else ""
-                name = ".".join(filter(None, (str(guard.place), str(key))))
+                name = _name_of(guard)
                 return f"what it keeps in {name}" if name else "what it keeps"
         return None
+
+    @property
+    def changed_place(self) -> str:
+        """The name of something that the edits change, for a message."""
+        return next(filter(None, map(_name_of, self.edits)), "a variable")
 
     def write(
         self,
@@ -135,6 +139,11 @@ class Escapes:
         exact = [e for e in kept if isinstance(e, SlotEdit) or not e.any_length]
         places = {edit.place.key for edit in exact}
         self.neighbours = [n for n in self.neighbours if n.place.key in places]
+
+
+def _name_of(guard: Edit | Neighbours) -> str:
+    key = guard.key if isinstance(guard, SlotEdit) else ""
+    return ".".join(filter(None, (str(guard.place), str(key))))
 
 
 def _find_again(edit: Edit, roots: Roots) -> Any:

@@ -17,6 +17,7 @@ from torchremat.core.trees import Structure
 from torchremat.errors import DeviceError, EffectError, RetraceError
 from torchremat.remat.escapes.escapes import Escapes, EscapeWatch
 from torchremat.remat.escapes.live_tensors import LiveTensors
+from torchremat.remat.escapes.own_backward import OwnBackwards
 from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.escapes.read_watch import Spot, Watch
 from torchremat.remat.program.region import Region
@@ -80,7 +81,11 @@ def trace_function(
     flat.body = body = FunctionBody(lambda: flat, specs, value_guards)
     names = [f"arg{i}" for i in range(len(specs))]
     traced_specs = specs if dynamic is None else dynamic.specs
-    with _explain_missing_device(fun), value_guards.first() if value_guards else nullcontext():
+    with (
+        flat.own_backwards.refuse_changes(),
+        _explain_missing_device(fun),
+        value_guards.first() if value_guards else nullcontext(),
+    ):
         region = Region.trace(body, traced_specs, names, paths, options, dynamic)
     assert body.captured is not None and flat.result is not None
     found = body.captured()
@@ -114,6 +119,7 @@ class _FlatFunction:
         self.escapes = Escapes()
         self.watches: Mapping[Spot, Watch] = {}
         self.code = ReachedCode()
+        self.own_backwards = OwnBackwards()
 
     def __call__(self, tensors: list[Tensor]) -> list[Any]:
         tracing = current_tracing()
@@ -122,6 +128,8 @@ class _FlatFunction:
         roots = Roots(function, (args, kwargs))
         is_first = self.result is None
         live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None
+        if is_first and tracing is not None:
+            tracing.on_own_backward = self.own_backwards.watch
         with self.escapes.rewind(roots):
             watch = self._new_watch(roots, tensors)
             try:

@@ -1,0 +1,59 @@
+"""Backward passes that a user wrote: what they leave outside is found, and refused.
+
+    class Log(torch.autograd.Function):
+        def backward(ctx, g):
+            norms.append(g.norm())      a graph has no append: the next call would not have it
+
+Unlike the edits of a function, those of a backward pass have no place in a call where they could
+be written again. Where Python runs the backward pass at each call, as on a tape, they are right.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from torchremat.core.source import place_of
+from torchremat.errors import EffectError
+from torchremat.remat.escapes.escapes import EscapeWatch
+from torchremat.remat.escapes.reach import Roots
+
+
+class OwnBackwards:
+    """Watches what each `autograd.Function` can reach, from its first call in a trace on."""
+
+    def __init__(self) -> None:
+        self._watches: dict[type, tuple[Callable[..., Any], EscapeWatch]] = {}
+
+    def watch(self, cls: type) -> None:
+        if cls not in self._watches:
+            backward = cls.backward  # type: ignore[attr-defined]
+            roots = Roots(backward, ((), {}))
+            self._watches[cls] = backward, EscapeWatch(roots, (), _find_no_input)
+
+    @contextmanager
+    def refuse_changes(self) -> Iterator[None]:
+        """Put back, after the block, what backward passes changed in it; raise if they did."""
+        try:
+            yield
+        finally:
+            text = self._undo()
+        if text is not None:
+            raise EffectError(
+                f"the backward pass {text}: a checkpoint replays a graph of it, and would not "
+                "change that at each call."
+            )
+
+    def _undo(self) -> str | None:
+        texts = []
+        for backward, watch in reversed(self._watches.values()):
+            escapes, _ = watch.take_out()
+            if escapes:
+                texts.append(f"{place_of(backward)} changes {escapes.changed_place}")
+        self._watches.clear()
+        return texts[0] if texts else None
+
+
+def _find_no_input(tensor: Tensor) -> None:
+    return None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 
 from torch import fx
 
@@ -171,10 +172,11 @@ class Plan(ShownInNotebook):
     def __str__(self) -> str:
         return self.summary()
 
-    def to_html(self, path: "str | os.PathLike[str]") -> None:
-        """Draw the plan as a page: `torchremat.viz.graph_html(plan, path)`."""
+    def to_html(self, path: "str | os.PathLike[str]") -> Path:
+        """Draw the plan as a page: `torchremat.viz.graph_html(plan, path)`; return its path."""
         # by name: pictures are a layer above
-        import_module("torchremat.viz").graph_html(self, path)
+        written: Path = import_module("torchremat.viz").graph_html(self, path)
+        return written
 
     def to_json(self) -> str:
         """The plan as JSON, with its version and the graph that it is for; without graphs."""

@@ -83,7 +83,7 @@ def diff_html(
     *,
     titles: tuple[str, str] = ("before", "after"),
     cost_model: CostModel | None = None,
-) -> None:
+) -> Path:
     """Draw two plans, reports or graphs of one function side by side; what differs is ringed.
 
     Both fold, move and select together. Arguments and errors are those of `graph_html`.
@@ -94,6 +94,9 @@ def diff_html(
         path: the file, with the suffix `.html`.
         titles: what to call them.
         cost_model: what the operators cost in seconds.
+
+    Returns:
+        The path of the page.
     """
     suffix_of(path, (".html",), "a page")
     pictures = [
@@ -101,6 +104,7 @@ def diff_html(
         for drawable, title in zip((a, b), titles, strict=True)
     ]
     write_text(path, page_of(*pictures), "the page")
+    return Path(path)
 
 
 def page_of(*pictures: Picture, only_timeline: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchremat.core.formatting import human_bytes, human_seconds
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
@@ -38,7 +39,7 @@ def pareto(
     *,
     named: Mapping[str, PointLike] | None = None,
     title: str = "Time against peak memory",
-) -> None:
+) -> Path:
     """Draw the time that recomputation adds against peak memory.
 
     Args:
@@ -50,20 +51,25 @@ def pareto(
     The knee is marked: the point farthest below the line from one end of the curve to the other. A
     thin line below the curve is the lower bound for any plan, where that is known.
 
+    Returns:
+        The path of the picture.
+
     Raises:
         TypeError: if a point is no pair of numbers and no `ParetoPoint`.
         ValueError: if there are no points, or the suffix is another.
         ImportError: for `.png` without matplotlib.
         OSError: if the path cannot be written.
 
-    >>> import pathlib, tempfile
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pareto([(2**30, 0.0), (2**29, 0.012)], folder + "/p.svg", named={"full": (2**29, 0.02)})
-    ...     "full" in pathlib.Path(folder, "p.svg").read_text(encoding="utf-8")
+    ...     named = {"full": (2**29, 0.02)}
+    ...     picture = pareto([(2**30, 0.0), (2**29, 0.012)], folder + "/p.svg", named=named)
+    ...     "full" in picture.read_text(encoding="utf-8")
     True
     """
     suffix_of(path, SUFFIXES, "a curve")
     pareto_figure(points, named or {}, title).write(path, "a curve")
+    return Path(path)
 
 
 def pareto_figure(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 
 from torchremat.core.formatting import human_bytes
 from torchremat.errors import PlanError
@@ -46,7 +47,7 @@ def timeline(
     against: Mapping[str, Drawable | Timeline] | None = None,
     inputs: bool = False,
     cost_model: CostModel | None = None,
-) -> None:
+) -> Path:
     """Draw the bytes alive over a step, stacked by what they are, with the largest at the peak.
 
     Args:
@@ -59,6 +60,9 @@ def timeline(
         inputs: whether parameters and inputs, which are always alive, are drawn below.
         cost_model: what the operators cost in seconds, for the page.
 
+    Returns:
+        The path of the picture.
+
     Raises:
         TypeError: if there is nothing to draw in `plan` or `against`.
         PlanError: (a `ValueError`) if one of them has no timeline: a plan that was loaded, or a
@@ -67,11 +71,11 @@ def timeline(
         ImportError: for `.png` without matplotlib.
         OSError: if the path cannot be written.
 
-    >>> import pathlib, tempfile, torch, torchremat as tr
+    >>> import tempfile, torch, torchremat as tr
     >>> found = tr.plan(lambda x: x.sin().sin().sum(), torch.ones(256), budget="100%")
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     timeline(found, folder + "/step.svg")
-    ...     "peak 3.01 KiB" in pathlib.Path(folder, "step.svg").read_text(encoding="utf-8")
+    ...     picture = timeline(found, folder + "/step.svg")
+    ...     "peak 3.01 KiB" in picture.read_text(encoding="utf-8")
     True
     """
     suffix = suffix_of(path, SUFFIXES, "a timeline")
@@ -86,6 +90,7 @@ def timeline(
         write_text(path, page_of(picture, only_timeline=True), "the timeline")
     else:
         timeline_figure(picture, inputs=inputs, against=others).write(path, "a timeline")
+    return Path(path)
 
 
 def _picture_with_timeline(

@@ -30,7 +30,7 @@ def plan():
 
 def draw(plan, folder):
     viz.graph_html(plan, folder / "graph.html")
-    viz.diff_html(plan, plan, folder / "diff.html")
+    assert viz.diff_html(plan, plan, folder / "diff.html") == folder / "diff.html"
     viz.timeline(plan, folder / "step.svg")
     viz.timeline(plan, folder / "step.html")
     viz.pareto([(4, 1.0), (8, 0.0)], folder / "curve.svg", named={"full": (4, 2.0)})

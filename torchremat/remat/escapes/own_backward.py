@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchremat.core.source import place_of
@@ -28,7 +29,7 @@ class OwnBackwards:
 
     def watch(self, cls: type) -> None:
         if cls not in self._watches:
-            backward = cls.backward  # type: ignore[attr-defined]
+            backward = _find_backward(cls)
             roots = Roots(backward, ((), {}))
             self._watches[cls] = backward, EscapeWatch(roots, (), _find_no_input)
 
@@ -57,3 +58,9 @@ class OwnBackwards:
 
 def _find_no_input(tensor: Tensor) -> None:
     return None
+
+
+def _find_backward(cls: Any) -> Callable[..., Any]:
+    """The backward pass, which a class may call `vjp` instead."""
+    plain = torch.autograd.Function
+    return cls.vjp if cls.backward is plain.backward else cls.backward  # type: ignore[no-any-return]

@@ -219,6 +219,19 @@ def followed_modules():
     return list(HOOKED)
 
 
+READ = []
+
+
+@case(
+    "torch.nn.modules.module:Module.__getattribute__",
+    lambda: _torch.note_attribute_reads(lambda _module, name: READ.append(name)),
+)
+def read_attributes():
+    READ.clear()
+    assert LINEAR.in_features == 1
+    return list(READ)
+
+
 @case(
     "torch._functorch.eager_transforms.JVP_NESTING",
     _torch.dual_level_as_functorch_level,

@@ -66,8 +66,8 @@ from .patches import (
     CheckpointHandler, call_around_modules, dual_level_as_functorch_level,
     handle_checkpoints, handle_function_calls, let_functions_know_axes,
     let_modes_see_views_of_zeros,
-    lift_before_wrapping, replace_batching_rule, restore_batching_rule, set_module_trackers_aside,
-    symbolic_lengths,
+    lift_before_wrapping, note_attribute_reads, replace_batching_rule, restore_batching_rule,
+    set_module_trackers_aside, symbolic_lengths,
 )  # fmt: skip
 from .pytrees import (
     GetAttrKey, TreeSpec, children_of, keystr, register_pytree_node, tree_flatten,

@@ -31,8 +31,8 @@ from .engine import (
     receive_diverted,
 )
 from .replacements import (
-    GLOBAL_MODULE_HOOKS,
     HAS_CONTEXT_FOR_COMPILED,
+    AttributeReader,
     Maker,
     Nesting,
     TracingFlag,
@@ -48,7 +48,7 @@ from .replacements import (
     run_compiled_functions_eagerly,
     set_own_tracer,
     share_flag,
-    skip_if,
+    wrap_trackers,
 )
 
 
@@ -175,6 +175,12 @@ _MODULE_HOOKS = Patch(
     "A trace follows which modules run, by `call_around_modules`.",
     "2.11", "thread-local; in other threads the hooks return at once, and Dynamo sees none",
 )  # fmt: skip
+_READS = Patch(
+    "torch.nn.modules.module:Module", "__getattribute__",
+    "`note_attribute_reads` tells which attributes of modules a trace depends on: the others need "
+    "no guard, and may differ between layers that share a trace.",
+    "2.11", make=AttributeReader,
+)  # fmt: skip
 _VIEW_OF_ZEROS = Patch(
     "torch.ops.aten.view", "ZeroTensor",
     "`let_modes_see_views_of_zeros` lets fake tensors see views of zeros: PyTorch registers the "
@@ -199,7 +205,7 @@ _LEN = Patch("builtins", "len", "`len` makes a number of a symbol.", "2.11", mak
 EVERY_PATCH = (
     _APPLY, _BIND, _CALL_CUSTOM, _SETUP_CONTEXT, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT,
     _FX_FLAG, _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING,
-    _TRACKERS, _MODULE_HOOKS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _LEN,
+    _TRACKERS, _MODULE_HOOKS, _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _LEN,
 )  # fmt: skip
 """The table for all supported versions of PyTorch."""
 
@@ -209,7 +215,7 @@ _SETTINGS = () if HAS_CONTEXT_FOR_COMPILED else (_NESTED_FX,)
 PATCHES = (
     *_APPLY_PATCHES, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, *_FLAG_PATCHES, *_SETTINGS,
     _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS, _MODULE_HOOKS,
-    _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _LEN,
+    _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _LEN,
 )  # fmt: skip
 """The rows of the installed version."""
 
@@ -246,7 +252,9 @@ def _enter(values: Mapping[Patch, Any]) -> Iterator[None]:
 def _install(patch: Patch) -> None:
     with _lock:
         if _num_blocks[patch] == 0:
-            _undo[patch] = _wrap_trackers() if patch is _TRACKERS else _replace(patch)
+            _undo[patch] = (
+                wrap_trackers(_values_of(_TRACKERS)) if patch is _TRACKERS else _replace(patch)
+            )
         _num_blocks[patch] += 1
 
 
@@ -258,6 +266,8 @@ def _remove(patch: Patch) -> None:
 
 
 def _replace(patch: Patch) -> Callable[[], None]:
+    if patch is _TRACKERS:
+        return wrap_trackers(_values_of(_TRACKERS))
     owner, name, make = resolve_name(patch.owner), patch.name, patch.make
     assert make is not None
     plain = getattr(owner, name, None)
@@ -277,30 +287,6 @@ def _replace(patch: Patch) -> Callable[[], None]:
             setattr(owner, name, made.plain)
 
     return undo
-
-
-def _wrap_trackers() -> Callable[[], None]:
-    aside = _values_of(_TRACKERS)
-    wrapped = []
-    for place in GLOBAL_MODULE_HOOKS:
-        for key, hook in list(place.items()):
-            if type(getattr(hook, "__self__", None)).__module__ in _MODULES_OF_TRACKERS:
-                wrapped.append((place, key, hook))
-                place[key] = skip_if(aside, hook)
-
-    def undo() -> None:
-        for place, key, hook in wrapped:
-            if key in place:  # the tracker may have removed it
-                place[key] = hook
-
-    return undo
-
-
-_MODULES_OF_TRACKERS = (
-    "torch.utils.module_tracker",
-    "torch.distributed._tools.mod_tracker",
-    "torch.distributed.tensor.debug._comm_mode",
-)
 
 
 # --- blocks --------------------------------------------------------------------------------------
@@ -368,6 +354,11 @@ def call_around_modules(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def note_attribute_reads(note: Callable[[Any, str], None]) -> AbstractContextManager[None]:
+    """Call `note(module, name)` for each attribute of a module that this thread reads."""
+    return _enter({_READS: note})
 
 
 def symbolic_lengths() -> AbstractContextManager[None]:

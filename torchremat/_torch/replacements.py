@@ -7,6 +7,7 @@ patch, innermost last. Where that is nothing, the replacement does what the plai
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -144,6 +145,46 @@ def ignore_module(*_: Any) -> None:
 
 def skip_if(aside: Values, hook: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: None if aside() else hook(*args, **kwargs)
+
+
+def wrap_trackers(aside: Values) -> Callable[[], None]:
+    """Let the hooks of PyTorch's trackers do nothing where this thread has set them aside."""
+    wrapped = []
+    for place in GLOBAL_MODULE_HOOKS:
+        for key, hook in list(place.items()):
+            if type(getattr(hook, "__self__", None)).__module__ in _MODULES_OF_TRACKERS:
+                wrapped.append((place, key, hook))
+                place[key] = skip_if(aside, hook)
+
+    def undo() -> None:
+        for place, key, hook in wrapped:
+            if key in place:  # the tracker may have removed it
+                place[key] = hook
+
+    return undo
+
+
+_MODULES_OF_TRACKERS = (
+    "torch.utils.module_tracker",
+    "torch.distributed._tools.mod_tracker",
+    "torch.distributed.tensor.debug._comm_mode",
+)
+
+
+class AttributeReader:
+    """Reads an attribute of a module. It is no function, which Dynamo would refuse."""
+
+    def __init__(self, plain: Callable[[Any, str], Any], notes: Values) -> None:
+        self._plain = plain
+        self._notes = notes
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else partial(self, instance)
+
+    def __call__(self, module: Any, name: str) -> Any:
+        for note in self._notes():
+            note(module, name)
+        return self._plain(module, name)
 
 
 Session = tuple[_MakefxTracer, CompileContext | None]

@@ -39,6 +39,11 @@ class GraphSchedule:
         """The values that the backward pass finds on the device or on the host."""
         return self.saved | self.offloaded
 
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Equal for schedules of one graph that are alike."""
+        return self.saved, self.forward, self.backward, self.offloaded
+
     def copy_to(self, nodes: Mapping[fx.Node, fx.Node]) -> "GraphSchedule":
         return GraphSchedule(
             frozenset(nodes[node] for node in self.saved),

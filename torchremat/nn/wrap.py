@@ -151,7 +151,8 @@ def report(module: nn.Module) -> Report:
 
     Of each module the last call that recorded gradients counts: one under `no_grad` saves nothing.
     A wrapped module that ran inside another is a part of that one. `.plans` and `.traces` of the
-    report say how many were made in all steps, and `.budgets` what each budget is in bytes.
+    report say how many were made in all steps, and `.budgets` what each budget is in bytes. Alike
+    layers share a trace, which counts once.
 
     Raises `NoMatchError` (a `ValueError`) if nothing in `module` is wrapped, and `RuntimeError` if
     nothing that is wrapped has run yet.

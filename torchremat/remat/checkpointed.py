@@ -7,7 +7,7 @@ function are searched, and the function is traced if none fits.
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -17,15 +17,14 @@ from torch import Tensor
 
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
-from torchremat.autodiff.joint import TraceOptions, is_differentiated
+from torchremat.autodiff.joint import TraceOptions
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentValueError
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
-from torchremat.remat.escapes.reach import Roots
-from torchremat.remat.escapes.read_watch import Spot, has_stand_ins, reads_unnoted
+from torchremat.remat.escapes.read_watch import has_stand_ins
 from torchremat.remat.op.autograd_functions import apply_program
 from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_whole
 from torchremat.remat.program.compilers import Compiler
@@ -33,28 +32,20 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tape.tape import TapeSummary
 from torchremat.remat.tape.taped_call import TapedCalls, allows_tape, find_policy, note_refusal
 from torchremat.remat.tracing.calls import Call, prevent_cse_of, read_call, wrap_statics
-from torchremat.remat.tracing.effects import trace_without_effects
 from torchremat.remat.tracing.function_trace import (
-    FunctionTrace,
-    TraceStart,
     describe_fun,
-    trace_function,
 )
-from torchremat.remat.tracing.guards import VariableGuard
+from torchremat.remat.tracing.new_trace import Subject, trace_call
+from torchremat.remat.tracing.retrace_warnings import warn_of_retraces
 from torchremat.remat.tracing.trace_cache import (
     PolicyKey,
     Trace,
     TracesByFunction,
-    build_trace,
     current_state,
-    warn_of_retraces,
 )
-from torchremat.remat.tracing.unread import forget_unread
 from torchremat.remat.tracing.variables import (
-    Binding,
     roots_of,
     variables_of,
-    variables_of_modules,
 )
 from torchremat.remat.values.residual_log import log_residuals
 from torchremat.remat.verify import VerifyingProgram
@@ -63,7 +54,6 @@ from torchremat.tracing.axes.named_axes import axis_environment
 from torchremat.tracing.dtensors import unwrap_inputs
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
-from torchremat.tracing.modules.module_paths import below
 from torchremat.tracing.modules.reached_code import note_code
 from torchremat.tracing.tracing import has_symbols, trace_lock
 
@@ -80,6 +70,9 @@ class Checkpointed:
 
     may_check = True
     """Whether a call whose checks fail can run anew, as it is."""
+
+    may_share = False
+    """Whether alike functions of other modules may share the traces."""
 
     around: Callable[..., Any] | None = None
     """A transformation of `fun`: if set, `around(fun, *args, **kwargs)` is traced."""
@@ -253,7 +246,7 @@ class Checkpointed:
             raise error
         self.statics.refuse_tensors(args, kwargs)
         if self._key not in self._trace_cache.tapes:
-            roots = roots_of(self.fun, self._variables())
+            roots = roots_of(self.fun, self._new_subject().variables)
             self._trace_cache.tapes[self._key] = TapedCalls(policy, roots, self.module_prefix)
         if kind is not None and not _torch.functorch_is_active():
             self._trace_cache.untraceable_keys.add(kind)
@@ -374,34 +367,22 @@ class Checkpointed:
         only_usual: bool = False,
     ) -> Trace:
         structure = Structure.of(wrap_statics(args, kwargs, self.statics))
-        with reads_unnoted():
-            variables = self._variables()
-            roots = roots_of(self.fun, variables)
-            inside = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
-            unchanged = VariableGuard([*variables, *variables_of_modules(inside)])
-        state = current_state()
+        grad_enabled = torch.is_grad_enabled()
+        options = functools.partial(
+            _trace_options, self.policy, grad_enabled=grad_enabled, only_usual=only_usual
+        )
+        return trace_call(self._new_subject(), call, structure, specs, dynamic, options)
 
-        def trace(*, with_gradients: bool) -> FunctionTrace:
-            options = _trace_options(self.policy, with_gradients, state[0], only_usual)
-            run = functools.partial(trace_once, options)
-            return trace_without_effects(describe_fun(self.fun), run, variables, inside)
-
-        def trace_once(options: TraceOptions, watched: Mapping[Spot, Any] = {}) -> FunctionTrace:
-            start = TraceStart(roots, watched, self.around, may_check=self.may_check)
-            return trace_function(self.fun, structure, specs, dynamic, start, options, call.tensors)
-
-        made = trace(with_gradients=state[0])
-        if not state[0] and any(map(is_differentiated, made.result.tensors)):
-            made = trace(with_gradients=True)  # it enables gradients itself
-        again = functools.partial(trace_once, made.region.options)
-        forget_unread(made, self._trace_cache.read_spots, again, Roots(self.fun, call.arguments))
-        modules = dict.fromkeys([*inside, *made.paths.seen])
-        prefix = self.module_prefix
-        named = [(below(prefix, made.paths.name_of(m)), m) for m in modules]
-        return build_trace(made, unchanged, variables, named, call, specs, state, dynamic)
-
-    def _variables(self) -> list[Binding]:
-        return variables_of(self.fun)
+    def _new_subject(self) -> Subject:
+        return Subject(
+            self.fun,
+            variables_of(self.fun),
+            self.around,
+            self.may_check,
+            self.module_prefix,
+            self._trace_cache.read_spots,
+            self.may_share,
+        )
 
 
 def _call_taped(
@@ -415,7 +396,7 @@ def _call_taped(
 
 
 def _trace_options(
-    policy: Policy, with_gradients: bool, grad_enabled: bool, only_usual: bool
+    policy: Policy, with_gradients: bool, *, grad_enabled: bool, only_usual: bool
 ) -> TraceOptions:
     return TraceOptions(
         with_gradients,

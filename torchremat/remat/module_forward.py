@@ -9,6 +9,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,16 +17,21 @@ import torch
 from torch import nn
 
 from torchremat import _torch
-from torchremat.api_util import StaticArguments
+from torchremat.api_util import StaticArguments, WrapHashably
+from torchremat.core.trees import Structure
 from torchremat.policies.policy import Policy
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.program.compilers import compiler_named
 from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.sharing.adoption import KnownTraces, adopt, may_share_now
 from torchremat.remat.tape.tape import TapeSummary
-from torchremat.remat.tracing.calls import flatten_call
-from torchremat.remat.tracing.trace_cache import Traces
-from torchremat.remat.tracing.variables import Binding, variables_of
+from torchremat.remat.tracing.calls import Call, flatten_call, wrap_statics
+from torchremat.remat.tracing.new_trace import Subject
+from torchremat.remat.tracing.trace_cache import Trace, Traces
+from torchremat.remat.tracing.variables import variables_of
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.tracing import has_symbols
 
 
 def _is_never_differentiated() -> bool:
@@ -270,6 +276,45 @@ class _CheckpointedForward(Checkpointed):
         vars(self).pop("__wrapped__", None)
 
     @property
+    def may_share(self) -> bool:  # type: ignore[override]
+        """Whether the forward is that of the class, so that other modules have it too."""
+        forward = self._forward()
+        return forward is not None and not forward.hidden and may_share_now()
+
+    def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
+        trace = self._adopt(call, args, kwargs) or super()._trace(call, args, kwargs)
+        module = self._module()
+        if self.may_share and module is not None:
+            _known_traces.add(self._function, module, self._kind, trace)
+        return trace
+
+    def _adopt(self, call: Call, args: Any, kwargs: Any) -> Trace | None:
+        """The trace of an alike module, for this one."""
+        module = self._module()
+        if not self.may_share or module is None:
+            return None
+        specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
+        if has_symbols(specs):
+            return None
+        candidates = _known_traces.like(self._function, self._kind)
+        if not self._may_be_dynamic():
+            candidates = ((m, t) for m, t in candidates if t.dynamic is None)
+
+        def structure() -> Structure:
+            return Structure.of(wrap_statics(args, kwargs, self.statics))
+
+        trace = adopt(self._new_subject(), module, candidates, call, structure, specs)
+        if trace is not None:
+            self._trace_cache.add(trace, is_new=False)
+        return trace
+
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        """The class and the options that traces depend on, without the name of the module."""
+        options = self.policy.is_whole_graph, self.policy.honours_others
+        return (type(self._module()), self.compiler, WrapHashably(self.prevent_cse), *options)
+
+    @property
     def fun(self) -> Callable[..., Any]:
         """The original forward, bound to the module. Whoever keeps it keeps the module."""
         return MethodType(self._function, self._module())
@@ -287,9 +332,11 @@ class _CheckpointedForward(Checkpointed):
         call = flatten_call(args, kwargs, self.statics, lenient=self.lenient)
         self.prepare(call, args, kwargs)
 
-    def _variables(self) -> list[Binding]:
-        forward = self._forward()
-        return variables_of(self.fun if forward is None else forward.__wrapped__)
+    def _new_subject(self) -> Subject:
+        subject, forward = super()._new_subject(), self._forward()
+        if forward is None:
+            return subject
+        return replace(subject, variables=variables_of(forward.__wrapped__))
 
 
 def _follow_class(forward: RematForward) -> None:
@@ -320,6 +367,8 @@ def _function_of(module: nn.Module, forward: RematForward) -> Callable[..., Any]
     call_original.__qualname__ = f"{type(module).__qualname__}.forward"
     return call_original
 
+
+_known_traces = KnownTraces()
 
 _keys: Iterator[int] = itertools.count()
 _running: dict[int, _CheckpointedForward] = {}

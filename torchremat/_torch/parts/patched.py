@@ -71,6 +71,10 @@ ALTERNATIVES = {
     "torch.nn.modules.module.register_module_forward_hook, register_module_forward_pre_hook": (
         Alternative(_HOOKS, "Nodes would not know their module; policies by module would not work.")
     ),
+    "torch.nn.modules.module:Module.__getattribute__": Alternative(
+        "A module calls `__getattr__` only for what its `__dict__` lacks.",
+        "Alike layers that differ in an attribute which nothing reads would not share a trace.",
+    ),
     "torch.ops.aten.view.ZeroTensor": Alternative(
         "It is registered by torch.library, which is public.",
         "`vmap` of `jvp` of `vmap` of `jvp` could not be traced.",

@@ -1,19 +1,20 @@
 """A traced function under a policy: the program that every checkpoint starts from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
-from torchremat import _torch
+from torchremat import _torch, config
 from torchremat.autodiff.gradient_parts import slots_of
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.nodes import base_of, is_forward, is_identity
-from torchremat.graph.notes import note_roles, notes_of
+from torchremat.graph.notes import graph_notes_of, note_roles, notes_of
 from torchremat.graph.ops import is_factorisation
 from torchremat.graph.schedule import build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
@@ -170,12 +171,50 @@ class FunctionProgram(Program):
 
     @cached_property
     def forward(self) -> CompiledGraph:
-        return self._compile_forward(())
+        return self._share(("forward",), lambda: self._compile_forward(()))
 
     @cached_property
     def runtime_forward(self) -> CompiledGraph:
         """`forward` with states of generators, and copies on the host, in place of residuals."""
-        return self._compile_forward(self.replayed_random, self.offloaded)
+        return self._share(
+            ("runtime forward",),
+            lambda: self._compile_forward(self.replayed_random, self.offloaded),
+        )
+
+    def _compile_backward(
+        self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool
+    ) -> CompiledGraph:
+        masks = outputs_with_cotangent, inputs_needing_grad, with_states
+        compile_own = super()._compile_backward
+        if self.joint_for(outputs_with_cotangent) is not self.root_joint:
+            return compile_own(*masks)
+        compiled = self._share(("backward", *masks), lambda: compile_own(*masks))
+        if with_states and self.offloaded:
+            self.fetched_first[:] = graph_notes_of(compiled.module).fetched_first
+        return compiled
+
+    def _share(self, form: tuple[Any, ...], make: Callable[[], CompiledGraph]) -> CompiledGraph:
+        """The graph that `make` compiles, or that an alike layer with alike decisions has."""
+        graphs = self.region.graphs
+        is_of_joint = self.root_joint is self.region.joint
+        if graphs is None or not is_of_joint or type(self) is not FunctionProgram:
+            return make()
+        by_value = self.decisions.by_value
+        places = tuple(by_value[self.residuals[i]].place for i in self.offloaded)
+        key = (
+            *form,
+            self.saved_inputs,
+            self.residuals,
+            self.replayed_random,
+            self.offloaded,
+            places,
+            self.schedule and self.schedule.choices,
+            self.prevent_cse,
+            self.compiler,
+            self.policy.recomputes_at_once,
+            config.offload_prefetch,
+        )
+        return graphs.compile_once(key, make, self)
 
     def _compile_forward(
         self, replayed_random: Sequence[int], offloaded: Sequence[int] = ()

@@ -14,6 +14,7 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.errors import RetraceError
 from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.remat.program.shared_graphs import SharedGraphs
 from torchremat.tracing.axes.named_axes import AxisName
 from torchremat.tracing.dynamic_inputs import DynamicInputs, spec_at
 from torchremat.tracing.input_spec import InputSpec
@@ -44,6 +45,8 @@ class Region:
         self.paths = paths
         self.options = options
         self.dynamic = dynamic
+        self.graphs: SharedGraphs | None = None
+        """The compiled graphs of `joint`, if regions of alike layers have it too."""
         self._joint = joint
         self._variants: dict[tuple[Mask, bool], Joint] = {}
 
@@ -129,9 +132,16 @@ class Region:
         return self.dynamic is None or self.dynamic.holds(sizes)
 
     def specialize(self, sizes: Sizes) -> tuple["Region", Mapping[fx.Node, fx.Node]]:
-        joint, nodes = specialize_joint(self.joint, sizes)
+        def make() -> tuple[Joint, Mapping[fx.Node, fx.Node]]:
+            return specialize_joint(self.joint, sizes)
+
+        made, graphs = (make(), None) if self.graphs is None else self.graphs.at(sizes, make)
         specs = tuple(spec_at(spec, sizes) for spec in self.specs)
-        return Region(self.body, specs, self.names, self.paths, self.options, joint=joint), nodes
+        joint, nodes = made
+        own = (self.body, specs, self.names, self.paths, self.options)
+        region = Region(*own, joint=joint)
+        region.graphs = graphs
+        return region, nodes
 
     @cached_property
     def wrt(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Result
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.attribute_reads import AttributeReads
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.modules.reached_code import GlobalsOf, ReachedCode
 from torchremat.tracing.random_sources import DrawWatch
@@ -55,6 +56,8 @@ class TraceStart:
     """If given, what runs is `around(fun, *args, **kwargs)`."""
     may_check: bool = True
     """Whether branches that else only raise are checks; if not, they are errors."""
+    reads: AttributeReads | None = None
+    """Notes which attributes of modules are read, also where a derivative is traced."""
 
 
 def trace_function(
@@ -71,9 +74,7 @@ def trace_function(
     It does not keep `fun` alive. Branches on masks are answered by `values`, the tensors of the
     call.
     """
-    paths = ModulePaths({})
-    for name, module in start.roots:
-        paths.add_root(module, name)
+    paths = _paths_of(start)
     flat = _FlatFunction(_weakly(fun), structure, start)
     around_it = current_tracing()
     outer = None if around_it is None else around_it.evaluate
@@ -91,6 +92,37 @@ def trace_function(
     found = body.captured()
     escapes, code = flat.escapes, flat.code.globals_of
     return FunctionTrace(fun, region, flat.result, body, found, paths, escapes, flat.watches, code)
+
+
+def _paths_of(start: TraceStart) -> ModulePaths:
+    paths = ModulePaths({}, start.reads)
+    for name, module in start.roots:
+        paths.add_root(module, name)
+    return paths
+
+
+def trace_as_before(
+    fun: Callable[..., Any],
+    structure: Structure,
+    specs: Sequence[InputSpec],
+    start: TraceStart,
+    like: Region,
+    result: Result,
+) -> tuple[FunctionBody, Region]:
+    """The body and the region of `fun` as if it had been traced, where `like` is alike.
+
+    Traces of its derivatives run `fun` itself.
+    """
+    paths = _paths_of(start)
+    flat = _FlatFunction(_weakly(fun), structure, start)
+    flat.body = body = FunctionBody(lambda: flat, specs)
+    flat.result = result
+    body.num_escaped, body.num_checks = like.body.num_escaped, like.body.num_checks
+    body.shardings += [None] * (len(like.specs) - len(specs))
+    own = (body, like.specs, like.names, paths, like.options)
+    region = Region(*own, dynamic=like.dynamic, joint=like.joint)
+    region.graphs = like.graphs
+    return body, region
 
 
 class _FlatFunction:

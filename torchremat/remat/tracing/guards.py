@@ -25,8 +25,11 @@ from torchremat.remat.tracing.variables import (
     Binding,
     _entries_of,
     _is_plain,
+    roots_of,
+    variables_of_modules,
 )
-from torchremat.tracing.modules.module_paths import below
+from torchremat.tracing.modules.attribute_reads import AttributeReads
+from torchremat.tracing.modules.module_paths import ModulePaths, below
 
 _GUARDED = (
     "_modules",
@@ -37,10 +40,14 @@ _GUARDED = (
 )
 
 
+_Check = tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], int, "LikeForward"]
+
+
 class ModuleGuard:
     """Whether modules are as they were: mode, plain attributes, children, hooks and `forward`.
 
-    One `itemgetter` and one comparison a module, both in C: 0.5 us.
+    Of the attributes those count that the function read, as `reads` knows: all of them if it does
+    not. One `itemgetter` and one comparison a module, both in C: 0.5 us.
     """
 
     def __init__(
@@ -48,11 +55,13 @@ class ModuleGuard:
         modules: Iterable[tuple[str, nn.Module]],
         escapes: Escapes,
         captured: Sequence[Tensor],
+        reads: AttributeReads | None = None,
     ) -> None:
-        self._checks: list[
-            tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], int, LikeForward]
-        ] = []
-        self._names: list[tuple[str, list[str]]] = []
+        self._reads = reads
+        self._every_check: list[_Check] = []
+        self._checks: list[_Check] = []
+        self._prefixes: list[str] = []
+        self._names: dict[int, list[str]] = {}
         for prefix, module in modules:
             attributes = vars(module)
             plain = [n for n, v in attributes.items() if _is_plain(v)]
@@ -62,21 +71,36 @@ class ModuleGuard:
                 if (id(attributes), n) in escapes.slots or id(attributes[n]) in escapes.targets
             ]
             guarded = [n for n in plain if n not in edited]
-            of_every_module = [*_GUARDED, *(n for n in guarded if n in _OF_EVERY_MODULE)]
-            names = [*of_every_module, *(n for n in guarded if n not in _OF_EVERY_MODULE)]
-            get = itemgetter(*names)
-            recorded = [
-                dict(v) if name in _GUARDED else v if type(v) is Generator else copy.deepcopy(v)
-                for name, v in zip(names, get(attributes), strict=True)
-            ]
             patched = LikeForward(attributes.get("forward"), captured)
-            start = len(of_every_module)
-            self._checks.append((get, attributes, tuple(recorded), start, patched))
-            self._names.append((prefix, names))
+            read = None if reads is None else reads.names_of(module)
+            check = every = self._check(attributes, guarded, patched)
+            if read is not None:
+                needed = [n for n in guarded if n in read or n in _OF_EVERY_MODULE]
+                # of a wrapped module it is the checkpoint itself, which another may take over
+                forward = patched if "forward" in read else _AnyForward()
+                check = self._check(attributes, needed, forward)
+            self._prefixes.append(prefix)
+            self._checks.append(check)
+            self._every_check.append(every)
+
+    def _check(self, attributes: dict[str, Any], guarded: list[str], patched: Any) -> _Check:
+        of_every_module = [*_GUARDED, *(n for n in guarded if n in _OF_EVERY_MODULE)]
+        names = [*of_every_module, *(n for n in guarded if n not in _OF_EVERY_MODULE)]
+        get = itemgetter(*names)
+        recorded = [
+            dict(v) if name in _GUARDED else v if type(v) is Generator else copy.deepcopy(v)
+            for name, v in zip(names, get(attributes), strict=True)
+        ]
+        self._names[id(get)] = names
+        return get, attributes, tuple(recorded), len(of_every_module), patched
+
+    def _current_checks(self) -> list[_Check]:
+        is_late = self._reads is not None and self._reads.is_late
+        return self._every_check if is_late else self._checks
 
     def holds(self) -> bool:
         try:
-            for get, attributes, recorded, start, patched in self._checks:
+            for get, attributes, recorded, start, patched in self._current_checks():
                 forward = attributes.get("forward")
                 found = get(attributes)
                 if found != recorded or not _are_of_one_kind(found[start:], recorded[start:]):
@@ -89,13 +113,14 @@ class ModuleGuard:
         return True
 
     def what_changed(self) -> str | None:
-        for (prefix, names), (_, attributes, recorded, _, patched) in zip(
-            self._names, self._checks, strict=True
+        checks = self._current_checks()
+        for prefix, (get, attributes, recorded, _, patched) in zip(
+            self._prefixes, checks, strict=True
         ):
             of = f" of the module {prefix}" if prefix else ""
             if not patched.is_like(attributes.get("forward")):
                 return f"the forward{of}"
-            for name, value in zip(names, recorded, strict=True):
+            for name, value in zip(self._names[id(get)], recorded, strict=True):
                 now = attributes.get(name, MISSING)
                 if now != value if name in _GUARDED else not same_value(now, value):
                     return f"{_IN_WORDS.get(name, f'the attribute {name}')}{of}"
@@ -163,6 +188,16 @@ class LikeForward:
         if self._likeness is None or not isinstance(value, FunctionType):
             return False
         return bool(_likeness_of(value, frozenset()) == self._likeness)
+
+
+class _AnyForward(LikeForward):
+    """Whatever a module has as `forward`: nothing reads it."""
+
+    def __init__(self) -> None:
+        self.is_patched = True
+
+    def is_like(self, value: Any) -> bool:
+        return True
 
 
 class _Unlike:
@@ -256,13 +291,19 @@ class VariableGuard:
         self._objects = [pair for pair in self._objects if stays(pair)]
         self._entries = [pair for pair in self._entries if stays(pair)]
 
-    def forget_changed(self, escapes: Escapes) -> None:
-        """Forget what the function itself changed, a counter say, while it was traced."""
+    def forget_changed(self, escapes: Escapes) -> bool:
+        """Forget what the function itself changed, a counter say, while it was traced; if any."""
+        before = self._count()
         self._values = [pair for pair in self._values if _is_unchanged(*pair)]
         self._objects = [pair for pair in self._objects if _is_same(pair[1], pair[0].get())]
         self._entries = [pair for pair in self._entries if _has_entries(*pair)]
+        has_changed = self._count() < before
         if escapes:
             self._forget_edited(escapes)
+        return has_changed
+
+    def _count(self) -> int:
+        return len(self._values) + len(self._objects) + len(self._entries)
 
     def find_objects(self) -> list[Any]:
         """The values that are guarded by what they are."""
@@ -353,6 +394,11 @@ class CapturedTensors:
         self._entries = [(p.holder, p.key) for p in held_in_dicts]
         self._all_in_dicts = len(self._entries) == len(self._tensors)
 
+    @property
+    def are_all_found(self) -> bool:
+        """Whether each has a place, in which another tensor would be found."""
+        return None not in self._places
+
     def current(self) -> list[Tensor] | None:
         """The tensors that the variables refer to now.
 
@@ -381,3 +427,19 @@ class CapturedTensors:
                 "function again: keep what it reads until the derivatives are taken."
             )
         return found
+
+
+class StartingPoint:
+    """The modules and variables that a function starts from, before it is traced."""
+
+    def __init__(self, fun: Callable[..., Any], variables: Sequence[Binding], prefix: str) -> None:
+        self.variables = variables
+        self.roots = roots_of(fun, variables)
+        self.inside = list(dict.fromkeys(m for _, root in self.roots for m in root.modules()))
+        self.unchanged = VariableGuard([*variables, *variables_of_modules(self.inside)])
+        self._prefix = prefix
+
+    def name_modules(self, paths: ModulePaths) -> list[tuple[str, nn.Module]]:
+        """The modules there, and those that ran in a trace, by qualified name."""
+        modules = dict.fromkeys([*self.inside, *paths.seen])
+        return [(below(self._prefix, paths.name_of(m)), m) for m in modules]

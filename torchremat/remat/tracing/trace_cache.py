@@ -9,12 +9,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
-from torchremat.core.source import warn_user
-from torchremat.errors import RetraceWarning
 from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.policy import Policy
@@ -23,18 +21,24 @@ from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.escapes.read_watch import Spot
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
+from torchremat.remat.program.shared_graphs import SharedGraphs
 from torchremat.remat.tape.taped_call import TapedCalls
 from torchremat.remat.tracing.calls import Call, Result
 from torchremat.remat.tracing.code_guard import CodeGuard, plain_variables_of
 from torchremat.remat.tracing.failed_checks import find_generators, pass_on
 from torchremat.remat.tracing.function_trace import FunctionTrace
-from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
-from torchremat.remat.tracing.variables import Binding
+from torchremat.remat.tracing.guards import (
+    CapturedTensors,
+    ModuleGuard,
+    StartingPoint,
+    VariableGuard,
+)
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.checks.checks import CheckError
 from torchremat.tracing.dtensors import CotangentPlacements
 from torchremat.tracing.dynamic_inputs import DynamicInputs, is_alike
 from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.attribute_reads import AttributeReads
 from torchremat.tracing.value_guards import ValueGuard, all_hold
 
 
@@ -61,6 +65,8 @@ class Trace:
     """Guards on the truth values of masks among its inputs."""
     cotangent_placements: CotangentPlacements = field(default_factory=CotangentPlacements)
     tensor_guard: Any = None
+    shared_reads: AttributeReads | None = None
+    """Names that were read of the modules, if the trace may serve alike layers."""
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
 
     @property
@@ -158,19 +164,25 @@ class Trace:
 
 def build_trace(
     made: FunctionTrace,
-    unchanged: VariableGuard,
-    variables: Sequence[Binding],
-    named_modules: list[tuple[str, nn.Module]],
+    around: StartingPoint,
     call: Call,
     specs: tuple[InputSpec, ...],
     state: Any,
     dynamic: DynamicInputs | None,
+    reads: AttributeReads | None,
+    *,
+    may_be_shared: bool,
 ) -> Trace:
+    """Put guards around what was traced. `reads`: what it read of modules, if that is known."""
+    unchanged, modules = around.unchanged, around.name_modules(made.paths)
     unchanged.add(plain_variables_of(made.code))
-    unchanged.forget_changed(made.escapes)
-    read = [made.function, *unchanged.find_objects(), *(module for _, module in named_modules)]
-    captured = CapturedTensors(made.captured, variables, named_modules, made.escapes)
+    has_changed = unchanged.forget_changed(made.escapes)
+    read = [made.function, *unchanged.find_objects(), *(module for _, module in modules)]
+    captured = CapturedTensors(made.captured, around.variables, modules, made.escapes)
     made.body.captured = captured.current_tensors
+    is_shared = may_be_shared and captured.are_all_found and not has_changed
+    if is_shared and made.region.graphs is None:
+        made.region.graphs = SharedGraphs()
     return Trace(
         key=tuple(k.freeze() if isinstance(k, WrapHashably) else k for k in call.key),
         specs=specs,
@@ -179,7 +191,7 @@ def build_trace(
         region=made.region,
         result=made.result,
         captured=captured,
-        modules=ModuleGuard(named_modules, made.escapes, made.captured),
+        modules=ModuleGuard(modules, made.escapes, made.captured, reads),
         variables=unchanged,
         code=CodeGuard(made.code, read),
         escapes=made.escapes,
@@ -187,6 +199,7 @@ def build_trace(
         cotangent_placements=made.body.cotangent_placements,
         offsets=_offsets(made.region, [*call.tensors, *made.captured]),
         value_guards=tuple(made.body.value_guards.guards) if made.body.value_guards else (),
+        shared_reads=reads if is_shared else None,
     )
 
 
@@ -264,8 +277,9 @@ class Traces:
             self.jobs[key] = key.policy.begin_job()
         return self.jobs[key]
 
-    def add(self, trace: Trace) -> None:
-        self.num_made += 1
+    def add(self, trace: Trace, *, is_new: bool = True) -> None:
+        """Add a trace that was made for this function, or for an alike layer (`is_new=False`)."""
+        self.num_made += is_new
         self.traces.insert(0, trace)
         del self.traces[_MOST_TRACES:]
 
@@ -328,108 +342,3 @@ class TracesByFunction:
 
     def _forget(self, key: tuple[Any, ...], _: object) -> None:
         self._entries.pop(key, None)
-
-
-# as many as the recompilations after which torch.compile gives a function up
-_MANY_TRACES = 8
-
-
-def warn_of_retraces(
-    name: str,
-    known: Traces,
-    call: Call,
-    specs: Sequence[InputSpec],
-    function: Callable[..., Any],
-) -> None:
-    if known.warned or len(known.traces) < _MANY_TRACES:
-        return
-    state = current_state()
-    similar = [trace for trace in known.traces if trace.state == state]
-    for count, reason in (
-        _for_numbers(similar, call, specs),
-        _for_state(similar, call, specs, function),
-        _for_sizes(similar, call, specs, known),
-        _for_values(similar, call, specs),
-    ):
-        if count >= _MANY_TRACES:
-            known.warned = True
-            warn_user(f"{name} has been traced {count} times for {reason}", RetraceWarning)
-            return
-
-
-def _for_numbers(
-    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]
-) -> tuple[int, str]:
-    keys = {
-        t.key
-        for t in traces
-        if t.specs == specs and t.key != call.key and _apart_from_numbers(t.key, call.key)
-    }
-    return len(keys), (
-        "different Python numbers among its arguments. Each new number costs a trace: pass a "
-        "tensor instead (torch.tensor(value)), if the function only computes with it."
-    )
-
-
-def _apart_from_numbers(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return len(a) == len(b) and all(
-        x == y or (type(x) is tuple and type(y) is tuple and x[0] is y[0] in (int, float))
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def _for_state(
-    traces: Sequence[Trace],
-    call: Call,
-    specs: Sequence[InputSpec],
-    function: Callable[..., Any],
-) -> tuple[int, str]:
-    changed = [
-        what
-        for t in traces
-        if t.key == call.key and t.specs == specs and (what := t.what_changed(call, function))
-    ]
-    last = changed[0] if changed else ""
-    return len(changed), (
-        f"calls that differ in nothing but what it reads besides its arguments: {last} changes. "
-        "Each new value costs a trace: pass it as a tensor, or keep it out of the function."
-    )
-
-
-def _for_values(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) -> tuple[int, str]:
-    same = [t for t in traces if t.key == call.key and t.specs == specs and t.still_holds()]
-    return sum(bool(t.value_guards) for t in same), (
-        "calls that differ in the truth values of masks that it branches on. Each combination "
-        "costs a trace: choose by torch.where or torch.cond."
-    )
-
-
-def _for_sizes(
-    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec], known: Traces
-) -> tuple[int, str]:
-    differing = [
-        t
-        for t in traces
-        if t.key == call.key
-        and len(t.specs) == len(specs)
-        and all(map(is_alike, t.specs, specs))
-        and t.specs != specs
-    ]
-    fixed = sorted({place for t in differing if t.dynamic for place in t.dynamic.fixed})
-    where = ", ".join(f"dimension {dim} of tensor {i}" for i, dim in fixed)
-    if known.fixed:
-        return len(differing), (
-            "different sizes, since no graph for many sizes could be made "
-            f"({next(iter(known.fixed.values()))}). Pad, or use few sizes."
-        )
-    if not fixed:
-        return len(differing), (
-            "different sizes. One graph serves many sizes only outside torch.func, forward-mode "
-            "derivatives and other traces, and where inductor does not compile it: pad, or use few "
-            "sizes; code for many sizes is that of torch.compile(dynamic=True)."
-        )
-    return len(differing), (
-        f"different sizes ({where}, counted among the arguments), since it needs their values as "
-        "Python numbers: range(x.shape[0]), int(x.shape[0]), math.sqrt(x.shape[0]). Compute with "
-        "tensors or with the sizes themselves (x.shape[0] ** 0.5), or pad."
-    )

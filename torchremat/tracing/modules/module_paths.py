@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import fx, nn
@@ -11,6 +11,7 @@ from torchremat import _torch
 from torchremat.core.source import current_source
 from torchremat.errors import ParallelModuleError
 from torchremat.tracing.modules.attribute_changes import AttributeChange, ModuleState
+from torchremat.tracing.modules.attribute_reads import AttributeReads
 from torchremat.tracing.modules.backward_hooks import record_hooks
 from torchremat.tracing.modules.parallel_kind import parallel_kind
 
@@ -22,11 +23,13 @@ class ModulePaths:
     """The stack of modules that are running in this thread, by qualified name.
 
     A module that is met outside any other is a root. Its name is the one in `roots`,
-    else that of its class. The modules inside it have their qualified names below that.
+    else that of its class. The modules inside it have their qualified names below that. `reads`
+    notes which attributes of modules are read.
     """
 
-    def __init__(self, roots: Mapping[int, str]) -> None:
+    def __init__(self, roots: Mapping[int, str], reads: AttributeReads | None = None) -> None:
         self._roots = roots
+        self._reads = reads
         self._names: dict[int, str] = {}
         self._stack: list[nn.Module] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -91,7 +94,11 @@ class ModulePaths:
         for module in known:
             self._state.note(module)
         try:
-            with _torch.call_around_modules(self._enter, self._exit), record_hooks(known):
+            with (
+                _torch.call_around_modules(self._enter, self._exit),
+                record_hooks(known),
+                self._reads.watching() if self._reads is not None else nullcontext(),
+            ):
                 yield self
         except BaseException:
             # what noted that it has put them is undone too, and would put them a second time

@@ -1,0 +1,79 @@
+"""Trace a call: the function on fake tensors, then the guards of the trace."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchremat.autodiff.joint import TraceOptions, is_differentiated
+from torchremat.core.trees import Structure
+from torchremat.remat.escapes.reach import Roots
+from torchremat.remat.escapes.read_watch import Spot, reads_unnoted
+from torchremat.remat.tracing.calls import Call
+from torchremat.remat.tracing.effects import trace_without_effects
+from torchremat.remat.tracing.family import are_reads_known, may_be_shared
+from torchremat.remat.tracing.function_trace import (
+    FunctionTrace,
+    TraceStart,
+    describe_fun,
+    trace_function,
+)
+from torchremat.remat.tracing.guards import StartingPoint
+from torchremat.remat.tracing.trace_cache import Trace, build_trace, current_state
+from torchremat.remat.tracing.unread import forget_unread
+from torchremat.remat.tracing.variables import Binding
+from torchremat.tracing.dynamic_inputs import DynamicInputs
+from torchremat.tracing.input_spec import InputSpec
+from torchremat.tracing.modules.attribute_reads import AttributeReads
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A function that is traced, with the variables that it reads."""
+
+    fun: Callable[..., Any]
+    variables: Sequence[Binding]
+    around: Callable[..., Any] | None
+    may_check: bool
+    module_prefix: str
+    read_spots: set[Spot]
+    """Places that the function changes and reads; a trace may add others."""
+    may_be_shared: bool = False
+    """Whether alike functions of other modules may be found, to share the trace with."""
+
+
+def trace_call(
+    subject: Subject,
+    call: Call,
+    structure: Structure,
+    specs: tuple[InputSpec, ...],
+    dynamic: DynamicInputs | None,
+    options_of: Callable[[bool], TraceOptions],
+) -> Trace:
+    """Trace `call`; `options_of` says how, with gradients or without."""
+    fun = subject.fun
+    with reads_unnoted():
+        around = StartingPoint(fun, subject.variables, subject.module_prefix)
+    reads = AttributeReads(around.inside)
+    state = current_state()
+
+    def trace(*, with_gradients: bool) -> FunctionTrace:
+        run = functools.partial(trace_once, options_of(with_gradients))
+        return trace_without_effects(describe_fun(fun), run, subject.variables, around.inside)
+
+    def trace_once(options: TraceOptions, watched: Mapping[Spot, Any] = {}) -> FunctionTrace:
+        check = subject.may_check
+        start = TraceStart(around.roots, watched, subject.around, may_check=check, reads=reads)
+        return trace_function(fun, structure, specs, dynamic, start, options, call.tensors)
+
+    made = trace(with_gradients=state[0])
+    if not state[0] and any(map(is_differentiated, made.result.tensors)):
+        made = trace(with_gradients=True)  # it enables gradients itself
+    may_share = subject.may_be_shared and not made.escapes
+    again = functools.partial(trace_once, made.region.options)
+    forget_unread(made, subject.read_spots, again, Roots(fun, call.arguments))
+    reads.close()
+    known = reads if are_reads_known(made) else None
+    if known is None or not may_be_shared(made, around.inside, reads):
+        may_share = False
+    return build_trace(made, around, call, specs, state, dynamic, known, may_be_shared=may_share)

@@ -1,0 +1,115 @@
+"""The warning that a function is traced again and again, with the reason."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchremat.core.source import warn_user
+from torchremat.errors import RetraceWarning
+from torchremat.remat.tracing.calls import Call
+from torchremat.remat.tracing.trace_cache import Trace, Traces, current_state
+from torchremat.tracing.dynamic_inputs import is_alike
+from torchremat.tracing.input_spec import InputSpec
+
+# as many as the recompilations after which torch.compile gives a function up
+_MANY_TRACES = 8
+
+
+def warn_of_retraces(
+    name: str,
+    known: Traces,
+    call: Call,
+    specs: Sequence[InputSpec],
+    function: Callable[..., Any],
+) -> None:
+    if known.warned or len(known.traces) < _MANY_TRACES:
+        return
+    state = current_state()
+    similar = [trace for trace in known.traces if trace.state == state]
+    for count, reason in (
+        _for_numbers(similar, call, specs),
+        _for_state(similar, call, specs, function),
+        _for_sizes(similar, call, specs, known),
+        _for_values(similar, call, specs),
+    ):
+        if count >= _MANY_TRACES:
+            known.warned = True
+            warn_user(f"{name} has been traced {count} times for {reason}", RetraceWarning)
+            return
+
+
+def _for_numbers(
+    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]
+) -> tuple[int, str]:
+    keys = {
+        t.key
+        for t in traces
+        if t.specs == specs and t.key != call.key and _apart_from_numbers(t.key, call.key)
+    }
+    return len(keys), (
+        "different Python numbers among its arguments. Each new number costs a trace: pass a "
+        "tensor instead (torch.tensor(value)), if the function only computes with it."
+    )
+
+
+def _apart_from_numbers(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(
+        x == y or (type(x) is tuple and type(y) is tuple and x[0] is y[0] in (int, float))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _for_state(
+    traces: Sequence[Trace],
+    call: Call,
+    specs: Sequence[InputSpec],
+    function: Callable[..., Any],
+) -> tuple[int, str]:
+    changed = [
+        what
+        for t in traces
+        if t.key == call.key and t.specs == specs and (what := t.what_changed(call, function))
+    ]
+    last = changed[0] if changed else ""
+    return len(changed), (
+        f"calls that differ in nothing but what it reads besides its arguments: {last} changes. "
+        "Each new value costs a trace: pass it as a tensor, or keep it out of the function."
+    )
+
+
+def _for_values(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]) -> tuple[int, str]:
+    same = [t for t in traces if t.key == call.key and t.specs == specs and t.still_holds()]
+    return sum(bool(t.value_guards) for t in same), (
+        "calls that differ in the truth values of masks that it branches on. Each combination "
+        "costs a trace: choose by torch.where or torch.cond."
+    )
+
+
+def _for_sizes(
+    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec], known: Traces
+) -> tuple[int, str]:
+    differing = [
+        t
+        for t in traces
+        if t.key == call.key
+        and len(t.specs) == len(specs)
+        and all(map(is_alike, t.specs, specs))
+        and t.specs != specs
+    ]
+    fixed = sorted({place for t in differing if t.dynamic for place in t.dynamic.fixed})
+    where = ", ".join(f"dimension {dim} of tensor {i}" for i, dim in fixed)
+    if known.fixed:
+        return len(differing), (
+            "different sizes, since no graph for many sizes could be made "
+            f"({next(iter(known.fixed.values()))}). Pad, or use few sizes."
+        )
+    if not fixed:
+        return len(differing), (
+            "different sizes. One graph serves many sizes only outside torch.func, forward-mode "
+            "derivatives and other traces, and where inductor does not compile it: pad, or use few "
+            "sizes; code for many sizes is that of torch.compile(dynamic=True)."
+        )
+    return len(differing), (
+        f"different sizes ({where}, counted among the arguments), since it needs their values as "
+        "Python numbers: range(x.shape[0]), int(x.shape[0]), math.sqrt(x.shape[0]). Compute with "
+        "tensors or with the sizes themselves (x.shape[0] ** 0.5), or pad."
+    )

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import torchremat as tr
 from tests.remat.sharing.stacks import Block, Stack, check_bits, count_traces, step
+from torchremat.remat.program import region
 
 
 class Attention(nn.Module):
@@ -384,18 +385,23 @@ class Pair(Block):
         return y, y.square().mean()
 
 
-def test_outputs_without_a_gradient():
-    class Summed(Stack):
+@pytest.mark.parametrize(("policy", "count"), [(None, 2), ("budget:100KiB", 3)])
+def test_outputs_without_a_gradient(policy, count, monkeypatch):
+    class Last(Stack):
         def forward(self, x):
             x, total = 2 * x, 0.0
             for i, layer in enumerate(self.layers):
                 x, loss = layer(x)
-                total = total + (loss if i % 2 else 0.0)
+                total = total + (loss if i == len(self.layers) - 1 else 0.0)
             return x + total
 
-    model = Summed([Pair() for _ in range(4)])
-    check_bits(model, torch.randn(3, 4))
+    traced = []
+    trace = region.trace_joint
+    monkeypatch.setattr(region, "trace_joint", lambda *a, **k: traced.append(a) or trace(*a, **k))
+    model = Last([Pair() for _ in range(4)])
+    check_bits(model, torch.randn(3, 4), policy=policy)
     assert count_traces(model) == 1
+    assert len(traced) == count  # with both gradients, with the first alone, and for a plan
 
 
 def test_what_a_layer_keeps_is_its_own():

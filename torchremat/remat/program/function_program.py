@@ -186,9 +186,10 @@ class FunctionProgram(Program):
     ) -> CompiledGraph:
         masks = outputs_with_cotangent, inputs_needing_grad, with_states
         compile_own = super()._compile_backward
-        if self.joint_for(outputs_with_cotangent) is not self.root_joint:
+        joint = self.joint_for(outputs_with_cotangent)
+        if joint is not self.root_joint and not self.region.shares(joint):
             return compile_own(*masks)
-        compiled = self._share(("backward", *masks), lambda: compile_own(*masks))
+        compiled = self._share(("backward", joint, *masks), lambda: compile_own(*masks))
         if with_states and self.offloaded:
             self.fetched_first[:] = graph_notes_of(compiled.module).fetched_first
         return compiled
@@ -196,13 +197,14 @@ class FunctionProgram(Program):
     def _share(self, form: tuple[Any, ...], make: Callable[[], CompiledGraph]) -> CompiledGraph:
         """The graph that `make` compiles, or that an alike layer with alike decisions has."""
         graphs = self.region.graphs
-        is_of_joint = self.root_joint is self.region.joint
-        if graphs is None or not is_of_joint or type(self) is not FunctionProgram:
+        is_shared = type(self) is FunctionProgram and self.region.shares(self.root_joint)
+        if graphs is None or not is_shared:
             return make()
         by_value = self.decisions.by_value
         places = tuple(by_value[self.residuals[i]].place for i in self.offloaded)
         key = (
             *form,
+            self.root_joint,
             self.saved_inputs,
             self.residuals,
             self.replayed_random,

@@ -81,6 +81,12 @@ class Region:
             self._joint = self._trace(self.options)
         return self._joint
 
+    def shares(self, joint: Joint) -> bool:
+        """Whether `joint` is one that regions of alike layers have too."""
+        if self.graphs is None:
+            return False
+        return joint is self._joint or any(v is joint for v in self.graphs.variants.values())
+
     @cached_property
     def usual_outputs(self) -> Mask:
         """The outputs that a training step gives a cotangent: the scalars, else all."""
@@ -101,11 +107,16 @@ class Region:
         if all(outputs_with_cotangent) and not create_graph:
             return self.joint
         key = (outputs_with_cotangent, create_graph)
+        shared = {} if self.graphs is None else self.graphs.variants
+        if key not in self._variants and key in shared:
+            self._variants[key] = shared[key]
         if key not in self._variants:
             pairs = zip(self.differentiable, outputs_with_cotangent, strict=True)
             wanted = tuple(i for i, given in pairs if given)
             options = replace(self.options, wanted_outputs=wanted, create_graph=create_graph)
             self._variants[key] = self._trace_variant(options, wanted)
+            if not self.paths.are_reads_late:  # else it depends on what no guard has compared
+                shared[key] = self._variants[key]
         return self._variants[key]
 
     def _trace_variant(self, options: TraceOptions, wanted: tuple[int, ...]) -> Joint:

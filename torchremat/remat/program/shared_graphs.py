@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from torchremat.autodiff.joint import Joint
 from torchremat.graph.notes import note_graph
 from torchremat.remat.program.compiled_graph import CompiledGraph
 
@@ -26,9 +27,11 @@ Specialized = TypeVar("Specialized")
 
 
 class SharedGraphs:
-    """The compiled graphs of one joint graph, and those of its forms for single sizes."""
+    """The compiled graphs of one joint graph, of its variants and of its forms for single sizes."""
 
     def __init__(self) -> None:
+        self.variants: dict[tuple[tuple[bool, ...], bool], Joint] = {}
+        """The joint graphs in which some outputs alone have a cotangent, see `Region.joint_for`."""
         self._compiled: dict[Any, CompiledGraph] = {}
         self._specialized: dict[tuple[int, ...], Any] = {}
 

@@ -41,6 +41,11 @@ class ModulePaths:
         """The qualified name of the innermost running module, `''` outside any."""
         return self._names[id(self._stack[-1])] if self._stack else ""
 
+    @property
+    def are_reads_late(self) -> bool:
+        """Whether a derivative has read attributes that the function itself did not."""
+        return self._reads is not None and self._reads.is_late
+
     def name_of(self, module: nn.Module) -> str | None:
         return self._names.get(id(module))
 

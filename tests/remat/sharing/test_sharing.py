@@ -356,11 +356,16 @@ def test_a_module_that_layers_have_in_common():
 
 @pytest.mark.parametrize("policy", [None, "dots"])
 def test_sizes_that_change(policy):
+    class Alone(LlamaLayer):
+        """Of another class, so that it shares nothing with the others."""
+
+    alone = Stack([Alone(8, 0)])
     model = Stack([LlamaLayer(8, i) for i in range(3)])
-    tr.nn.wrap(model, policy, select="layers.*")
-    for length in (4, 5, 7, 4, 6):
-        check_bits(model, torch.randn(2, length, 8), wrap=False)
-    assert count_traces(model) == 2
+    for each in (alone, model):
+        tr.nn.wrap(each, policy, select="layers.*")
+        for length in (4, 5, 7, 4, 6):
+            check_bits(each, torch.randn(2, length, 8), wrap=False)
+    assert count_traces(model) == count_traces(alone)
 
 
 def test_derivatives_of_second_order():

@@ -42,7 +42,8 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.costs.device_rates import Rates
 from torchremat.planning.problem.backward_order import orders_of
 from torchremat.planning.problem.problem import Problem, Schedule, costs_of
-from torchremat.planning.solver import Solution, SolverOptions, solve, solve_orders
+from torchremat.planning.search.solver_options import Solution, SolverOptions
+from torchremat.planning.solver import solve, solve_orders
 from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import region_of
 

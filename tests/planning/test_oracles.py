@@ -30,7 +30,8 @@ from torchremat.planning.problem.problem import (
     costs_of,
 )
 from torchremat.planning.problem.replay import Decisions, replay_of
-from torchremat.planning.solver import Solution, SolverOptions, solve
+from torchremat.planning.search.solver_options import Solution, SolverOptions
+from torchremat.planning.solver import solve
 
 FORWARD, EITHER, BACKWARD = Part.FORWARD, Part.EITHER_PASS, Part.BACKWARD
 OPTIONS = SolverOptions(seconds=10.0, gap=0.0)

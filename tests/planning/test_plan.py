@@ -1,6 +1,7 @@
 """`plan`, `pareto`, `estimate`: figures, files, bad input."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,16 @@ def test_the_summary_fits_a_page(plan):
     assert str(plan) == text
     assert max(map(len, text.splitlines())) <= 100
     assert {"peak", "saved", "time", "flops"} <= set(text.split())
+
+
+def test_a_summary_explains_a_wide_gap(plan, tmp_path):
+    reason = "so near the least peak, recomputation takes memory that the bound counts in part"
+    wide = replace(plan, lower_bound_seconds=plan.recompute_seconds / 2, gap_reason=reason)
+    last = str(wide).splitlines()[-1]
+    assert last == f"gap 50 %: {reason}"
+    assert len(last) <= 100
+    wide.save(tmp_path / "wide.json")
+    assert planning.Plan.load(tmp_path / "wide.json").gap_reason == reason
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,7 +17,8 @@ from torchremat.planning.problem.backward_order import floor_of, reorder_backwar
 from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
 from torchremat.planning.problem.replay import Decisions, replay_of
 from torchremat.planning.problem.trial import Evaluator
-from torchremat.planning.solver import SolverOptions, solve
+from torchremat.planning.search.solver_options import SolverOptions
+from torchremat.planning.solver import solve
 
 FORWARD, EITHER, BACKWARD = Part.FORWARD, Part.EITHER_PASS, Part.BACKWARD
 

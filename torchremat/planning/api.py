@@ -221,7 +221,12 @@ def _drop_detours(points: Sequence[ParetoPoint]) -> tuple[ParetoPoint, ...]:
         plan = point.plan
         if better and better[-1].recompute_seconds < point.recompute_seconds:
             bound = min(plan.lower_bound_seconds, better[-1].recompute_seconds)
-            plan = replace(better[-1].plan, budget=point.budget, lower_bound_seconds=bound)
+            plan = replace(
+                better[-1].plan,
+                budget=point.budget,
+                lower_bound_seconds=bound,
+                gap_reason=plan.gap_reason,
+            )
         better.append(ParetoPoint(point.budget, plan))
     return tuple(reversed(better))
 
@@ -317,6 +322,7 @@ class PlannedFunction:
             graphs=(forward.module, backward.module),
             cost_model=self.model,
             reserved_bytes=max(peak + self.resident, self._count_reserved(timeline)),
+            gap_reason=planned.gap_reason,
         )
 
     def _count_reserved(self, timeline: Timeline) -> int:

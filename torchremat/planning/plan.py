@@ -63,6 +63,7 @@ class Plan(ShownInNotebook):
         link_seconds: the time in which the step waits for copies to the host and back.
         reserved_bytes: what PyTorch's caching allocator would take from a GPU for the peak; 0 in
             files of an earlier torchremat.
+        gap_reason: why `gap` is large; empty up to 5 %.
     """
 
     budget: int
@@ -80,6 +81,7 @@ class Plan(ShownInNotebook):
     offloaded_bytes: int = 0
     link_seconds: float = 0.0
     reserved_bytes: int = 0
+    gap_reason: str = ""
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
     """The model of the times; `None` for a plan that was loaded."""
@@ -150,7 +152,8 @@ class Plan(ShownInNotebook):
             counts[decision] += 1
         said = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
         head = f"plan on {self.device}: {said or 'nothing to decide'}"
-        return "\n".join([head, *table(rows, numeric=(1, 2))])
+        why = [f"gap {100 * self.gap:.0f} %: {self.gap_reason}"] if self.gap_reason else []
+        return "\n".join([head, *table(rows, numeric=(1, 2)), *why])
 
     def _of_the_allocator(self) -> list[tuple[str, str, str, str]]:
         if not self.reserved_bytes:
@@ -240,5 +243,5 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
-_LATER_FIELDS = ("offloaded_bytes", "link_seconds", "reserved_bytes")
+_LATER_FIELDS = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason")
 """They are not in the first files of this version."""

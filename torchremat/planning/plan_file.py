@@ -70,7 +70,7 @@ _COUNTS = ("peak_bytes", "saved_bytes", "recompute_flops", "offloaded_bytes", "r
 _SECONDS = ("recompute_seconds", "lower_bound_seconds", "link_seconds")
 _OF_BASELINE = ("peak_bytes", "saved_bytes", "seconds", "flops", "reserved_bytes")
 _OF_ORDER = ("saved", "forward", "backward", "offloaded")
-_LATER = ("offloaded_bytes", "link_seconds", "reserved_bytes")
+_LATER = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason")
 """They are not in the first files of this version."""
 # of 64 bits, as sizes are in PyTorch
 _MOST = 2**63 - 1
@@ -88,7 +88,7 @@ class _Check:
         for name in _OF_BASELINE:
             kind = _is_seconds if name == "seconds" else _is_count
             self._check(kind, "a number from 0", "baseline", name)
-        for name in ("device", "fingerprint"):
+        for name in ("device", "fingerprint", "gap_reason"):
             self._check(_is_text, "text", name)
         self._refuse_others(("baseline",), _OF_BASELINE)
         self._check_lists()

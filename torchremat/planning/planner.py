@@ -23,8 +23,9 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.problem.backward_order import floor_of, orders_of
 from torchremat.planning.problem.problem import Costs, Operator, Part, Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import replay_of
+from torchremat.planning.search.solver_options import Solution, SolverOptions
 from torchremat.planning.shared_solve import solve_once, text_of
-from torchremat.planning.solver import Solution, SolverOptions, solve_orders
+from torchremat.planning.solver import solve_orders
 from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.problem_builder import NumericStep
 
@@ -62,6 +63,7 @@ class PlannedStep:
     costs: Costs
     lower_bound_seconds: float
     budget: int
+    gap_reason: str = ""
 
     @cached_property
     def graph_schedule(self) -> GraphSchedule:
@@ -91,6 +93,8 @@ _ENOUGH = 4
 _TIME_SHARE = 0.2
 # The part of the room to which that search finds the least; chosen by hand.
 _TIME_ACCURACY = 0.01
+# The search for these sizes found no plan within the budget, and the one of other sizes is.
+_TAKEN_OVER = "the plan was made for other sizes, and the search for these found none"
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,11 +218,12 @@ class Planner:
         solution = self._solve_problems(room, problems, near, seconds, is_prompt=is_prompt)
         if solution.schedule is not None:
             schedule = drop_limit_operator(self.step.problem, solution.schedule)
-            return Search(self.evaluate(schedule, solution.lower_bound_seconds, nbytes))
+            planned = self.evaluate(schedule, solution.lower_bound_seconds, nbytes)
+            return Search(replace(planned, gap_reason=solution.gap_reason))
         if near is not None:
-            known = self.evaluate(near, budget=nbytes)
+            known = self.evaluate(near, solution.lower_bound_seconds, nbytes)
             if self.peak_of(known) <= nbytes and (saved is None or known.saved_bytes <= saved):
-                return Search(known)
+                return Search(replace(known, gap_reason=_TAKEN_OVER))
         lowest = drop_limit_operator(self.step.problem, solution.lowest)
         error = functools.partial(self._build_budget_error, nbytes=nbytes, solution=solution)
         if problems[0] is not self._orders[0]:
@@ -256,7 +261,8 @@ class Planner:
         solution = self._solve_problems(room, self._orders, seconds=seconds)
         if solution.schedule is None:
             return None
-        return self.evaluate(solution.schedule, solution.lower_bound_seconds)
+        planned = self.evaluate(solution.schedule, solution.lower_bound_seconds)
+        return replace(planned, gap_reason=solution.gap_reason)
 
     def _find_within_seconds(self, allowed: float, lowest: PlannedStep) -> PlannedStep:
         """The schedule of least peak that adds at most `allowed` seconds, by halving the room."""

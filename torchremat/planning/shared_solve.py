@@ -14,7 +14,7 @@ from torch import distributed
 
 from torchremat.core.upper_rooms import load_rooms
 from torchremat.planning.problem.problem import Part, Problem, Schedule
-from torchremat.planning.solver import Solution
+from torchremat.planning.search.solver_options import Solution
 
 Share = Callable[[Callable[[], str], Callable[[], str]], str]
 """Takes what says for what something is made, and what makes it; gives what one process made."""

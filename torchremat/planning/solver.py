@@ -9,10 +9,11 @@ An `Incumbent` has the best schedule that the simulation accepted so far, and th
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torchremat.planning.milp.row_generation import RowGeneration
+from torchremat.planning.milp.whole_rounds import WholeRounds
 from torchremat.planning.problem.backward_order import floor_of
 from torchremat.planning.problem.problem import Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import Decisions
@@ -28,6 +29,7 @@ from torchremat.planning.search.least_peak import (
 )
 from torchremat.planning.search.local_search import LocalSearch
 from torchremat.planning.search.min_cut import cut_saved_sets
+from torchremat.planning.search.solver_options import Solution, SolverOptions
 
 # The shares below divide the time of a search. They were chosen by hand: a part with a larger share
 # may find better schedules, and leaves less time to the parts after it.
@@ -72,6 +74,9 @@ _WIDTHS = (25, 50, 100, 200, 400, 800)
 _MOST_STATES = 150_000
 # Operators of the largest problem that gets more than the first search.
 _MOST_OPERATORS = 3000
+# Known values of the largest problem whose first program is solved in fractions only: the rounds
+# after it have no window there, and solve the same in integers.
+_MOST_WHOLE = 260
 # Minimum cuts that are tried even when the time is over, so that there is a start to improve.
 _LEAST_CUTS = 4
 # Schedules above the budget that are repaired, and answers of one search that are simulated.
@@ -81,59 +86,12 @@ _MOST_STARTS = 4
 _STRETCH = 2.0
 # Operators up to which the processor's time counts: a search takes 11 s, stretched 22 s.
 _MOST_STRETCHED = 1000
+# A gap that a plan explains: the bound says little then.
+_WIDE_GAP = 0.05
+# Times the floor of the order. Below, most bytes are those of single operators.
+_NEAR_FLOOR = 1.1
 # HiGHS answers to within 1e-7. A bound is lowered by it, to claim no more than was proved.
 _SAFETY = 1 - 1e-7
-
-
-@dataclass(frozen=True)
-class SolverOptions:
-    """How long and how hard to search.
-
-    Attributes:
-        seconds: the time to take at most, roughly; the best found by then is the answer. Without
-            it, 5 seconds and 6 more for each thousand operators, at most 28. Of up to a thousand
-            operators these are seconds of the processor: where other programs run as well, they
-            take up to twice as long.
-        gap: how near to the optimum, as a fraction, is near enough.
-        solver: "milp" or "auto" for integer programs; "local" for minimum cuts and local search.
-        progress: called now and then with the elapsed fraction of the time.
-        near: a schedule of the same operators, at other sizes say, that the search begins from.
-        is_prompt: whether the first answers are enough: half a second, and as much more for each
-            thousand operators. There may then be none where a longer search finds one.
-    """
-
-    seconds: float | None = None
-    gap: float = 0.002
-    solver: str = "auto"
-    progress: Callable[[float], None] | None = None
-    near: Schedule | None = None
-    is_prompt: bool = False
-
-    def seconds_for(self, problem: Problem) -> float:
-        if self.seconds is not None:
-            return self.seconds
-        if self.is_prompt:
-            return 0.5 + 0.0005 * len(problem.operators)
-        return min(28.0, 5.0 + 0.006 * len(problem.operators))
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The answer.
-
-    Attributes:
-        schedule: the best schedule found; `None` if none fits.
-        lower_bound_seconds: no schedule that fits, with the operators of both passes in their
-            order, adds less.
-        least_peak: the least peak that was found.
-    """
-
-    schedule: Schedule | None
-    added_seconds: float
-    peak: int
-    lower_bound_seconds: float
-    least_peak: int
-    lowest: Schedule
 
 
 def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -> Solution:
@@ -147,7 +105,7 @@ def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -
     is_timed = options.seconds is not None or len(problem.operators) > _MOST_STRETCHED
     timer = CpuTimer(1.0 if is_timed else _STRETCH)
     if not problem.offloadable:
-        return _build_solution(problem, _search(problem, budget, options, timer, seconds))
+        return _build_solution(problem, _search(problem, budget, options, timer, seconds), budget)
     incumbent = _search(problem, budget, options, timer, _LINKED_SHARE * seconds)
     if not incumbent.is_good:
         left = replace(options, progress=None)
@@ -155,7 +113,7 @@ def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -
     if incumbent.best is not None:
         local = LocalSearch(Evaluator(problem, budget), timer.within(_TIDY_SHARE * seconds))
         incumbent.note(local.save_needless_copies(incumbent.best))
-    return _build_solution(problem, incumbent)
+    return _build_solution(problem, incumbent, budget)
 
 
 def solve_orders(
@@ -171,8 +129,9 @@ def solve_orders(
         if solutions and not _is_searchable(problem):
             break
         solutions.append(solve(problem, budget, options))
-        if solutions[-1].schedule is not None:
-            return solutions[-1]
+        if solutions[-1].schedule is not None:  # in another order a schedule might add less
+            bound = min(solution.lower_bound_seconds for solution in solutions)
+            return replace(solutions[-1], lower_bound_seconds=bound)
     return min(solutions, key=lambda solution: solution.least_peak)
 
 
@@ -183,36 +142,54 @@ def _search(
     whole = TimeSlice(timer, seconds)
     is_first = is_small and not options.is_prompt
     clock = TimeSlice(timer, _FIRST_SHARE * seconds if is_first else seconds, options.progress)
-    evaluator, incumbent = Evaluator(problem, budget), Incumbent(clock, options.gap)
-    if not incumbent.note(evaluator(Decisions(problem.needed))).fits:
-        near = _begin(evaluator, incumbent, options.near)
-        if options.is_prompt and not problem.offloadable:
+    evaluator, incumbent = Evaluator(problem, budget), Incumbent(clock, options.gap_for(problem))
+    if incumbent.note(evaluator(Decisions(problem.needed))).fits:
+        return incumbent
+    near = _begin(evaluator, incumbent, options.near)
+    floor = floor_of(problem)
+    if budget >= floor:
+        has_integers = len(problem.known) > _MOST_WHOLE and options.solver != "local"
+        WholeRounds(evaluator, incumbent).run(has_integers=has_integers)
+    if incumbent.is_good:
+        return incumbent
+    if options.is_prompt and not problem.offloadable:
+        if budget >= floor and not incumbent.is_near(_FAR):
             _search_promptly(evaluator, incumbent, near, clock.deadline(1.0))
-            return incumbent
-        share = _EVICTION_SHARE if is_small else _LARGE_SHARE
-        if budget < floor_of(problem) or not _start(evaluator, incumbent, clock.deadline(share)):
-            _find_lowest(incumbent, Evictor(problem, clock.deadline(1.0)), budget)
-            return incumbent
-        if incumbent.best is not None and budget < _LOW * floor_of(problem):
-            local = LocalSearch(evaluator, clock.deadline(_LOW_SHARE))
-            incumbent.note(local.improve(incumbent.best))
-        if options.solver != "local":
-            RowGeneration(evaluator, incumbent).run()
-        if incumbent.best is None:
-            _cut(evaluator, incumbent)
-        _polish(evaluator, incumbent)
-        if incumbent.best is None:
-            _repair_feasible(evaluator, incumbent, timer.within(_SPARE * clock.seconds))
-        elif is_small and not incumbent.is_near(_FAR):
-            if _is_searchable(problem):
-                _step_back_wider(
-                    evaluator, incumbent, timer.within(_BACK_SHARE * whole.seconds_until(1.0))
-                )
-            _refine(evaluator, incumbent, _REFINE_SHARE * whole.seconds_until(1.0))
-            left = whole.seconds_until(1.0)
-            for factor in _EASIER:
-                _try_larger_budget(evaluator, incumbent, factor, left / len(_EASIER))
+        return incumbent
+    share = _EVICTION_SHARE if is_small else _LARGE_SHARE
+    if budget < floor or not _start(evaluator, incumbent, clock.deadline(share)):
+        _find_lowest(incumbent, Evictor(problem, clock.deadline(1.0)), budget)
+        return incumbent
+    _search_on(evaluator, incumbent, options, is_low=budget < _LOW * floor)
+    if incumbent.best is None:
+        _repair_feasible(evaluator, incumbent, timer.within(_SPARE * clock.seconds))
+    elif is_small and not incumbent.is_near(_FAR):
+        _search_further(evaluator, incumbent, whole)
     return incumbent
+
+
+def _search_on(
+    evaluator: Evaluator, incumbent: Incumbent, options: SolverOptions, *, is_low: bool
+) -> None:
+    if incumbent.best is not None and is_low:
+        local = LocalSearch(evaluator, incumbent.clock.deadline(_LOW_SHARE))
+        incumbent.note(local.improve(incumbent.best))
+    if options.solver != "local":
+        RowGeneration(evaluator, incumbent).run()
+    if incumbent.best is None:
+        _cut(evaluator, incumbent)
+    _polish(evaluator, incumbent)
+
+
+def _search_further(evaluator: Evaluator, incumbent: Incumbent, whole: TimeSlice) -> None:
+    """Look further in the rest of the time, where the best is far from its bound."""
+    if _is_searchable(evaluator.problem):
+        deadline = whole.timer.within(_BACK_SHARE * whole.seconds_until(1.0))
+        _step_back_wider(evaluator, incumbent, deadline)
+    _refine(evaluator, incumbent, _REFINE_SHARE * whole.seconds_until(1.0))
+    left = whole.seconds_until(1.0)
+    for factor in _EASIER:
+        _try_larger_budget(evaluator, incumbent, factor, left / len(_EASIER))
 
 
 def _begin(evaluator: Evaluator, incumbent: Incumbent, near: Schedule | None) -> Evaluated | None:
@@ -235,8 +212,6 @@ def _search_promptly(
 ) -> None:
     """The answers that take little time: of 1,800 operators 2 s, and 28 s find none better."""
     problem = evaluator.problem
-    if evaluator.budget < floor_of(problem):
-        return
     for saved in cut_saved_sets(problem):
         incumbent.note(evaluator(Decisions(saved)))
         if deadline.is_over:
@@ -384,7 +359,7 @@ def _try_larger_budget(
             incumbent.note(local.improve(fitting))
 
 
-def _build_solution(problem: Problem, incumbent: Incumbent) -> Solution:
+def _build_solution(problem: Problem, incumbent: Incumbent, budget: int) -> Solution:
     assert incumbent.lowest is not None
     lowest, least = incumbent.lowest.replay.schedule, incumbent.lowest.costs.peak
     if incumbent.best is None:
@@ -392,4 +367,15 @@ def _build_solution(problem: Problem, incumbent: Incumbent) -> Solution:
     schedule = incumbent.best.replay.schedule
     costs = costs_of(problem, schedule)
     bound = min(incumbent.bound * _SAFETY, costs.added_seconds)
-    return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest)
+    reason = ""
+    if bound < (1 - _WIDE_GAP) * costs.added_seconds:
+        reason = _explain_gap(problem, incumbent, budget)
+    return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest, reason)
+
+
+def _explain_gap(problem: Problem, incumbent: Incumbent, budget: int) -> str:
+    if budget < _NEAR_FLOOR * floor_of(problem):
+        return "so near the least peak, recomputation takes memory that the bound counts in part"
+    if incumbent.clock.elapsed_fraction >= 1:
+        return "the search for a better plan, and for a proof, ended at its limit"
+    return "the bound is that of decisions in fractions, and whole ones cost more"

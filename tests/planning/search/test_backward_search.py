@@ -25,7 +25,8 @@ from torchremat.planning.search.backward_search import (
 )
 from torchremat.planning.search.clock import NEVER, CpuTimer, Deadline
 from torchremat.planning.search.least_peak import find_lowest_by_steps, is_too_small
-from torchremat.planning.solver import SolverOptions, solve_orders
+from torchremat.planning.search.solver_options import SolverOptions
+from torchremat.planning.solver import solve_orders
 
 LAYERS = layers(6)
 TIGHT = int(1.1 * floor_of(LAYERS))

@@ -15,7 +15,8 @@ from torchremat.planning.search.eviction import (
     try_evictions,
 )
 from torchremat.planning.search.least_peak import find_lowest_by_eviction
-from torchremat.planning.solver import SolverOptions, solve
+from torchremat.planning.search.solver_options import SolverOptions
+from torchremat.planning.solver import solve
 
 FORWARD, BACKWARD = Part.FORWARD, Part.BACKWARD
 

@@ -18,7 +18,7 @@ from torchremat.planning.budget import Budget
 from torchremat.planning.fitting.sized_steps import MOST_SIZE, SizedSteps, on_step
 from torchremat.planning.planner import PlannedStep, Planner
 from torchremat.planning.search.clock import NEVER, CpuTimer, Deadline
-from torchremat.planning.solver import SolverOptions
+from torchremat.planning.search.solver_options import SolverOptions
 
 # The factor by which sizes grow at most while all fit. Chosen by hand.
 _MOST_GROWTH = 16

@@ -54,7 +54,7 @@ class Neighbourhoods:
         """An answer near the relaxation, with as few as `free` variables free if that goes."""
         answer = Answer(None, float("inf"), 0.0)
         while answer.x is None and seconds() > 0:
-            fixing = self._where_sure(free)
+            fixing = self.fix_sure(free)
             limit = seconds() if fixing is None else min(seconds(), 2.0)
             answer = self.program.solve(seconds=limit, gap=gap, fixed=fixing)
             if fixing is None:
@@ -81,7 +81,7 @@ class Neighbourhoods:
             factor = 0.7 if found.is_late else 1.15
             sizes[kind] = min(max(factor * sizes[kind], 0.02), 0.8)
 
-    def _where_sure(self, free: int) -> Fixing | None:
+    def fix_sure(self, free: int) -> Fixing | None:
         """The values of the relaxation, but for the `free` ones of which it is least sure."""
         x = None if self.relaxation is None else self.relaxation.answer.x
         if x is None or self.relaxation is None or len(self.integral) <= free:

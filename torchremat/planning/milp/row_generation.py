@@ -13,9 +13,10 @@ from dataclasses import replace
 from torchremat.planning.milp.intervals import PeakPoint
 from torchremat.planning.milp.linear_program import Answer, Relaxation
 from torchremat.planning.milp.neighbourhood_search import Neighbourhoods
+from torchremat.planning.milp.peak_rows import PeakRows
 from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
-from torchremat.planning.problem.problem import Part
+from torchremat.planning.milp.whole_rounds import try_answer
 from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.eviction import Evictor, try_evictions
 from torchremat.planning.search.incumbent import Incumbent
@@ -66,9 +67,7 @@ class RowGeneration:
         num = len(self.index.operators)
         self.window: int | None = None if num <= _WHOLE else max(_LEAST_WINDOW, num // 16)
         self.most_peaks = 12 if num <= _WHOLE else 6
-        self.moments: dict[PeakPoint, None] = {}  # in the order in which they were found
-        self.positions: set[int] = set()
-        self.conflicts: set[frozenset[int]] = set()
+        self.rows = PeakRows(self.index, evaluator.budget)
         self.tried: list[Evaluated] = []  # answers of programs
         self.program = self._build_program()
 
@@ -93,8 +92,8 @@ class RowGeneration:
     def refine(self) -> None:
         """Search around the best schedule, with all moments of the backward pass as rows."""
         self.window = None
-        self.moments.update((PeakPoint(step), None) for step in range(len(self.index.direct)))
-        self.positions.update(self.index.forward_bytes.made.values())
+        self.rows.moments.update((PeakPoint(step), None) for step in range(len(self.index.direct)))
+        self.rows.positions.update(self.index.forward_bytes.made.values())
         for _ in range(_MOST_ROUNDS):
             self.program = self._build_program()
             if (
@@ -106,21 +105,12 @@ class RowGeneration:
                 break
 
     def _build_program(self) -> SavingProgram:
-        return SavingProgram(
-            self.index,
-            self.evaluator.budget,
-            list(self.moments),
-            sorted(self.positions),
-            self.window,
-            conflicts=sorted(map(sorted, self.conflicts)),
-            timer=self.clock.timer,
-        )
+        return self.rows.build_program(self.window, self.clock.timer)
 
     @property
     def _is_whole(self) -> bool:
         """Whether every schedule is an answer of the program."""
-        has_recomputes = any(m.is_recompute for m in self.moments)
-        return self.window is None and not has_recomputes and not self.conflicts
+        return self.window is None and self.rows.are_for_all
 
     def _relax(self) -> Relaxation | None:
         self._add_moments(self.incumbent.trials[0], narrow=False)
@@ -139,14 +129,7 @@ class RowGeneration:
         return None if found.answer.x is None else found
 
     def _try(self, answer: Answer) -> Evaluated:
-        """Simulate an answer: recomputed as late as possible or, if that costs more, as it says."""
-        assert answer.x is not None
-        decisions = self.program.decisions(answer.x)
-        late = self.incumbent.note(self.evaluator(replace(decisions, early={})))
-        self.tried.append(late)
-        if late.fits and late.costs.added_seconds <= answer.value * (1 + 1e-6):
-            return late
-        self.tried.append(self.incumbent.note(self.evaluator(decisions)))
+        self.tried += try_answer(self.program, answer, self.evaluator, self.incumbent)
         return self.tried[-1]
 
     def _repair_feasible(self) -> None:
@@ -238,7 +221,7 @@ class RowGeneration:
         self.incumbent.prove(program.linear.relax(seconds=seconds).answer.bound)
 
     def _prove(self) -> None:
-        moments = [m for m in self.moments if not m.is_recompute]
+        moments = [m for m in self.rows.moments if not m.is_recompute]
         if self.window is not None:  # the first ones matter most
             moments = moments[:_MOST_PROVED]
         num = len(self.index.operators) * (2 + 4 * len(moments))
@@ -248,7 +231,7 @@ class RowGeneration:
             self.index,
             self.evaluator.budget,
             moments,
-            sorted(self.positions),
+            sorted(self.rows.positions),
             window,
             outer=outer,
             timer=self.clock.timer,
@@ -265,35 +248,7 @@ class RowGeneration:
 
     def _add_moments(self, trial: Evaluated, *, narrow: bool) -> bool:
         """Add rows for what is above the budget; whether any is new."""
-        before = len(self.moments) + len(self.positions) + len(self.conflicts)
-        schedule = trial.replay.schedule
-        num_forward = len(schedule.forward)
-        distance = max(3, len(trial.costs.live) // 80)
-        for number, i in enumerate(trial.find_peaks_above(self.evaluator.budget, distance)):
-            if number == self.most_peaks:
-                break
-            if i < num_forward:
-                self._add_position(trial, i, narrow)
-            else:
-                place = i - num_forward
-                step, o = trial.replay.steps[place], schedule.backward[place]
-                self.moments[PeakPoint(step)] = None
-                if narrow and o in self.index.rank:
-                    self.moments[PeakPoint(step, o)] = None
-                    if step:
-                        self.moments.setdefault(PeakPoint(step - 1))
-        return len(self.moments) + len(self.positions) + len(self.conflicts) > before
-
-    def _add_position(self, trial: Evaluated, position: int, narrow: bool) -> None:
-        order = trial.replay.schedule.forward
-        op = self.problem.operators[order[position]]
-        made = self.index.forward_bytes.made
-        if op.part is not Part.EITHER_PASS:
-            self.positions.update(made[v] for v in op.writes[:1])
-        elif narrow:  # all that is saved by then is too much
-            values = {v for o in order[: position + 1] for v in self.problem.operators[o].writes}
-            saved = values.intersection(trial.decisions.saved, self.index.values)
-            self.conflicts.add(frozenset(saved))
+        return self.rows.add_peaks(trial, narrow=narrow, most=self.most_peaks)
 
 
 def _is_optimal(answer: Answer, gap: float) -> bool:

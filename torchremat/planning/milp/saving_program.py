@@ -13,8 +13,17 @@ operator o that makes it, each moment m and the interval j before it:
              s_v           <= f_o
              bytes at m    <= budget
 
-This is Checkmate (Jain et al., MLSys 2020) with intervals for its steps. As every schedule obeys
-it, what it proves to be least is a bound; with all moments that matter its answers are schedules.
+This is Checkmate (Jain et al., MLSys 2020) with intervals for its steps. With all moments that
+matter its answers are schedules. For any moments it bounds them. Take a schedule within the budget,
+with the steps in their order and a forward pass that runs nothing twice. Set each variable to 1 if
+what it stands for is so. All rows hold:
+
+- What is alive at a moment was saved or made before, and so was all that an operator reads.
+- Values alive at a moment take room together, and the schedule keeps within the budget.
+
+Each i_oj that is 1 is at least one run, so the schedule adds no less than these variables cost.
+Without a window there are no other rows: the optimum, in fractions too, is a lower bound.
+
 The relaxation is made tight by r_o, that o runs at all, and d_om, that it runs after m:
 
              s_v + r_o >= 1      r_p <= s_u + r_o      sum of i_oj         >= r_o

@@ -313,6 +313,7 @@ class Planner:
     def _build_budget_error(self, asked: str, *, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
         plain = self.plain.costs.peak + self.resident
+        least = min(least, plain)
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
         return BudgetError(
             f"{asked}: a peak of {human_bytes(nbytes)} cannot be met. The least that was found is "

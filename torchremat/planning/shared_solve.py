@@ -1,8 +1,8 @@
 """Several processes that plan one step: one of them looks for the schedule, and all take it.
 
-A solver stops by the clock, so two processes would find two schedules of one graph. Each of them
-would be right by itself. Where the graph has collectives, however, all processes must run these in
-one order. Besides, one search is enough for all.
+Processes that measure the times of operators, or limit the time of a search, may find two schedules
+of one graph. Each of them would be right by itself. Where the graph has collectives, however, all
+processes must run these in one order. Besides, one search is enough for all.
 """
 
 import json

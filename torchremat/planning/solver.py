@@ -8,6 +8,7 @@
 An `Incumbent` has the best schedule that the simulation accepted so far, and the proved bound.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torchremat.planning.problem.problem import Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.backward_search import BackwardFrontier, BackwardSearch, Limits
-from torchremat.planning.search.clock import NEVER, CpuTimer, Deadline, TimeSlice
+from torchremat.planning.search.clock import NEVER, Deadline, TimeSlice, WorkTimer
 from torchremat.planning.search.eviction import RULES, Evictor, try_evictions
 from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.least_peak import (
@@ -31,8 +32,8 @@ from torchremat.planning.search.local_search import LocalSearch
 from torchremat.planning.search.min_cut import cut_saved_sets
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 
-# The shares below divide the time of a search. They were chosen by hand: a part with a larger share
-# may find better schedules, and leaves less time to the parts after it.
+# The shares below divide the time of a search, which is work that is counted. They were chosen by
+# hand: a part with a larger share may find better schedules, and leaves less to those after it.
 
 # Of the whole time, the search that uses the link to a host. The search without it gets the rest.
 _LINKED_SHARE = 0.6
@@ -79,19 +80,20 @@ _MOST_OPERATORS = 3000
 _MOST_WHOLE = 260
 # Minimum cuts that are tried even when the time is over, so that there is a start to improve.
 _LEAST_CUTS = 4
+# Searches for a peak below the least that was found, each below the last; chosen by hand.
+_MOST_DESCENTS = 2
 # Schedules above the budget that are repaired, and answers of one search that are simulated.
 _MOST_STARTS = 4
-# Seconds on the wall for one second of the processor, at most. A busy machine then changes plans
-# little, and a search takes no more than twice its time.
-_STRETCH = 2.0
-# Operators up to which the processor's time counts: a search takes 11 s, stretched 22 s.
-_MOST_STRETCHED = 1000
+# Nominal seconds of one minimum cut for each operator of the problem: measured.
+_SECONDS_OF_CUT = 5e-5
 # A gap that a plan explains: the bound says little then.
 _WIDE_GAP = 0.05
 # Times the floor of the order. Below, most bytes are those of single operators.
 _NEAR_FLOOR = 1.1
 # HiGHS answers to within 1e-7. A bound is lowered by it, to claim no more than was proved.
 _SAFETY = 1 - 1e-7
+# The gap of an optimum, with what HiGHS leaves open.
+_SAFE_GAP = 1e-6
 
 
 def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -> Solution:
@@ -101,19 +103,71 @@ def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -
     answer has no schedule if none was found; `least_peak` is then what one can get down to.
     """
     options = options or SolverOptions()
+    timer = WorkTimer(has_wall=options.seconds is not None)
+    incumbent = _search_links(problem, budget, options, timer)
+    if incumbent.best is None and not options.is_prompt:
+        _take_least(problem, budget, incumbent, options)
+    return _build_solution(problem, incumbent, budget)
+
+
+def _search_links(
+    problem: Problem, budget: int, options: SolverOptions, timer: WorkTimer
+) -> Incumbent:
+    """Search with the link to a host, if there is one, and without it."""
     seconds = options.seconds_for(problem)
-    is_timed = options.seconds is not None or len(problem.operators) > _MOST_STRETCHED
-    timer = CpuTimer(1.0 if is_timed else _STRETCH)
     if not problem.offloadable:
-        return _build_solution(problem, _search(problem, budget, options, timer, seconds), budget)
+        return _search(problem, budget, options, timer, seconds)
     incumbent = _search(problem, budget, options, timer, _LINKED_SHARE * seconds)
     if not incumbent.is_good:
         left = replace(options, progress=None)
         _search_without_link(problem, budget, left, (1 - _LINKED_SHARE) * seconds, incumbent)
     if incumbent.best is not None:
-        local = LocalSearch(Evaluator(problem, budget), timer.within(_TIDY_SHARE * seconds))
+        evaluator = Evaluator(problem, budget, timer.charge)
+        local = LocalSearch(evaluator, timer.within(_TIDY_SHARE * seconds))
         incumbent.note(local.save_needless_copies(incumbent.best))
-    return _build_solution(problem, incumbent, budget)
+    return incumbent
+
+
+def _take_least(
+    problem: Problem, budget: int, incumbent: Incumbent, options: SolverOptions
+) -> None:
+    """Take the schedule of least peak where nothing else was found.
+
+    It does not depend on the budget. So the least peak that an error names is a budget that is met.
+    """
+    least = _find_least(problem, options.seconds, options.solver)
+    timer = WorkTimer(has_wall=options.seconds is not None)
+    evaluator = Evaluator(problem, budget, timer.charge)
+    incumbent.lowest = incumbent.note(evaluator(least))
+    if incumbent.lowest.fits:
+        deadline = timer.within(options.seconds_for(problem))
+        incumbent.note(LocalSearch(evaluator, deadline).improve(incumbent.lowest))
+
+
+@functools.lru_cache(maxsize=16)  # budgets that are too small are tried one after the other
+def _find_least(problem: Problem, seconds: float | None, solver: str) -> Decisions:
+    """The decisions of least peak that are found, whatever time they add."""
+    options = SolverOptions(seconds, solver=solver)
+    timer = WorkTimer(has_wall=seconds is not None)
+    seconds = options.seconds_for(problem)
+    incumbent = Incumbent(TimeSlice(timer, seconds), 0.0)
+    evaluator = Evaluator(problem, 0, timer.charge)
+    incumbent.note(evaluator(Decisions(problem.needed)))
+    _begin(evaluator, incumbent, None)
+    if problem.offloadable:
+        alone = replace(problem, host_bytes_per_second=None)
+        incumbent.note(evaluator(_find_least(alone, options.seconds, solver)))
+    _find_lowest(incumbent, Evictor(problem, timer.within(seconds)))
+    assert incumbent.lowest is not None
+    for _ in range(_MOST_DESCENTS):
+        budget = incumbent.lowest.costs.peak - 1
+        if budget < floor_of(problem) or incumbent.clock.elapsed_fraction > 1:
+            break
+        found = _search(problem, budget, options, timer, seconds).best
+        if found is None:
+            break
+        incumbent.note_lowest(found)
+    return incumbent.lowest.decisions
 
 
 def solve_orders(
@@ -136,21 +190,23 @@ def solve_orders(
 
 
 def _search(
-    problem: Problem, budget: int, options: SolverOptions, timer: CpuTimer, seconds: float
+    problem: Problem, budget: int, options: SolverOptions, timer: WorkTimer, seconds: float
 ) -> Incumbent:
     is_small = len(problem.operators) <= _MOST_OPERATORS
     whole = TimeSlice(timer, seconds)
     is_first = is_small and not options.is_prompt
     clock = TimeSlice(timer, _FIRST_SHARE * seconds if is_first else seconds, options.progress)
-    evaluator, incumbent = Evaluator(problem, budget), Incumbent(clock, options.gap_for(problem))
+    evaluator = Evaluator(problem, budget, timer.charge)
+    incumbent = Incumbent(clock, options.gap_for(problem), options.little_for(problem))
     if incumbent.note(evaluator(Decisions(problem.needed))).fits:
         return incumbent
     near = _begin(evaluator, incumbent, options.near)
     floor = floor_of(problem)
+    is_large = len(problem.known) > _MOST_WHOLE
     if budget >= floor:
-        has_integers = len(problem.known) > _MOST_WHOLE and options.solver != "local"
+        has_integers = is_large and options.solver != "local"
         WholeRounds(evaluator, incumbent).run(has_integers=has_integers)
-    if incumbent.is_good:
+    if incumbent.is_near(_SAFE_GAP) or (is_large and incumbent.is_good):
         return incumbent
     if options.is_prompt and not problem.offloadable:
         if budget >= floor and not incumbent.is_near(_FAR):
@@ -158,7 +214,6 @@ def _search(
         return incumbent
     share = _EVICTION_SHARE if is_small else _LARGE_SHARE
     if budget < floor or not _start(evaluator, incumbent, clock.deadline(share)):
-        _find_lowest(incumbent, Evictor(problem, clock.deadline(1.0)), budget)
         return incumbent
     _search_on(evaluator, incumbent, options, is_low=budget < _LOW * floor)
     if incumbent.best is None:
@@ -213,6 +268,7 @@ def _search_promptly(
     """The answers that take little time: of 1,800 operators 2 s, and 28 s find none better."""
     problem = evaluator.problem
     for saved in cut_saved_sets(problem):
+        incumbent.clock.timer.charge(_SECONDS_OF_CUT * len(problem.operators))
         incumbent.note(evaluator(Decisions(saved)))
         if deadline.is_over:
             break
@@ -253,7 +309,7 @@ def _search_without_link(
     alone = replace(problem, host_bytes_per_second=None)
     timer = incumbent.clock.timer
     found = _search(alone, budget, options, timer, _ALONE_SHARE * seconds)
-    evaluator = Evaluator(problem, budget)
+    evaluator = Evaluator(problem, budget, timer.charge)
     for trial in (found.lowest, found.best):
         if trial is not None:
             incumbent.note(evaluator(trial.decisions))
@@ -264,6 +320,7 @@ def _search_without_link(
 
 def _cut(evaluator: Evaluator, incumbent: Incumbent) -> None:
     for number, saved in enumerate(cut_saved_sets(evaluator.problem)):
+        incumbent.clock.timer.charge(_SECONDS_OF_CUT * len(evaluator.problem.operators))
         incumbent.note(evaluator(Decisions(saved)))
         if incumbent.clock.elapsed_fraction > 1 and number > _LEAST_CUTS:
             break
@@ -286,18 +343,13 @@ def _polish(evaluator: Evaluator, incumbent: Incumbent) -> None:
 def _repair_feasible(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> None:
     assert incumbent.lowest is not None
     incumbent.note(LocalSearch(evaluator, deadline).repair(incumbent.lowest))
-    if incumbent.best is None:
-        assert deadline.timer is not None
-        more = deadline.timer.within(_SPARE * incumbent.clock.seconds)
-        _find_lowest(incumbent, Evictor(evaluator.problem, more), evaluator.budget)
-        incumbent.note(evaluator(incumbent.lowest.decisions))
 
 
-def _find_lowest(incumbent: Incumbent, evictor: Evictor, budget: int) -> None:
+def _find_lowest(incumbent: Incumbent, evictor: Evictor) -> None:
     assert incumbent.lowest is not None
     problem = evictor.problem
     floor = floor_of(problem)
-    lowest = find_lowest_by_eviction(evictor, max(budget + 1, floor), incumbent.lowest.costs.peak)
+    lowest = find_lowest_by_eviction(evictor, floor, incumbent.lowest.costs.peak)
     if lowest is not None:
         incumbent.note_lowest(lowest)
     if incumbent.lowest.costs.peak > floor and _is_searchable(problem):
@@ -346,7 +398,7 @@ def _refine(evaluator: Evaluator, incumbent: Incumbent, seconds: float) -> None:
 def _try_larger_budget(
     evaluator: Evaluator, incumbent: Incumbent, factor: float, seconds: float
 ) -> None:
-    easier = Evaluator(evaluator.problem, int(factor * evaluator.budget))
+    easier = evaluator.under(int(factor * evaluator.budget))
     timer = incumbent.clock.timer
     found = Incumbent(TimeSlice(timer, _EASIER_SHARE * seconds), incumbent.gap)
     local = LocalSearch(evaluator, timer.within(seconds))

@@ -21,7 +21,7 @@ from torchremat.planning.problem.backward_order import floor_of, reorder_backwar
 from torchremat.planning.problem.problem import Problem, costs_of
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluator
-from torchremat.planning.search.clock import CpuTimer, TimeSlice
+from torchremat.planning.search.clock import TimeSlice, WorkTimer
 from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.solver_options import SolverOptions
 from torchremat.planning.solver import solve
@@ -30,7 +30,7 @@ from torchremat.planning.solver import solve
 def rounds_for(problem: Problem, budget: int) -> WholeRounds:
     """First rounds that have not run yet, for a step of which the plain schedule was tried."""
     evaluator = Evaluator(problem, budget)
-    incumbent = Incumbent(TimeSlice(CpuTimer(1.0), 60.0), 0.002)
+    incumbent = Incumbent(TimeSlice(WorkTimer(), 60.0), 0.002)
     incumbent.note(evaluator(Decisions(problem.needed)))
     return WholeRounds(evaluator, incumbent)
 

@@ -8,7 +8,7 @@ from tests.planning.test_solver import layers, peak
 from torchremat.planning.problem.backward_order import floor_of, reorder_backward, with_backward
 from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
 from torchremat.planning.problem.trial import Evaluator
-from torchremat.planning.search.clock import CpuTimer, Deadline
+from torchremat.planning.search.clock import Deadline, WorkTimer
 from torchremat.planning.search.eviction import (
     RULES,
     Evictor,
@@ -155,6 +155,5 @@ def test_a_budget_below_the_floor_is_refused_with_the_least_that_was_found():
 def test_there_may_be_no_time():
     problem = layers(3)
     assert (
-        Evictor(problem, Deadline(CpuTimer(1.0), -1.0)).decisions(peak(problem), RULES[0], ())
-        is None
+        Evictor(problem, Deadline(WorkTimer(), -1.0)).decisions(peak(problem), RULES[0], ()) is None
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torchremat.planning.budget import Budget
 from torchremat.planning.fitting.sized_steps import MOST_SIZE, SizedSteps, on_step
 from torchremat.planning.planner import PlannedStep, Planner
-from torchremat.planning.search.clock import NEVER, CpuTimer, Deadline
+from torchremat.planning.search.clock import NEVER, Deadline, WorkTimer
 from torchremat.planning.search.solver_options import SolverOptions
 
 # The factor by which sizes grow at most while all fit. Chosen by hand.
@@ -26,10 +26,10 @@ _MOST_GROWTH = 16
 _MOST_SECANTS = 6
 # Times the time of one plan, for the whole search: most searches end before their time. By hand.
 _PLANS = 6
+# Of the time of one plan, what a size is reckoned to take: most need far less. Chosen by hand.
+_PROBE_SHARE = 0.2
 # Each size that is searched is this many times further from the last that fits. Chosen by hand.
 _STRIDE_GROWTH = 4
-# Seconds on the wall for one second of the processor, as the solver has it.
-_STRETCH = 2.0
 # Times the first size that no schedule can fit: larger ones that are tried, in case memory falls
 # where the function does otherwise with large sizes. Chosen by hand.
 _FURTHER = (2, 4, 8)
@@ -90,7 +90,7 @@ class SizeSearch:
         planner = self.steps.at(self.given)
         assert planner is not None, "the given size raises what the function raises"
         seconds = self.seconds or _PLANS * SolverOptions().seconds_for(planner.step.problem)
-        self._deadline = CpuTimer(1.0 if self.seconds else _STRETCH).within(seconds)
+        self._deadline = WorkTimer(has_wall=bool(self.seconds)).within(seconds)
         self.unit = self._find_unit()
         self.given //= self.unit
         self._climb(0, self.given)
@@ -153,6 +153,9 @@ class SizeSearch:
         if planner is None:
             return low
         self._tell_more()
+        if self.seconds is None:
+            seconds = SolverOptions().seconds_for(planner.step.problem)
+            self._deadline.charge(_PROBE_SHARE * seconds)
         found = planner.find_lowest(self._seconds_of_one)
         if planner.peak_of(found) > self.memory and not is_short:
             found = planner.search(Budget(nbytes=self.memory), seconds=self._seconds_of_one).planned

@@ -10,7 +10,7 @@ from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.problem.problem import Part
 from torchremat.planning.problem.trial import Evaluated
-from torchremat.planning.search.clock import CpuTimer
+from torchremat.planning.search.clock import WorkTimer
 
 # Between two peaks of one answer, at the least: neighbours are near the peak for the same values.
 _LEAST_DISTANCE = 3
@@ -33,7 +33,7 @@ class PeakRows:
     positions: set[int] = field(default_factory=set)
     conflicts: set[frozenset[int]] = field(default_factory=set)
 
-    def build_program(self, window: int | None, timer: CpuTimer | None = None) -> SavingProgram:
+    def build_program(self, window: int | None, timer: WorkTimer | None = None) -> SavingProgram:
         return SavingProgram(
             self.index,
             self.budget,

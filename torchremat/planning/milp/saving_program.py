@@ -44,7 +44,7 @@ from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.problem.problem import Part
 from torchremat.planning.problem.replay import Decisions, Replay
 from torchremat.planning.problem.trial import Floats
-from torchremat.planning.search.clock import CpuTimer
+from torchremat.planning.search.clock import WorkTimer
 
 
 class SavingProgram:
@@ -68,7 +68,7 @@ class SavingProgram:
         *,
         conflicts: Iterable[Sequence[int]] = (),
         outer: bool = False,
-        timer: CpuTimer | None = None,
+        timer: WorkTimer | None = None,
     ) -> None:
         self.outer = outer
         self.index = index

@@ -42,7 +42,7 @@ class WholeRounds:
         """Solve rounds while they find new peaks; without integers, one round in fractions."""
         is_new = self.rows.add_peaks(self.incumbent.trials[0], narrow=False, most=1)
         for number in range(_MOST_ROUNDS if has_integers else 1):
-            program = self.rows.build_program(None)
+            program = self.rows.build_program(None, self.incumbent.clock.timer)
             is_large = program.linear.num_variables > _MOST_VARIABLES
             if not is_new or (number and (is_large or self._is_over)):
                 break

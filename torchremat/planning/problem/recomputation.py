@@ -14,6 +14,7 @@ class Recomputation:
         reads: for each operator, those of them that it reads.
         writes: likewise, those that it writes.
         bytes_of_steps: the bytes that are alive whatever is decided.
+        visits: how many operators and values its methods have looked at: the work of a caller.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -23,6 +24,7 @@ class Recomputation:
         self.reads = [tuple(v for v in op.reads if v in values) for op in operators]
         self.writes = [tuple(v for v in op.writes if v in values) for op in operators]
         self.bytes_of_steps = BackwardBytes.of(problem)
+        self.visits = 0
 
     @cached_property
     def last(self) -> Mapping[int, int]:
@@ -52,6 +54,7 @@ class Recomputation:
             if o not in found:
                 found.add(o)
                 stack.extend(u for u in self.reads[o] if u not in there)
+        self.visits += len(found) + 1
         return sorted(found)
 
     def next_uses(self, step: int, there: Collection[int]) -> dict[int, int]:
@@ -68,6 +71,7 @@ class Recomputation:
                 elif producers[v] not in seen:
                     seen.add(producers[v])
                     stack.extend(self.reads[producers[v]])
+        self.visits += len(self.problem.backward) - step + len(seen) + len(found)
         return found
 
     def seconds_again(self, v: int, there: Collection[int]) -> float:
@@ -79,4 +83,5 @@ class Recomputation:
             if o not in found:
                 found.add(o)
                 stack.extend(producers[u] for u in self.reads[o] if u not in there or u == v)
+        self.visits += len(found)
         return self.problem.seconds_of(found)

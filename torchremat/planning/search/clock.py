@@ -1,43 +1,43 @@
-"""The time of a search: of the processor, so that other programs change its answers little.
+"""The time of a search: work that is counted, so that one model has one plan on every machine.
 
-                     alone    beside another program     beside many
-on the wall          4 s      8 s                        8 s, twice as long at most
-of the processor     4 s      4 s                        2 s
+                          idle machine    busy machine    plan
+limit on the clock        40 programs     13 programs     another
+limit on work             40 programs     40 programs     the same, later
+
+Each part of a search charges for what it does: operators simulated, sets looked at, iterations of a
+program. A charge is in seconds of a core of about 3 GHz, roughly.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Seconds that count as worked at the least: a search that has just begun is not slowed down.
-_LEAST_SECONDS = 0.05
 
-
-class CpuTimer:
-    """Seconds of this thread on the processor; at least a part of those on the wall.
+class WorkTimer:
+    """Seconds of counted work; with `has_wall` at least those on the wall.
 
     Args:
-        stretch: how many seconds on the wall count as one at the least; 1 for the wall alone.
+        has_wall: whether a user gave the time. The clock may then end a search, too.
 
-    >>> CpuTimer(1.0).slowdown
-    1.0
+    >>> timer = WorkTimer()
+    >>> timer.charge(0.5)
+    >>> timer.now
+    0.5
     """
 
-    def __init__(self, stretch: float) -> None:
-        self.stretch = stretch
-        self._wall = time.monotonic()
-        self._thread = time.thread_time()
+    def __init__(self, *, has_wall: bool = False) -> None:
+        self.has_wall = has_wall
+        self._work = 0.0
+        self._start = time.monotonic()
+
+    def charge(self, seconds: float) -> None:
+        self._work += seconds
 
     @property
     def now(self) -> float:
-        worked = time.thread_time() - self._thread
-        return max(worked, (time.monotonic() - self._wall) / self.stretch)
-
-    @property
-    def slowdown(self) -> float:
-        """How many seconds on the wall one of these took so far."""
-        wall = time.monotonic() - self._wall
-        return min(max(wall / max(self.now, _LEAST_SECONDS), 1.0), self.stretch)
+        if self.has_wall:
+            return max(self._work, time.monotonic() - self._start)
+        return self._work
 
     def within(self, seconds: float) -> "Deadline":
         return Deadline(self, self.now + seconds)
@@ -47,12 +47,16 @@ class CpuTimer:
 class Deadline:
     """A time on a timer; without one it is never over."""
 
-    timer: CpuTimer | None = None
+    timer: WorkTimer | None = None
     at: float = 0.0
 
     @property
     def is_over(self) -> bool:
         return self.timer is not None and self.timer.now > self.at
+
+    def charge(self, seconds: float) -> None:
+        if self.timer is not None:
+            self.timer.charge(seconds)
 
 
 NEVER = Deadline()
@@ -62,7 +66,7 @@ class TimeSlice:
     """The time of a part of a search; `progress` gets its elapsed fraction now and then."""
 
     def __init__(
-        self, timer: CpuTimer, seconds: float, progress: Callable[[float], None] | None = None
+        self, timer: WorkTimer, seconds: float, progress: Callable[[float], None] | None = None
     ) -> None:
         self.timer = timer
         self.seconds = seconds

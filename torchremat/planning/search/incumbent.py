@@ -3,6 +3,9 @@
 from torchremat.planning.problem.trial import Evaluated
 from torchremat.planning.search.clock import TimeSlice
 
+# The widest gap of an answer that is good since few seconds are left in it.
+_NEAR = 0.02
+
 
 class Incumbent:
     """The best of the trials of a search, and the proved bound.
@@ -11,11 +14,13 @@ class Incumbent:
         best: the trial that fits and adds the least time.
         lowest: the trial with the least peak.
         bound: no schedule that fits adds less.
+        little: seconds that are not worth a search, of a gap of 2 % at most.
     """
 
-    def __init__(self, clock: TimeSlice, gap: float) -> None:
+    def __init__(self, clock: TimeSlice, gap: float, little: float = 0.0) -> None:
         self.clock = clock
         self.gap = gap
+        self.little = little
         self.best: Evaluated | None = None
         self.lowest: Evaluated | None = None
         self.trials: list[Evaluated] = []
@@ -42,7 +47,11 @@ class Incumbent:
 
     @property
     def is_good(self) -> bool:
-        return self.is_near(self.gap)
+        if self.is_near(self.gap):
+            return True
+        if self.best is None or not self.is_near(_NEAR):
+            return False
+        return self.best.costs.added_seconds - self.bound <= self.little
 
     def is_near(self, gap: float) -> bool:
         if self.best is None:

@@ -27,7 +27,7 @@ def find_lowest_by_eviction(evictor: Evictor, low: int, high: int) -> Evaluated 
     def find(evaluator: Evaluator) -> Evaluated | None:
         trials = (
             trial
-            for start in (evaluator.fixed, evictor.problem.known)
+            for start in (evictor.problem.known, evaluator.fixed)
             for trial in try_evictions(evaluator, evictor, start)
         )
         return next((trial for trial in trials if trial.fits), None)
@@ -58,7 +58,7 @@ def _bisect(
     best: Evaluated | None = None
     budget = low
     while low < high and not deadline.is_over:
-        found = find(Evaluator(problem, budget))
+        found = find(Evaluator(problem, budget, deadline.charge))
         if found is None:
             low = budget + max(1, budget // 1000)
         else:

@@ -11,6 +11,8 @@ _LEAST_GAP = 0.002
 _MOST_GAP = 0.01
 # Operators up to which the first of them holds.
 _MOST_EXACT = 500
+# Of the time of a step of more operators: what is not worth a search. Chosen by hand.
+_LITTLE = 1e-4
 # For each operator more: 0.8 % of a thousand operators took a second, and 0.4 % five.
 _MORE_GAP = 1.2e-5
 
@@ -21,9 +23,8 @@ class SolverOptions:
 
     Attributes:
         seconds: the time to take at most, roughly; the best found by then is the answer. Without
-            it, 5 seconds and 6 more for each thousand operators, at most 28. Of up to a thousand
-            operators these are seconds of the processor: where other programs run as well, they
-            take up to twice as long.
+            it, 5 seconds and 6 more for each thousand operators, at most 28, in work that is
+            counted: the clock plays no part, and the answer is the same on every machine.
         gap: how near to the optimum, as a fraction, is near enough. Without it, 0.002, and of more
             than 500 operators more: 0.008 of a thousand, 0.01 at most.
         solver: "milp" or "auto" for integer programs; "local" for minimum cuts and local search.
@@ -45,6 +46,12 @@ class SolverOptions:
             return self.gap
         more = _MORE_GAP * max(0, len(problem.operators) - _MOST_EXACT)
         return min(_LEAST_GAP + more, _MOST_GAP)
+
+    def little_for(self, problem: Problem) -> float:
+        """Seconds that are not worth a search: 0 where a search is short."""
+        if self.gap is not None or len(problem.operators) <= _MOST_EXACT:
+            return 0.0
+        return _LITTLE * problem.seconds_of(range(len(problem.operators)))
 
     def seconds_for(self, problem: Problem) -> float:
         if self.seconds is not None:

@@ -1,0 +1,41 @@
+"""The least peak that an error names: no plan has a lower one, and as a budget it is met."""
+
+import pytest
+from hypothesis import given, note
+
+from tests.planning.schedules import plain_schedule
+from tests.planning.test_oracles import examples, least_peak, problems
+from tests.planning.test_solver import layers
+from torchremat.planning.problem.backward_order import orders_of
+from torchremat.planning.problem.problem import Problem, costs_of
+from torchremat.planning.solver import solve_orders
+
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def check_least(problem: Problem) -> set[int]:
+    """The figures of all budgets that are refused, each checked against all plans."""
+    orders = orders_of(problem)
+    plain = costs_of(problem, plain_schedule(problem)).peak
+    solutions = [solve_orders(orders, int(share * plain)) for share in SHARES]
+    refused = {s.least_peak for s in solutions if s.schedule is None}
+    peaks = [s.peak for s in solutions if s.schedule is not None]
+    for least in refused:
+        met = solve_orders(orders, least)
+        assert met.schedule is not None
+        assert costs_of(problem, met.schedule).peak == met.peak <= least
+        assert least <= min(peaks, default=least)
+    return refused
+
+
+@examples(60)
+@given(problem=problems())
+def test_no_plan_has_a_lower_peak_than_errors_name(problem):
+    note(f"{problem!r}")
+    for least in check_least(problem):
+        assert least >= least_peak(problem)
+
+
+@pytest.mark.parametrize("depth", [2, 5, 6])
+def test_all_errors_of_one_problem_name_one_peak(depth):
+    assert len(check_least(layers(depth))) == 1

@@ -82,6 +82,10 @@ _MOST_WHOLE = 260
 _LEAST_CUTS = 4
 # Searches for a peak below the least that was found, each below the last; chosen by hand.
 _MOST_DESCENTS = 2
+# Of the whole time, each of them: most find nothing, and nobody waits gladly for an error.
+_DESCENT_SHARE = 0.1
+# The gap that ends them: whatever time the schedule adds, its peak alone counts.
+_ANY_GAP = 1e6
 # Schedules above the budget that are repaired, and answers of one search that are simulated.
 _MOST_STARTS = 4
 # Nominal seconds of one minimum cut for each operator of the problem: measured.
@@ -147,7 +151,7 @@ def _take_least(
 @functools.lru_cache(maxsize=16)  # budgets that are too small are tried one after the other
 def _find_least(problem: Problem, seconds: float | None, solver: str) -> Decisions:
     """The decisions of least peak that are found, whatever time they add."""
-    options = SolverOptions(seconds, solver=solver)
+    options = SolverOptions(seconds, _ANY_GAP, solver)
     timer = WorkTimer(has_wall=seconds is not None)
     seconds = options.seconds_for(problem)
     incumbent = Incumbent(TimeSlice(timer, seconds), 0.0)
@@ -163,7 +167,7 @@ def _find_least(problem: Problem, seconds: float | None, solver: str) -> Decisio
         budget = incumbent.lowest.costs.peak - 1
         if budget < floor_of(problem) or incumbent.clock.elapsed_fraction > 1:
             break
-        found = _search(problem, budget, options, timer, seconds).best
+        found = _search(problem, budget, options, timer, _DESCENT_SHARE * seconds).best
         if found is None:
             break
         incumbent.note_lowest(found)

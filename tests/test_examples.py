@@ -1,5 +1,7 @@
 """Every file in examples/ runs, and says what it is there to say."""
 
+import ast
+import json
 import os
 import re
 import runpy
@@ -308,3 +310,26 @@ def test_a_llama_is_fine_tuned_within_its_budget(more):
     assert int(remat) < int(plain)
     if "--policy" not in more:
         assert int(remat) <= 2 << 20
+
+
+def test_the_tour_runs_and_shows_itself(tmp_path, monkeypatch, capsys):
+    """As a notebook runs it: cell by cell, with the value of a last expression on display."""
+    text = (ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    namespace, shown = {"__name__": "__main__"}, []
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] == "code":
+            body = ast.parse("".join(cell["source"])).body
+            last = ast.Expression(body.pop().value) if isinstance(body[-1], ast.Expr) else None
+            exec(compile(ast.Module(body, []), "tour", "exec"), namespace)
+            if last is not None:
+                shown.append(eval(compile(last, "tour", "eval"), namespace))
+    found = {type(value).__name__: value for value in shown}
+    assert {"Estimate", "Plan", "Report", "Comparison"} <= found.keys()
+    pages = [v._repr_html_() for v in shown if hasattr(v, "_repr_html_")]
+    assert len(pages) == 4
+    assert all(page.lstrip().startswith("<") for page in pages)
+    assert found["bool"] is True  # gradients are bit-equal
+    plain, planned = (float(x) for x in re.findall(r"peak ([\d.]+) MiB", capsys.readouterr().out))
+    assert planned <= 0.53 * plain
+    assert "plain PyTorch" in Path("step.svg").read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ from tests.helpers import (
     derivatives,
     leaves_of,
     nothing_left_behind,
+    skip_in_2_11,
     weighted_sum,
 )
 from torchremat.errors import EffectWarning, RetraceWarning, UnmatchedWarning
@@ -289,6 +290,8 @@ EVERY_FIFTH = [name for name in list(OPS)[::5] if name != "svd_lowrank"]
 
 @pytest.mark.parametrize("name", EVERY_FIFTH)
 def test_one_sample(name: str) -> None:
+    if name == "quantile":
+        skip_in_2_11("quantile compares the values of its argument under vmap")
     check(name, *sweep(name, 1, ["dots"]))
 
 
@@ -302,6 +305,7 @@ def test_samples_under_every_policy(name: str) -> None:
 
 
 def test_tables_list_operators_and_laws() -> None:
+    skip_in_2_11("it lacks operators that the tables list")
     assert BROKEN.keys() | CLOSE.keys() <= OPS.keys()
     assert {law for found in BROKEN.values() for law in found} <= {
         "first",

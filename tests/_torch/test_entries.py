@@ -1435,6 +1435,15 @@ def set_module_trackers_aside():
         assert [dict(hooks) for hooks in _torch.GLOBAL_MODULE_HOOKS] == before
 
 
+@check("note_attribute_reads")
+def note_attribute_reads():
+    linear, seen = torch.nn.Linear(2, 3), []
+    with _torch.note_attribute_reads(lambda module, name: seen.append((module, name))):
+        assert linear.in_features == 2
+    assert linear.out_features == 3
+    assert seen == [(linear, "in_features")]
+
+
 @check("decomposition_table")
 def decomposition_table():
     table = _torch.decomposition_table()

@@ -91,7 +91,8 @@ def test_traces_outlast_a_moment_without_it(is_wrapped):
         assert count_runs(model) == 0
     remove(model)
     TrainingPolicy("dots").apply_to(model)
-    assert count_runs(model) > 0
+    # another policy decides anew, on the same graph; a forward that hides the module's has its own
+    assert (count_runs(model) > 0) is is_wrapped
     assert str(find_training_forward(model).policy) == "dots"
 
 

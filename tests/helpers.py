@@ -16,12 +16,19 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 IS_2_11 = torch.__version__.startswith("2.11.")
+IS_BEFORE_2_13 = IS_2_11 or torch.__version__.startswith("2.12.")
 
 
 def skip_in_2_11(defect: str) -> None:
     """Skip the rest of the test in PyTorch 2.11, which has the `defect`."""
     if IS_2_11:
         pytest.skip(f"PyTorch 2.11: {defect}")
+
+
+def skip_before_2_13(defect: str) -> None:
+    """Skip the rest of the test in PyTorch 2.11 and 2.12, which have the `defect`."""
+    if IS_BEFORE_2_13:
+        pytest.skip(f"PyTorch 2.11 and 2.12: {defect}")
 
 
 class OpCounter(TorchDispatchMode):

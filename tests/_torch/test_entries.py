@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.module_tracker import ModuleTracker
 
-from tests.helpers import IS_2_11
+from tests.helpers import IS_BEFORE_2_13
 from torchremat import _torch
 from torchremat._torch.parts import all_parts, find_all_missing
 
@@ -459,8 +459,8 @@ def functions_with_setup_context():
     x = torch.ones(1, requires_grad=True)
     bound = _Scale.apply
     with _torch.handle_function_calls(handler):
-        named = {} if IS_2_11 else {"by": 4}  # PyTorch 2.11 takes no keyword arguments there
-        found = bound(x), _Scale.apply(x, 3), _Scale.apply(x, *([4] if IS_2_11 else []), **named)
+        named = {} if IS_BEFORE_2_13 else {"by": 4}  # it takes no keyword arguments there
+        found = bound(x), _Scale.apply(x, 3), _Scale.apply(x, *([] if named else [4]), **named)
         gradient = torch.func.grad(lambda x: _Scale.apply(x, 4).sum())(torch.ones(1))
         refused = pytest.raises(RuntimeError, match="must override the setup_context")
         with _torch.dispatch_restored(), refused:

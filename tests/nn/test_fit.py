@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torchremat as tr
-from tests.helpers import skip_in_2_11
+from tests.helpers import skip_before_2_13
 from tests.planning.models import GPT
 from tests.planning.models import mlp as layers
 from torchremat.errors import ArgumentTypeError, ArgumentValueError, BudgetError
@@ -85,7 +85,9 @@ def test_the_largest_batch_is_the_largest_of_all_that_are_tried():
 
 
 def test_the_model_may_be_on_the_meta_device_and_the_step_in_need_of_an_optimizer():
-    skip_in_2_11("torch.matmul of batches reads sizes as numbers, so that each length is traced")
+    skip_before_2_13(
+        "torch.matmul of batches reads sizes as numbers, so that each length is traced"
+    )
     with torch.device("meta"):
         model, x = GPT(layers=1, width=32), tokens(2)
     memory, optimizer = 800_000, torch.optim.AdamW
@@ -174,7 +176,9 @@ def test_memory_that_falls_with_the_size_is_looked_for_beyond_what_fits():
 
 
 def test_a_search_that_has_no_time_says_what_it_did_not_try():
-    skip_in_2_11("torch.matmul of batches reads sizes as numbers, so that each length is traced")
+    skip_before_2_13(
+        "torch.matmul of batches reads sizes as numbers, so that each length is traced"
+    )
     model, x = GPT(layers=2, width=32), tokens(2)
     found = tr.fit(model, x, memory=700_000, maximize="batch", seconds=0.01)
     assert found.size >= found.plain_size and found.peak_bytes <= found.memory
@@ -196,7 +200,9 @@ def test_a_function_that_needs_the_very_size_is_traced_at_each():
 
 
 def test_a_trace_with_a_symbol_serves_though_its_graph_has_other_operators():
-    skip_in_2_11("torch.matmul of batches reads sizes as numbers, so that each length is traced")
+    skip_before_2_13(
+        "torch.matmul of batches reads sizes as numbers, so that each length is traced"
+    )
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         n_layer=1, n_embd=32, n_head=2, vocab_size=100, n_positions=32, bos_token_id=1,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchremat as tr
-from tests.helpers import assert_same, derivatives, skip_in_2_11
+from tests.helpers import assert_same, derivatives, skip_before_2_13
 from torchremat.errors import RetraceWarning
 
 LENGTHS = (5, 7, 9, 4, 11, 5, 30)
@@ -77,7 +77,9 @@ HAVE_BATCHED_MATMUL = ("attention", "sdpa", "causal", "pool", "einsum")
 
 
 def skip_where_matmul_reads_sizes():
-    skip_in_2_11("torch.matmul of batches reads sizes as numbers, so that each length is traced")
+    skip_before_2_13(
+        "torch.matmul of batches reads sizes as numbers, so that each length is traced"
+    )
 
 
 def _written(x):

@@ -147,3 +147,29 @@ def test_a_graph_does_not_keep_what_a_backward_pass_of_the_user_keeps():
     with pytest.raises(EffectError, match=r"test_backward_hooks\.py:\d+ \(backward\) changes KEPT"):
         tr.checkpoint(lambda x: KeepsGradient.apply(x, x.detach()))(x)
     assert KEPT == []
+
+
+NUMBERS = [0]
+
+
+class ReadsNumbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * len(NUMBERS)
+
+
+def test_what_the_forward_pass_changes_is_not_blamed_on_the_backward_pass():
+    def f(x):
+        NUMBERS[0] += 1
+        return ReadsNumbers.apply(x) * NUMBERS[0]
+
+    x, found = torch.ones(3), {}
+    for name, function in {"plain": f, "checkpointed": tr.checkpoint(f)}.items():
+        NUMBERS[0] = 0
+        found[name] = [function(x.requires_grad_()).detach() for _ in range(3)]
+        assert NUMBERS == [3]
+    assert_same(found["checkpointed"], found["plain"])

@@ -22,16 +22,21 @@ from torchremat.remat.escapes.reach import Roots
 
 
 class OwnBackwards:
-    """Watches what each `autograd.Function` can reach, from its first call in a trace on."""
+    """Watches what the backward pass of each `autograd.Function` in a trace can reach."""
 
     def __init__(self) -> None:
-        self._watches: dict[type, tuple[Callable[..., Any], EscapeWatch]] = {}
+        self._called: dict[type, None] = {}
+        self._watches: list[tuple[Callable[..., Any], EscapeWatch]] = []
 
-    def watch(self, cls: type) -> None:
-        if cls not in self._watches:
-            backward = _find_backward(cls)
-            roots = Roots(backward, ((), {}))
-            self._watches[cls] = backward, EscapeWatch(roots, (), _find_no_input)
+    def note_call(self, cls: type) -> None:
+        self._called[cls] = None
+
+    def watch(self) -> None:
+        """Watch from now on: once what the function itself changed is put back."""
+        for backward in map(_find_backward, self._called):
+            watch = EscapeWatch(Roots(backward, ((), {})), (), _find_no_input)
+            self._watches.append((backward, watch))
+        self._called.clear()
 
     @contextmanager
     def refuse_changes(self) -> Iterator[None]:
@@ -48,7 +53,7 @@ class OwnBackwards:
 
     def _undo(self) -> str | None:
         texts = []
-        for backward, watch in reversed(self._watches.values()):
+        for backward, watch in reversed(self._watches):
             escapes, _ = watch.take_out()
             if escapes:
                 texts.append(f"{place_of(backward)} changes {escapes.changed_place}")

@@ -91,7 +91,7 @@ def adopt(
     tried: set[int] = set()
     for other, trace in candidates:
         family = id(trace.region.joint)
-        if family in tried or not _may_serve(trace, call, specs, state):
+        if family in tried or not trace.is_for(call, specs, state):
             continue
         with reads_unnoted():
             found = _share(subject, (other, module), trace, call, structure, specs)
@@ -99,16 +99,6 @@ def adopt(
             return found
         tried.add(family)
     return None
-
-
-def _may_serve(trace: Trace, call: Call, specs: tuple[InputSpec, ...], state: Any) -> bool:
-    if trace.key != call.key or trace.state != state:
-        return False
-    if trace.dynamic is None:
-        alike = trace.specs == specs
-    else:
-        alike = trace.dynamic.allows(specs) and trace.dynamic.sizes(call.tensors) is not None
-    return alike and trace.still_holds()
 
 
 def _share(

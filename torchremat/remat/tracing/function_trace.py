@@ -161,7 +161,7 @@ class _FlatFunction:
         is_first = self.result is None
         live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None
         if is_first and tracing is not None:
-            tracing.on_own_backward = self.own_backwards.watch
+            tracing.on_own_backward = self.own_backwards.note_call
         with self.escapes.rewind(roots):
             watch = self._new_watch(roots, tensors)
             try:
@@ -177,6 +177,7 @@ class _FlatFunction:
                 value = None
             finally:
                 found, escaped = watch.take_out()
+        self.own_backwards.watch()
         if is_first:
             _refuse_wrapped(escaped, tracing)
             captured: Sequence[Tensor] = () if tracing is None else tracing.captured

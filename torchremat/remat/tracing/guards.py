@@ -191,7 +191,7 @@ class LikeForward:
 
 
 class _AnyForward(LikeForward):
-    """Whatever a module has as `forward`: nothing reads it."""
+    """Of a module whose `forward` nothing reads: any will do."""
 
     def __init__(self) -> None:
         self.is_patched = True

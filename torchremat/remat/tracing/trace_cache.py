@@ -137,16 +137,20 @@ class Trace:
         found = found or self.code.what_changed()
         return found or self.escapes.what_changed(Roots(function, call.arguments))
 
-    def fits(
-        self, call: Call, specs: tuple[InputSpec, ...], state: Any, function: Callable[..., Any]
-    ) -> bool:
+    def is_for(self, call: Call, specs: tuple[InputSpec, ...], state: Any) -> bool:
+        """Whether it is of calls with such arguments, and what it read is as it was."""
         if self.key != call.key or self.state != state:
             return False
         if self.dynamic is None:
             alike = self.specs == specs
         else:
             alike = self.dynamic.allows(specs) and self.dynamic.sizes(call.tensors) is not None
-        if not alike or not self.still_holds():
+        return alike and self.still_holds()
+
+    def fits(
+        self, call: Call, specs: tuple[InputSpec, ...], state: Any, function: Callable[..., Any]
+    ) -> bool:
+        if not self.is_for(call, specs, state):
             return False
         if self.escapes and not self.has_escapes_of(call, function):
             return False

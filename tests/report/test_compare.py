@@ -43,7 +43,16 @@ def test_the_peak_is_that_of_a_step():
         loss = deep(x, w)
         torch.autograd.grad(loss, w)
     (plain,) = tr.compare(deep, x, w, policies=[])
-    assert abs(plain.peak - memory.peak) <= 16  # one more sum, of the loss itself
+    assert abs(plain.peak - memory.peak) <= 16  # the loss and its gradient
+
+
+def test_peaks_are_those_of_plans():
+    """Also of a model that returns its logits, which are alive with their gradients."""
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(4)]
+    model, x = nn.Sequential(*layers, nn.Linear(16, 32)), torch.randn(256, 16)
+    plan = tr.plan(model, x, budget="70%")
+    plain, planned = tr.compare(model, x, policies=["budget:70%"])
+    assert (plain.peak, planned.peak) == (plan.baseline.peak_bytes, plan.peak_bytes)
 
 
 @pytest.mark.parametrize("device", ["meta"])

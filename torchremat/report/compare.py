@@ -101,10 +101,10 @@ def compare(
     """The bytes saved, the peak and the time of `f` as it is and under each of `policies`.
 
     With real tensors each is run: forward, and backward from the sum of all floating-point outputs.
-    The time is the best of three, taken in turn; the peak is the bytes of live storages as a
-    dispatch mode counts them. `.grad` is not touched, and tensors that `f` writes to (buffers among
-    them) and the generators are put back. With fake or `meta` tensors among the inputs nothing is
-    run, and peak and times are `None`.
+    The time is the best of three, taken in turn. The peak is the bytes of live storages as a
+    dispatch mode counts them. As in a plan, the outputs and their gradients stay alive. `.grad` is
+    not touched. Tensors that `f` writes to (buffers among them) and the generators are put back.
+    With fake or `meta` tensors among the inputs nothing is run, and peak and times are `None`.
 
     Args:
         f: a function of trees of tensors and other values, or an `nn.Module`.

@@ -18,7 +18,8 @@ class MeasuredStep:
     """A forward and a backward pass of `call` that leave no gradients behind.
 
     The inputs that `observation` of the same call differentiates get a gradient. The backward pass
-    begins at the sum of all floating-point outputs.
+    begins at the sum of all floating-point outputs. As in a plan, the caller keeps the outputs and
+    their gradients, which count.
 
     >>> from torchremat.report.observe import observe_saved
     >>> call = BoundCall(lambda x: torch.sin(torch.sin(x)).sum(), (torch.ones(256),), {})
@@ -77,7 +78,6 @@ class MeasuredStep:
         with torch.enable_grad():
             args, wrt = self._build_arguments()
             leaves, _ = _torch.tree_flatten(self._call.run(args))
-            sums = _sums(leaves)
         outputs = [x for x in leaves if isinstance(x, Tensor)]
         found: dict[str, Tensor | None] = {
             f"output {i}": output.detach().clone() for i, output in enumerate(outputs)
@@ -85,20 +85,23 @@ class MeasuredStep:
         passed = dict.fromkeys(map(id, self._call.tensors))
         names = [self._labels[key] for key in passed if key in self._differentiated]
         names += [self._labels[id(tensor)] for tensor in self._closed_over]
-        gradients = self._gradients(sums, wrt)
+        gradients = self._gradients(_differentiable(leaves), wrt)
         return found | dict(zip((f"grad of {name}" for name in names), gradients, strict=False))
 
     def _run(self, args: list[Tensor], wrt: list[Tensor]) -> None:
         with torch.enable_grad():
             leaves, _ = _torch.tree_flatten(self._call.run(args))
-            sums = _sums(leaves)
-        del leaves
-        self._gradients(sums, wrt)
+        self._gradients(_differentiable(leaves), wrt)
 
-    def _gradients(self, sums: list[Tensor], wrt: list[Tensor]) -> tuple[Tensor | None, ...]:
-        if not sums:
+    def _gradients(self, outputs: list[Tensor], wrt: list[Tensor]) -> tuple[Tensor | None, ...]:
+        if not outputs:
             return ()
-        return torch.autograd.grad(sums, [*wrt, *self._closed_over], allow_unused=True)
+        return torch.autograd.grad(
+            outputs,
+            [*wrt, *self._closed_over],
+            grad_outputs=[_ones_of(output) for output in outputs],
+            allow_unused=True,
+        )
 
     def _wait(self) -> None:
         for device in self._devices:
@@ -121,9 +124,10 @@ def restore_after(observation: Observation) -> Iterator[None]:
                 tensor.detach().copy_(copy)
 
 
-def _sums(leaves: Sequence[Any]) -> list[Tensor]:
-    return [_real_sum(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
+    return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _real_sum(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum()
+def _ones_of(tensor: Tensor) -> Tensor:
+    """The gradient of the sum of its numbers, real and imaginary ones."""
+    return torch.full_like(tensor, 1 + 1j if tensor.is_complex() else 1)

@@ -135,10 +135,11 @@ def print_report(results: Record) -> None:
 
 def write_docs(results: Record, folder: Path) -> None:
     """Write `compile.md` into `folder`."""
-    parts = [_INTRODUCTION.format(summary=summary(results), **results)]
+    parts = [_TITLE, f"{summary(results)}\n"]
     parts += [_markdown(table) for table in tables_of(results)]
     notes = [f"- {m['model']}: {note}" for m in results["models"] for note in m.get("notes", [])]
     parts += ["## Notes of the run\n", *notes, ""] if notes else []
+    parts.append(_HOW_MEASURED.format(**results))
     folder.mkdir(exist_ok=True)
     (folder / "compile.md").write_text("\n".join(parts))
 
@@ -151,12 +152,11 @@ def _markdown(table: Table) -> str:
     return "\n".join([*lines, ""])
 
 
-_INTRODUCTION = """# The compiled backend and torch.compile's own
+_TITLE = "# The compiled backend and torch.compile's own\n"
+_HOW_MEASURED = """## How it was measured
 
 Made by `{command}` in {seconds:.0f} s: {device}, {threads} threads, PyTorch {torch}, Python
 {python}.
-
-{summary}
 
 A step is a forward and a backward pass, compiled by inductor, without optimizer. All variants of a
 model run in one process and take turns. Each round begins with another variant. The tables have the

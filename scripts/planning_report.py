@@ -317,14 +317,33 @@ def write_docs(results: Record, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     draw(results["models"], folder / "planning.png")
     tables = tables_of(results)
-    parts = [_INTRODUCTION.format(**results)]
+    parts = [_TITLE, summary(results), _FIGURE]
     parts += [_markdown(table) for table in tables[:4]]
-    parts.append("## Every peer\n")
+    parts += [_HOW_MEASURED.format(**results), "## Every peer\n"]
     parts += [_markdown(table, level=3) for table in tables[4:]]
     (folder / "planning.md").write_text("\n".join(parts))
 
 
-_INTRODUCTION = """# The planner and its peers
+def summary(results: Record) -> str:
+    """The result of the tables, in a few sentences.
+
+    >>> summary({"models": []})
+    'Not measured.'
+    """
+    models = results["models"]
+    found, over = ratios(models), over_bounds(models)
+    if not found:
+        return "Not measured."
+    return (
+        f"At the same peak our plans add {mean(found):.2f} of the time that a peer adds (geometric "
+        f"mean of {len(found)} peaks, {max(found):.2f} at worst). That is {mean(over):.2f} of the "
+        f"proved lower bound ({max(over):.2f} at worst)."
+    )
+
+
+_TITLE = "# The planner and its peers\n"
+_FIGURE = "\n![added time against peak](planning.png)\n"
+_HOW_MEASURED = """## How it was measured
 
 Made by `{command}` (`--from planning.json` writes it again from the figures), in {seconds:.0f} s.
 
@@ -349,8 +368,6 @@ so.
   than 0.5 %. Recomputed operators run in the order of the forward pass.
 - Ours may run the backward operators in another order (gradients of parameters early).
 - Ratios below 0.01 count as 0.01. Peaks within half a percent share one plan, that for the smaller.
-
-![added time against peak](planning.png)
 """
 
 

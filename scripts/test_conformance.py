@@ -33,15 +33,20 @@ PAGE = ROOT / "docs" / "measured" / "conformance.md"
 # a test of the suites takes at most some 30 s; one that hangs ends its process
 SECONDS = 300
 RESULTS = ["passed", "failed", "not applicable"]
-HEAD = """# Suites of other projects
-
-The tests of PyTorch's checkpoints and of functorch, and of JAX's remat, custom rules, linearize
-and batching, run on torchremat. Their imports are adapted, nothing else. JAX's run over a small
-shim, `scripts/conformance_jax.py`; its arrays are tensors. The page was written on {day}, with
-PyTorch {torch}; each count is of the last run of its suite before that:
+TITLE = "# Suites of other projects\n"
+RESULT = """Of {applicable} tests that apply, {passed} pass on torchremat. They are those of
+PyTorch's checkpoints and of functorch, and of JAX's remat, custom rules, linearize and batching.
+Their imports are adapted, nothing else.
+"""
+HOW_MEASURED = """
+## How it was measured
 
     python scripts/test_conformance.py --source DIR
     python scripts/test_conformance.py --write
+
+The page was written on {day}, with PyTorch {torch}; each count is of the last run of its suite
+before that. JAX's tests run over a small shim, `scripts/conformance_jax.py`, whose arrays are
+tensors.
 
 *Not applicable* is a test that skips itself on this machine, that fails with PyTorch as well, or
 that asks for something without a counterpart. The reasons follow, with counts. A failure is a
@@ -192,12 +197,14 @@ def describe_page(results: Mapping[str, Mapping[str, Outcome]]) -> str:
     """Describe the suites that have run, as a page of the documentation."""
     results = {name: outcomes for name, outcomes in results.items() if outcomes}
     sources = " and ".join(f"{url} at {tag}" for url, tag, _ in SOURCES.values())
-    head = HEAD.format(
-        day=datetime.datetime.now(datetime.UTC).date(), torch=version("torch"), sources=sources
-    )
-    lines = [head, "| suite | passed | failed | not applicable |", "|---|---:|---:|---:|"]
+    counts = Counter(o.result for outcomes in results.values() for o in outcomes.values())
+    passed, applicable = counts["passed"], counts["passed"] + counts["failed"]
+    lines = [TITLE, RESULT.format(passed=passed, applicable=applicable)]
+    lines += ["| suite | passed | failed | not applicable |", "|---|---:|---:|---:|"]
     for name, outcomes in results.items():
         lines.append(f"| {name} | " + " | ".join(str(n) for _, n in _count(outcomes)) + " |")
+    day = datetime.datetime.now(datetime.UTC).date()
+    lines.append(HOW_MEASURED.format(day=day, torch=version("torch"), sources=sources).rstrip())
     for name, outcomes in results.items():
         lines += ["", f"## {name}", "", f"`{SUITES[name].path}`", ""]
         lines += [

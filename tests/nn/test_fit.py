@@ -210,7 +210,7 @@ def test_a_trace_with_a_symbol_serves_though_its_graph_has_other_operators():
     )  # fmt: skip
     with torch.device("meta"):
         model, ids = transformers.GPT2LMHeadModel(config), tokens(2)
-    options = {"input_ids": ids, "labels": ids, "memory": "2MiB", "seconds": 3}
+    options = {"input_ids": ids, "labels": ids, "memory": "2MiB"}
     found = tr.fit(model, maximize="batch", **options)
     assert found.num_traces == 2 and found.fits and found.size > 1.3 * found.plain_size
     assert "Each size" not in str(found)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from torchremat.errors import RecomputationError
 from torchremat.graph.codegen import compile_graph, symbols_of
-from torchremat.graph.nodes import is_forward, is_view
+from torchremat.graph.nodes import call_of, is_forward, is_item, is_view, item_index
 from torchremat.graph.notes import notes_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.policy import Policy
+from torchremat.policies.replay_rules import has_gaps
 from torchremat.remat.program.compiled_graph import CompiledGraph, accept_any_layout
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Mask, Region
@@ -37,6 +38,7 @@ class VerifyingProgram(FunctionProgram):
             if node in self.recomputed
             and not is_view(node)
             and isinstance(node.meta.get("val"), Tensor)
+            and not (is_item(node) and has_gaps(call_of(node).target, item_index(node)))
         )
         """The values that the backward pass recomputes, in program order."""
         self.residuals = (*self.checked, *self.residuals)

@@ -78,10 +78,29 @@ def after_a_number(x, y=1):
         raise ValueError
 
 
+def _all_of(x):
+    return bool(x.all())
+
+
+def _not_all_of(x):
+    return not _all_of(x)
+
+
+def asks_a_helper(x):
+    if not _all_of(x):
+        raise ValueError
+
+
+def asks_a_helper_of_a_helper(x):
+    if _not_all_of(x):
+        raise ValueError
+
+
 RECOGNISED = [
     (needs_true, True), (needs_false, False), (asserts, True), (raises_if_not_not, False),
     (raises_else, True), (item, True), (as_bool, False), (in_a_loop, False),
-    (returns_condition, True), (after_a_number, True),
+    (returns_condition, True), (after_a_number, True), (asks_a_helper, True),
+    (asks_a_helper_of_a_helper, True),
 ]  # fmt: skip
 
 
@@ -126,8 +145,27 @@ def loops(x):
         x = x + 1
 
 
+def _pair_of(x):
+    return bool(x.all()), 1
+
+
+def asks_for_a_pair(x):
+    if not _pair_of(x):
+        raise ValueError
+
+
+def _any_of(x):
+    return any([x.all()])
+
+
+def asks_any(x):
+    if not _any_of(x):
+        raise ValueError
+
+
 OTHERS = [
-    branches, both_raise, one_way_may_return, stores, returns_another, returns_if_any, loops
+    branches, both_raise, one_way_may_return, stores, returns_another, returns_if_any, loops,
+    asks_for_a_pair, asks_any,
 ]  # fmt: skip
 
 
@@ -152,3 +190,10 @@ def test_other_branches_are_left_alone(mask, function):
     except ValueError:
         assert function is both_raise
     assert set(Asks.needed) == {None}
+
+
+def test_a_helper_that_python_has_specialised(mask):
+    for _ in range(100):  # Python 3.11 then runs `bool` at another instruction
+        _all_of(torch.ones(3))
+    asks_a_helper(mask)
+    assert set(Asks.needed) == {True}

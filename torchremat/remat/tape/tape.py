@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.policies.policy import Value
+from torchremat.policies.replay_rules import has_gaps
 from torchremat.remat.tape.checksum import Checksum, WholeValue
 from torchremat.remat.tape.contents import Content, Entry, Geometry
 
@@ -51,8 +52,8 @@ class Tape:
 
     def pack(self, content: Content, tensor: Tensor) -> TapedTensor:
         packed = TapedTensor(self, content, tensor)
-        if self.check is not None and not content.is_saved:
-            packed.check = self.check.of(tensor)
+        if not content.is_saved:
+            packed.check = self._make_check(content, tensor)
         self._packed.append(weakref.ref(packed))
         return packed
 
@@ -65,9 +66,14 @@ class Tape:
         if content.is_packed:
             for packed in self.list_packed():
                 if packed.content is content and packed.tensor is not None:
-                    if self.check is not None:
-                        packed.check = self.check.of(packed.tensor)
+                    packed.check = self._make_check(content, packed.tensor)
                     packed.tensor = None
+
+    def _make_check(self, content: Content, tensor: Tensor) -> Checksum | WholeValue | None:
+        value = content.value
+        if self.check is None or (value is not None and has_gaps(value.op, value.index)):
+            return None
+        return self.check.of(tensor)
 
     def finish(self) -> None:
         """Forget all that no backward pass can need; nobody may change the rest from now on."""

@@ -7,9 +7,12 @@
     if not valid.all():             True too: who asked for `valid` is told what does not hold
         return valid
 
+    return bool(valid.all())        as the caller needs it, which tests what is returned
+
 A trace goes the other way. The code is that which Python runs, so that no source is needed.
 """
 
+import builtins
 import dis
 import functools
 import os
@@ -31,7 +34,17 @@ def find_needed_truth() -> bool | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_between(frame.f_code):
         frame = frame.f_back
-    return None if frame is None else _find_needed_in(frame.f_code, frame.f_lasti)
+    is_negated, is_returned = False, False
+    while frame is not None:
+        needed = _find_needed_in(frame.f_code, frame.f_lasti)
+        if needed is not None:
+            return needed != is_negated
+        returned = _find_returned_in(frame.f_code, frame.f_lasti, is_returned)
+        if returned is None or frame.f_globals.get("bool", bool) is not builtins.bool:
+            return None
+        is_negated ^= not returned
+        frame, is_returned = frame.f_back, True
+    return None
 
 
 def _is_between(code: CodeType) -> bool:
@@ -67,6 +80,54 @@ def _find_needed_in(code: CodeType, offset: int) -> bool | None:
         return (jumps_if != target_raises) != negated
     fails = after if jumps_if != negated else target
     return True if _returns_condition(instructions[:at], instructions[fails:]) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_returned_in(code: CodeType, offset: int, is_truth: bool) -> bool | None:
+    """The value that is returned where the question at `offset` is answered True.
+
+    `None` if something else than it, or its negation, is returned. The instruction there asks for
+    the truth, or calls a function that has returned it as `is_truth` says.
+
+    >>> code = compile("lambda x: not x", "", "eval").co_consts[0]
+    >>> at = next(i.offset for i in dis.get_instructions(code) if i.opname == "UNARY_NOT")
+    >>> _find_returned_in(code, at, False)
+    False
+    """
+    instructions = list(dis.get_instructions(code))
+    at = bisect_right([i.offset for i in instructions], offset) - 1
+    # Python 3.11 runs a call of a class such as `bool` at the PRECALL, once it has seen some
+    at += instructions[at].opname == "PRECALL"
+    name = instructions[at].opname
+    asks = name in ("UNARY_NOT", "TO_BOOL") or _calls_bool(instructions, at)
+    if not asks and not (is_truth and name.startswith("CALL")):
+        return None
+    value = name != "UNARY_NOT"
+    for instruction in instructions[at + 1 :]:
+        if instruction.opname == "RETURN_VALUE":
+            return value
+        if instruction.opname == "UNARY_NOT":
+            value = not value
+        elif instruction.opname not in _WITHOUT_EFFECT:
+            return None
+    return None
+
+
+def _calls_bool(instructions: Sequence[dis.Instruction], at: int) -> bool:
+    """Whether the instruction there calls the global `bool` with one argument."""
+    call = instructions[at]
+    if call.opname != "CALL" or call.arg != 1:
+        return False
+    pushed = 0
+    for instruction in reversed(instructions[:at]):
+        if instruction.opname == "PRECALL":
+            continue
+        if instruction.opcode in _JUMPS:
+            return False
+        pushed += dis.stack_effect(instruction.opcode, instruction.arg)
+        if pushed >= 3:  # the function, a null, and the argument
+            return (instruction.opname, instruction.argval) == ("LOAD_GLOBAL", "bool")
+    return False
 
 
 def _returns_condition(before: Sequence[dis.Instruction], way: Sequence[dis.Instruction]) -> bool:

@@ -1,6 +1,10 @@
 # Sourced, from the root of the repository, by the other scripts (POSIX sh, bash; set -eu or not).
 # setup_venv EXTRAS: makes .venv here and installs PyTorch and the package, editable, with EXTRAS.
+# ALL_EXTRAS are those of the tests and the documentation.
 # Once done for these EXTRAS and this setup.cfg, it returns at once.
+
+# what no test of the package is skipped for
+ALL_EXTRAS=test,triton,lightning,plot,examples,dev,docs
 
 _is_fit() { # PYTHON: does it run, and is it new enough?
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null

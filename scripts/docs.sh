@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/_venv.sh
-setup_venv test,examples,dev,docs
+setup_venv "$ALL_EXTRAS"
 export OMP_NUM_THREADS=1
 .venv/bin/python -m sphinx -q -b html -W --keep-going -n -d docs/_build/doctrees "$@" docs docs/_build/html
 echo "docs/_build/html/index.html"

@@ -5,7 +5,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/_venv.sh
-setup_venv test,examples,dev,docs
+setup_venv "$ALL_EXTRAS"
 export OMP_NUM_THREADS=1 # a thread for each of the two workers
 export HF_HUB_OFFLINE=1  # models are made from configurations; nothing is downloaded
 if [ $# -eq 0 ]; then

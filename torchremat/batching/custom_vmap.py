@@ -12,6 +12,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, flatten_axes
 from torchremat.batching.axis_positions import broadcast, moveaxis
+from torchremat.core.interrupts import hold_interrupts
 from torchremat.core.source import name_of
 from torchremat.core.trees import scatter_values
 from torchremat.errors import ArgumentTypeError, MissingRuleError, RuleError
@@ -138,7 +139,7 @@ class _Structures:
         call = flatten_call(args, {}, traced.statics, lenient=True)
         if call.key in self._unknown:
             return None
-        with _torch.dispatch_restored():
+        with hold_interrupts(), _torch.dispatch_restored():
             try:
                 return traced.trace_of(call, args, {}).result.spec
             except Exception as error:  # it needs values, or calls another library

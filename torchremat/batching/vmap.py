@@ -21,6 +21,7 @@ from torchremat.batching import attention_rule
 from torchremat.batching.mapped_arguments import MappedLeaves, check_axes, check_randomness
 from torchremat.batching.vmap_level import Mapping
 from torchremat.batching.vmappable import holds_containers, is_axis_size, is_spec, is_vmappable
+from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import (
     ArgumentTypeError,
     AxisError,
@@ -94,7 +95,7 @@ class Mapped(Checkpointed):
             return False
         if self._find(call) is None and len(own.traces) >= _MOST_TRACES:
             return False
-        with _torch.dispatch_restored(), warnings.catch_warnings():
+        with hold_interrupts(), _torch.dispatch_restored(), warnings.catch_warnings():
             warnings.simplefilter("error", LoopWarning)  # a trace would not be short
             try:
                 trace, _ = self.prepare(call, args, kwargs)

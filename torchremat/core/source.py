@@ -58,6 +58,11 @@ def is_user_file(file: str) -> bool:
     return not file.startswith(_SKIPPED)
 
 
+def is_library_file(file: str) -> bool:
+    """Whether code of the file is PyTorch's, or this library's."""
+    return file.startswith((_PACKAGE, _TORCH))
+
+
 @functools.lru_cache(maxsize=4096)
 def is_computing(file: str) -> bool:
     """Whether code of the file may choose operators: the user's, and some of PyTorch's."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.core.interrupts import hold_interrupts
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentValueError
 from torchremat.graph.symbolic_sizes import Sizes
@@ -202,10 +203,14 @@ class Checkpointed:
         cache = self._trace_cache
         if kind in cache.untraceable_keys and self._key in cache.tapes and allows_tape(self.fun):
             return _call_taped(self, args, kwargs)
-        try:
-            trace, program = self.prepare(call, args, kwargs)
-        except Exception as error:
-            return self._call_refused(error, args, kwargs, kind)
+        refusal: Exception | None = None
+        with hold_interrupts():  # around `except`, which would take an interrupt for a refusal
+            try:
+                trace, program = self.prepare(call, args, kwargs)
+            except Exception as error:
+                refusal = error
+        if refusal is not None:
+            return self._call_refused(refusal, args, kwargs, kind)
         captured = trace.captured.current()
         assert captured is not None, "the trace has just been made, or found to fit"
         tensors = [*call.tensors, *captured]
@@ -262,7 +267,7 @@ class Checkpointed:
             return apply_program(program, self.fun, tensors, sizes)
 
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
-        with trace_lock:
+        with hold_interrupts(), trace_lock:
             trace = self.trace_of(call, args, kwargs)
             key = self._current_key
             program = trace.programs.get(key)
@@ -301,7 +306,7 @@ class Checkpointed:
         return program
 
     def trace_of(self, call: Call, args: Any, kwargs: Any) -> Trace:
-        with trace_lock:
+        with hold_interrupts(), trace_lock:
             trace = self._find(call) or self._trace(call, args, kwargs)
             note_code(trace.code.globals_of)
             return trace

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.core.interrupts import let_interrupts_in
 from torchremat.core.source import current_source
 from torchremat.errors import EffectError
 from torchremat.tracing.ambient_state import is_meta_as_cpu
@@ -88,17 +89,25 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
                 "a graph cannot. Write into the tensor: x.copy_(...)."
             )
         # PyTorch's own code, which makes meta tensors for fake ones, runs inside of an operator
-        redirects_meta = is_meta_as_cpu() and _torch.innermost_proxy_mode() is not None
+        is_inside_operator = _torch.innermost_proxy_mode() is None
+        redirects_meta = is_meta_as_cpu() and not is_inside_operator
         if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
             value = func(*args)  # x.shape needs no input, x.T does
             return _redirect_meta(value) if redirects_meta else value
         if func in _READS_OF_LAYOUT:  # nor do these; a trace inside, which is over, asks them too
             return func(*args, **(kwargs or {}))
+        # what has no tensor may set grad mode back, and C++ cannot take exceptions of all that it
+        # calls inside of an operator
+        if not is_inside_operator and any(isinstance(argument, Tensor) for argument in args):
+            let_interrupts_in()
         if redirects_meta:
             args = tuple(map(_redirect_meta, args))
             kwargs = {name: _redirect_meta(value) for name, value in (kwargs or {}).items()}
         if func in _torch.RECURRENT and torch.is_inference_mode_enabled():
             func = _outside_inference_mode(func)
+        return self._call_lifted(func, args, kwargs or {})
+
+    def _call_lifted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outside: dict[int, Tensor] = {}
 
         def lift(tensor: Tensor) -> Tensor:
@@ -106,7 +115,7 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
             outside[id(inside)] = tensor
             return inside
 
-        value = func(*map_arguments(lift, args), **map_arguments(lift, kwargs or {}))
+        value = func(*map_arguments(lift, args), **map_arguments(lift, kwargs))
         # What returns its argument (`to` the dtype that it has) returns that of the caller, so that
         # `module.to(dtype)` sees a parameter that stays, and not another to put in its place.
         return outside.get(id(value), value)

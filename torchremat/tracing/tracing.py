@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchremat import _torch
+from torchremat.core.interrupts import hold_interrupts
 from torchremat.core.source import current_source
 from torchremat.errors import TraceError
 from torchremat.graph.notes import Notes, note, set_notes
@@ -182,6 +183,7 @@ class Tracing:
     def recording(self) -> Iterator[None]:
         _torch.let_modes_see_views_of_zeros()
         with ExitStack() as stack:
+            stack.enter_context(hold_interrupts())  # first, so that all else is left before
             stack.enter_context(trace_lock)
             stack.enter_context(out_of_reach())
             stack.enter_context(_torch.isolate())

@@ -12,6 +12,7 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.compile.jit.donation_plan import Donation, write_at_the_end, write_by_operators
 from torchremat.compile.lowering import lower
+from torchremat.core.interrupts import hold_interrupts
 from torchremat.graph.codegen import Runner, source_of
 from torchremat.graph.nodes import inner_graphs_of, results_of
 from torchremat.graph.notes import graph_notes_of
@@ -115,10 +116,11 @@ def _compile_writes(module: fx.GraphModule, backend: str, written: Mapping[int, 
     if backend != "inductor":
         return lower(write_by_operators(module, written), backend)
     run = lower(write_at_the_end(module, written), backend)
-    try:
-        source_of(run)  # compiles it
-    except Exception:  # inductor 2.13 cannot fuse every write: a softmax over its own input, say
-        return lower(module, backend)
+    with hold_interrupts():  # around `except`, which would take one for an error of inductor
+        try:
+            source_of(run)  # compiles it
+        except Exception:  # inductor 2.13 cannot fuse every write: a softmax over its own input
+            return lower(module, backend)
     by_value = {results_of(module)[i]: number for i, number in written.items()}
     places = [(i, by_value[r]) for i, r in enumerate(results_of(module)) if r in by_value]
 

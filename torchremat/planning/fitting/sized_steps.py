@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchremat import _torch
+from torchremat.core.interrupts import hold_interrupts
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.api import PlannedFunction, choose_cost_model
 from torchremat.planning.budget_job import MadePlan
@@ -108,12 +109,13 @@ class SizedSteps:
     def at(self, size: int) -> Planner | None:
         """The planner of the step at this size; `None` if the function does not take it."""
         if size not in self._planners and size not in self.refused:
-            try:
-                self._planners[size] = self._find(size)
-            except Exception as error:
-                if size == self.dimension.size:
-                    raise
-                self.refused[size] = error
+            with hold_interrupts():  # around `except`, which would take one for a refusal
+                try:
+                    self._planners[size] = self._find(size)
+                except Exception as error:
+                    if size == self.dimension.size:
+                        raise
+                    self.refused[size] = error
         return self._planners.get(size)
 
     def trace_at(self, size: int) -> PlannedFunction:
@@ -163,12 +165,13 @@ class SizedSteps:
     def _trace_symbolic(self, size: int) -> tuple[_Symbolic | None, str]:
         """A trace with a symbol that serves `size`, or why there is none."""
         self.num_traces += 1
-        try:
-            region = self.call.trace(self.dimension, size, symbolic=True)
-            made = _Symbolic(region, self.call.plan_of(region))
-        except Exception as error:  # an operator that knows no symbols, or the user's fault
-            kind = type(error).__name__
-            return None, f"a trace with a symbol raised {kind}: {first_line_of(error)}"
+        with hold_interrupts():  # as above
+            try:
+                region = self.call.trace(self.dimension, size, symbolic=True)
+                made = _Symbolic(region, self.call.plan_of(region))
+            except Exception as error:  # an operator that knows no symbols, or the user's fault
+                kind = type(error).__name__
+                return None, f"a trace with a symbol raised {kind}: {first_line_of(error)}"
         if region.dynamic is None or region.dynamic.fixed or not made.holds(size):
             return None, "the function needs the very size, as int(x.shape[0]) does"
         self._symbolic.append(made)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchremat.core.interrupts import let_interrupts_in
+
 
 class WorkTimer:
     """Seconds of counted work; with `has_wall` at least those on the wall.
@@ -32,6 +34,7 @@ class WorkTimer:
 
     def charge(self, seconds: float) -> None:
         self._work += seconds
+        let_interrupts_in()
 
     @property
     def now(self) -> float:

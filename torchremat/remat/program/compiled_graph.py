@@ -9,6 +9,7 @@ from torch import fx
 
 from torchremat import config
 from torchremat.autodiff.joint import Joint
+from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import inner_graphs_of, is_forward, is_item
@@ -37,8 +38,9 @@ class CompiledGraph:
         compiler: Compiler | None = None,
     ) -> "CompiledGraph":
         note_graph(module, program=program)
-        simplify(module.graph)
-        return cls(module, compiler(module) if compiler else compile_graph(module, name))
+        with hold_interrupts():
+            simplify(module.graph)
+            return cls(module, compiler(module) if compiler else compile_graph(module, name))
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from torch import fx
 from torchremat.autodiff.gradient_parts import fill_slots
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
+from torchremat.core.interrupts import hold_interrupts
 from torchremat.graph.nodes import is_forward, is_inexact
 from torchremat.graph.notes import graph_notes_of, note
 from torchremat.graph.schedule import GraphSchedule
@@ -137,7 +138,8 @@ class Program(ABC):
         """
         key = (outputs_with_cotangent, inputs_needing_grad, with_states)
         if key not in self._backwards:
-            self._backwards[key] = self._compile_backward(*key)
+            with hold_interrupts():
+                self._backwards[key] = self._compile_backward(*key)
         return self._backwards[key]
 
     def _compile_backward(

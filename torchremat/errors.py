@@ -28,7 +28,31 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class TorchrematError(Exception):
+def make_printable(text: str, keep: str = "") -> str:
+    r"""`text` with escapes for what a terminal or a page would obey, save characters in `keep`.
+
+    Names of modules, of values and of files may hold any character: those that clear a screen,
+    begin a line, or turn the direction of writing.
+
+    >>> print(make_printable("layers\n\x1b[2J.0"))
+    layers\n\x1b[2J.0
+    """
+    if text.isprintable():
+        return text
+    pieces = (c if c.isprintable() or c in keep else _escape(c) for c in text)
+    return "".join(pieces)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+class _PrintableMessage:
+    def __str__(self) -> str:
+        return make_printable(super().__str__(), keep="\n\t")
+
+
+class TorchrematError(_PrintableMessage, Exception):
     """The base of every error that torchremat raises on purpose."""
 
 
@@ -259,7 +283,7 @@ class HookError(TorchrematError, RecursionError):
     """
 
 
-class DonationWarning(UserWarning):
+class DonationWarning(_PrintableMessage, UserWarning):
     """A donated tensor's storage is of no use: no output has its size and dtype.
 
     Given by a function of `jit`, the first time. The tensor stays as it was.
@@ -268,7 +292,7 @@ class DonationWarning(UserWarning):
     """
 
 
-class UnmatchedWarning(UserWarning):
+class UnmatchedWarning(_PrintableMessage, UserWarning):
     """A name, operator or pattern of a policy matches nothing in what was traced.
 
     Given when a function is traced under the policy; the message has the nearest names that exist.
@@ -278,7 +302,7 @@ class UnmatchedWarning(UserWarning):
     """
 
 
-class SelectionWarning(UserWarning):
+class SelectionWarning(_PrintableMessage, UserWarning):
     """A selection of modules wraps modules inside others that it wraps, and may not mean to.
 
     Given by `nn.wrap`, and wherever there is a `select`, for a position and a pattern that are
@@ -288,7 +312,7 @@ class SelectionWarning(UserWarning):
     """
 
 
-class RetraceWarning(UserWarning):
+class RetraceWarning(_PrintableMessage, UserWarning):
     """A function is traced again and again, for something that changes from call to call.
 
     Given after several traces; the message says what causes them.
@@ -298,7 +322,7 @@ class RetraceWarning(UserWarning):
     """
 
 
-class EffectWarning(UserWarning):
+class EffectWarning(_PrintableMessage, UserWarning):
     """The traced function did something that a graph does not replay.
 
     Given by earlier versions only. Now a tensor that is left in a list, a dict or a module is put
@@ -308,7 +332,7 @@ class EffectWarning(UserWarning):
     """
 
 
-class OverrideWarning(UserWarning):
+class OverrideWarning(_PrintableMessage, UserWarning):
     """A policy decides on all that a function does, also inside a `torch.utils.checkpoint` in it.
 
     Given when a function or module under a policy is traced: its own checkpoints count no more.
@@ -318,7 +342,7 @@ class OverrideWarning(UserWarning):
     """
 
 
-class BudgetWarning(UserWarning):
+class BudgetWarning(_PrintableMessage, UserWarning):
     """A step of a job that has begun cannot keep within the budget, and runs above it.
 
     Given once, with the bytes, under `memory_budget(on_infeasible="best")`.
@@ -328,7 +352,7 @@ class BudgetWarning(UserWarning):
     """
 
 
-class OffloadWarning(UserWarning):
+class OffloadWarning(_PrintableMessage, UserWarning):
     """A policy offloads a value that cannot be offloaded or finds no room: it stays there.
 
     Given when a checkpoint is traced whose policy names a place that does not exist for a value, or
@@ -474,7 +498,7 @@ class RuleError(TorchrematError, ValueError):
     """
 
 
-class CompilerWarning(UserWarning):
+class CompilerWarning(_PrintableMessage, UserWarning):
     """A graph is not compiled: its operators run one after the other.
 
     Given when inductor should compile a graph with tensors on a GPU, and Triton is not installed.
@@ -484,7 +508,7 @@ class CompilerWarning(UserWarning):
     """
 
 
-class LoopWarning(UserWarning):
+class LoopWarning(_PrintableMessage, UserWarning):
     """An operator that has no batching rule runs in a loop, once for each example.
 
     Given by `vmap`; it names the operator and its line. The result is right, and slow.
@@ -595,7 +619,7 @@ class PyTorchVersionError(TorchrematError, RuntimeError):
     """
 
 
-class PyTorchVersionWarning(UserWarning):
+class PyTorchVersionWarning(_PrintableMessage, UserWarning):
     """The installed PyTorch is newer than those that the library was tested with.
 
     Given once, at import.

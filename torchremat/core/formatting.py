@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from torchremat.errors import make_printable
+
 
 def human_seconds(seconds: float) -> str:
     """A time for people.
@@ -49,7 +51,7 @@ def table(
     """
     if not rows:
         return []
-    columns = [list(column) for column in zip(*rows, strict=True)]
+    columns = [list(map(make_printable, column)) for column in zip(*rows, strict=True)]
     columns, places = _drop_empty_columns(columns)
     widths = [max(map(len, column)) for column in columns]
     while sum(widths) + 2 * len(widths) > WIDTH:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchremat.errors import make_printable
+
 __all__ = ["Source"]
 
 
@@ -51,7 +53,7 @@ class Source:
     function: str
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
+        return make_printable(f"{os.path.basename(self.file)}:{self.line} ({self.function})")
 
 
 def is_user_file(file: str) -> bool:

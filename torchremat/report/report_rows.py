@@ -11,6 +11,7 @@ import torch
 from torchremat.core.avals import Aval
 from torchremat.core.formatting import WIDTH, human_bytes, table
 from torchremat.core.source import Source
+from torchremat.errors import make_printable
 from torchremat.remat.program.decisions import Outcome
 
 __all__ = ["Row"]
@@ -176,7 +177,9 @@ def _format_section(decision: Outcome, heading: str, rows: list[Row]) -> str:
     ]  # fmt: skip
     if not _fits(cells):  # a value's name tells more than the function in its source
         cells = [(*cell[:-1], cell[-1].partition(" (")[0]) for cell in cells]
-    lines = wrap(f"{title}, {nbytes}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    lines = wrap(
+        make_printable(f"{title}, {nbytes}"), WIDTH, subsequent_indent="  ", break_on_hyphens=False
+    )
     return "\n".join(["", *lines, *table(cells, numeric=(0, 1))])
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torchremat.core.formatting import human_bytes
-from torchremat.errors import PlanError
+from torchremat.errors import PlanError, make_printable
 from torchremat.planning.cost_model import CostModel
 from torchremat.viz.figure.styles import STACK, STYLES
 from torchremat.viz.picture.build import Drawable, picture_of
@@ -68,11 +68,11 @@ def _dot_modules(tree: dict[str, Any], indent: str, path: str) -> Iterator[str]:
 def _dot_style(value: DrawnValue) -> str:
     look = STYLES[value.kind]
     size = f" {human_bytes(value.nbytes)}" if value.nbytes else ""
-    label = "\\n".join(filter(None, (value.label, f"{value.aval}{size}")))
-    text = label.replace('"', '\\"')
+    parts = filter(None, (value.label, f"{value.aval}{size}"))
+    label = "\\n".join(_quote(part)[1:-1] for part in parts)
     style = ', style="filled,dashed"' if look.border == "dashed" else ""
     return (
-        f'label="{text}", fillcolor="{look.fill}", fontcolor="{look.ink}", '
+        f'label="{label}", fillcolor="{look.fill}", fontcolor="{look.ink}", '
         f"shape={_DOT_SHAPES[look.shape]}{style}"
     )
 
@@ -82,7 +82,7 @@ def _dot_name(value: DrawnValue) -> str:
 
 
 def _quote(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return '"' + make_printable(text).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def to_json(

@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from torchremat.errors import make_printable
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.viz.figure.files import PathLike, suffix_of, write_text
@@ -130,7 +131,7 @@ def pack_picture(picture: Picture) -> dict[str, Any]:
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
-        return texts.setdefault(text, len(texts))
+        return texts.setdefault(make_printable(text), len(texts))
 
     groups = groups_of(picture.values)
     values = [
@@ -143,7 +144,7 @@ def pack_picture(picture: Picture) -> dict[str, Any]:
         for v, group in zip(picture.values, groups, strict=True)
     ]  # fmt: skip
     return {
-        "title": picture.title,
+        "title": make_printable(picture.title),
         "figures": picture.figures,
         "values": values,
         "texts": list(texts),
@@ -176,4 +177,4 @@ def _asset(name: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    return make_printable(text).replace("&", "&amp;").replace("<", "&lt;")

@@ -10,6 +10,7 @@ import pytest
 from tests.cli.commands import in_folder, output_of, run  # noqa: F401
 from torchremat.cli.app import main
 from torchremat.cli.commands import run_residuals
+from torchremat.cli.terminal.exit_codes import describe_error
 from torchremat.errors import UnmatchedWarning
 
 pytestmark = pytest.mark.usefixtures("in_folder")
@@ -158,3 +159,10 @@ def test_a_closed_pipe_is_quiet():
         process.stdout.close()  # as `| head` does, before anything is written
         err = process.stderr.read()
         assert (process.wait(timeout=120), err) == (141, "")
+
+
+def test_messages_of_others_are_printed_harmlessly():
+    assert (
+        describe_error(ValueError("\x1b[2J\u202eno\nmore")) == r"ValueError: \x1b[2J\u202eno"
+        "\nmore"
+    )

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from torchremat.errors import TorchrematError
+from torchremat.errors import TorchrematError, make_printable
 
 # as shells number them: 128 + SIGINT, 128 + SIGPIPE
 FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
@@ -86,7 +86,7 @@ def describe_error(error: Exception) -> str:
 def _describe_foreign(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     place = place_of(error)
-    return f"{text}\n  at {place}" if place else text
+    return make_printable(f"{text}\n  at {place}" if place else text, keep="\n\t")
 
 
 def place_of(error: BaseException) -> str:

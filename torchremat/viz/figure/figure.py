@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from torchremat.errors import make_printable
 from torchremat.viz.figure.files import PathLike, cannot_write, suffix_of, write_text
 from torchremat.viz.figure.styles import STYLES
 
@@ -79,7 +80,7 @@ class Figure:
             write_text(path, self.svg(), what)
         else:
             svg = self.svg().replace(_NAMESPACE, "", 1)  # which HTML needs not: no address in it
-            write_text(path, _PAGE.format(title=escape(self.title), svg=svg), what)
+            write_text(path, _PAGE.format(title=_escape(self.title), svg=svg), what)
 
     def svg(self) -> str:
         kinds = dict.fromkeys(shape.kind for shape in self.shapes if isinstance(shape, Area))
@@ -88,7 +89,7 @@ class Figure:
             [
                 f"<svg{_NAMESPACE} {size} "
                 f'viewBox="0 0 {self.width} {self.height}" font-family="{_FONTS}">',
-                f"<title>{escape(self.title)}</title>",
+                f"<title>{_escape(self.title)}</title>",
                 "<defs>",
                 *(_svg_pattern(kind) for kind in kinds),
                 "</defs>",
@@ -137,7 +138,7 @@ def _svg_pattern(kind: str) -> str:
 def _svg_of(shape: Shape) -> str:
     if isinstance(shape, Area):
         corners = " ".join(map(_pair, shape.points))
-        note = f"<title>{escape(shape.note)}</title>" if shape.note else ""
+        note = f"<title>{_escape(shape.note)}</title>" if shape.note else ""
         return (
             f'<polygon points="{corners}" fill="url(#{shape.kind})" stroke="#52606d" '
             f'stroke-width=".5">{note}</polygon>'
@@ -150,7 +151,7 @@ def _svg_of(shape: Shape) -> str:
             f'stroke-width="{shape.width}"{dashes}/>'
         )
     if isinstance(shape, Mark):
-        note = f"<title>{escape(shape.note)}</title>" if shape.note else ""
+        note = f"<title>{_escape(shape.note)}</title>" if shape.note else ""
         corners = " ".join(map(_pair, mark_points(shape)))
         style = f'fill="{shape.colour}" stroke="{PAPER}" stroke-width="1.2"'
         if shape.shape == "disc":
@@ -160,8 +161,12 @@ def _svg_of(shape: Shape) -> str:
     weight = ' font-weight="600"' if shape.bold else ""
     return (
         f'<text x="{_number(shape.x)}" y="{_number(shape.y)}" font-size="{shape.size}" '
-        f'text-anchor="{shape.anchor}" fill="{shape.colour}"{weight}>{escape(shape.text)}</text>'
+        f'text-anchor="{shape.anchor}" fill="{shape.colour}"{weight}>{_escape(shape.text)}</text>'
     )
+
+
+def _escape(text: str) -> str:
+    return escape(make_printable(text))
 
 
 def mark_points(mark: Mark) -> Points:

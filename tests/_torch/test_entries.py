@@ -1562,6 +1562,14 @@ def generators():
     assert _torch.generator_id(generator) != _torch.generator_id(torch.default_generator)
 
 
+@check("negate_lazily")
+def lazy_negation():
+    x = torch.ones(3)
+    negated = _torch.negate_lazily(x)
+    assert negated.is_neg() and negated.stride() == x.stride()
+    assert torch.equal(negated, -x)
+
+
 @pytest.mark.parametrize("name", public_names())
 def test_private_parts_of_pytorch(name):
     CHECKS[name]()

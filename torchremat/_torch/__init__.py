@@ -54,7 +54,7 @@ from .inductor import (
 )  # fmt: skip
 from .memory import (
     count_hooks, generator_id, is_view, parts_of_coo, storage_id, storage_uses, swap_memory,
-    tensor_uses, version_of, without_memory,
+    tensor_uses, version_of, negate_lazily, without_memory,
 )  # fmt: skip
 from .operators import (
     DispatchKey, HigherOrderOperator, OpOverload, OpOverloadPacket, dispatch_call,

@@ -58,3 +58,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor, also of one that is not coalesced."""
     return tensor._indices(), tensor._values()
+
+
+def negate_lazily(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose numbers are negated when they are read, as the imaginary part of `x.conj()`."""
+    return torch._neg_view(tensor)

@@ -83,7 +83,9 @@ def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> N
         with context.redispatch_to_next():
             return context.wrap_tensors(dispatch_call(op, *inner, **kwargs))
 
-    op.fallthrough(DispatchKey.ZeroTensor)  # a tangent that forward mode knows to be zero
+    # a tangent that forward mode knows to be zero, and numbers whose reader conjugates or negates
+    for key in (DispatchKey.ZeroTensor, DispatchKey.Conjugate, DispatchKey.Negative):
+        op.fallthrough(key)
     op.py_impl(DispatchKey.CompositeExplicitAutograd)(dense)
     op.py_impl(DispatchKey.Autograd)(autograd)
     op.py_impl(FakeTensorMode)(fake)

@@ -127,12 +127,16 @@ class _GraphInterpreter(Interpreter):
                 bounds[1] = min(bounds[1], x.shape[dim])
             args = (x, source, dim, *bounds)
         if target is torch.ops.aten.copy.default:  # PyTorch maps it by a loop
-            x, source, *_ = args
-            return source.to(x.device, x.dtype).expand(x.shape).clone()
+            return _copy(*args)
         if draws_by_shape(target):
             # the numbers of one example, which vmap draws for all or for each
             args = _torch.tree_map(_empty_like_example, args)
         return super().call_function(target, args, kwargs)
+
+
+def _copy(x: Tensor, source: Tensor, *_: Any) -> Tensor:
+    """The values of `copy`, which functionalisation makes of `copy_`, with a derivative."""
+    return source.to(x.device, x.dtype).expand(x.shape).clone()
 
 
 def _empty_like_example(value: Any) -> Any:
@@ -315,6 +319,11 @@ class NotedInterpreter(Interpreter):
             return super().run_node(n)
         finally:
             self.tracing.node_notes = None
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.copy.default:
+            return _copy(*args)
+        return super().call_function(target, args, kwargs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -147,7 +147,9 @@ def is_alike(a: InputSpec, b: InputSpec) -> bool:
         a.requires_grad,
         a.is_leaf,
         a.sharding,
-    ) == (b.dtype, b.device, b.requires_grad, b.is_leaf, b.sharding)
+        a.is_conj,
+        a.is_neg,
+    ) == (b.dtype, b.device, b.requires_grad, b.is_leaf, b.sharding, b.is_conj, b.is_neg)
 
 
 def spec_at(spec: InputSpec, sizes: Sizes) -> InputSpec:

@@ -27,6 +27,9 @@ class InputSpec:
     """Where in its storage it begins, which only `as_strided` asks."""
     sharding: Sharding | None = None
     """How the tensor is spread over processes; the rest is of what this one holds."""
+    is_conj: bool = False
+    """Whether its numbers are conjugated when they are read, which Python can ask."""
+    is_neg: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, *, any_level: bool = False) -> "InputSpec":
@@ -47,6 +50,8 @@ class InputSpec:
                 is_leaf,
                 _torch.offset_of(tensor),
                 sharding,
+                tensor.is_conj(),
+                tensor.is_neg(),
             )
 
     def empty(self) -> Tensor:
@@ -55,6 +60,10 @@ class InputSpec:
             length = self.storage_offset + empty.untyped_storage().nbytes() // self.dtype.itemsize
             whole = torch.empty(length, dtype=self.dtype, device=self.device)
             empty = whole.as_strided(self.shape, self.stride, self.storage_offset).detach()
+        if self.is_conj:
+            empty = empty.conj().detach()
+        if self.is_neg:
+            empty = _torch.negate_lazily(empty).detach()
         return empty.requires_grad_(self.requires_grad)
 
 

@@ -58,6 +58,12 @@ TENSORS = (
         "Such tensors could not be inputs of a trace.",
     ),
     PrivatePart(
+        "torch: _neg_view",
+        "A fake tensor that is negated lazily, as an input of a trace may be.",
+        "x.conj().imag gives one, of real numbers and with other strides alone.",
+        "x.is_neg() in a traced function would say False.",
+    ),
+    PrivatePart(
         "torch.nn.Module(): _forward_hooks, _forward_pre_hooks, _backward_hooks, "
         "_backward_pre_hooks",
         "Which hooks a module has: a guard of a trace reads them at each call.",

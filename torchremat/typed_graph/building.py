@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.core.trees import Structure
+from torchremat.graph.inplace import find_restride
 from torchremat.graph.nodes import attribute, is_checkpoint, is_item, item_index, results_of
 from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.graph.slicing import add_body, slice_graph
@@ -148,6 +149,10 @@ class _Builder:
             found = self._call(aten._to_copy.default, (found,), options, node, given.shape)
         if like.shape != given.shape:
             found = self._call(aten.expand.default, (found, list(like.shape)), {}, node, like.shape)
+        elif like.stride() != given.stride() and (steps := find_restride(given, like)):
+            for op, args, kwargs, value in steps:
+                found = self._call(op, (found, *args), kwargs, node, value.shape)
+            return found
         if is_result:
             found = self._call(aten.clone.default, (found,), {}, node, like.shape)
         return found

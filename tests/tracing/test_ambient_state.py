@@ -139,6 +139,36 @@ def test_autocast_inside(forward, way):
     check(net_of(forward), each, way)
 
 
+def casts_without_grad_first(lin, x):
+    with torch.no_grad():
+        y = lin(x)
+    return lin(x) * y
+
+
+def casts_in_two_blocks(lin, x):
+    for _ in range(2):
+        with amp():
+            x = lin(lin(x))
+    return x
+
+
+READS_TWICE = {
+    "in a row": lambda lin, x: lin(lin(x).sin()),
+    "first without grad": casts_without_grad_first,
+    "under vmap": lambda lin, x: torch.vmap(lambda row: lin(lin(row)))(x),
+    "in two blocks": casts_in_two_blocks,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize("name", READS_TWICE)
+def test_autocast_casts_a_weight_once_for_all_who_read_it(name, caches, policy):
+    """Their gradients are then added in bfloat16; without its cache in float32."""
+    each = steps(under(lambda: amp(cache_enabled=caches)), train)
+    check(net_of(READS_TWICE[name]), each, "wrap", policy)
+
+
 @contextmanager
 def amp_in_training() -> Iterator[None]:
     with amp(cache_enabled=False):

@@ -173,6 +173,7 @@ class Checkpointed:
                 and trace.state[0] is torch.is_grad_enabled()
                 and trace.state[1].default_dtype is torch.get_default_dtype()
                 and trace.state[1].switches == switches()
+                and trace.state[1].caches_casts is torch.is_autocast_cache_enabled()
                 and trace.state[1].axes == axis_environment()
                 and trace.state[1].meta_as_cpu is is_meta_as_cpu()
                 and trace.tensor_guard.check(*tensors)

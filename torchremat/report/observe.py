@@ -31,7 +31,7 @@ from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
 from torchremat.remat.values.scope import Scope, ScopedValue, op_base_name, program_of
-from torchremat.tracing.ambient_state import meta_as_cpu
+from torchremat.tracing.ambient_state import cache_casts, meta_as_cpu
 from torchremat.tracing.dtensors import Sharding, local_tensor, wrap_local
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
@@ -400,13 +400,10 @@ def _find_hidden_writes(scope: Scope) -> set[Any]:
 
 @contextmanager
 def _autocast_cache(is_enabled: bool) -> Iterator[None]:
-    """Let autocast cast a weight once that is used twice, as it does outside of traces."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(is_enabled)
     try:
-        yield
+        with cache_casts(is_enabled):
+            yield
     finally:
-        torch.set_autocast_cache_enabled(before)
         torch.clear_autocast_cache()
 
 

@@ -83,6 +83,8 @@ class AmbientState:
     switches: tuple[Any, ...] = ()
     axes: tuple[AxisFrame, ...] = ()
     """The named axes in scope."""
+    caches_casts: bool = True
+    """Whether autocast casts a leaf once, until its outermost block ends."""
     meta_as_cpu: bool = False
     """Whether tensors on the meta device are traced as those on the CPU."""
 
@@ -94,7 +96,12 @@ class AmbientState:
             if torch.is_autocast_enabled(device)
         )
         return cls(
-            autocast, torch.get_default_dtype(), switches(), axis_environment(), is_meta_as_cpu()
+            autocast,
+            torch.get_default_dtype(),
+            switches(),
+            axis_environment(),
+            torch.is_autocast_cache_enabled(),
+            is_meta_as_cpu(),
         )
 
     @contextmanager
@@ -105,14 +112,26 @@ class AmbientState:
             torch.set_default_dtype(self.default_dtype)
         try:
             with without_autocast(), restore_axes(self.axes), ExitStack() as stack:
+                stack.enter_context(cache_casts(self.caches_casts))
                 for device, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+                    stack.enter_context(torch.autocast(device, dtype))
                 if self.meta_as_cpu:
                     stack.enter_context(meta_as_cpu())
                 yield
         finally:
             if changes:
                 torch.set_default_dtype(before)
+
+
+@contextmanager
+def cache_casts(is_enabled: bool) -> Iterator[None]:
+    """Let autocast cast a weight once that is read twice; PyTorch switches it off in a trace."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(is_enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

@@ -304,3 +304,32 @@ def test_autograd_differentiates_a_mapped_backward_rule_of_a_jit_twice():
 
     expected = gradients(torch.func.vmap(lambda x: x.mean() * x)(rows))
     torch.testing.assert_close(gradients(tr.vmap(rule)(rows)), expected)
+
+
+def make_sine_with_rule():
+    sine = tr.custom_jvp(torch.sin)
+    sine.defjvp(lambda primals, tangents: (sine(*primals), tangents[0] * primals[0].cos()))
+    return sine
+
+
+WAYS_THROUGH_BRANCHES = {
+    "jvp": lambda f, x: tr.jvp(f, (x,), (x,)),
+    "linearize": tr.linearize,
+    "jit of grad": lambda f, x: tr.jit(tr.grad(f), backend="eager")(x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_THROUGH_BRANCHES)
+@pytest.mark.parametrize("sine", [torch.sin, make_sine_with_rule()], ids=["plain", "custom_jvp"])
+def test_branches_that_pytorch_cannot_differentiate_are_refused(sine, way):
+    def fun(x):
+        return torch.cond(x.sum() > 0, lambda x: sine(x), lambda x: x.cos(), (x,)).sum()
+
+    checkpointed, x = tr.checkpoint(fun), torch.tensor([0.3, 0.5])
+    run = WAYS_THROUGH_BRANCHES[way]
+    if way == "jit of grad" and sine is torch.sin:
+        assert torch.equal(run(checkpointed, x), x.cos())
+        return
+    place = r"" if sine is torch.sin and way == "linearize" else r", at test_nesting.py:\d+ \(fun\)"
+    with pytest.raises(NotAvailableError, match=f"torch.cond, or an operator like it{place}: "):
+        run(checkpointed, x)

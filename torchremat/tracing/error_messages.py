@@ -27,6 +27,13 @@ _NO_NUMPY = (
 """Texts of the errors that PyTorch raises where the values of a fake tensor are needed."""
 
 
+_REFUSALS_OF_DYNAMO = ("UncapturedHigherOrderOpError", "Unsupported")
+"""Names of the errors of PyTorch's Dynamo, which reads the branches of `torch.cond`."""
+
+# of an operator such as cond, where its graph runs in forward mode
+_NO_FORWARD_RULE = "TransformType.Jvp"
+
+
 def needs_value(error: BaseException) -> bool:
     """Whether `error` says that the value of a traced tensor is needed."""
     if isinstance(error, (ConcretizationError, *_torch.DATA_DEPENDENT_ERRORS)):
@@ -58,6 +65,7 @@ def explain_errors(get_refusal: Callable[[], TraceError | None]) -> Iterator[Non
         ) from error
     except (RuntimeError, TypeError) as error:
         explain_unmapped_operator(error)
+        _explain_branches(error)
         if needs_value(error):
             raise _concretization_error(error, str(error)) from error
         if str(error).startswith(_WRITE_TO_LEAF):
@@ -83,6 +91,25 @@ def explain_unmapped_operator(error: Exception) -> None:
             "call it from a function under torchremat.sequential_vmap. A custom operator may be "
             "given one by its register_vmap."
         ) from error
+
+
+def _explain_branches(error: Exception) -> None:
+    """Raise in other words if `error` says that PyTorch cannot trace or differentiate branches."""
+    lines = str(error).strip().split("\n")
+    kind, place = type(error), source_of_error(error)
+    if kind.__name__ in _REFUSALS_OF_DYNAMO and kind.__module__.startswith("torch."):
+        reason = next((line for line in lines if line.strip() and "captured" not in line), lines[0])
+        refused = f"PyTorch cannot trace it there ({reason.strip()})"
+    elif lines[0] == _NO_FORWARD_RULE:
+        refused = "PyTorch has no rule of forward mode for it"
+    else:
+        return
+    raise NotAvailableError(
+        f"torch.cond, or an operator like it{f', at {place}' if place else ''}: {refused}. Its "
+        "branches may call operators, and be differentiated once, in reverse mode alone. "
+        "Compute both branches and choose with torch.where, or move a function with a rule "
+        "of its own (custom_jvp, custom_vjp) out of the branch."
+    ) from error
 
 
 def _concretization_error(error: BaseException, reader: str) -> ConcretizationError:

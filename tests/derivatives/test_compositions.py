@@ -13,10 +13,12 @@ from tests.derivatives.compositions import (
     check,
     checkpoint,
     custom_jvp,
+    custom_vmap,
     draw_composition,
     grad,
     hessian,
     jit,
+    jvp,
     linearize,
     shrink,
     vjp,
@@ -60,8 +62,24 @@ def composition(function, *transformations, by):
         ),
         composition(((("noise", 0, 0),), (("vector", 0),)), linearize(None), by="call"),
         composition(((("norm", 1, 1),), (("vector", 2),)), linearize(None), hessian(1), by="call"),
+        composition(
+            ((), (("sum", 0),)),
+            *(custom_vmap(None), custom_jvp(False), checkpoint("none")),
+            by="autograd",
+        ),
+        composition(
+            ((("constant", 1, 0), ("expand", 2, 0)), (("column", 3),)),
+            *(jvp(None), custom_jvp(True)),
+            by="call",
+        ),
     ],
-    ids=["constants of a derivative", "numbers that nothing reads", "shapes of zeros"],
+    ids=[
+        "constants of a derivative",
+        "numbers that nothing reads",
+        "shapes of zeros",
+        "values made with tangents",
+        "tangents of what is expanded",
+    ],
 )
 def test_a_composition_that_differed(found):
     assert check(found).kind == "equal"

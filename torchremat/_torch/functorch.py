@@ -111,7 +111,7 @@ def push_forward_at_current_level(
     for output, tangent in zip(outputs, out_tangents, strict=True):
         outer = _wrap_for_grad(output, level)
         if tangent is not None:
-            outer = forward_ad.make_dual(outer, _wrap_for_grad(tangent, level))
+            outer = _make_dual(outer, _wrap_for_grad(tangent, level))
         wrapped.append(outer)
     return tuple(wrapped)
 
@@ -127,9 +127,22 @@ def push_dual_numbers_forward(
         for tensor, tangent in zip(inputs, tangents, strict=True)
     ]
     return tuple(
-        output if tangent is None else forward_ad.make_dual(output, tangent)
+        output if tangent is None else _make_dual(output, tangent)
         for output, tangent in zip(*rule(primals, tangents), strict=True)
     )
+
+
+def _make_dual(primal: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """A dual number. Of an expanded primal a copy is one, if its tangent is laid out otherwise.
+
+    PyTorch copies such a tangent into the strides of the primal, which then overlap.
+    """
+    if primal.layout is torch.strided and primal.stride() != tangent.stride():
+        strides = zip(primal.shape, primal.stride(), strict=True)
+        if any(size > 1 and not stride for size, stride in strides):
+            primal = primal.clone(memory_format=torch.contiguous_format)
+    dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
+    return dual
 
 
 def has_tangents(tensors: Sequence[torch.Tensor]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchremat.core.trees import Structure
+from torchremat.derivatives.linear_parts import Tensors
 from torchremat.derivatives.rule_arguments import (
     RuleArguments,
     Signature,
@@ -17,7 +18,7 @@ from torchremat.derivatives.rule_arguments import (
     unflatten_tensors,
 )
 from torchremat.derivatives.rule_dispatch import CustomCall
-from torchremat.derivatives.rules import FlatRule, Tensors
+from torchremat.derivatives.rules import FlatRule
 from torchremat.tracing.tracing import lift_all
 
 

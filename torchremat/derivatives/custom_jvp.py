@@ -11,6 +11,7 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.core.source import place_of
 from torchremat.derivatives.custom_function import CustomFunction, FlatCall
+from torchremat.derivatives.linear_parts import Tensors
 from torchremat.derivatives.rule_arguments import (
     aval_of_value,
     describe_tree,
@@ -18,7 +19,7 @@ from torchremat.derivatives.rule_arguments import (
     name_of,
 )
 from torchremat.derivatives.rule_dispatch import CustomJvpCall, uncompiled
-from torchremat.derivatives.rules import Cotangents, JvpRule, Pushed, Tensors
+from torchremat.derivatives.rules import Cotangents, JvpRule, Pushed
 from torchremat.derivatives.symbolic_zeros import SymbolicZero, zero_of
 from torchremat.errors import MissingRuleError, RuleTypeError
 

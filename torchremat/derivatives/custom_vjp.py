@@ -11,6 +11,7 @@ from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.core.trees import Structure
 from torchremat.derivatives.custom_function import CustomFunction, FlatCall
+from torchremat.derivatives.linear_parts import Tensors
 from torchremat.derivatives.rule_arguments import (
     aval_of_value,
     describe_tree,
@@ -21,7 +22,7 @@ from torchremat.derivatives.rule_arguments import (
     unflatten_tensors,
 )
 from torchremat.derivatives.rule_dispatch import CustomVjpCall, uncompiled
-from torchremat.derivatives.rules import Cotangents, Tensors, VjpRule
+from torchremat.derivatives.rules import Cotangents, VjpRule
 from torchremat.derivatives.symbolic_zeros import CustomVJPPrimal, SymbolicZero, zero_of
 from torchremat.errors import MissingRuleError, RuleTypeError, RuleValueError
 from torchremat.remat.op.make_graph import is_traced_whole

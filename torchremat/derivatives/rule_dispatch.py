@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
+from torchremat.derivatives.linear_parts import is_in_linear_part
 from torchremat.derivatives.rules import (
     FlatRule,
     Recorded,
     RuleAxis,
-    is_in_linear_part,
     is_inexact,
 )
 from torchremat.errors import ClosureError

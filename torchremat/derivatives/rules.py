@@ -7,10 +7,8 @@ level, on tensors as the levels below see them. Mapped over an axis, a rule is a
     bwd:                    dx_i = dy_i df/dx_i,    dw = sum_i dy_i df/dw
 """
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -21,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from torchremat import _torch
 from torchremat.core.trees import scatter_values
+from torchremat.derivatives.linear_parts import Tensors, depends_only_on, note_linear_part
 from torchremat.errors import ForwardModeError
 from torchremat.tracing.axes.mapped_functions import run_mapped
 from torchremat.tracing.axes.named_axes import AxisName
 from torchremat.tracing.capture import map_arguments
 
-Tensors = Sequence[Tensor]
 Cotangents = Sequence[Tensor | None]
 Dims = tuple[int | None, ...]
 Pushed = tuple[list[Tensor], list[Tensor | None]]
@@ -278,8 +276,10 @@ class JvpRule(FlatRule):
                 _torch.leaf_at_current_level(zero) if is_level else zero.requires_grad_()
                 for zero in zeros
             ]
-            with _note_linear_part(leaves, inputs):
+            with note_linear_part(leaves, inputs):
                 outputs, found = self.jvp(inputs, scatter_values(leaves, wrt, len(inputs)))
+        if is_level:
+            outputs = [x.detach() if depends_only_on(x, leaves) else x for x in outputs]
 
         def pull(_: Tensors, cotangents: Cotangents) -> list[Tensor | None]:
             return scatter_values(_transpose_rule(leaves, found, cotangents), wrt, len(inputs))
@@ -290,66 +290,6 @@ class JvpRule(FlatRule):
         over = _JvpOverAxis(self, axis)
         over.rule = rule = JvpRule(self.name, over.primal, over.push)
         return rule
-
-
-@dataclass(frozen=True, eq=False)
-class _LinearPart:
-    """A rule that runs on tangents at a level of `torch.func`, and will be transposed."""
-
-    depth: int
-    tangents: Tensors
-    primals: Tensors
-
-    def computes(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has been computed from the tangents."""
-        if self.depth:  # nothing else in the rule is differentiated at this level
-            return _torch.without_level(tensor, self.depth)[1]
-        if not tensor.requires_grad:
-            return False
-        if self._is_tangent(tensor):
-            return True
-        seen = {tensor.grad_fn for tensor in self.primals}
-        stack = [tensor.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if self._is_tangent(getattr(node, "variable", None)):
-                return True
-            stack.extend(before for before, _ in node.next_functions)
-        return False
-
-    def _is_tangent(self, tensor: Tensor | None) -> bool:
-        return any(tensor is tangent for tangent in self.tangents)
-
-
-class _LinearParts(threading.local):
-    def __init__(self) -> None:
-        self.running: list[_LinearPart] = []
-
-
-_linear_parts = _LinearParts()
-
-
-@contextmanager
-def _note_linear_part(tangents: Tensors, primals: Tensors) -> Iterator[None]:
-    _linear_parts.running.append(_LinearPart(_torch.transform_depth(), tangents, primals))
-    try:
-        yield
-    finally:
-        _linear_parts.running.pop()
-
-
-def is_in_linear_part(inputs: Tensors) -> bool:
-    """Whether a rule for tangents, at this level, calls a function with some of its tangents.
-
-    The function is linear in them, so that it is transposed as the function that it is: its own
-    rule, transposed, would call it with tangents again, without end. So it is in JAX.
-    """
-    depth = _torch.transform_depth()
-    parts = [part for part in _linear_parts.running if part.depth == depth]
-    return any(part.computes(tensor) for part in parts for tensor in inputs)
 
 
 def _transpose_rule(

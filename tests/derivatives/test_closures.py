@@ -95,3 +95,84 @@ def test_a_closed_over_result_inside_a_mapped_trace(transform, with_argument):
         return transform(inner)(2 * x)
 
     torch.testing.assert_close(tr.vmap(outer)(XS), 3 * XS)
+
+
+TABLE = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 1.0], [2.0, 0.25, 3.0]], dtype=torch.double)
+
+
+def product_by_jvp(x):
+    function = tr.custom_jvp(lambda x: TABLE @ x)
+    function.defjvp(lambda p, t: (TABLE @ p[0], TABLE @ t[0]))
+    return function(x)
+
+
+def product_by_vjp(x):
+    function = tr.custom_vjp(lambda x: TABLE @ x)
+    function.defvjp(lambda x: (TABLE @ x, None), lambda _, ct: (TABLE.t() @ ct,))
+    return function(x)
+
+
+def product_by_vmap(x):
+    function = tr.custom_vmap(lambda x: TABLE @ x)
+    function.def_vmap(lambda size, batched, x: (x @ TABLE.t(), True))
+    return function(x)
+
+
+class Product(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return TABLE @ x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return TABLE.t() @ grad
+
+
+def gradient_by_autograd(f):
+    def run(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(f(x).sin().sum(), x, create_graph=True)[0]
+
+    return run
+
+
+OF_CONSTANTS = {
+    "call": lambda f: f,
+    "grad": lambda f: tr.grad(lambda x: f(x).sin().sum()),
+    "autograd": gradient_by_autograd,
+    "jvp": lambda f: lambda x: tr.jvp(f, (x,), (x.cos(),)),
+    "vmap": lambda f: lambda x: tr.vmap(f)(torch.stack([x, 2 * x])),
+    "vmap of grad": lambda f: (
+        lambda x: tr.vmap(tr.grad(lambda x: f(x).sin().sum()))(torch.stack([x, 2 * x]))
+    ),
+    "jacrev": lambda f: tr.jacrev(lambda x: f(x).sin()),
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("transform", OF_CONSTANTS.values(), ids=list(OF_CONSTANTS))
+@pytest.mark.parametrize(
+    "product", [product_by_jvp, product_by_vjp, product_by_vmap, Product.apply],
+    ids=["custom_jvp", "custom_vjp", "custom_vmap", "autograd.Function"],
+)  # fmt: skip
+def test_rules_that_close_over_constants_inside_a_checkpoint(product, transform, policy):
+    if transform is OF_CONSTANTS["jvp"] and product in (product_by_vjp, Product.apply):
+        pytest.skip("it has no rule for forward mode")
+    x = torch.tensor([0.3, -1.0, 2.0], dtype=torch.double, requires_grad=True)
+    expected = transform(lambda x: TABLE @ x)(x)
+    checkpointed = tr.checkpoint(transform(product), policy=policy)
+    for _ in range(2):
+        found = checkpointed(x)
+        torch.testing.assert_close(found, expected)
+        pairs = (found, expected) if isinstance(found, tuple) else ((found,), (expected,))
+        for a, b in zip(*pairs, strict=True):
+            ours, theirs = (
+                torch.autograd.grad(t.sin().sum(), x, retain_graph=True) for t in (a, b)
+            )
+            torch.testing.assert_close(ours, theirs)

@@ -13,6 +13,7 @@ from tests.derivatives.compositions import (
     check,
     checkpoint,
     custom_jvp,
+    custom_vjp,
     custom_vmap,
     draw_composition,
     grad,
@@ -22,6 +23,7 @@ from tests.derivatives.compositions import (
     linearize,
     shrink,
     vjp,
+    vmap,
 )
 from tests.derivatives.small_functions import SmallFunction
 
@@ -72,6 +74,21 @@ def composition(function, *transformations, by):
             *(jvp(None), custom_jvp(True)),
             by="call",
         ),
+        composition(
+            ((("softmax", 1, 1),), (("sum", 2),)),
+            *(vmap(((0, 0), 1)), custom_jvp(False)),
+            by="autograd",
+        ),
+        composition(
+            ((("write view", 0, 1),), (("vector", 1), ("column", 2))),
+            *(vmap(((0, None), None)), custom_vjp(True)),
+            by="autograd",
+        ),
+        composition(
+            ((("matmul", 0, 1),), (("sum", 2),)),
+            *(jit(None), vjp(None), custom_vjp(True)),
+            by="call",
+        ),
     ],
     ids=[
         "constants of a derivative",
@@ -79,6 +96,9 @@ def composition(function, *transformations, by):
         "shapes of zeros",
         "values made with tangents",
         "tangents of what is expanded",
+        "second derivatives where an input is not read",
+        "outputs that all examples share",
+        "constants of a backward rule",
     ],
 )
 def test_a_composition_that_differed(found):

@@ -167,12 +167,13 @@ class VjpBody(Body):
                 differentiable(p) if i in self.wrt else p.detach() for i, p in enumerate(primals)
             ]
             outputs = self._run_once(tracing, primals)
-            return gradients(
-                [outputs[i] for i in self.outputs],
-                [primals[i] for i in self.wrt],
-                cotangents,
-                create_graph=True,
+            wrt = [primals[i] for i in self.wrt]
+            found = gradients(
+                [outputs[i] for i in self.outputs], wrt, cotangents, create_graph=True
             )
+            # there is one for each without create_graph, where a rule may give zeros
+            pairs = zip(wrt, found, strict=True)
+            return [torch.zeros_like(x) if g is None else g for x, g in pairs]
 
     def _run_functionally(
         self, tracing: Tracing, primals: Sequence[Tensor], cotangents: Sequence[Tensor]

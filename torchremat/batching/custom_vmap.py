@@ -2,8 +2,10 @@ import functools
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from torchremat.core.source import name_of
 from torchremat.core.trees import scatter_values
 from torchremat.errors import ArgumentTypeError, MissingRuleError, RuleError
 from torchremat.graph.aliasing import spread
+from torchremat.graph.notes import note
 from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.tracing.calls import flatten_call
+from torchremat.tracing.tracing import current_tracing
 
 _log = logging.getLogger("torchremat")
 
@@ -272,12 +276,24 @@ class _RuleDerivative(_FlatCall):
         return tuple(torch.func.vjp(of_some, *primals)[1](given))
 
 
+@contextmanager
+def _note_reruns() -> Iterator[None]:
+    """Note that derivatives run these operators again, so that their inputs are saved."""
+    tracing = current_tracing()
+    num_nodes = 0 if tracing is None else len(tracing.graph.nodes)
+    yield
+    if tracing is not None:
+        for node in islice(tracing.graph.nodes, num_nodes, None):
+            note(node, is_rerun=True)
+
+
 class _VmapRuleCall(torch.autograd.Function):
     """A flat call as PyTorch's levels see it: its derivatives are its own, `vmap` is the rule."""
 
     @staticmethod
     def forward(call: _FlatCall, *leaves: Any) -> tuple[Any, ...]:
-        return tuple(map(spread, _as_views(call.run(*leaves), leaves)))
+        with _note_reruns():
+            return tuple(map(spread, _as_views(call.run(*leaves), leaves)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -227,15 +227,27 @@ class _VjpOverAxis(_RuleOverAxis):
             found[:] = [i for i, g in enumerate(gradients) if g is not None]
             return tuple(g for g in gradients if g is not None)
 
-        values = [*residuals, *(ct for ct in cotangents if ct is not None)]
-        dims = (*residual_dims, *(out_dims[i] for i in given))
-        gradients, at = self.axis.run(function, dims, values)
+        values, dims = list(residuals), [*residual_dims]
+        for dim, ct in zip(out_dims, cotangents, strict=True):
+            if ct is not None:
+                values.append(self._give_to_first(ct) if dim is None else ct)
+                dims.append(dim or 0)
+        gradients, at = self.axis.run(function, tuple(dims), values)
         in_dims = [self.axis.in_dims[i] for i in found]
         placed = [
             self._like_input(g, dim, in_dim)
             for g, dim, in_dim in zip(gradients, at, in_dims, strict=True)
         ]
         return scatter_values(placed, found, len(self.axis.in_dims))
+
+    def _give_to_first(self, cotangent: Tensor) -> Tensor:
+        """The cotangent of an output that all examples share, for the first of them.
+
+        Each example computes that output, but it is there once: gradients of shared inputs, which
+        are summed over the examples, would count its cotangent as often.
+        """
+        others = cotangent.new_zeros((max(self.axis.size - 1, 0), *cotangent.shape))
+        return torch.cat([cotangent.unsqueeze(0), others])[: self.axis.size]
 
     def _like_input(self, gradient: Tensor, dim: int | None, in_dim: int | None) -> Tensor:
         """Put the axis where the input has it; sum over it if the input has none."""

@@ -7,11 +7,14 @@ PyTorch's functions, before any operator runs, and passes each through `lift`:
                                         torch.matmul(x, lift(weight))       lift adds an input
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from torchremat import _torch
 from torchremat.core.interrupts import let_interrupts_in
@@ -103,9 +106,26 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
         if redirects_meta:
             args = tuple(map(_redirect_meta, args))
             kwargs = {name: _redirect_meta(value) for name, value in (kwargs or {}).items()}
+        if func is torch.autograd.grad:
+            func = self._differentiate
+        elif args and _is_autograd_function(args[0]):  # `apply` under torch.func
+            args = (_run_in_mode(args[0], self), *args[1:])
         if func in _torch.RECURRENT and torch.is_inference_mode_enabled():
             func = _outside_inference_mode(func)
         return self._call_lifted(func, args, kwargs or {})
+
+    def _differentiate(
+        self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`torch.autograd.grad`, in whose backward pass Python runs in this mode, too.
+
+        PyTorch has set the mode aside. Rules of a `custom_vjp` or an `autograd.Function` would meet
+        the tensors that they close over as they are outside of the trace.
+        """
+        is_one = isinstance(outputs, Tensor | GradientEdge)
+        cotangents: Any = _EnterWhenRead(self, grad_outputs, 1 if is_one else len(outputs))
+        with cotangents:
+            return torch.autograd.grad(outputs, inputs, cotangents, *args, **kwargs)
 
     def _call_lifted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outside: dict[int, Tensor] = {}
@@ -125,6 +145,61 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
             return _torch.proxy_of(tensor, self._tracer) is not None
 
         return tensor, make_tensor_stand_in(hook, is_traced)
+
+
+class _EnterWhenRead:
+    """Cotangents that enter `mode` when `torch.autograd.grad` reads them: it then runs the engine.
+
+    Before that it asks whether there is a mode, which would set it aside again.
+    """
+
+    def __init__(self, mode: CaptureMode, cotangents: Any, count: int) -> None:
+        self._mode = mode
+        self._cotangents = cotangents
+        self._count = count
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        given = self._cotangents
+        if given is None:
+            given = [None] * self._count
+        elif isinstance(given, Tensor):
+            given = [given]
+        self._stack.enter_context(self._mode)
+        return iter(given)
+
+
+def _is_autograd_function(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
+
+
+_RULES = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
+
+
+def _run_in_mode(cls: type, mode: CaptureMode) -> type:
+    """A class like `cls` whose methods run in `mode`, which PyTorch has set aside for its call."""
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if _torch.is_active(mode):
+                return method(*args, **kwargs)
+            with mode:
+                return method(*args, **kwargs)
+
+        return staticmethod(functools.wraps(method)(run))
+
+    own = {
+        name: wrap(getattr(cls, name))
+        for name in _RULES
+        if getattr(cls, name) is not getattr(torch.autograd.Function, name)
+    }
+    return type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
 
 
 def _redirect_meta(value: Any) -> Any:

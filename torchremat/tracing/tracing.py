@@ -250,12 +250,18 @@ class Tracing:
 
     @contextmanager
     def bind_captured(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[None]:
-        """While in the block, each of the captured `tensors` stands for one of `inputs`."""
+        """While in the block, each of the captured `tensors` stands for one of `inputs`.
+
+        Where no level of torch.func is active it does so later too: rules read what they close over
+        in the backward pass.
+        """
         self.bindings.append({id(t): i for t, i in zip(tensors, inputs, strict=True)})
         try:
             yield
         finally:
-            self.bindings.pop()
+            bound = self.bindings.pop()
+            if len(self.bindings) == 1 and not _torch.functorch_is_active():
+                self.bindings[0] = {**self.bindings[0], **bound}
 
     def lift(self, tensor: Tensor) -> Tensor:
         """The tensor of this trace that stands for `tensor`, which may be of the outside world."""

@@ -25,10 +25,6 @@ WAYS: dict[str, Callable[..., Any]] = {
 Step = Callable[[Callable[..., Any], Any, int], Any]
 
 
-def xfail(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.GELU()), nn.Linear(3, 3)

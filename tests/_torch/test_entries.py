@@ -16,6 +16,7 @@ import torch
 from torch import distributed, fx
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.module_tracker import ModuleTracker
 
 from tests.helpers import IS_BEFORE_2_13
@@ -1418,6 +1419,32 @@ def answer_nan_checks():
             y.backward(retain_graph=True)
         with _torch.answer_nan_checks():
             y.backward()
+
+
+@check("replay_views")
+def replay_views():
+    def names_of(node):
+        return {node.name()}.union(*(names_of(n) for n, _ in node.next_functions if n))
+
+    def gradient_of_a_write():
+        x, weights = (torch.ones(3, requires_grad=True) for _ in range(2))
+        y = x * 1.0
+        y[1:].add_(1.0)
+        return torch.autograd.grad(y, x, weights, create_graph=True)[0]
+
+    assert "AsStridedBackward0" in names_of(gradient_of_a_write().grad_fn)
+    with _torch.replay_views():
+        assert "AsStridedBackward0" not in names_of(gradient_of_a_write().grad_fn)
+
+
+@check("ZERO_TENSOR")
+def zero_tensor():
+    def push(x):
+        return torch.func.jvp(lambda y: y * torch.ones(2), (x,), (torch.ones(2),))[1]
+
+    graph = make_fx(lambda x: torch.func.jvp(push, (x,), (x,))[1])(torch.ones(2)).graph
+    assert _torch.ZERO_TENSOR in {node.target for node in graph.nodes}
+    assert not _torch.ZERO_TENSOR([2]).any()
 
 
 @check("set_module_trackers_aside")

@@ -89,6 +89,26 @@ def composition(function, *transformations, by):
             *(jit(None), vjp(None), custom_vjp(True)),
             by="call",
         ),
+        composition(
+            ((("write view", 1, 0),), (("vector", 2),)),
+            *(linearize(None), vjp(None)),
+            by="autograd",
+        ),
+        composition(
+            ((("write view", 1, 0),), (("vector", 2),)),
+            *(vmap(((0, 0), None)), linearize(None)),
+            by="autograd",
+        ),
+        composition(
+            ((), (("vector", 1),)),
+            *(linearize(None), jvp(None), hessian((0, 1))),
+            by="call",
+        ),
+        composition(
+            ((("tanh", 0, 1),), (("sum", 2),)),
+            *(hessian(0), custom_vmap(None), jit(None)),
+            by="call",
+        ),
     ],
     ids=[
         "constants of a derivative",
@@ -99,6 +119,10 @@ def composition(function, *transformations, by):
         "second derivatives where an input is not read",
         "outputs that all examples share",
         "constants of a backward rule",
+        "gradients of a write to a slice",
+        "a mapped write to a slice",
+        "zeros without memory",
+        "values saved for a batch",
     ],
 )
 def test_a_composition_that_differed(found):

@@ -25,13 +25,14 @@ from .engine import (
     node_class_of, run_backward, set_saved_tensors_hooks_aside, wrap_tensor_hooks,
 )  # fmt: skip
 from .fake_proxy import (
-    DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, FakeTensor, FakeTensorMode,
-    ProxyTorchDispatchMode, PythonKeyTracer, TorchDispatchMode, TorchFunctionMetadataMode,
+    DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, ZERO_TENSOR,
+    FakeTensor, FakeTensorMode, ProxyTorchDispatchMode, PythonKeyTracer, TorchDispatchMode,
+    TorchFunctionMetadataMode,
     answer_nan_checks, answer_operators, autograd_as_at_the_top, enter_proxy_modes,
     erase_questions, find_ragged_dim,
     innermost_proxy_mode, is_active, is_any_autocast_enabled, is_fake, is_faking,
     is_traceable_wrapper_subclass, is_transformed_or_watched, isolate, new_fake_mode, new_tracer,
-    proxy_of, track, track_size, untraced, without_function_modes,
+    proxy_of, replay_views, track, track_size, untraced, without_function_modes,
 )  # fmt: skip
 from .flash_attention import (
     FLASH_ATTENTION, FLASH_ATTENTION_BACKWARD, attend_ragged, attend_ragged_backward,

@@ -10,10 +10,12 @@ import torch
 from torch import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
@@ -142,6 +144,9 @@ def erase_questions(graph: torch.fx.Graph) -> None:
                 graph.erase_node(node)
 
 
+ZERO_TENSOR: OpOverload = torch.ops.aten._efficientzerotensor.default
+"""Makes a zero without memory, which forward mode gives where there is no tangent."""
+
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
@@ -251,6 +256,15 @@ def answer_nan_checks() -> AbstractContextManager[Any]:
     """
     checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     return _NanChecks() if checks else nullcontext()
+
+
+def replay_views() -> AbstractContextManager[Any]:
+    """Differentiate writes to views in the block by the views themselves.
+
+    Otherwise PyTorch may write the gradient of a slice by `as_strided_scatter`. The derivative of
+    that with respect to the tensor written to is wrong (2.11 to 2.15).
+    """
+    return _force_original_view_tracking(True)
 
 
 def find_ragged_dim(nested: Any) -> int:

@@ -102,7 +102,19 @@ class GraphBody(Body):
         return list(_GraphInterpreter(self.module, tracing).run(*inputs))
 
 
-class _GraphInterpreter(Interpreter):
+class _OperatorInterpreter(Interpreter):
+    """Runs a graph with operators that PyTorch differentiates and maps in the place of others."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.copy.default:  # PyTorch maps it by a loop
+            return _copy(*args)
+        if target is _torch.ZERO_TENSOR:
+            # a product with it has a tangent of another layout, which views of the product refuse
+            target = torch.ops.aten.zeros.default
+        return super().call_function(target, args, kwargs)
+
+
+class _GraphInterpreter(_OperatorInterpreter):
     """Unlike `Interpreter`, it leaves constants constants: they are no further inputs."""
 
     def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
@@ -120,14 +132,6 @@ class _GraphInterpreter(Interpreter):
             x, dim, index, value = args
             shape = [*x.shape[:dim], *index.shape[:1], *x.shape[dim + 1 :]]
             target, args = torch.ops.aten.index_copy.default, (x, dim, index, value.expand(shape))
-        if target is torch.ops.aten.slice_scatter.default:
-            # PyTorch's rule for it counts up to `end`, which is 2**63 - 1 for "all the rest"
-            x, source, dim, *bounds = args
-            if len(bounds) > 1 and isinstance(bounds[1], int) and isinstance(x.shape[dim], int):
-                bounds[1] = min(bounds[1], x.shape[dim])
-            args = (x, source, dim, *bounds)
-        if target is torch.ops.aten.copy.default:  # PyTorch maps it by a loop
-            return _copy(*args)
         if draws_by_shape(target):
             # the numbers of one example, which vmap draws for all or for each
             args = _torch.tree_map(_empty_like_example, args)
@@ -307,7 +311,7 @@ def gradients(
     )
 
 
-class NotedInterpreter(Interpreter):
+class NotedInterpreter(_OperatorInterpreter):
     """Runs a graph in a trace. Operators pass their notes on to those that they become."""
 
     def __init__(self, module: fx.GraphModule, tracing: Tracing) -> None:
@@ -320,11 +324,6 @@ class NotedInterpreter(Interpreter):
             return super().run_node(n)
         finally:
             self.tracing.node_notes = None
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.aten.copy.default:
-            return _copy(*args)
-        return super().call_function(target, args, kwargs)
 
 
 @dataclass(frozen=True, eq=False)

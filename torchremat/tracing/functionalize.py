@@ -18,7 +18,7 @@ from torchremat.errors import EffectError
 from torchremat.graph.inplace import functionalize_unaliased_writes, is_mutable
 from torchremat.graph.nodes import results_of
 from torchremat.graph.notes import Notes, notes_of
-from torchremat.graph.symbolic_sizes import Interpreter
+from torchremat.graph.symbolic_sizes import Interpreter, literal_size
 from torchremat.tracing.axes.mapped_operators import let_vmap_scatter
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.input_spec import InputSpec
@@ -55,6 +55,7 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
         _draw_in_order_of_memory(graph)
         module, renamed = _retrace(module)
         graph = module.graph
+    _end_within_sizes(graph)
     mutations = _pop_writes(graph, [renamed.get(n, n) for n in inputs])
     return FunctionalGraph(module, tuple(results_of(module)), mutations, renamed)
 
@@ -178,6 +179,28 @@ class _NotedInterpreter(Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return self.tracing.constant(value) if isinstance(value, Tensor) else value
+
+
+# The end of `x[1:]` in a graph.
+_LARGEST = 2**63 - 1
+# Dimension, start, end and step of `slice_scatter`, as its schema has them.
+_SLICE_DEFAULTS = (0, None, None, 1)
+
+
+def _end_within_sizes(graph: fx.Graph) -> None:
+    """Give writes to slices the size of their dimension as the end, where they go further.
+
+    A write to `x[1:]` ends at 2**63 - 1, and PyTorch's batching rule counts up to there.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        defaults: tuple[Any, ...] = _SLICE_DEFAULTS[len(node.args) - 2 :]
+        x, source, dim, start, end, step = node.args + defaults
+        size = x.meta["val"].shape[dim]
+        if end is None or end == _LARGEST:
+            end = size
+        elif isinstance(end, int) and isinstance(size, int):
+            end = min(end, size)
+        node.args = (x, source, dim, start, literal_size(end), step)
 
 
 def _pop_writes(graph: fx.Graph, inputs: Sequence[fx.Node]) -> tuple[tuple[int, fx.Node], ...]:

@@ -197,6 +197,7 @@ class Tracing:
             stack.enter_context(_torch.lift_before_wrapping(self.lift))
             stack.enter_context(_torch.enter_proxy_modes(self.tracer, self.fake_mode))
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
+            stack.enter_context(_torch.replay_views())
             stack.enter_context(_torch.answer_nan_checks())
             stack.enter_context(_torch.answer_operators(self.fake_mode, partial(_answer, self)))
             stack.enter_context(explain_errors(lambda: self._refusal))

@@ -31,6 +31,12 @@ TRACES = (
         "Captured bodies would be traced twice.",
     ),
     PrivatePart(
+        "torch.autograd.grad_mode: _force_original_view_tracking",
+        "To differentiate writes to slices by slices, in traces.",
+        "None. The derivative of as_strided_scatter, which stands there otherwise, is wrong.",
+        "Second derivatives of writes to slices would be wrong.",
+    ),
+    PrivatePart(
         "torch.overrides: _get_current_function_mode_stack, _push_mode, _pop_mode",
         "To set the modes of outer traces aside, wherever they stand between those of a user.",
         "TorchFunctionMode.__exit__ leaves the innermost mode only.",
@@ -76,6 +82,12 @@ TRACES = (
         "PyTorch's rules in Python, for sizes that are symbols.",
         "None.",
         "Traces for several sizes would raise at many operators.",
+    ),
+    PrivatePart(
+        "torch.ops.aten: _efficientzerotensor",
+        "To give a zero its memory before a graph is differentiated again.",
+        "None names the operator that forward mode records.",
+        "PyTorch's internal assert in third derivatives.",
     ),
     PrivatePart(
         "torch.ops.aten: _is_any_true, _local_scalar_dense",

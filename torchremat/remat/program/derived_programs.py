@@ -187,6 +187,12 @@ class BatchedProgram(Program):
         return self._whole.joint.outputs
 
     @cached_property
+    def discrete(self) -> tuple[int, ...]:
+        """Also the residuals, of which a derivative of this program knows nothing."""
+        with_tangent = floating_outputs(self)
+        return tuple(i for i in range(self.num_outputs) if i not in with_tangent)
+
+    @cached_property
     def forward(self) -> CompiledGraph:
         joint = self._whole.joint
         module = slice_graph(joint.module, joint.inputs, joint.outputs, always_run=draws_in_forward)

@@ -96,6 +96,8 @@ class FunctionBody(Body):
 
 @dataclass(frozen=True, eq=False)
 class GraphBody(Body):
+    """The function that runs a graph. Its constants stay constants."""
+
     module: fx.GraphModule
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
@@ -284,6 +286,7 @@ class BatchedBody(Body):
 
 
 def differentiable(tensor: Tensor) -> Tensor:
+    """`tensor`, or a new leaf with its values where it requires no gradient."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
@@ -294,6 +297,7 @@ def gradients(
     *,
     create_graph: bool,
 ) -> list[Tensor | None]:
+    """The gradients of `inputs`, of their shapes; `None` where no output depends on the input."""
     pairs = [
         (output, cotangent)
         for output, cotangent in zip(outputs, cotangents, strict=True)

@@ -127,6 +127,8 @@ class _Runner(NotedInterpreter):
 
 @dataclass(frozen=True, eq=False)
 class TracedBody:
+    """A traced function: its graph, inputs with the captured tensors, outputs and joint graph."""
+
     module: fx.GraphModule
     inputs: tuple[Input, ...]
     outputs: tuple[Any, ...]
@@ -136,6 +138,7 @@ class TracedBody:
 def trace_body(
     g: TypedGraph, body: Body, specs: Sequence[InputSpec], names: Sequence[str]
 ) -> TracedBody:
+    """Trace `body`, whose first inputs are the constants of `g`. There are no gradients in it."""
     options = TraceOptions(with_gradients=False, whole_calls=True)
     joint, tracing = trace_joint(body, specs, names, ModulePaths({}), options)
     labels = [*names, *("const" for _ in tracing.captured)]
@@ -146,10 +149,12 @@ def trace_body(
 
 
 def spec_of(node: fx.Node) -> InputSpec:
+    """The shape, dtype and device of a node as those of an input that requires no gradient."""
     return replace(InputSpec.of(node.meta["val"]), requires_grad=False, is_leaf=True)
 
 
 def check_pure(g: TypedGraph, what: str) -> None:
+    """Raise `GraphError` if `g` writes to an input or constant. `what` names the caller."""
     if g.writes:
         nodes = [(*g.const_nodes, *g.input_nodes)[i].name for i in g.writes]
         raise GraphError(
@@ -160,6 +165,7 @@ def check_pure(g: TypedGraph, what: str) -> None:
 
 
 def check_inexact(g: TypedGraph, mask: Sequence[bool], what: str) -> None:
+    """Raise `ArgumentValueError` if `mask`, the argument `what`, chooses a discrete input."""
     for i, (node, chosen) in enumerate(zip(g.input_nodes, mask, strict=True)):
         if chosen and not is_inexact(node):
             raise ArgumentValueError(
@@ -169,5 +175,6 @@ def check_inexact(g: TypedGraph, mask: Sequence[bool], what: str) -> None:
 
 
 def with_holes(tree: Any, mask: Sequence[bool]) -> Any:
+    """`tree` with `None` at each leaf for which `mask` has False."""
     left = iter(mask)
     return _torch.tree_map(lambda leaf: HOLE if leaf is HOLE and next(left) else None, tree)

@@ -14,6 +14,7 @@ from torchremat.graph.symbolic_sizes import Size, Sizes, value_of
 
 
 def specialize_joint(joint: Joint, sizes: Sizes) -> tuple[Joint, Mapping[fx.Node, fx.Node]]:
+    """The joint graph at `sizes`, and the node in it for each node of `joint`."""
     module, nodes = _Specializer(sizes).module(joint.module)
 
     def translate(entries: tuple[Any, ...]) -> tuple[Any, ...]:

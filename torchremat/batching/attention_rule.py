@@ -21,6 +21,7 @@ _backward = _torch.FLASH_ATTENTION_BACKWARD
 
 @cache
 def register() -> None:
+    """Let `vmap` use the rules of this file, once in a process."""
     rules_where_torch_has_none[_attention] = _attention_rule
     rules_where_torch_has_none[_backward] = _backward_rule
 

@@ -160,6 +160,8 @@ def _wrap_output(op: _torch.OpOverload, value: Any, dim: Any, level: _torch.Vmap
 
 
 class BatchedArguments:
+    """The arguments of an operator by name: its tensors in order, and its other parameters."""
+
     def __init__(self, op: _torch.OpOverload, given: dict[str, Any]) -> None:
         self.op = op
         self.given = given

@@ -76,6 +76,22 @@ def test_a_size_may_be_none_or_one(name):
     check((PARTS | OTHERS)[name], pile_of((4, 0, 1, 9), 3), TABLE.clone(), axes=[pile_axis, None])
 
 
+@pytest.mark.parametrize("lengths", [(2, 4, 2), (4, 3), (1,), (2, 1)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, table: x[:-2][:1] / (1 + x.shape[0]),
+        lambda x, table: torch.cat([table[3:3], x[:-2][:1]]) * 2,
+        lambda x, table: x[:-2].roll(1),
+        lambda x, table: x.roll(torch.sym_min(x.shape[0], 4), 0).view(-1).view(-1, 3).T,
+        lambda x, table: torch.cat([x[:0], table[: x.shape[0]][:0]]),
+    ],
+    ids=["one for some", "joined", "rolled", "viewed", "joined nothing"],
+)
+def test_parts_may_be_none_or_one(f, lengths):
+    check(f, pile_of(lengths, 3), TABLE.clone(), axes=[pile_axis, None], loops=True)
+
+
 def test_a_graph_serves_the_lengths_for_which_all_answers_are_the_same():
     calls = []
 

@@ -86,7 +86,8 @@ def _flat_index(leading: int, extent: RaggedSize) -> tuple[Tensor, Tensor]:
 
 def flat_rows(value: Packed) -> Tensor:
     leading = prod(value.data.shape[: value.dim])
-    data = value.data.reshape(leading * value.extent.total, -1)
+    trailing = prod(value.data.shape[value.dim + 1 :])
+    data = value.data.reshape(leading * value.extent.total, trailing)
     if leading != 1:
         data = take_rows(data, *_flat_index(leading, value.extent))
     return data.reshape(-1)

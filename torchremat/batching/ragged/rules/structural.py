@@ -93,7 +93,8 @@ def _cat(call: RaggedCall) -> Any:
         return join_rows(parts, dim, extent)
     lengths = torch.full_like(parts[0][1], extent)  # parts that differ may be as many in all
     joined = join_rows(parts, dim, RaggedSize("", lengths, lengths.shape[0] * extent))
-    data = joined.data.movedim(dim, 0).unflatten(0, (-1, extent)).movedim(1, 1 + dim)
+    data = joined.data.movedim(dim, 0)
+    data = data.unflatten(0, (lengths.shape[0], extent)).movedim(1, 1 + dim)
     return Padded(data, (None,) * (data.dim() - 1))
 
 

@@ -183,6 +183,8 @@ def view_as(call: RaggedCall, value: Value, sizes: tuple[Any, ...]) -> Any:
         places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
         if len(places) == 1:
             return from_flat_rows(rows, sizes, places[0])
+        if not places:  # a size that differs is one number in all elements of this batch
+            return as_padded(rows.reshape(call.batch.axis_size, *sizes), sizes)
         return pack(pad_flat(rows, sizes))
     shape = [s.longest if isinstance(s, RaggedSize) else s for s in sizes]
     return as_padded(full.data.reshape(call.batch.axis_size, *shape), sizes)

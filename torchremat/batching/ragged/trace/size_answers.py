@@ -166,10 +166,11 @@ class SizeQuestions:
             return not self.answer(equation, None if fallback is None else not fallback)
         if question in self.assumed:
             return self.assumed[question]
-        source = find_asking_line()
+        source, is_equation = find_asking_line(), _torch.is_equation(question)
         if source is None and fallback is None and self._is_about_layout(question):
-            return self.shapes.answer_by_hint(question)
-        if source is None and _torch.is_equation(question):
+            found = self.shapes.answer_by_hint(question)
+            return self._answer_equation(question) if found and is_equation else found
+        if source is None and is_equation:
             return self._answer_equation(question)
         found = self._find(question, is_needed=fallback is None)
         if found is not MIXED:
@@ -201,15 +202,17 @@ class SizeQuestions:
 
     def _answer_equation(self, question: Any) -> Any:
         """Two sizes are equal if they are in all elements; what does for unequal ones does else."""
-        unequal = bool(self.shapes.answer_by_hint(question))
+        # of long elements min(n, 1) is 1, not of empty ones: the rules for any size are right
+        usual = not _torch.asks_for_zero_or_one(question)
+        usual = usual and bool(self.shapes.answer_by_hint(question))
         if (
             self.lengths is None
             or not _torch.symbols_of_question(question) <= self.lengths.of.keys()
         ):
-            return unequal
+            return usual
         found = self.lengths.answer(question)
-        if found in (MIXED, unequal):
-            return unequal
+        if found in (MIXED, usual):
+            return usual
         self.assumed[question] = found
         return found
 

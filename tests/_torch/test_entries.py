@@ -288,6 +288,15 @@ def fake_tensors():
                 ask(x[:1] > 0)
 
 
+def test_tangents_of_views_have_the_storage_offset_of_their_view():
+    zeros = torch.ops.aten._new_zeros_with_same_feature_meta
+    tangent, values = torch.ones(1, 3), torch.ones(3, 3)
+    with _torch.new_fake_mode() as mode:
+        tangent, part = mode.from_tensor(tangent), mode.from_tensor(values)[2:]
+        for _ in range(2):  # PyTorch's cache answers from the second on
+            assert zeros(tangent, part).storage_offset() == 6
+
+
 @check("isolate", "TorchDispatchMode")
 def isolation():
     class Refuse(_torch.TorchDispatchMode):

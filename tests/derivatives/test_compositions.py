@@ -109,6 +109,11 @@ def composition(function, *transformations, by):
             *(hessian(0), custom_vmap(None), jit(None)),
             by="call",
         ),
+        composition(
+            ((("add", 0, 1), ("add", 2, 1)), (("sum", 3), ("vector", 1), ("integers", 0))),
+            *(vmap(((None, 0), 2)), jvp(None), grad((0, 1))),
+            by="autograd",
+        ),
     ],
     ids=[
         "constants of a derivative",
@@ -123,6 +128,7 @@ def composition(function, *transformations, by):
         "a mapped write to a slice",
         "zeros without memory",
         "values saved for a batch",
+        "tangents of chunks",
     ],
 )
 def test_a_composition_that_differed(found):

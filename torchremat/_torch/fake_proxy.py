@@ -11,7 +11,11 @@ from torch import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    disable_fake_tensor_cache,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
@@ -110,6 +114,9 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
                     part = slice_rule.slice_fake(*args, **(kwargs or {}))
                 if part is not None:
                     return part
+        if func is _ZEROS_LAID_OUT_AS:
+            with disable_fake_tensor_cache(mode):  # type: ignore[arg-type]
+                return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
         # For symbols operators find PyTorch's rules for symbolic sizes, written in Python. Turned
         # on for a whole trace, as `make_fx` does, the rules would also decompose other operators
         # than eager PyTorch does, before they are recorded.
@@ -146,6 +153,9 @@ def erase_questions(graph: torch.fx.Graph) -> None:
 
 ZERO_TENSOR: OpOverload = torch.ops.aten._efficientzerotensor.default
 """Makes a zero without memory, which forward mode gives where there is no tangent."""
+
+_ZEROS_LAID_OUT_AS = aten._new_zeros_with_same_feature_meta.default
+"""Makes the tangent of a view. PyTorch's cache of fake results forgets its storage offset."""
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 

@@ -11,6 +11,12 @@ TRACES = (
         "No trace.",
     ),
     PrivatePart(
+        "torch._subclasses.fake_tensor: disable_fake_tensor_cache",
+        "The cache of fake results forgets the storage offset of what is no view.",
+        "None for one operator.",
+        "Forward mode over a slice under vmap would raise PyTorch's internal assert.",
+    ),
+    PrivatePart(
         "torch.fx.experimental.proxy_tensor: ProxyTorchDispatchMode, PythonKeyTracer, "
         "get_proxy_slot, set_proxy_slot, track_tensor_tree, thunkify, disable_proxy_modes_tracing, "
         "disable_autocast_cache, make_fx",
@@ -84,7 +90,7 @@ TRACES = (
         "Traces for several sizes would raise at many operators.",
     ),
     PrivatePart(
-        "torch.ops.aten: _efficientzerotensor",
+        "torch.ops.aten: _efficientzerotensor, _new_zeros_with_same_feature_meta",
         "To give a zero its memory before a graph is differentiated again.",
         "None names the operator that forward mode records.",
         "PyTorch's internal assert in third derivatives.",

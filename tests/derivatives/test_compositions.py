@@ -18,6 +18,7 @@ from tests.derivatives.compositions import (
     draw_composition,
     grad,
     hessian,
+    jacfwd,
     jit,
     jvp,
     linearize,
@@ -114,6 +115,11 @@ def composition(function, *transformations, by):
             *(vmap(((None, 0), 2)), jvp(None), grad((0, 1))),
             by="autograd",
         ),
+        composition(
+            ((("write row", 1, 1),), (("column", 2),)),
+            *(vmap(((0, 0), None)), jacfwd(1)),
+            by="call",
+        ),
     ],
     ids=[
         "constants of a derivative",
@@ -129,6 +135,7 @@ def composition(function, *transformations, by):
         "zeros without memory",
         "values saved for a batch",
         "tangents of chunks",
+        "writes to rows of tangents",
     ],
 )
 def test_a_composition_that_differed(found):

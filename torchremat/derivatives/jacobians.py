@@ -176,7 +176,7 @@ def _generate_basis(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     start = 0
     for tensor in tensors:
         count = tensor.numel()
-        unit = torch.zeros(total, count, dtype=tensor.dtype, device=tensor.device)
+        unit = tensor.new_zeros(total, count)  # mapped as `tensor` is: rules write into tangents
         unit[start : start + count] = torch.eye(count, dtype=tensor.dtype, device=tensor.device)
         yield unit.view((total, *tensor.shape))
         start += count

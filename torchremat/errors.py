@@ -499,12 +499,14 @@ class RuleError(TorchrematError, ValueError):
 
 
 class CompilerWarning(_PrintableMessage, UserWarning):
-    """A graph is not compiled: its operators run one after the other.
+    """A compiler leaves something out; the results are right all the same.
 
-    Given when inductor should compile a graph with tensors on a GPU, and Triton is not installed.
+    Given when inductor should compile a graph with tensors on a GPU, and Triton is not installed:
+    operators run one after the other. Given too when Dynamo meets a checkpoint inside of `grad`,
+    `vjp` or `jacrev`: nothing is recomputed for it.
 
     Cure: install Triton (`pip install triton`; it comes with PyTorch for CUDA and ROCm), or choose
-    `"eager"`.
+    `"eager"`. Call the derivative outside of the compiled function.
     """
 
 

@@ -219,6 +219,20 @@ def out_of_compiler():
         torch.compile(lambda x: fun(x + 1), backend="eager", fullgraph=True)(torch.ones(1))
 
 
+@check("mark_as_constant")
+def mark_as_constant():
+    calls = []
+
+    def is_true():
+        calls.append(sys._getframe())
+        return True
+
+    _torch.mark_as_constant(is_true)
+    compiled = torch.compile(lambda x: x + is_true(), backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(1)).item() for _ in range(2)] == [2, 2]
+    assert len(calls) == 1
+
+
 @check("push_dual_numbers_forward", "has_tangents", "in_dual_level")
 def dual_numbers():
     assert not _torch.in_dual_level()

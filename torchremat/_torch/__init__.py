@@ -12,8 +12,8 @@ from .versions.supplied import MISSING_PARTS  # isort: skip  (before those that 
 from .aot import (
     MUST_RECOMPUTE, MUST_SAVE, Partitioner, aot_autograd, decompose, decomposition_table,
     default_partition, find_written_inputs, is_compiled_by_inductor, is_exporting,
-    is_in_stock_compiler, merge_alike, min_cut_partition, node_in_compiler, out_of_compiler,
-    selective_policy_at_work, selective_policy_of, to_user,
+    is_in_stock_compiler, mark_as_constant, merge_alike, min_cut_partition, node_in_compiler,
+    out_of_compiler, selective_policy_at_work, selective_policy_of, to_user,
 )  # fmt: skip
 from .distributed import (
     current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,

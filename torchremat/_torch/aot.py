@@ -53,6 +53,14 @@ def out_of_compiler(reason: str) -> Callable[[_F], _F]:
     return mark
 
 
+def mark_as_constant(function: Callable[[], bool]) -> None:
+    """Let Dynamo call `function` when it meets it, and take the answer for a constant.
+
+    As `torch.compiler.assume_constant_result`, which imports all of Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_in_stock_compiler() -> bool:
     """Whether `torch.compile` is at work on a graph that Dynamo has captured."""
     return torch._guards.TracingContext.try_get() is not None

@@ -18,6 +18,12 @@ from torchremat.derivatives.flat_functions import (
     fits,
     resolve_argnums,
 )
+from torchremat.derivatives.in_compiler import (
+    jvp_in_compiler,
+    run_outside_compiler,
+    value_and_grad_in_compiler,
+    vjp_in_compiler,
+)
 from torchremat.derivatives.linearize import pull_back_graph
 from torchremat.derivatives.rule_arguments import describe_tree, name_of
 from torchremat.derivatives.rules import is_inexact
@@ -100,6 +106,10 @@ def value_and_grad(
     check_callable(fun, "grad")
 
     def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if holomorphic or allow_int:
+                return run_outside_compiler(value_and_grad_f, *args, **kwargs)
+            return value_and_grad_in_compiler(fun, argnums, has_aux, args, kwargs)
         chosen = resolve_argnums(argnums, args)
         check = _ScalarCheck(holomorphic)
         flat = Flattened(fun, args, kwargs, chosen, has_aux, check)
@@ -114,6 +124,8 @@ def value_and_grad(
 
 
 def _name_function(function: Callable[..., Any], what: str, fun: Any) -> Callable[..., Any]:
+    if torch.compiler.is_dynamo_compiling():  # Dynamo's functions have no names to set
+        return function
     function.__name__ = function.__qualname__ = f"{what}({name_of(fun)})"
     function.__doc__ = getattr(fun, "__doc__", None)
     return function
@@ -199,6 +211,8 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     (tensor(3.), tensor(2.))
     """
     check_callable(fun, "vjp")
+    if torch.compiler.is_dynamo_compiling():
+        return vjp_in_compiler(fun, primals, has_aux)
     flat = Flattened(fun, primals, {}, tuple(range(len(primals))), has_aux)
     found, rest, pull = build_pull_back(flat)
     out, aux = flat.unflatten_result(found, rest)
@@ -276,6 +290,8 @@ def jvp(
     (tensor(0.), tensor(2.))
     """
     check_callable(fun, "jvp")
+    if torch.compiler.is_dynamo_compiling():
+        return jvp_in_compiler(fun, primals, tangents, has_aux)
     for what in (primals, tangents):
         if not isinstance(what, tuple | list):
             raise DerivativeTypeError(

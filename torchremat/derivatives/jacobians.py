@@ -9,6 +9,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.derivatives.flat_functions import Flattened, check_callable, resolve_argnums
 from torchremat.derivatives.gradients import build_pull_back, push_forward
+from torchremat.derivatives.in_compiler import jacobian_in_compiler
 from torchremat.derivatives.rule_arguments import name_of
 from torchremat.derivatives.rules import is_inexact, place_axis
 from torchremat.errors import DerivativeTypeError
@@ -89,6 +90,8 @@ def _jacobian(
     check_callable(fun, what)
 
     def jacobian(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return jacobian_in_compiler(what, fun, argnums, has_aux, args, kwargs)
         chosen = resolve_argnums(argnums, args)
         flat = Flattened(fun, args, kwargs, chosen, has_aux, _check_result(what))
         for leaf in flat.leaves:
@@ -105,6 +108,8 @@ def _jacobian(
         result, aux = flat.unflatten_result(rows, rest)
         return (result, aux) if has_aux else result
 
+    if torch.compiler.is_dynamo_compiling():  # Dynamo's functions have no names to set
+        return jacobian
     jacobian.__name__ = jacobian.__qualname__ = f"{what}({name_of(fun)})"
     return jacobian
 

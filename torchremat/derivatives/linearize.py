@@ -20,6 +20,7 @@ from torchremat.autodiff.transpose_graph import transpose_graph
 from torchremat.core.avals import Aval
 from torchremat.core.trees import HOLE, Structure
 from torchremat.derivatives.flat_functions import Flattened, as_scalar_tensor, check_callable, fits
+from torchremat.derivatives.in_compiler import run_outside_compiler
 from torchremat.derivatives.rule_arguments import describe_tree, flatten_up_to, name_of
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError, GraphError
 from torchremat.remat.op.make_graph import trace_graph
@@ -67,6 +68,8 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
       in (c,) }
     """
     check_callable(fun, "linearize")
+    if torch.compiler.is_dynamo_compiling():
+        return run_outside_compiler(linearize, fun, *primals, has_aux=has_aux)
     flat = Flattened(fun, primals, {}, tuple(range(len(primals))), has_aux)
     out, linear, aux = _linearize(flat)
     return (out, linear, aux) if has_aux else (out, linear)
@@ -248,6 +251,8 @@ def linear_transpose(fun: Callable[..., Any], *primals: Any) -> "Transposed":
     (tensor([6., 6.]),)
     """
     check_callable(fun, "linear_transpose")
+    if torch.compiler.is_dynamo_compiling():
+        return run_outside_compiler(linear_transpose, fun, *primals)  # type: ignore[no-any-return]
     examples = _torch.tree_map(_make_example, primals)
     for leaf in _torch.tree_flatten(examples)[0]:
         if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):

@@ -15,7 +15,13 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.core.avals import Aval
 from torchremat.core.source import warn_user
-from torchremat.errors import OffloadWarning, PolicyError, PolicyFailedError, TorchrematError
+from torchremat.errors import (
+    CompilerWarning,
+    OffloadWarning,
+    PolicyError,
+    PolicyFailedError,
+    TorchrematError,
+)
 from torchremat.graph.nodes import base_of, call_of
 from torchremat.graph.notes import note, notes_of
 from torchremat.graph.ops import split_arguments
@@ -29,11 +35,34 @@ from torchremat.tracing.modules.dynamo_stack import module_name, source_of
 def checkpoint_in_compiler(
     fun: Callable[..., Any], policy: PolicyLike | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `fun` under `policy`; Dynamo traces this."""
+    """Call `fun` under `policy`; Dynamo traces this.
+
+    Inside of a derivative of `torch.func` it calls `fun` as it is: PyTorch's checkpoint works by
+    hooks of saved tensors, which `torch.func` refuses.
+    """
+    if _is_inside_derivative():
+        return fun(*args, **kwargs)
     contexts = functools.partial(_contexts, policy)
     return torch.utils.checkpoint.checkpoint(
         fun, *args, use_reentrant=False, context_fn=contexts, **kwargs
     )
+
+
+def _is_inside_derivative() -> bool:
+    """Whether `torch.func` differentiates what Dynamo traces now; it runs when Dynamo meets it."""
+    is_inside = _torch.differentiates()
+    if is_inside:
+        warn_user(
+            "in a compiled function, grad, vjp and jacrev ignore the checkpoints inside: PyTorch's "
+            "compiler has none within torch.func. Values are right, but nothing is recomputed to "
+            "save memory. Call the derivative outside of the compiled function, or let autograd "
+            "differentiate the compiled function",
+            CompilerWarning,
+        )
+    return is_inside
+
+
+_torch.mark_as_constant(_is_inside_derivative)
 
 
 def _contexts(policy: PolicyLike | None) -> tuple[Any, Any]:

@@ -16,6 +16,12 @@ COMPILERS = (
         "As above.",
     ),
     PrivatePart(
+        "marks: _dynamo_marked_constant",
+        "Dynamo asks torchremat whether torch.func differentiates what it traces.",
+        "torch.compiler.assume_constant_result sets it, which imports all of Dynamo: a second.",
+        "grad of a checkpoint inside of a compiled function would raise.",
+    ),
+    PrivatePart(
         "marks: _torchdynamo_inline",
         "Dynamo traces this in place of a replacement.",
         "torch._dynamo.substitute_in_graph takes only functions of other modules.",

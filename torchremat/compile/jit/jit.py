@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
@@ -28,6 +29,7 @@ from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.builtin import plain_autograd
 from torchremat.policies.policy import Policy, PolicyLike, as_policy
 from torchremat.remat.checkpointed import Checkpointed
+from torchremat.remat.dynamo import checkpoint_in_compiler
 from torchremat.remat.op.make_graph import trace_graph
 from torchremat.remat.op.remat_op import run_graph, run_program
 from torchremat.remat.program.compilers import compiler_named
@@ -328,6 +330,8 @@ def jit(
             f"jit takes a function or an nn.Module, but it was given {fun!r} "
             f"({type(fun).__name__}); options are given by keyword: jit(fun, donate_argnums=0)"
         )
+    if torch.compiler.is_dynamo_compiling():  # it is part of that program
+        return fun if policy is None else functools.partial(checkpoint_in_compiler, fun, policy)
     static_argnums, donate_argnums = _as_tuple(static_argnums), _as_tuple(donate_argnums)
     statics = StaticArguments(fun, static_argnums, static_argnames, lenient=True)
     donated = ArgumentSelection(fun, donate_argnums, donate_argnames, kind="donate", lenient=True)

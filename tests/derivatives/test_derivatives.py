@@ -409,3 +409,37 @@ def test_tangents_have_the_dtype_of_their_values():
     value, tangent = jvp(lambda x: x * 0.1, (x,), (x,))
     assert (value.dtype, tangent.dtype) == (torch.float32, torch.float32)
     assert jacfwd(lambda x: x * 0.1)(x).dtype == torch.float32
+
+
+def drop_and_scale(x):
+    return torch.nn.functional.dropout(x, 0.5).pow(2) * torch.randn(())
+
+
+JACOBIANS = {
+    "jacfwd": tr.jacfwd(drop_and_scale),
+    "jacfwd of a checkpoint": tr.jacfwd(tr.checkpoint(drop_and_scale)),
+    "jacrev of a checkpoint": tr.jacrev(tr.checkpoint(drop_and_scale)),
+}
+
+
+@pytest.mark.parametrize("randomness", [None, "same", "different"])
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_all_columns_have_the_same_draws(name, randomness):
+    found = []
+    for jacobian in (tr.jacrev(drop_and_scale), JACOBIANS[name]):
+        torch.manual_seed(0)
+        x = torch.randn(3, 5)
+        mapped = tr.vmap(jacobian, randomness=randomness) if randomness else jacobian
+        found.append((mapped(x), torch.get_rng_state()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_all_columns_of_a_hessian_have_the_same_draws():
+    found = []
+    for second in (
+        tr.jacrev(tr.grad(lambda x: drop_and_scale(x).sum())),
+        tr.hessian(lambda x: drop_and_scale(x).sum()),
+    ):
+        torch.manual_seed(0)
+        found.append((second(torch.randn(5)), torch.get_rng_state()))
+    torch.testing.assert_close(found[1], found[0])

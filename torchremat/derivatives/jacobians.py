@@ -36,6 +36,8 @@ def jacfwd(
     Raises:
         TypeError: for an argument or result without derivatives, or `argnums` out of range.
 
+    Random numbers that `fun` draws are the same for all columns.
+
     After `jax.jacfwd`.
 
     >>> import torch
@@ -136,7 +138,9 @@ def _compute_rows(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tensor]
     if not outputs:  # PyTorch's vmap takes no function without arguments
         return [], rest
     sizes = [t.numel() for t in outputs]
-    found = torch.func.vmap(lambda *cts: tuple(pull(cts)))(*_generate_basis(outputs))
+    # a checkpoint draws again what its forward pass drew, which is the same for all rows
+    pull_rows = torch.func.vmap(lambda *cts: tuple(pull(cts)), randomness="same")
+    found = pull_rows(*_generate_basis(outputs))
     blocks = []
     for i, output in enumerate(outputs):
         rows = [t.split(sizes)[i] for t in found]
@@ -156,7 +160,8 @@ def _compute_columns(flat: Flattened) -> tuple[list[list[Tensor]], Sequence[Tens
     values = flat.values
     sizes = [t.numel() for t in values]
     total = sum(sizes)
-    results, dims = run_mapped(push, (0,) * len(values), total, "error")(*_generate_basis(values))
+    # all columns are derivatives of one function, so they have the same draws
+    results, dims = run_mapped(push, (0,) * len(values), total, "same")(*_generate_basis(values))
     count = flat.num_inexact
     blocks = []
     for moved, dim in zip(results[:count], dims, strict=False):

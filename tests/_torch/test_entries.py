@@ -219,6 +219,21 @@ def out_of_compiler():
         torch.compile(lambda x: fun(x + 1), backend="eager", fullgraph=True)(torch.ones(1))
 
 
+@check("hide_fakes")
+def hide_fakes():
+    with _torch.new_fake_mode():
+        fake = torch.ones(1)
+    asked = []
+    with _torch.hide_fakes(asked):
+        assert not isinstance(fake, torch._subclasses.FakeTensor)
+        assert isinstance(fake, _torch.FakeTensor)
+        assert torch._subclasses.fake_tensor.is_fake(fake)
+        with _torch.hide_fakes(None):
+            assert isinstance(fake, torch._subclasses.FakeTensor)
+    assert isinstance(fake, torch._subclasses.FakeTensor)
+    assert asked == [__file__]
+
+
 @check("mark_as_constant")
 def mark_as_constant():
     calls = []

@@ -244,6 +244,12 @@ def derivative_in_a_dual_level():
         return str(error)
 
 
+@case("torch._subclasses.__class__", lambda: _torch.hide_fakes([]))
+def class_of_fakes():
+    with _torch.new_fake_mode():
+        return isinstance(torch.ones(1), torch._subclasses.FakeTensor)
+
+
 @case("builtins.len", _torch.symbolic_lengths)
 def length():
     shapes = _torch.new_shape_env()

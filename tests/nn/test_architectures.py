@@ -17,6 +17,7 @@ from tests.architectures import ARCHITECTURES, IS_5, Architecture, Batch
 from tests.helpers import assert_same, leaves_of
 from torchremat import config
 from torchremat.errors import ConcretizationError
+from torchremat.measure import LiveBytes
 from torchremat.nn import report, unwrap, wrap
 from torchremat.remat.module_forward import remat_forward_of
 
@@ -162,6 +163,26 @@ def test_attentions_that_a_layer_gives_out_beside_its_output_are_given_out(per_l
     for seed in (1, 2):
         found, expected = (step(m, batch, seed, output_attentions=True) for m in (model, plain))
         assert_same(found, expected)
+
+
+@pytest.mark.skipif(not IS_5, reason="that release looks for fake tensors in another way")
+def test_a_mask_that_hides_nothing_costs_nothing():
+    """The library leaves it out where it may read it, and attention is another kernel then."""
+    a = ARCHITECTURES["llama"]
+    plain = a.build()
+    model = wrap(copy.deepcopy(plain))
+    for seed, length in enumerate((8, 6, 7, 5)):
+        tokens = torch.randint(3, 60, (2, length))
+        batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+        found, expected = (step(m, batch, seed, use_cache=False) for m in (model, plain))
+        assert_same(found, expected, "bits")
+    assert report(model).traces == 2
+    peaks = []
+    for m in (model, plain):
+        with LiveBytes() as live:
+            step(m, batch, 0, use_cache=False)
+        peaks.append(live.peak)
+    assert peaks[0] <= peaks[1]
 
 
 @pytest.mark.skipif(not IS_5, reason="a loop over the experts hit cannot be traced")

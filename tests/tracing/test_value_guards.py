@@ -31,6 +31,11 @@ def asks_twice(x, mask):
     y = x.sin() * 2 if mask.all() else x.sin()
     return y.cos() if mask.any() else y * 3
 
+def asks_if_it_is_fake(x, mask):
+    if not isinstance(mask, torch._subclasses.FakeTensor) and mask.all():
+        return x.sin() * 2
+    return x.sin() * mask * 3
+
 def drops(x):
     for _ in range(3):
         x = x.sin()
@@ -118,6 +123,7 @@ def gradients_of(function, x, *rest):
         "writes_first",
         "asks_twice",
         "asks_what_it_made",
+        "asks_if_it_is_fake",
     ],
 )
 def test_each_call_has_its_own_answers(name):
@@ -134,6 +140,11 @@ def test_what_is_asked_of_tokens():
     x = torch.randn(2, 3)
     for tokens in (SOME, ONES, SOME):
         assert_same(checkpointed(x, tokens), HERE["contains"](x, tokens))
+
+
+def test_what_has_no_value_is_fake():
+    asks = tr.checkpoint(HERE["asks_if_it_is_fake"])
+    assert asks(torch.ones(2, 3, device="meta"), ONES.to("meta")).shape == (2, 3)
 
 
 def test_calls_with_the_same_answers_share_a_trace():
@@ -274,3 +285,64 @@ def test_an_argument_without_a_value_is_told_apart(given):
             tr.estimate(skips, torch.ones(2, 3, device="meta", requires_grad=True), SOME.to("meta"))
         else:
             torch.vmap(skips)(torch.randn(2, 3), SOME)
+
+
+def masked_or_doubled(x, mask):
+    return x.sin() * 2 if mask.all() else x.sin() * mask
+
+
+def fills_rows(x, lengths, tokens):
+    inside = torch.arange(tokens.shape[1]) < lengths[:, None]
+    return x.sin() * 2 if inside.all() else x.sin() * inside
+
+
+def fills_rows_of_values(x, lengths, _):
+    inside = torch.arange(x.shape[1]) < lengths[:, None]
+    return x.sin() * 2 if inside.all() else x.sin() * inside
+
+
+def gradient_of(fun, x, *args):
+    x = x.clone().requires_grad_()
+    y = fun(x, *args)
+    return y, torch.autograd.grad(y.square().sum(), x)
+
+
+def test_lengths_that_vary_have_their_own_answers():
+    fun = tr.checkpoint(masked_or_doubled)
+    for length in (4, 6, 5, 9, 3):
+        ones = torch.ones(2, length, dtype=torch.long)
+        for mask in (ones, ones.tril()):
+            x = torch.randn(2, length)
+            assert_same(gradient_of(fun, x, mask), gradient_of(masked_or_doubled, x, mask))
+    assert len(fun._trace_cache.traces) <= 4  # for each answer one of the first size, one of all
+
+
+@pytest.mark.parametrize("plain", [fills_rows, fills_rows_of_values])
+def test_a_mask_that_is_made_of_a_length(plain):
+    fun = tr.checkpoint(plain)
+    for length in (4, 6, 5, 9, 3):
+        for lengths in (torch.tensor([length, length]), torch.tensor([length, 2])):
+            args = torch.randn(2, length), lengths, torch.ones(2, length, dtype=torch.long)
+            assert_same(gradient_of(fun, *args), gradient_of(plain, *args))
+    assert len(fun._trace_cache.traces) <= 4
+
+
+def looks_whether_it_is_traced(x, mask):
+    if isinstance(mask, torch._subclasses.FakeTensor) or not mask.all():
+        return x.sin() * mask
+    return x.sin() * 2
+
+
+def test_libraries_find_no_fake_tensor_where_masks_have_values():
+    """They go the way of a trace else, which costs a mask, and other kernels."""
+    fun, x = tr.checkpoint(looks_whether_it_is_traced), torch.randn(2, 3)
+    for mask in (SOME, ONES):
+        assert_same(gradient_of(fun, x, mask), gradient_of(looks_whether_it_is_traced, x, mask))
+
+
+def test_libraries_find_fake_tensors_where_a_mask_has_no_value():
+    x, mask = torch.randn(2, 3, device="meta", requires_grad=True), ONES.to("meta")
+    for policy in ("none", None):
+        report = tr.explain(looks_whether_it_is_traced, x, mask, policy=policy)
+        assert [row.name for row in report] == ["x", "mask"]
+    assert [r.name for r in tr.explain(looks_whether_it_is_traced, x, ONES)] == ["x"]

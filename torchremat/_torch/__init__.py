@@ -65,7 +65,7 @@ from .operators import (
 )  # fmt: skip
 from .patches import (
     CheckpointHandler, call_around_modules, dual_level_as_functorch_level,
-    handle_checkpoints, handle_function_calls, let_functions_know_axes,
+    handle_checkpoints, handle_function_calls, hide_fakes, let_functions_know_axes,
     let_modes_see_views_of_zeros,
     lift_before_wrapping, note_attribute_reads, replace_batching_rule, restore_batching_rule,
     set_module_trackers_aside, symbolic_lengths,

@@ -39,6 +39,7 @@ from .replacements import (
     Values,
     begin_session,
     handle_checkpoint,
+    hide_class_of_fakes,
     ignore_module,
     ignore_own_hooks,
     lift_first,
@@ -200,12 +201,17 @@ _DETERMINISTIC = Patch(
     "not deterministic with `warn_only`. Others see it while one kernel is launched",
 )  # fmt: skip
 
+_FAKE_CLASS = Patch(
+    "torch._subclasses", "__class__", "Libraries that find fake tensors make needless masks.",
+    "2.11", make=hide_class_of_fakes,
+)  # fmt: skip
 _LEN = Patch("builtins", "len", "`len` makes a number of a symbol.", "2.11", make=read_length)
 
 EVERY_PATCH = (
     _APPLY, _BIND, _CALL_CUSTOM, _SETUP_CONTEXT, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT,
     _FX_FLAG, _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING,
-    _TRACKERS, _MODULE_HOOKS, _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _LEN,
+    _TRACKERS, _MODULE_HOOKS, _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
+    _FAKE_CLASS, _LEN,
 )  # fmt: skip
 """The table for all supported versions of PyTorch."""
 
@@ -215,7 +221,8 @@ _SETTINGS = () if HAS_CONTEXT_FOR_COMPILED else (_NESTED_FX,)
 PATCHES = (
     *_APPLY_PATCHES, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, *_FLAG_PATCHES, *_SETTINGS,
     _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS, _MODULE_HOOKS,
-    _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC, _LEN,
+    _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
+    _FAKE_CLASS, _LEN,
 )  # fmt: skip
 """The rows of the installed version."""
 
@@ -252,9 +259,7 @@ def _enter(values: Mapping[Patch, Any]) -> Iterator[None]:
 def _install(patch: Patch) -> None:
     with _lock:
         if _num_blocks[patch] == 0:
-            _undo[patch] = (
-                wrap_trackers(_values_of(_TRACKERS)) if patch is _TRACKERS else _replace(patch)
-            )
+            _undo[patch] = _replace(patch)
         _num_blocks[patch] += 1
 
 
@@ -295,8 +300,8 @@ def _replace(patch: Patch) -> Callable[[], None]:
 @contextmanager
 def enter_trace(session: _MakefxTracer) -> Iterator[None]:
     """Let Python that runs in the block be traced by `session`: all patches of a trace."""
-    patches = *_FLAG_PATCHES, _GLOBAL_HOOKS, _SET_TRACER
-    values = dict.fromkeys(patches, True) | {_TRACER: begin_session(session)}
+    values: dict[Patch, Any] = dict.fromkeys((*_FLAG_PATCHES, _GLOBAL_HOOKS, _SET_TRACER), True)
+    values[_TRACER] = begin_session(session)
     with _enter(values), run_compiled_functions_eagerly():
         yield
 
@@ -359,6 +364,11 @@ def call_around_modules(
 def note_attribute_reads(note: Callable[[Any, str], None]) -> AbstractContextManager[None]:
     """Call `note(module, name)` for each attribute of a module that this thread reads."""
     return _enter({_READS: note})
+
+
+def hide_fakes(asked: list[str] | None) -> AbstractContextManager[None]:
+    """Hide the class, and add the files that ask for it to `asked`; show it if that is `None`."""
+    return _enter({_FAKE_CLASS: asked})
 
 
 def symbolic_lengths() -> AbstractContextManager[None]:

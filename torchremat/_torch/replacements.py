@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -210,6 +211,34 @@ def read_own_tracer(plain: type, sessions: Values) -> Any:
             return vars(module)[name]
         tracer, compilation = entered[-1]
         return tracer if CompileContext.try_get() is compilation else None
+
+    def write(module: ModuleType, value: Any) -> None:
+        vars(module)[name] = value
+
+    return type(plain.__name__, (plain,), {name: property(read, write)})
+
+
+class NoTensor:
+    """A class without instances, in the place of `FakeTensor`."""
+
+
+_FILES_OF_TORCH = str(Path(torch.__file__).parent)
+
+
+def hide_class_of_fakes(plain: type, traces: Values) -> Any:
+    """Make a module class in which only PyTorch finds `FakeTensor`, while this thread traces.
+
+    What the thread has entered is a list for the files that ask, or `None` where all find it.
+    """
+    name = "FakeTensor"
+
+    def read(module: ModuleType) -> Any:
+        entered = traces()
+        file = sys._getframe(1).f_code.co_filename
+        if not entered or entered[-1] is None or file.startswith(_FILES_OF_TORCH):
+            return vars(module)[name]
+        entered[-1].append(file)
+        return NoTensor
 
     def write(module: ModuleType, value: Any) -> None:
         vars(module)[name] = value

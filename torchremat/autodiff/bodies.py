@@ -53,7 +53,8 @@ class FunctionBody(Body):
     The first trace, in which `inputs` are the arguments alone, finds the tensors that it closes
     over. `captured` returns them. A caller that knows where they come from replaces it by a
     function that returns the current ones, which a later trace reads. Branches on masks are
-    errors unless there are `value_guards`.
+    errors unless there are `value_guards`. Libraries find no fake tensors if there is a list
+    `asked_for_fakes` for their files.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class FunctionBody(Body):
         get_function: Callable[[], FlatFunction],
         args: Sequence[InputSpec],
         value_guards: ValueGuards | None = None,
+        asked_for_fakes: list[str] | None = None,
     ) -> None:
+        self.asked_for_fakes = asked_for_fakes
         self.get_function = get_function
         self.value_guards = value_guards
         self.num_args = len(args)
@@ -71,7 +74,8 @@ class FunctionBody(Body):
         self.captured: Callable[[], Sequence[Tensor]] | None = None
 
     def run(self, tracing: Tracing, inputs: Sequence[Tensor]) -> list[Any]:
-        with self.state.restore(), tracing.use_value_guards(self.value_guards):
+        hidden = _torch.hide_fakes(self.asked_for_fakes)
+        with self.state.restore(), tracing.use_value_guards(self.value_guards), hidden:
             inputs = self._wrap_inputs(inputs)
             args = list(inputs[: self.num_args])
             if self.captured is None:

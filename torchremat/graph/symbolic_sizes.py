@@ -61,6 +61,10 @@ def _size_from_elsewhere() -> None:
     """Stands in a trace for a size that it did not compute, until the trace is finished."""
 
 
+def is_size_from_elsewhere(node: fx.Node) -> bool:
+    return node.target is _size_from_elsewhere
+
+
 def sizes_as_literals(graph: fx.Graph) -> None:
     computing = [n for n in graph.nodes if isinstance(n.meta.get("val"), SYMBOLIC)]
     values = {node: literal_size(node.meta["val"]) for node in computing}

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.core.avals import Aval
-from torchremat.errors import TraceError
+from torchremat.errors import ConcretizationError, TraceError
 from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, item_index
 from torchremat.remat.checkpointed import call_foreign
 from torchremat.remat.program.function_program import FunctionProgram
@@ -129,13 +129,24 @@ def observe_saved(call: BoundCall) -> Observation:
 
 
 def _observe_run(call: BoundCall, differentiate_all: bool) -> Observation:
-    with meta_as_cpu():
+    asked: list[str] = []
+    with meta_as_cpu(), _torch.hide_fakes(asked):
         try:
-            return _Observer(call, differentiate_all).run()
-        except RuntimeError as error:
-            if _NO_HOOKS not in str(error):
+            return _observe_with_hooks(call, differentiate_all)
+        except ConcretizationError:
+            if not asked:
                 raise
-        return _Observer(call, differentiate_all, with_hooks=False).run()
+        with _torch.hide_fakes(None):  # a library that finds fake tensors may do without a value
+            return _observe_with_hooks(call, differentiate_all)
+
+
+def _observe_with_hooks(call: BoundCall, differentiate_all: bool) -> Observation:
+    try:
+        return _Observer(call, differentiate_all).run()
+    except RuntimeError as error:
+        if _NO_HOOKS not in str(error):
+            raise
+    return _Observer(call, differentiate_all, with_hooks=False).run()
 
 
 # torch/_functorch/eager_transforms.py raises this under torch.func.grad and its kin
@@ -166,9 +177,7 @@ class _Observer:
         self.paths = ModulePaths(call.roots)
         distinct = {id(tensor): tensor for tensor in call.tensors}  # each is one input
         self.value_guards = ValueGuards(list(distinct.values()))
-        self.tracing = Tracing(
-            paths=self.paths, value_guards=self.value_guards, on_checkpoint=call_foreign
-        )
+        self.tracing = Tracing(paths=self.paths, on_checkpoint=call_foreign)
         self.records: list[weakref.ref[_SavedHandle]] = []
         self.versions: dict[int, int] = {}
         self.reader: Reader | None = None
@@ -184,7 +193,8 @@ class _Observer:
                 for i, (fake, tensor) in enumerate(zip(fakes, self.call.tensors, strict=True))
             ]
             bound = tracing.bind_captured(self.call.tensors, wholes)
-            with bound, self._hooks(), self.value_guards.first(), take_checks(tracing):
+            guarded = tracing.use_value_guards(self.value_guards)
+            with bound, self._hooks(), guarded, self.value_guards.first(), take_checks(tracing):
                 output = self.call.run(wholes)
             records = [r for reference in self.records if (r := reference()) is not None]
             nodes = _autograd_nodes(output)

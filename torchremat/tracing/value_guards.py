@@ -27,6 +27,7 @@ from torchremat.core.source import current_source
 from torchremat.errors import ConcretizationError
 from torchremat.graph.nodes import ancestors, base_of, nodes_read_by
 from torchremat.graph.slicing import slice_graph
+from torchremat.graph.symbolic_sizes import is_size_from_elsewhere
 from torchremat.tracing.dtensors import is_sharded
 
 aten = torch.ops.aten
@@ -37,6 +38,8 @@ QUESTIONS = frozenset((Tensor.__bool__, Tensor.item, _IS_IN, *_IS_EQUAL))
 """Functions of PyTorch that may ask for the truth value of a mask."""
 
 _EQUALITIES = frozenset((aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor))
+
+_SIZES = frozenset((aten.sym_size.int, aten.sym_numel.default))
 
 # Each call runs the operators of a guard again. Chosen by hand: a mask is cast, compared and
 # reduced by a handful of them, and what takes more is a computation.
@@ -130,9 +133,10 @@ class ValueGuards:
         node: fx.Node,
         module: fx.GraphModule,
     ) -> ValueGuard | None:
-        reads = _inputs_of(node, inputs)
-        if reads is None or any(map(_is_trained, read := [tensors[i] for i in reads])):
+        reads = _inputs_of(node, inputs, tensors)
+        if reads is None:
             return None
+        read = [tensors[i] for i in reads]
         module = slice_graph(module, [inputs[i] for i in reads], [node])
         if all(map(_has_value, read)):
             with _isolate():
@@ -180,7 +184,9 @@ def _is_below_zero(node: fx.Node) -> bool:
     return draws and isinstance(bound, int | float) and bound <= 0
 
 
-def _inputs_of(node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...] | None:
+def _inputs_of(
+    node: fx.Node, inputs: Sequence[fx.Node], tensors: Sequence[Tensor]
+) -> tuple[int, ...] | None:
     """The positions of the `inputs` that a guard for `node` reads; `None` if it has no guard."""
     needed = ancestors([node], reads=nodes_read_by)
     operators = [n for n in needed if n.op == "call_function"]
@@ -190,10 +196,19 @@ def _inputs_of(node: fx.Node, inputs: Sequence[fx.Node]) -> tuple[int, ...] | No
         base = base_of(written)
         if base in needed and (operator not in needed or base.op == "placeholder"):
             return None
-    placeholders = [n for n in needed if n.op == "placeholder"]
-    if not all(n in inputs and _is_mask(n, needed) for n in placeholders):
+    reads = tuple(i for i, n in enumerate(inputs) if n in needed)
+    if len(reads) < sum(n.op == "placeholder" for n in needed):
         return None
-    return tuple(i for i, n in enumerate(inputs) if n in needed)
+    if not all(_may_be_read(inputs[i], tensors[i], needed) for i in reads):
+        return None
+    return reads
+
+
+def _may_be_read(placeholder: fx.Node, tensor: Tensor, needed: set[fx.Node]) -> bool:
+    """Whether a guard may read an input: its sizes alone, or the values of a mask."""
+    if all(user.target in _SIZES for user in needed & placeholder.users.keys()):
+        return True
+    return _is_mask(placeholder, needed) and not _is_trained(tensor)
 
 
 def _is_mask(placeholder: fx.Node, needed: set[fx.Node]) -> bool:
@@ -208,7 +223,7 @@ def _makes_mask(node: fx.Node) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    return not (
+    return not is_size_from_elsewhere(node) and not (
         isinstance(node.target, _torch.OpOverload)
         and torch.Tag.nondeterministic_seeded in node.target.tags
     )

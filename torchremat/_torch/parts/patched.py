@@ -82,6 +82,10 @@ ALTERNATIVES = {
     "torch.ops.*.FuncTorchBatched": Alternative(
         "It is registered by torch.library, which is public.", "No batching rules of users."
     ),
+    "torch._subclasses.__class__": Alternative(
+        "None: what is asked is the class of the tensor, which PyTorch gives no way to choose.",
+        "A wrapped language model would make masks, and lose the fast kernels of attention.",
+    ),
     "builtins.len": Alternative(
         "No hook of PyTorch is asked: Python makes a number of what `__len__` returns.",
         "`len(x)` in a ragged batch would be one number for all elements.",

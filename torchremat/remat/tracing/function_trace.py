@@ -58,6 +58,8 @@ class TraceStart:
     """Whether branches that else only raise are checks; if not, they are errors."""
     reads: AttributeReads | None = None
     """Notes which attributes of modules are read, also where a derivative is traced."""
+    asked_for_fakes: list[str] | None = field(default_factory=list)
+    """Takes files that look for fake tensors and find none; `None`: they find them."""
 
 
 def trace_function(
@@ -78,14 +80,14 @@ def trace_function(
     flat = _FlatFunction(_weakly(fun), structure, start)
     around_it = current_tracing()
     outer = None if around_it is None else around_it.evaluate
-    value_guards = ValueGuards(values, outer) if dynamic is None else None
-    flat.body = body = FunctionBody(lambda: flat, specs, value_guards)
+    value_guards = ValueGuards(values, outer)
+    flat.body = body = FunctionBody(lambda: flat, specs, value_guards, start.asked_for_fakes)
     names = [f"arg{i}" for i in range(len(specs))]
     traced_specs = specs if dynamic is None else dynamic.specs
     with (
         flat.own_backwards.refuse_changes(),
         _explain_missing_device(fun),
-        value_guards.first() if value_guards else nullcontext(),
+        value_guards.first(),
     ):
         region = Region.trace(body, traced_specs, names, paths, options, dynamic)
     assert body.captured is not None and flat.result is not None
@@ -115,7 +117,8 @@ def trace_as_before(
     """
     paths = _paths_of(start)
     flat = _FlatFunction(_weakly(fun), structure, start)
-    flat.body = body = FunctionBody(lambda: flat, specs)
+    asked = like.body.asked_for_fakes if isinstance(like.body, FunctionBody) else None
+    flat.body = body = FunctionBody(lambda: flat, specs, asked_for_fakes=asked)
     flat.result = result
     body.num_escaped, body.num_checks = like.body.num_escaped, like.body.num_checks
     body.shardings += [None] * (len(like.specs) - len(specs))

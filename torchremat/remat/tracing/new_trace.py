@@ -7,6 +7,7 @@ from typing import Any
 
 from torchremat.autodiff.joint import TraceOptions, is_differentiated
 from torchremat.core.trees import Structure
+from torchremat.errors import ConcretizationError
 from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.escapes.read_watch import Spot, reads_unnoted
 from torchremat.remat.tracing.calls import Call
@@ -61,12 +62,15 @@ def trace_call(
         run = functools.partial(trace_once, options_of(with_gradients))
         return trace_without_effects(describe_fun(fun), run, subject.variables, around.inside)
 
-    def trace_once(options: TraceOptions, watched: Mapping[Spot, Any] = {}) -> FunctionTrace:
-        check = subject.may_check
-        start = TraceStart(around.roots, watched, subject.around, may_check=check, reads=reads)
-        return trace_function(fun, structure, specs, dynamic, start, options, call.tensors)
+    asked: list[list[str] | None] = [[]]
 
-    made = trace(with_gradients=state[0])
+    def trace_once(options: TraceOptions, watched: Mapping[Spot, Any] = {}) -> FunctionTrace:
+        own = (around.roots, watched, subject.around, subject.may_check, reads, asked[-1])
+        return trace_function(
+            fun, structure, specs, dynamic, TraceStart(*own), options, call.tensors
+        )
+
+    made = _trace_again_if_asked(functools.partial(trace, with_gradients=state[0]), asked)
     if not state[0] and any(map(is_differentiated, made.result.tensors)):
         made = trace(with_gradients=True)  # it enables gradients itself
     may_share = subject.may_be_shared and not made.escapes
@@ -77,3 +81,19 @@ def trace_call(
     if known is None or not may_be_shared(made, around.inside, reads):
         may_share = False
     return build_trace(made, around, call, specs, state, dynamic, known, may_be_shared=may_share)
+
+
+def _trace_again_if_asked(
+    trace: Callable[[], FunctionTrace], asked: list[list[str] | None]
+) -> FunctionTrace:
+    """Trace, and again with `None` added to `asked` if a value is missing after a file was.
+
+    A library that finds fake tensors may do without that value.
+    """
+    try:
+        return trace()
+    except ConcretizationError:
+        if not asked[-1]:
+            raise
+    asked.append(None)
+    return trace()

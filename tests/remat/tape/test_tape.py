@@ -248,6 +248,39 @@ def test_untraceable_as_an_error(monkeypatch):
         tr.checkpoint(branch)(leaf(3))
 
 
+class Tower(nn.Module):
+    """Layers with a product whose second factor needs no gradient, so that nobody unpacks it."""
+
+    def __init__(self, layers=6):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x).tanh()
+            x = (y.exp() * y.detach().cos()).sin() + x if y.sum() < 1e6 else x
+        return x
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "dots", "ops:aten.exp", "ops:aten.tanh"])
+def test_memory_is_freed_as_the_backward_pass_goes_on(no_collector, policy):
+    """At its end nothing is alive but gradients, as in plain PyTorch."""
+
+    def at_the_end(model):
+        seen = []
+        x = torch.randn(64, 32, requires_grad=True)
+        x.register_hook(lambda _: seen.append(live.live))
+        with LiveBytes() as live:
+            model(x).sum().backward()
+        return seen
+
+    model = Tower()
+    plain = at_the_end(model)
+    model.zero_grad()
+    tr.nn.wrap(model, policy)
+    assert at_the_end(model) == plain
+
+
 def test_a_budget_saves_nothing():
     x = leaf(100)
     f = tr.checkpoint(branch, policy="budget:90%")

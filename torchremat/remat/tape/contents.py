@@ -92,6 +92,10 @@ class Content:
         if self.held is None:
             self.held, self.storage = tensor, tensor.untyped_storage()
 
+    def release(self) -> None:
+        """Hold it no longer: what needs it has it in another way."""
+        self.held = self.storage = None
+
     def settle(self) -> None:
         """Save the memory as it is, whatever the function's own tensor becomes."""
         assert self.held is not None
@@ -138,9 +142,35 @@ class Entry:
         self.args = args
         self.kwargs = kwargs
         self.reads: tuple[Content, ...] = ()
-        self.makes: list[tuple[int, Content]] = []
-        """Contents of new storages, with the number of the tensor among the results."""
-        self.writes: list[tuple[Read | Blank, Content]] = []
+        self.makes: list[tuple[int, weakref.ref[Content]]] = []
+        """Contents of new storages, with the number of the tensor among the results.
+
+        Weak references, since a content refers to its maker: a cycle would keep what the operator
+        reads until Python looks for garbage.
+        """
+        self.writes: list[tuple[Read | Blank, weakref.ref[Content]]] = []
         """The arguments that it writes to, with what is in them afterwards."""
         self.state: tuple[Tensor, torch.device] | None = None
         """The state of the generator that it drew from, and the device."""
+
+    def list_results(self) -> list[Content]:
+        """List what it makes and what it leaves in its arguments, as far as anybody has it."""
+        references = [ref for _, ref in (*self.makes, *self.writes)]
+        return [content for ref in references if (content := ref()) is not None]
+
+
+def demote(content: Content) -> bool:
+    """Let `content` be recomputed, if what it is made of is still there or can be, too."""
+    maker = content.maker
+    if maker is None or content.is_undefined:
+        return False
+    for read in maker.reads:
+        if read.held is None and read.is_saved and not demote(read):
+            return False
+    content.is_saved = False
+    return True
+
+
+def copy_storage(tensor: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage()).clone()

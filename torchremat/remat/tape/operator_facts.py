@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchremat import _torch
 from torchremat.graph.ops import packet_name
@@ -109,6 +109,24 @@ def facts_of(op: Any) -> OperatorFacts:
         makes_more=bool(written) and not all(aliases),
         options=frozenset(a.name for a in schema.arguments) & {"dtype", "device"},
     )
+
+
+REPLAYABLE = (
+    int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Generator,
+)  # fmt: skip
+"""Arguments that mean the same later."""
+
+NUMBERS = frozenset((int, float, bool, complex, type(None)))
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is a part of a storage and nothing else."""
+    if type(tensor) not in _PLAIN and _torch.is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def fills_its_storage(tensor: Tensor) -> bool:

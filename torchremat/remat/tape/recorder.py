@@ -10,30 +10,41 @@ reads it and whose own result will be recomputed.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchremat import _torch
 from torchremat.policies.replay_rules import drops_nothing
 from torchremat.remat.program.random_replay import default_generator
 from torchremat.remat.tape.checksum import Checksum, WholeValue
-from torchremat.remat.tape.contents import Blank, Content, Entry, Geometry, Read, Slot
+from torchremat.remat.tape.contents import (
+    Blank,
+    Content,
+    Entry,
+    Geometry,
+    Read,
+    Slot,
+    copy_storage,
+    demote,
+)
 from torchremat.remat.tape.operator_facts import (
+    NUMBERS,
+    REPLAYABLE,
     OperatorFacts,
     default_device,
     facts_of,
     fills_its_storage,
+    is_plain,
     tensors_in,
 )
 from torchremat.remat.tape.tape import Tape
 from torchremat.remat.tape.tape_decisions import TapeDecision, TapeDecisions
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class _Active(threading.local):
@@ -95,6 +106,14 @@ class Recorder(_torch.TorchDispatchMode):
         call.finish(results, state)
         return results
 
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+
     def _record_pure(self, op: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> bool:
         """Record what most calls are: tensors and numbers in, one new tensor out.
 
@@ -114,7 +133,7 @@ class Recorder(_torch.TorchDispatchMode):
                 reads.append((content, value))
                 given.append(Read(content, geometry))
                 kind.append(geometry)
-            elif type(value) in _NUMBERS:
+            elif type(value) in NUMBERS:
                 given.append(value)
                 kind += (type(value), value)
             else:
@@ -124,14 +143,14 @@ class Recorder(_torch.TorchDispatchMode):
         entry = Entry(self.tape.next_index(), op, given, kwargs)
         storage = result.untyped_storage()
         content = Content(entry, Geometry.of(result), storage.nbytes())
-        entry.makes.append((0, content))
+        entry.makes.append((0, weakref.ref(content)))
         self._slots[id(storage)] = Slot(storage, content)
         decision = self._decisions.decide(op, args, kwargs, [result], tuple(kind))[0]
         content.value, content.is_saved = decision.value, decision.is_saved
         content.reason = decision.reason
         entry.reads = tuple([read for read, _ in reads])
         if not decision.is_saved:
-            _hold(reads)
+            self.tape.hold_reads(reads)
         return True
 
     def slot_of(self, tensor: Tensor) -> Slot:
@@ -162,11 +181,8 @@ class Recorder(_torch.TorchDispatchMode):
         content.is_packed = True
         if content.is_undefined and not content.is_saved:
             _save_undefined(content)
-        self._is_aside = True
-        try:
+        with self._aside():
             return self.tape.pack(content, tensor)
-        finally:
-            self._is_aside = False
 
     # --- names, functions ------------------------------------------------------------------------
 
@@ -185,7 +201,7 @@ class Recorder(_torch.TorchDispatchMode):
         if decision.is_saved and not content.is_saved:
             content.is_saved, content.reason = True, decision.reason
             if content.is_read or content.is_packed:
-                content.hold(tensor)
+                self.tape.hold(content, tensor)
         elif content.is_saved and not decision.is_saved and demote(content):
             content.reason = decision.reason
             self.tape.drop(content)
@@ -228,27 +244,8 @@ _UNDEFINED = "memory that no operator has written, so that something else may ha
 _NO_STATE = "it draws random numbers, which a replay would draw anew"
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a part of a storage and nothing else."""
-    if type(tensor) not in _PLAIN and _torch.is_traceable_wrapper_subclass(tensor):
-        return False
-    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-
-
 def _save_undefined(content: Content) -> None:
     content.is_saved, content.reason = True, _UNDEFINED
-
-
-def demote(content: Content) -> bool:
-    """Let `content` be recomputed, if what it is made of is still there or can be, too."""
-    maker = content.maker
-    if maker is None or content.is_undefined:
-        return False
-    for read in maker.reads:
-        if read.held is None and read.is_saved and not demote(read):
-            return False
-    content.is_saved = False
-    return True
 
 
 class _Call:
@@ -274,7 +271,7 @@ class _Call:
             return self._note_tensor(value, place)
         if isinstance(value, list | tuple):
             return [self._note(item, place) for item in value]
-        if not isinstance(value, _REPLAYABLE):
+        if not isinstance(value, REPLAYABLE):
             self.is_replayable = False
         return value
 
@@ -321,9 +318,9 @@ class _Call:
         for slot, given, tensor in self._writes:
             content = slot.content
             if reads_old and content.is_saved and isinstance(given, Read):
-                content.hold(tensor)
+                self.recorder.tape.hold(content, tensor)
             if content.held is not None:
-                content.held, content.storage = _copy_storage(tensor), None
+                content.held, content.storage = copy_storage(tensor), None
                 content.reason = "a copy, made before the function writes to it"
 
     def finish(self, results: Any, state: tuple[Tensor, torch.device] | None) -> None:
@@ -335,7 +332,7 @@ class _Call:
             if is_plain(tensor) and not recorder.knows(tensor):
                 content = Content(entry, Geometry.of(tensor), tensor.untyped_storage().nbytes())
                 content.is_undefined = self.facts.is_uninitialised
-                entry.makes.append((i, content))
+                entry.makes.append((i, weakref.ref(content)))
                 made.append((tensor, content))
                 recorder.add(tensor, content)
         if not made and not self._writes:
@@ -345,14 +342,13 @@ class _Call:
         self._choose(found, made, written, state)
         for (slot, given, _), (_, content) in zip(self._writes, written, strict=True):
             slot.content = content
-            entry.writes.append((given, content))
+            entry.writes.append((given, weakref.ref(content)))
         if not self.is_replayable:
             for _, content in (*made, *written):
                 content.maker = None
-            return
         entry.reads = tuple(content for content, _ in self._reads)
-        if not all(content.is_saved for _, content in (*made, *written)):
-            _hold(self._reads)
+        if self.is_replayable and not all(content.is_saved for _, content in (*made, *written)):
+            recorder.tape.hold_reads(self._reads)
 
     def _fix_places(self, made: list[tuple[Tensor, Content]]) -> None:
         """Say where a tensor is made, which else depends on the surroundings of the replay."""
@@ -415,29 +411,3 @@ class _Call:
         self._entry.op = self.facts.with_generator
         self._entry.kwargs.pop("generator", None)
         return None
-
-
-# --- helpers -------------------------------------------------------------------------------------
-
-
-_REPLAYABLE = (
-    int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Generator,
-)  # fmt: skip
-"""Arguments that mean the same later."""
-
-
-_NUMBERS = frozenset((int, float, bool, complex, type(None)))
-
-
-def _hold(reads: Sequence[tuple[Content, Tensor]]) -> None:
-    """Save what may be saved of `reads`: something has to be recomputed from them."""
-    for content, tensor in reads:
-        content.is_read = True
-        if content.is_saved:
-            content.hold(tensor)
-
-
-def _copy_storage(tensor: Tensor) -> Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage()).clone()

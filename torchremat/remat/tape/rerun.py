@@ -1,18 +1,19 @@
 """The backward pass of a tape: what is needed of it runs again, each operator once."""
 
+import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchremat import _torch
 from torchremat.core.source import Source
 from torchremat.errors import EffectError, RecomputationError
 from torchremat.remat.program.random_replay import replay_random
-from torchremat.remat.tape.contents import Blank, Content, Entry, Read
+from torchremat.remat.tape.contents import Blank, Content, Entry, Read, copy_storage
 from torchremat.remat.tape.operator_facts import tensors_in
-from torchremat.remat.tape.tape import Tape, TapedTensor, entries_for
+from torchremat.remat.tape.tape import Tape, TapedTensor
 from torchremat.tracing.ambient_state import without_autocast
 
 
@@ -55,31 +56,66 @@ class Rerun:
 
     def __init__(self, tape: Tape) -> None:
         self._tensors: dict[int, Tensor] = {}
-        packed = [p for p in tape.list_packed() if not p.content.is_saved]
-        self._waiting: Counter[int] = Counter(id(p.content) for p in packed)
+        self._taken: set[int] = set()
         self._done: set[int] = set()
-        self._entries = entries_for(p.content for p in packed)
-        for entry in self._entries:
+        self._is_stale = False
+        """Whether autograd has freed something that it never asked for."""
+        self._references = [
+            weakref.ref(p, self._make_note(id(p))) for p in tape.list_packed()
+            if not p.content.is_saved
+        ]  # fmt: skip
+        self._count()
+
+    def _make_note(self, number: int) -> Callable[[object], None]:
+        myself = weakref.ref(self)
+
+        def note(_: object) -> None:
+            rerun = myself()
+            if rerun is not None and number not in rerun._taken:
+                rerun._is_stale = True
+
+        return note
+
+    def _count(self) -> None:
+        """Count who is still to read each content: operators that are to run, and autograd.
+
+        No reference is left to the operators, nor to what they read: it is freed with the last
+        saved tensor that needs it.
+        """
+        self._is_stale = False
+        packed = [p for ref in self._references if (p := ref()) is not None]
+        wanted = [p.content for p in packed if id(p) not in self._taken]
+        self._waiting: Counter[int] = Counter(map(id, wanted))
+        for entry in self._find_missing(wanted):
             self._waiting.update(id(content) for content in entry.reads)
+        for number in [n for n in self._tensors if self._waiting[n] <= 0]:
+            del self._tensors[number]
 
     def take(self, packed: TapedTensor) -> Tensor:
+        if self._is_stale:
+            self._count()
         content = packed.content
         if id(content) not in self._tensors:
             self._run_for(content)
         tensor = packed.geometry.view_of(self._tensors[id(content)])
+        self._taken.add(id(packed))
         self._release(content)
         return tensor
 
-    def _run_for(self, content: Content) -> None:
+    def _find_missing(self, contents: Iterable[Content]) -> list[Entry]:
+        """The operators, in order, that compute those of `contents` that are not there."""
         entries: dict[int, Entry] = {}
-        stack = [content]
+        stack = [c for c in contents if id(c) not in self._tensors]
         while stack:
             entry = stack.pop().maker
             assert entry is not None, "what no operator makes is saved"
             if entry.index not in entries:
                 entries[entry.index] = entry
                 stack += [c for c in entry.reads if not c.is_saved and id(c) not in self._tensors]
-        order = [entries[index] for index in sorted(entries)]
+        return [entries[index] for index in sorted(entries)]
+
+    def _run_for(self, content: Content) -> None:
+        order = self._find_missing([content])
         for entry in order:
             if entry.index in self._done:  # it was freed, and is needed again
                 self._waiting.update(id(c) for c in entry.reads)
@@ -100,15 +136,15 @@ class Rerun:
             results = replay_random(state, entry.op, device, args, kwargs)
         found = tensors_in(results)
         self._done.add(entry.index)
-        for number, content in entry.makes:
-            self._put(content, found[number])
-        for given, content in entry.writes:
-            self._put(content, built.tensors[id(given)])
+        for number, made in entry.makes:
+            self._put(made(), found[number])
+        for given, written in entry.writes:
+            self._put(written(), built.tensors[id(given)])
         for content in entry.reads:
             self._release(content)
 
-    def _put(self, content: Content, tensor: Tensor) -> None:
-        if not content.is_saved and self._waiting[id(content)] > 0:
+    def _put(self, content: Content | None, tensor: Tensor) -> None:
+        if content is not None and not content.is_saved and self._waiting[id(content)] > 0:
             self._tensors[id(content)] = tensor
 
     def _release(self, content: Content) -> None:
@@ -137,7 +173,7 @@ class _Arguments:
             if isinstance(given, Read):
                 content = given.content
                 if id(content) not in self._copies and replay.is_needed_after(content):
-                    self._copies[id(content)] = _copy(replay.tensor_of(content))
+                    self._copies[id(content)] = copy_storage(replay.tensor_of(content))
 
     def of(self, value: Any) -> Any:
         kind = type(value)
@@ -154,11 +190,6 @@ class _Arguments:
         if kind is list:
             return [self.of(item) for item in value]
         return value
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage()).clone()
 
 
 def _read_held(content: Content) -> Tensor:

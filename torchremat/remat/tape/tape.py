@@ -39,6 +39,8 @@ class Tape:
     def __init__(self) -> None:
         self._num_entries = 0
         self._packed: list[weakref.ref[TapedTensor]] = []
+        self._held: list[Content] = []
+        """Contents that somebody may need, until the call ends."""
         self.check: type[Checksum | WholeValue] | None = None
         """By which a recomputed value is compared with the first one, if at all."""
         self.summary = TapeSummary(())
@@ -57,6 +59,19 @@ class Tape:
         self._packed.append(weakref.ref(packed))
         return packed
 
+    def hold(self, content: Content, tensor: Tensor) -> None:
+        """Save `content` by `tensor`, which lies in its storage, for what is recomputed from it."""
+        if content.held is None:
+            content.hold(tensor)
+            self._held.append(content)
+
+    def hold_reads(self, reads: Iterable[tuple[Content, Tensor]]) -> None:
+        """Save what may be saved of `reads`: something has to be recomputed from them."""
+        for content, tensor in reads:
+            content.is_read = True
+            if content.is_saved:
+                self.hold(content, tensor)
+
     def list_packed(self) -> list[TapedTensor]:
         """List the tensors of the call that autograd still saves."""
         return [packed for ref in self._packed if (packed := ref()) is not None]
@@ -65,9 +80,13 @@ class Tape:
         """Let autograd have a place on the tape instead of the tensor that it has."""
         if content.is_packed:
             for packed in self.list_packed():
-                if packed.content is content and packed.tensor is not None:
-                    packed.check = self._make_check(content, packed.tensor)
-                    packed.tensor = None
+                if packed.content is content:
+                    self.drop_packed(packed)
+
+    def drop_packed(self, packed: TapedTensor) -> None:
+        if packed.tensor is not None:
+            packed.check = self._make_check(packed.content, packed.tensor)
+            packed.tensor = None
 
     def _make_check(self, content: Content, tensor: Tensor) -> Checksum | WholeValue | None:
         value = content.value
@@ -86,11 +105,13 @@ class Tape:
         }
         saved = sources | {id(p.content): p.content for p in live if p.content.is_saved}
         self.summary = TapeSummary.of(saved.values(), entries)
-        beside = {id(c): c for e in entries for _, c in (*e.makes, *e.writes) if c.is_saved}
-        for number, content in (beside | saved).items():
+        beside = {id(c): c for e in entries for c in e.list_results() if c.is_saved}
+        for content in (beside | saved).values():
             content.maker = None
-            if number not in sources:
-                content.held = None
+        for content in self._held:
+            if id(content) not in sources:
+                content.release()
+        self._held.clear()
         for content in sources.values():
             if content.held is None:
                 content.is_lost = True
@@ -121,7 +142,7 @@ class TapeSummary:
 
     @classmethod
     def of(cls, saved: Iterable[Content], entries: Iterable[Entry]) -> "TapeSummary":
-        again = [c for e in entries for _, c in (*e.makes, *e.writes) if not c.is_saved]
+        again = [c for e in entries for c in e.list_results() if not c.is_saved]
         return cls(
             tuple(
                 TapeRow(c.value, c.names, c.geometry, c.nbytes, c.is_saved, c.reason, c.input_id)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchremat import _torch
 from torchremat.core.source import is_user_file, name_of, unwrap_function
 from torchremat.errors import ArgumentTypeError, nearest_names
-from torchremat.remat.tape.recorder import is_plain
+from torchremat.remat.tape.operator_facts import is_plain
 from torchremat.remat.tracing.variables import variables_of
 from torchremat.tracing.modules.module_paths import ModulePaths
 

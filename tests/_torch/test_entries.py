@@ -208,6 +208,19 @@ def passes_of_the_engine():
     assert _torch.backward_pass_id() == -1
 
 
+@check("next_node_number", "node_number_of", "cotangents_of")
+def nodes_of_autograd():
+    x = torch.ones(2, 3, requires_grad=True)
+    first = _torch.next_node_number()
+    y = x * 2
+    z = y.sum(0)
+    assert [_torch.node_number_of(t.grad_fn) for t in (y, z)] == [first, first + 1]
+    assert _torch.next_node_number() == first + 2
+    assert _torch.cotangents_of(z.grad_fn) == [((3,), torch.float32)]
+    ((leaf, _), *_) = y.grad_fn.next_functions
+    assert _torch.node_number_of(leaf) > first + 2
+
+
 @check("out_of_compiler")
 def out_of_compiler():
     @_torch.out_of_compiler("because")

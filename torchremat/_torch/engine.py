@@ -53,6 +53,20 @@ backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 """A number of the backward pass that runs, -1 outside of any."""
 
 
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number of the node that this thread's autograd makes next; the engine runs them downwards."""
+
+
+def node_number_of(node: Any) -> int:
+    """The number that `node` of autograd's graph was made with; a huge one for those of leaves."""
+    return int(node._sequence_nr())
+
+
+def cotangents_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each cotangent that `node` takes; none for one that is undefined."""
+    return [(tuple(taken.shape), taken.dtype) for taken in node._input_metadata]
+
+
 def call_after_backward(function: Callable[[], Any]) -> None:
     """Call `function` when the backward pass that runs is over."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -28,6 +28,18 @@ ENGINE = (
         "Recomputed values would stay until the graph is freed.",
     ),
     PrivatePart(
+        "torch._C._autograd: _get_sequence_nr",
+        "Which node of autograd saves a tensor: the budget of a tape needs the moment it is read.",
+        "Hooks of saved tensors get the tensor, and nothing of the node.",
+        "A budget on a tape could not tell when a saved value is freed.",
+    ),
+    PrivatePart(
+        "objects: _sequence_nr, _input_metadata",
+        "The order in which a backward pass runs its nodes, and the bytes of their cotangents.",
+        "Node has next_functions and a name, neither an order nor shapes.",
+        "A budget on a tape could not tell the peak of the backward pass.",
+    ),
+    PrivatePart(
         "torch.autograd.graph: _engine_run_backward",
         "A backward pass that keeps function modes on, and to know the engine's own calls.",
         "torch.autograd.grad sets the innermost mode aside.",

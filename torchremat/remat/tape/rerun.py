@@ -59,7 +59,7 @@ class Rerun:
         self._taken: set[int] = set()
         self._done: set[int] = set()
         self._is_stale = False
-        """Whether autograd has freed something that it never asked for."""
+        """Whether autograd has freed something that it never took."""
         self._references = [
             weakref.ref(p, self._make_note(id(p))) for p in tape.list_packed()
             if not p.content.is_saved

@@ -18,15 +18,23 @@ from torchremat.remat.tape.contents import Content, Entry, Geometry
 class TapedTensor:
     """A tensor that autograd saves: itself, or its place on the tape if it is recomputed."""
 
-    __slots__ = ("__weakref__", "check", "content", "geometry", "tape", "tensor", "version")
+    __slots__ = ("__weakref__", "check", "content", "geometry", "node", "tape", "tensor", "version")
 
     def __init__(self, tape: "Tape", content: Content, tensor: Tensor) -> None:
         self.tape = tape
         self.check: Checksum | WholeValue | None = None
         self.content = content
         self.geometry = Geometry.of(tensor)
-        self.tensor = tensor if content.is_saved else None
         self.version = _torch.version_of(tensor)
+        self.node = _torch.next_node_number() - 1
+        """The number of the node of autograd that saves it, which has just been made."""
+        self.tensor = _without_node(tensor, self.node) if content.is_saved else None
+
+
+def _without_node(tensor: Tensor, node: int) -> Tensor:
+    """`tensor`, which must not refer to the node that saves it: nothing would free such a cycle."""
+    maker = tensor.grad_fn
+    return tensor if maker is None or _torch.node_number_of(maker) != node else tensor.detach()
 
 
 class Tape:

@@ -10,15 +10,16 @@ from torch import nn
 from torchremat.compile.lowering import check_backend
 from torchremat.core.unknown_options import OPTIONS_OF_TORCH, refuse_unknown
 from torchremat.errors import ArgumentTypeError, NoMatchError, NoStepError
-from torchremat.planning.budget_job import declare_largest_step
+from torchremat.planning.budget_job import BudgetJob, declare_largest_step
 from torchremat.planning.budget_policy import BudgetInJob
 from torchremat.planning.step.traced_step import region_of
 from torchremat.policies.module_selection import Select
-from torchremat.policies.policy import PolicyLike
+from torchremat.policies.policy import Policy, PolicyLike
 from torchremat.remat.checkpoint import check_prevent_cse
 from torchremat.remat.module_forward import RematForward, remat_forward_of
 from torchremat.remat.module_policies import PolicyByPattern, assign_policies
 from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.tape.limited_calls import TapeJob
 from torchremat.remat.tape.tape import TapeSummary
 from torchremat.remat.tracing.input_labels import labels_of_storages
 from torchremat.report.explain import report_of_programs
@@ -189,7 +190,11 @@ def report(module: nn.Module) -> Report:
             "run with gradients enabled: run a step, then ask for the report"
         )
     known = {id(t): t for _, f in found if (t := f.traces) is not None}.values()
-    jobs = [(p, p.job) for t in known for p in t.jobs.values() if isinstance(p, BudgetInJob)]
+    jobs: list[tuple[Policy, BudgetJob | TapeJob]] = [
+        (p, p.job) for t in known for p in t.jobs.values() if isinstance(p, BudgetInJob)
+    ]
+    tapes = [tape for t in known for tape in t.tapes.values()]
+    jobs += [(tape.policy, tape.job) for tape in tapes if tape.job is not None]
     return replace(
         report_of_programs(programs, labels_of_storages(module)),
         plans=sum(job.num_plans for _, job in jobs),

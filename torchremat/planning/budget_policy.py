@@ -19,10 +19,11 @@ from torchremat.planning.planner import Planner, check_solver, host_rate_of
 from torchremat.planning.step.fingerprint import find_growth, lines_of
 from torchremat.planning.step.order import misfit
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
-from torchremat.policies.builtin import nothing_saveable
+from torchremat.planning.tapes.tape_budget import TapeBudgetJob, TapeOptions
 from torchremat.policies.policy import FailedOperator, Policy
 from torchremat.policies.spelling import register_spelling
 from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.tape.limited_calls import LimitingPolicy, TapeJob
 
 
 class _Planned(WholeGraphPolicy):
@@ -56,8 +57,7 @@ class MemoryBudget(_Planned):
         return hash(self._limits)
 
     def on_tape(self) -> Policy:
-        """Nothing is saved: a plan is made of a graph, before anything runs."""
-        return nothing_saveable
+        return BudgetOnTape(self)
 
     def planner(self, joint: Joint, *, fuses: bool) -> Planner:
         model = self.cost_model or CostModel.of(None)
@@ -119,6 +119,33 @@ class BudgetInJob(_Planned):
 
     def __deepcopy__(self, memo: object) -> "BudgetInJob":
         return self  # a model that is copied for a report keeps its own
+
+    @property
+    def spelling(self) -> str | None:
+        return self.policy.spelling
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
+
+
+@dataclass(frozen=True, repr=False)
+class BudgetOnTape(LimitingPolicy):
+    """A `MemoryBudget` where a function cannot be one graph: it plans for what its tapes record."""
+
+    policy: MemoryBudget
+
+    def begin_tapes(self) -> TapeJob:
+        policy = self.policy
+        model = policy.cost_model or CostModel.of(None)
+        return TapeBudgetJob(
+            TapeOptions(
+                repr(policy),
+                None if policy.budget is None else Budget.of(policy.budget),
+                None if policy.saved is None else bytes_of_limit(policy.saved),
+                policy.on_infeasible == "error",
+                model.seconds_of_call,
+            )
+        )
 
     @property
     def spelling(self) -> str | None:

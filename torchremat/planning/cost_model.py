@@ -6,6 +6,7 @@ no less than its launch. A measured time of an operator, if there is one, replac
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Union
 
 import torch
@@ -153,18 +154,26 @@ class CostModel:
         return _num_rounds(node) * sum(totals)
 
     def _seconds(self, node: fx.Node) -> float:
-        call = OpSignature.of(node)
+        is_alone = not self.fuses or is_written(node)
+        return self._seconds_of(OpSignature.of(node), partial(self._bytes, node), is_alone=is_alone)
+
+    def seconds_of_call(self, call: OpSignature) -> float:
+        """The time that a call takes by itself, where no graph says who reads its results."""
+        return self._seconds_of(call, _count_bytes, is_alone=True)
+
+    def _seconds_of(
+        self, call: OpSignature, nbytes: Callable[[Work], int], *, is_alone: bool
+    ) -> float:
         work = work_of(call)
         if not work.writes and not any(work.reads):
             return 0.0 if not call.outputs() else self.rates.launch_seconds
-        is_alone = not self.fuses or is_written(node)
         if self.timer is not None and is_alone:
             measured = self.timer.seconds(call)
             if measured is not None:
                 return measured
         seconds = max(
             self._matmul_seconds(work) + self._pointwise_flops(call, work) / self.rates.pointwise,
-            self._bytes(node, work) / self.rates.memory_rate(),
+            nbytes(work) / self.rates.memory_rate(),
         )
         if not is_alone:
             return seconds
@@ -185,10 +194,14 @@ class CostModel:
 
     def _bytes(self, node: fx.Node, work: Work) -> int:
         if not self.fuses:
-            return sum(work.reads) + work.writes
+            return _count_bytes(work)
         inputs = zip(node.all_input_nodes, work.reads, strict=True)
         reads = sum(nbytes for source, nbytes in inputs if not is_read_in_place(source))
         return reads + (work.writes if is_written(node) else 0)
+
+
+def _count_bytes(work: Work) -> int:
+    return sum(work.reads) + work.writes
 
 
 def _num_rounds(node: fx.Node) -> int:

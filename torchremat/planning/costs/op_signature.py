@@ -6,6 +6,7 @@
 Calls of the same operator in layers that are alike are equal, and so are counted or timed once.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -125,3 +126,38 @@ def _layouts(value: Any) -> Any:
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def signature_of_call(
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    outputs: Sequence[Any],
+    geometry_of: Callable[[Any], Any],
+) -> OpSignature:
+    """The signature of a call that ran, where tensors have a size, a stride and a dtype.
+
+    `geometry_of` gives these of an argument, and `None` for one that is no tensor.
+
+    >>> from collections import namedtuple
+    >>> Lies = namedtuple("Lies", "size stride dtype")
+    >>> x = Lies((2, 3), (3, 1), torch.float32)
+    >>> find = lambda value: value if isinstance(value, Lies) else None
+    >>> signature_of_call("sin", [x], {}, [x], find).output
+    Layout(shape=(2, 3), stride=(3, 1), dtype=torch.float32)
+    """
+    inputs: list[Layout] = []
+
+    def freeze(value: Any) -> Any:
+        geometry = geometry_of(value)
+        if geometry is not None:
+            inputs.append(Layout(tuple(geometry.size), tuple(geometry.stride), geometry.dtype))
+            return Place(len(inputs) - 1)
+        if isinstance(value, tuple | list):
+            return tuple([freeze(item) for item in value])
+        return value if isinstance(value, _LITERALS) else Opaque(type(value).__name__)
+
+    frozen = freeze(args)
+    named = tuple((name, freeze(value)) for name, value in kwargs.items())
+    made = tuple(Layout(tuple(g.size), tuple(g.stride), g.dtype) for g in outputs)
+    return OpSignature(target, frozen, named, tuple(inputs), made[0] if len(made) == 1 else made)

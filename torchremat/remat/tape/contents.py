@@ -69,6 +69,9 @@ class Content:
         is_undefined: whether memory in it that no operator wrote may have been written unseen.
         is_packed: whether autograd saves it, or part of it.
         is_read: whether an operator reads it whose own result is recomputed.
+        inherits: whether it is saved in place of what it overwrote, of which there is no copy.
+        is_forced: whether it is saved whatever a budget says.
+        place: where in the program it is made, and `count` how many were made there before it.
     """
 
     # most have most of the defaults: to fill the slots of an object takes four times as long
@@ -81,6 +84,9 @@ class Content:
     version: int | None = None
     input_id = 0
     is_lost = is_undefined = is_packed = is_read = False
+    inherits = is_forced = False
+    place: Any = None
+    count = 0
 
     def __init__(self, maker: "Entry | None", geometry: Geometry, nbytes: int) -> None:
         self.maker = maker

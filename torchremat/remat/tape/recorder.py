@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from torchremat.remat.tape.contents import (
     copy_storage,
     demote,
 )
+from torchremat.remat.tape.keeper import Keeper
+from torchremat.remat.tape.limited_calls import TapeJob
 from torchremat.remat.tape.operator_facts import (
     NUMBERS,
     REPLAYABLE,
@@ -64,13 +67,19 @@ class Recorder(_torch.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, decisions: TapeDecisions, check: type[Checksum | WholeValue] | None) -> None:
+    def __init__(
+        self,
+        decisions: TapeDecisions,
+        check: type[Checksum | WholeValue] | None,
+        job: TapeJob | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.tape.check = check
         self._is_aside = False
         self._decisions = decisions
         self._slots: dict[int, Slot] = {}
+        self.keeper = None if job is None else Keeper(job.begin_call(), decisions.policy, self.tape)
         self._unseen = 0
         """How many functions of the user are running whose kernels nobody may see."""
 
@@ -83,6 +92,8 @@ class Recorder(_torch.TorchDispatchMode):
         finally:
             _active.recorder = None
             self._slots.clear()
+            if self.keeper is not None:
+                self.keeper.close()
             self.tape.finish()
 
     # --- operators -------------------------------------------------------------------------------
@@ -98,13 +109,26 @@ class Recorder(_torch.TorchDispatchMode):
             results = op(*args, **kwargs)
             if type(results) is not Tensor or not self._record_pure(op, args, kwargs, results):
                 _Call(self, facts, op, args, kwargs).finish(results, None)
+            self._check_bytes()
             return results
         call = _Call(self, facts, op, args, kwargs)
         state = call.generator_state()
         call.copy_before_writes()
         results = op(*args, **kwargs)
         call.finish(results, state)
+        self._check_bytes()
         return results
+
+    def _check_bytes(self) -> None:
+        if self.keeper is not None and self.keeper.is_above():
+            with self._aside():
+                self.keeper.relieve()
+
+    def settle(self, result: object) -> None:
+        """Let a policy that limits bytes look at the whole call, which has returned `result`."""
+        if self.keeper is not None:
+            with self._aside():
+                self.keeper.settle(result)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -149,7 +173,9 @@ class Recorder(_torch.TorchDispatchMode):
         content.value, content.is_saved = decision.value, decision.is_saved
         content.reason = decision.reason
         entry.reads = tuple([read for read, _ in reads])
-        if not decision.is_saved:
+        if self.keeper is not None:
+            self.keeper.note_made(content, decision, result)
+        if not content.is_saved:
             self.tape.hold_reads(reads)
         return True
 
@@ -161,6 +187,8 @@ class Recorder(_torch.TorchDispatchMode):
             content = Content(None, Geometry.of(tensor), storage.nbytes())
             content.reason, content.input_id = "an input", id(storage)
             slot = self._slots[id(storage)] = Slot(storage, content)
+            if self.keeper is not None:
+                self.keeper.note_input(content, tensor)
         return slot
 
     def knows(self, tensor: Tensor) -> bool:
@@ -192,7 +220,8 @@ class Recorder(_torch.TorchDispatchMode):
             content = self.slot_of(tensor).content
             if content.value is not None and not self._unseen:
                 content.names = (*content.names, name)
-                self._decide_anew(content, tensor)
+                if self.keeper is None:  # a budget decides on values whatever their names are
+                    self._decide_anew(content, tensor)
         return tensor
 
     def _decide_anew(self, content: Content, tensor: Tensor) -> None:
@@ -339,7 +368,7 @@ class _Call:
             return
         self._fix_places(made)
         written = [self._content_after(*write) for write in self._writes]
-        self._choose(found, made, written, state)
+        decisions = self._choose(found, made, written, state)
         for (slot, given, _), (_, content) in zip(self._writes, written, strict=True):
             slot.content = content
             entry.writes.append((given, weakref.ref(content)))
@@ -347,6 +376,9 @@ class _Call:
             for _, content in (*made, *written):
                 content.maker = None
         entry.reads = tuple(content for content, _ in self._reads)
+        if recorder.keeper is not None:
+            for (tensor, content), decision in zip((*made, *written), decisions, strict=True):
+                recorder.keeper.note_made(content, decision, tensor)
         if self.is_replayable and not all(content.is_saved for _, content in (*made, *written)):
             recorder.tape.hold_reads(self._reads)
 
@@ -369,9 +401,11 @@ class _Call:
         )
         # nobody reads the state before, which may be saved: this one may be saved instead
         content.is_saved = isinstance(given, Read) and old.is_saved and old.held is None
+        content.inherits = content.is_saved
         content.reason = old.reason
         if isinstance(given, Blank) and given.fill is not None:
             content.is_saved, content.reason, content.maker = True, "an input", None
+            content.inherits = True
         return tensor, content
 
     def _choose(
@@ -380,20 +414,21 @@ class _Call:
         made: list[tuple[Tensor, Content]],
         written: list[tuple[Tensor, Content]],
         state: tuple[Tensor, torch.device] | None,
-    ) -> None:
+    ) -> list[TapeDecision]:
         asked = found or [tensor for tensor, _ in written]
         decisions = self.recorder.decide(self, asked)
         forced = self._reason_to_save(state, made, written)
         numbers = {id(tensor): i for i, tensor in enumerate(asked)}
-        inherits = {id(content) for _, content in written if content.is_saved}
+        chosen = []
         for tensor, content in (*made, *written):
             decision = decisions[numbers.get(id(tensor), 0)]
             content.value = decision.value
-            if id(content) in inherits:
-                continue
-            content.is_saved, content.reason = decision.is_saved, decision.reason
             if forced is not None:
-                content.is_saved, content.reason = True, forced
+                decision = replace(decision, is_saved=True, reason=forced)
+            if not content.inherits:
+                content.is_saved, content.reason = decision.is_saved, decision.reason
+            chosen.append(decision)
+        return chosen
 
     def _reason_to_save(
         self,

@@ -1,5 +1,6 @@
 """A policy's decisions on the operators of a tape."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +22,28 @@ from torchremat.remat.tape.surroundings import Surroundings, source_at
 # megabytes of answers.
 _MOST_KINDS = 4096
 
+_DIGITS = re.compile(r"\d+")
+
 
 @dataclass(frozen=True, slots=True)
 class TapeDecision:
     is_saved: bool
     reason: str
     value: Value
+    place: "Site | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where in the program a value is made: two calls of a function have places in common.
+
+    Attributes:
+        number: of the operator, the user's line, the module, and the index among its results.
+        alike: likewise, where modules whose names differ in numbers count as one: `experts.*`.
+    """
+
+    number: int
+    alike: int
 
 
 class TapeDecisions:
@@ -40,6 +57,7 @@ class TapeDecisions:
         self.surroundings = surroundings
         self._known: dict[Any, list[TapeDecision]] = {}
         self._named: dict[Any, TapeDecision] = {}
+        self._places: dict[Any, int] = {}
         self._has_warned = False
 
     def decide(
@@ -89,10 +107,18 @@ class TapeDecisions:
         avals, params = split_arguments(op, args, kwargs)
         outputs = tuple(map(Aval.of, results))
         source = source_at(line)
-        return [
+        decisions = [
             self._decision(Value(op, avals, params, (), module, source, outputs, i), kwargs)
             for i in range(len(outputs))
         ]
+        return [
+            replace(d, place=self._place_of(op, line, module, d.value.index)) for d in decisions
+        ]
+
+    def _place_of(self, op: Any, line: Any, module: str, index: int) -> Site:
+        same, alike = ((op, line, name, index) for name in (module, _DIGITS.sub("*", module)))
+        places = self._places
+        return Site(places.setdefault(same, len(places)), places.setdefault(alike, len(places)))
 
     def _decision(self, value: Value, kwargs: Mapping[str, Any]) -> TapeDecision:
         verdict = as_verdict(self.policy.decide(value), self.policy, value.op)

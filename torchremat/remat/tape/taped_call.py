@@ -23,6 +23,7 @@ from torchremat.errors import (
 from torchremat.policies.checkpoint_name import listen_to_names
 from torchremat.policies.policy import Policy
 from torchremat.remat.tape.checksum import Checksum, WholeValue
+from torchremat.remat.tape.limited_calls import LimitingPolicy
 from torchremat.remat.tape.recorder import Recorder
 from torchremat.remat.tape.rerun import unpack
 from torchremat.remat.tape.surroundings import Surroundings
@@ -94,6 +95,9 @@ class TapedCalls:
     def __init__(self, policy: Policy, roots: Sequence[tuple[str, nn.Module]], prefix: str) -> None:
         self._decisions = TapeDecisions(policy, Surroundings(prefix, roots))
         self._handler = CallOnly(warns=True)
+        self.policy = policy
+        self.job = policy.begin_tapes() if isinstance(policy, LimitingPolicy) else None
+        """The limits that its calls have in common, if the policy limits bytes."""
         self._has_checked_names = False
         self._num_checked = 0
 
@@ -111,7 +115,7 @@ class TapedCalls:
                 raise error from refused
         if not records_gradients():
             return fun(*args, **kwargs), None
-        recorder = Recorder(self._decisions, self._find_check())
+        recorder = Recorder(self._decisions, self._find_check(), self.job)
         with (
             listen_to_names(recorder.name),
             _torch.handle_checkpoints(self._handler),
@@ -121,6 +125,7 @@ class TapedCalls:
             torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack),
         ):
             result = fun(*args, **kwargs)
+            recorder.settle(result)
         if not self._has_checked_names:
             self._has_checked_names = True
             self._decisions.warn_of_unmatched()
@@ -144,7 +149,9 @@ def note_refusal(name: str, error: Exception, asked: Policy, policy: Policy) -> 
         return
     _noted.add((name, text))
     where = f" at {line}" if line else ""
-    instead = "" if policy is asked else f" {asked} needs a graph: {policy} is in its place."
+    instead = (
+        "" if str(policy) == str(asked) else f" {asked} needs a graph: {policy} is in its place."
+    )
     log.warning(
         "%s cannot be one graph (%s%s: %s). Its checkpoint runs it as it is and writes a tape of "
         "its operators, which the backward pass runs again; a graph is faster where one can be.%s",

@@ -17,7 +17,11 @@ def changes_nothing(node: fx.Node) -> bool:
 
 
 def lies_alike(a: fx.Node, b: fx.Node) -> bool:
-    value, other = a.meta.get("val"), b.meta.get("val")
+    return tensors_lie_alike(a.meta.get("val"), b.meta.get("val"))
+
+
+def tensors_lie_alike(value: Any, other: Any) -> bool:
+    """Whether two tensors have one dtype and layout; what is no tensor is like none."""
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     return value.dtype == other.dtype and _layout(value) == _layout(other)

@@ -7,7 +7,8 @@ modes, profilers and flop counters see them as ever.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.graph.nodes import BodyOperator, attribute, is_checkpoint, is_identity
+from torchremat.graph.reuse import Reuse, Write, find_reuse
 from torchremat.graph.symbolic_sizes import Size, symbols_in
 
 Runner = Callable[[list[Any]], tuple[Any, ...]]
@@ -29,6 +31,11 @@ def symbols_of(run: Runner) -> tuple[str, ...]:
     return getattr(run, "symbols", ())
 
 
+def inputs_filled_by(run: Runner) -> tuple[int, ...]:
+    """The positions of the inputs that `run` itself gives their new values."""
+    return getattr(run, "inputs_filled", ())
+
+
 def source_of(run: Runner) -> str:
     return getattr(run, "source", None) or run.__doc__ or ""
 
@@ -36,8 +43,12 @@ def source_of(run: Runner) -> str:
 _PLAIN_LITERALS = (int, bool, str, type(None))
 
 
-def compile_graph(module: fx.GraphModule, name: str = "graph") -> Runner:
+def compile_graph(
+    module: fx.GraphModule, name: str = "graph", reuse: Reuse | None = None
+) -> Runner:
     """Compile the graph of `module` to a function from a list of inputs to a tuple of outputs.
+
+    Operators run in place as `reuse` says: by default those that then write to no input.
 
     >>> import torch
     >>> from torch import fx
@@ -49,17 +60,25 @@ def compile_graph(module: fx.GraphModule, name: str = "graph") -> Runner:
     >>> run(inputs), inputs
     ((tensor([2., 2.]),), [])
     """
-    return _CodeWriter(module, name).compile()
+    return _CodeWriter(module, name, find_reuse(module) if reuse is None else reuse).compile()
+
+
+@dataclass(frozen=True)
+class _Code:
+    """An argument that is written already."""
+
+    text: str
 
 
 class _CodeWriter:
-    def __init__(self, module: fx.GraphModule, name: str) -> None:
+    def __init__(self, module: fx.GraphModule, name: str, reuse: Reuse) -> None:
         self.module = module
         self.name = name
+        self.reuse = reuse
         self.lines: list[str] = []
         self.globals: dict[str, Any] = dict(_torch.NAMES_IN_SIZES)
         self.bound: dict[int, str] = {}
-        self.last_use = last_uses(module.graph)
+        self.last_use = reuse.last_uses(module.graph)
         self.unpacked: set[int] = set()
 
     def compile(self) -> Runner:
@@ -78,6 +97,7 @@ class _CodeWriter:
         run: Runner = self.globals["run"]
         run.__doc__ = source
         run.symbols = symbols  # type: ignore[attr-defined]
+        run.inputs_filled = self.reuse.inputs_filled  # type: ignore[attr-defined]
         return run
 
     def _write(self, node: fx.Node) -> None:
@@ -89,8 +109,10 @@ class _CodeWriter:
             return
         if id(node) in self.unpacked:
             return
-        finished = [n for n in node.all_input_nodes if self.last_use[n] is node]
-        if is_checkpoint(node):
+        finished = [n for n in self.reuse.values_for(node) if self.last_use[n] is node]
+        if node in self.reuse.writes:
+            call = self._prepare_write(node, self.reuse.writes[node])
+        elif is_checkpoint(node):
             call = self._prepare_body(node)
             self._drop(finished)
             finished = []
@@ -117,6 +139,22 @@ class _CodeWriter:
         if unread:
             self.lines.append(f"del {', '.join(unread)}")
 
+    def _prepare_write(self, node: fx.Node, write: Write) -> str:
+        """Write in place, as far as that takes a line of its own; the value is what is returned."""
+        form, memory = write.form, write.memory
+        if form is None:
+            return memory.name
+        place: str = memory.name
+        if form.part is not None:
+            place = self._call_of(form.part.op, [memory, *form.part.args], form.part.kwargs)
+        if form.is_out:
+            return self._call_of(form.op, node.args, {**node.kwargs, "out": _Code(place)})
+        if form.part is None:
+            return self._call_of(form.op, [_Code(place), *node.args[1:]], node.kwargs)
+        copy = self._call_of(form.op, [_Code(place), node.args[1]], {})
+        self.lines.append(f"{node.name} = {copy}")
+        return memory.name
+
     def _drop(self, nodes: Any) -> None:
         names = [node.name for node in nodes]
         if names:
@@ -132,10 +170,12 @@ class _CodeWriter:
             value = self._expression(node.args[0])
             is_output = any(user.op == "output" for user in node.users)
             return f"{self._bind(_alias)}({value})" if is_output else value
-        function = _function(node.target)
-        arguments = [self._expression(a) for a in node.args]
-        arguments += [f"{k}={self._expression(a)}" for k, a in node.kwargs.items()]
-        return f"{self._bind(function)}({', '.join(arguments)})"
+        return self._call_of(node.target, node.args, node.kwargs)
+
+    def _call_of(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        arguments = [self._expression(a) for a in args]
+        arguments += [f"{k}={self._expression(a)}" for k, a in kwargs.items()]
+        return f"{self._bind(_function(target))}({', '.join(arguments)})"
 
     def _prepare_body(self, node: fx.Node) -> str:
         """The body empties its list of inputs, so that each is freed after its last use."""
@@ -147,6 +187,8 @@ class _CodeWriter:
         return f"{self._bind(run)}(inputs)"
 
     def _expression(self, value: Any) -> str:
+        if isinstance(value, _Code):
+            return value.text
         if isinstance(value, fx.Node):
             return value.name
         if isinstance(value, Size):
@@ -198,11 +240,3 @@ def _with_grad_mode(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
-
-
-def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        for used in node.all_input_nodes:
-            last[used] = node
-    return last

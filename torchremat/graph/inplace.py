@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.graph.nodes import is_view
+from torchremat.graph.notes import note
 
 aten = torch.ops.aten
 
@@ -132,6 +133,7 @@ def _replace(node: fx.Node, functional: Any, restride: list[Step] | None) -> Non
     target = node.args[0]
     assert isinstance(target, fx.Node)
     new = _insert(node, functional, node.args, node.kwargs, node.meta["val"])
+    note(new, written_by=node.target)
     for op, args, kwargs, value in restride or ():
         new = _insert(node, op, (new, *args), kwargs, value)
     node.replace_all_uses_with(new)
@@ -146,6 +148,7 @@ def _replace(node: fx.Node, functional: Any, restride: list[Step] | None) -> Non
 def _write_by_copy(node: fx.Node, functional: Any, value: Tensor) -> None:
     """Compute the values aside: `copy_`, unlike other operators, keeps strides in either form."""
     new = _insert(node, functional, node.args, node.kwargs, value)
+    note(new, written_by=node.target)
     write = _insert(node, aten.copy_.default, (node.args[0], new), {}, node.meta["val"])
     node.replace_all_uses_with(write)
     node.graph.erase_node(node)

@@ -4,7 +4,7 @@ The other keys of `meta` are PyTorch's (`val`, `stack_trace`, `nn_module_stack`,
 frozen: copies of nodes share them, as a copy of `meta` is shallow, and a change replaces them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ _KEY = "torchremat"
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes on a node: the first seven come from its trace, the others from later passes.
+    """The notes on a node: the first eight come from its trace, the others from later passes.
 
     Attributes:
         phase: `forward`, `backward`, or `None` for a node that no trace made.
@@ -29,6 +29,8 @@ class Notes:
         is_rerun: a rule of the user's for tangents ran it, and a second derivative runs it again.
         is_for_output: PyTorch's functionalisation added it after the last operator, so that an
             output is a view of what was written. It has no phase, and is no forward operator.
+        written_by: the operator of the user's code that wrote to a tensor, where the graph has one
+            that gives a new tensor.
         label: what the user calls an input.
         is_inside_function: a user's `autograd.Function` ran it.
         is_kept_apart: what is computed of this input must not be merged with equal values.
@@ -47,6 +49,7 @@ class Notes:
     is_looped: bool = False
     is_rerun: bool = False
     is_for_output: bool = False
+    written_by: Any = None
     label: Any = None
     is_inside_function: bool = False
     is_kept_apart: bool = False
@@ -66,6 +69,7 @@ class Notes:
             self.is_looped,
             self.is_rerun,
             self.is_for_output,
+            self.written_by,
         )
 
 
@@ -96,6 +100,8 @@ class GraphNotes:
         origin: of a body that was differentiated, the body that it was traced from.
         cut: of a backward graph, what it was cut from: the joint graph, its inputs and outputs.
         runner: the compiled function that runs the body.
+        new_values: of a forward graph, for the positions of inputs that it writes to, those of
+            their new values among the results.
         fetched_first: of a backward graph, the positions of the offloaded inputs whose copies to
             the device start before its first operator.
     """
@@ -106,6 +112,7 @@ class GraphNotes:
     origin: fx.GraphModule | None = None
     cut: tuple[Any, Sequence[Any], Sequence[Any]] | None = None
     runner: Any = None
+    new_values: Mapping[int, int] | None = None
     fetched_first: Sequence[int] = ()
 
     @property

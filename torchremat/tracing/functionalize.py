@@ -7,7 +7,7 @@ operator gets the notes of the one that it replaces.
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,7 +158,10 @@ class _NotedInterpreter(Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         # views of what was written follow the last operator, of either pass
-        self.tracing.node_notes = Notes(is_for_output=True) if n.op == "output" else notes_of(n)
+        notes = Notes(is_for_output=True) if n.op == "output" else notes_of(n)
+        if is_mutable(n):
+            notes = replace(notes, written_by=n.target)
+        self.tracing.node_notes = notes
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchremat.errors import GraphError
-from torchremat.graph.codegen import all_items, last_uses
+from torchremat.graph.codegen import all_items
 from torchremat.graph.nodes import (
     body_of,
     inner_graphs_of,
@@ -17,6 +17,7 @@ from torchremat.graph.nodes import (
     results_of,
 )
 from torchremat.graph.notes import notes_of
+from torchremat.graph.reuse import Write, find_reuse, reuse_in
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.memory.timeline import Lifetime, LiveValue, Point, Timeline
 from torchremat.remat.offload.copies import (
@@ -115,11 +116,12 @@ class MemoryInterpreter:
     def run(self, module: fx.GraphModule, operands: Sequence[Memory], path: str = "") -> list[Any]:
         """Run a graph, which takes over the variables of `operands`; the memory of its results."""
         env: dict[fx.Node, Memory] = {}
-        last_use = last_uses(module.graph)
+        reuse = find_reuse(module) if path else reuse_in(module)
+        last_use = reuse.last_uses(module.graph)
         given = iter(operands)
         results: list[Any] = []
         for node in module.graph.nodes:
-            finished = [n for n in node.all_input_nodes if last_use[n] is node]
+            finished = [n for n in reuse.values_for(node) if last_use[n] is node]
             if node.op == "output":
                 results = [env[r] if isinstance(r, fx.Node) else None for r in results_of(module)]
                 self.hold(results)
@@ -134,6 +136,8 @@ class MemoryInterpreter:
                 self._assign(
                     node, self.run(body_of(node), inputs, f"{path}{node.name}/"), env, last_use
                 )
+            elif node in reuse.writes:
+                env[node] = self._write(node, reuse.writes[node], env, path)
             elif node not in env:  # it is, if it was taken out of several outputs at once
                 self._assign(node, self._call(node, env, path), env, last_use)
             if node.op != "output" and node not in last_use:
@@ -192,6 +196,13 @@ class MemoryInterpreter:
                 self._point(path + node.name, self.live)
         else:
             memory = self._compute(node, env, path)
+        return memory
+
+    def _write(self, node: fx.Node, write: Write, env: dict[fx.Node, Memory], path: str) -> Memory:
+        memory = env[write.memory]
+        self.hold(memory)
+        if write.form is not None:
+            self._point(path + node.name, self.live)
         return memory
 
     def _copy_to_host(self, node: fx.Node, env: dict[fx.Node, Memory], path: str) -> Memory:

@@ -15,7 +15,13 @@ from torch import fx
 from torchremat import _torch
 from torchremat.errors import EffectError
 from torchremat.graph.aliasing import overlapping_pair
-from torchremat.graph.codegen import Runner, compile_graph, source_of, symbols_of
+from torchremat.graph.codegen import (
+    Runner,
+    compile_graph,
+    inputs_filled_by,
+    source_of,
+    symbols_of,
+)
 from torchremat.graph.nodes import BodyOperator
 from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.graph.symbolic_sizes import Interpreter, Sizes
@@ -76,6 +82,8 @@ def run_program(
     if writes:
         _refuse_shared_memory(inputs, writes)
     forward = program.runtime_forward if with_states else program.forward
+    in_place = () if _torch.innermost_proxy_mode() else inputs_filled_by(forward.run)
+    _refuse_inference_tensors(inputs, in_place)
     results = run_graph(forward, list(inputs), call, sizes, notes_views=notes_views)
     if not writes:
         return results
@@ -83,7 +91,10 @@ def run_program(
     end = start + len(writes)
     with torch.no_grad():
         for i, value in zip(writes, results[start:end], strict=True):
-            inputs[i].copy_(value)
+            if i in in_place:
+                torch.autograd.graph.increment_version(inputs[i])
+            else:
+                inputs[i].copy_(value)
     outputs = list(results[:start])
     with torch.no_grad():
         for output in program.written_outputs:
@@ -105,6 +116,13 @@ def _refuse_shared_memory(inputs: Sequence[Any], writes: Sequence[int]) -> None:
             "does not see the write through the other. Tensors that it closes over are counted "
             "after its arguments. Pass a copy (clone()) of one of them."
         )
+
+
+def _refuse_inference_tensors(inputs: Sequence[Any], in_place: Sequence[int]) -> None:
+    """Raise where autograd would, below which a graph writes to these of its inputs."""
+    for i in in_place:
+        if inputs[i].is_inference() and not torch.is_inference_mode_enabled():
+            inputs[i].copy_(inputs[i])
 
 
 def run_graph(

@@ -14,6 +14,7 @@ from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import inner_graphs_of, is_forward, is_item
 from torchremat.graph.notes import note_graph, note_roles, notes_of
+from torchremat.graph.reuse import reuse_in
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import UnavailableError, prune_bodies, simplify, slice_graph
 from torchremat.policies.replay_rules import reason_not_replayable
@@ -40,7 +41,9 @@ class CompiledGraph:
         note_graph(module, program=program)
         with hold_interrupts():
             simplify(module.graph)
-            return cls(module, compiler(module) if compiler else compile_graph(module, name))
+            if compiler:
+                return cls(module, compiler(module))
+            return cls(module, compile_graph(module, name, reuse_in(module)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.nodes import base_of, is_forward, is_identity
-from torchremat.graph.notes import graph_notes_of, note_roles, notes_of
+from torchremat.graph.notes import graph_notes_of, note_graph, note_roles, notes_of
 from torchremat.graph.ops import is_factorisation
 from torchremat.graph.schedule import build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
@@ -246,6 +246,9 @@ class FunctionProgram(Program):
         roles = ["write" if i in written else "output" for i, _ in enumerate(outputs)]
         roles += ["write"] * len(writes) + ["residual"] * len(self.residuals)
         note_roles(module, roles)
+        note_graph(
+            module, new_values={i: len(outputs) + r for r, (i, _) in enumerate(joint.mutations)}
+        )
         return CompiledGraph.of(module, "forward", self, self.compiler)
 
 

@@ -1,0 +1,176 @@
+"""Writes in place, also into slices, take the memory that they take in plain PyTorch, or less."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchremat as tr
+from tests.helpers import assert_same
+from torchremat.measure import LiveBytes
+from torchremat.planning import simulate
+
+POLICIES = ["none", "full", "dots", "budget:8GiB"]
+ROWS, WIDTH, PART = 64, 96, 16
+
+
+def fill(buffer, a, b):
+    for start in range(0, WIDTH, PART):
+        torch.mm(a, b, out=buffer[:, start : start + PART])
+
+
+def slices_with_gradients(a, b):
+    buffer = a.new_zeros(ROWS, WIDTH)
+    for start in range(0, WIDTH, PART):
+        buffer[:, start : start + PART] = a @ b
+    return buffer.sin().sum()
+
+
+def sums_in_slices(a, b):
+    buffer = a.new_zeros(ROWS, WIDTH)
+    for start in range(0, WIDTH, PART):
+        buffer[:, start : start + PART] += a @ b
+    return buffer.sum()
+
+
+def selected_rows(a, b):
+    buffer = torch.zeros(4, ROWS, PART)
+    for i in range(4):
+        buffer[i].copy_(a @ b)
+        buffer[i, :, 0].mul_(0.5)
+    return buffer.sum()
+
+
+def transposed(a, b):
+    buffer = torch.zeros(2 * PART, ROWS)
+    buffer.t()[:, :PART].copy_(a @ b)
+    buffer.t()[:, PART:].add_(a @ b)
+    return buffer.sum()
+
+
+def indexed(a, b):
+    buffer, rows = torch.zeros(2 * ROWS, PART), torch.arange(ROWS)
+    buffer[rows] = a @ b
+    buffer.index_put_((rows + ROWS,), a @ b, accumulate=True)
+    buffer.index_add_(0, rows, a @ b)
+    return buffer.sum()
+
+
+def diagonal(a, b):
+    buffer = torch.zeros(PART, PART)
+    buffer.diagonal().copy_((a @ b)[:PART].sum(0))
+    buffer.diagonal().add_(1.0)
+    return (a @ b @ buffer).sum()
+
+
+def whole(a, b):
+    return (a @ b).add_(1.0).mul_(2.0).sin_().relu_().sum()
+
+
+class InBlocks(torch.autograd.Function):
+    """Its rows in blocks, through one workspace, in both passes."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        work, total = torch.empty(PART, WIDTH), torch.zeros(PART)
+        for start in range(0, ROWS, PART):
+            block = work[:, :PART]
+            torch.mm(a[start : start + PART], b, out=block)
+            total.add_(block.exp().sum(-1))
+        return total
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        work, ga, gb = torch.empty(PART, WIDTH), torch.zeros_like(a), torch.zeros_like(b)
+        for start in range(0, ROWS, PART):
+            rows, block = slice(start, start + PART), work[:, :PART]
+            torch.mm(a[rows], b, out=block)
+            block.copy_(block.exp() * g[:, None])
+            ga[rows] += block @ b.t()
+            gb += a[rows].t() @ block
+        return ga, gb
+
+
+def workspace(a, b):
+    return InBlocks.apply(a, b).sum()
+
+
+STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    f.__name__: f
+    for f in (slices_with_gradients, sums_in_slices, selected_rows, transposed, indexed)
+} | {f.__name__: f for f in (diagonal, whole, workspace)}
+
+
+def cached_in_steps(a, b, keys):
+    total = a.sum()
+    for t in range(4):
+        keys[:, t : t + 1].copy_((a @ b).detach()[:, t : t + 1])
+        total = total + (a.sum() * keys[:, : t + 1].sum())
+    return total
+
+
+def given_workspace(a, b, work):
+    with torch.no_grad():
+        fill(work, a.detach(), b.detach())
+        scale = work.sum()
+    return (a @ b).sum() * scale
+
+
+def given_rows(a, b, work):
+    work.index_put_((torch.arange(4),), torch.ones(()), accumulate=True)
+    work[5].zero_()
+    work.t()[0].mul_(0.5)
+    return (a @ b).sum() * work.sum()
+
+
+def given_whole(a, b, work):
+    work.copy_(work + 1.0)
+    work.clamp_(max=1.5)
+    return (a @ b).sum() * work.sum()
+
+
+GIVEN = {f.__name__: f for f in (cached_in_steps, given_workspace, given_rows, given_whole)}
+
+
+def run(fun, given):
+    torch.manual_seed(0)
+    a = torch.randn(ROWS, 32).requires_grad_()
+    b = (0.1 * torch.randn(32, PART)).requires_grad_()
+    more = [torch.rand(ROWS, WIDTH)] if given else []
+    fun(a, b, *more).backward()
+    a.grad = b.grad = None
+    versions = [t._version for t in more]
+    with LiveBytes() as memory:
+        y = fun(a, b, *more)
+        y.backward()
+    assert all(t._version > v for t, v in zip(more, versions, strict=True))
+    return [y, a.grad, b.grad, *more], memory.peak
+
+
+def simulated_peak(fun):
+    program = fun.last_program
+    needed = tuple(spec.requires_grad for spec in program.region.specs)
+    backward = program.backward((True,), needed, with_states=True)
+    return simulate(program.runtime_forward.module, backward.module).peak
+
+
+def cases():
+    for name in (*STEPS, *GIVEN):
+        saves_all = name in GIVEN
+        for policy in POLICIES:
+            if policy in ("none", "budget:8GiB") or not saves_all:
+                yield name, policy
+
+
+@pytest.mark.parametrize(("name", "policy"), list(cases()))
+def test_it_takes_no_more_than_plain_pytorch(name, policy):
+    body = (STEPS | GIVEN)[name]
+    expected, plain = run(body, name in GIVEN)
+    fun = tr.checkpoint(body, policy=policy)
+    found, peak = run(fun, name in GIVEN)
+    assert_same(found, expected)
+    assert peak <= plain
+    assert simulated_peak(fun) == peak

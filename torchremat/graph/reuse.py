@@ -1,0 +1,406 @@
+"""Operators that may write into the memory of what they read, for which nobody looks any more.
+
+    s = slice(b, 1, 0, 4);  c = copy(s, y);   r = slice_scatter(b, c, 1, 0, 4)
+    s = slice(b, 1, 0, 4);  c = copy_(s, y);  r = b       once only r reads b
+
+A graph is functional: a write to a part of a tensor makes a new tensor. The function that runs the
+graph need not: where nobody reads the old tensor again it writes in place, as plain PyTorch does.
+A *chain* is a write, and after it the operators that put it into the tensors around: they have
+nothing left to do.
+
+The memory is that of a value which the graph made, or of an input that it writes to.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.graph.aliasing import tensors_lie_alike
+from torchremat.graph.nodes import is_view, results_of
+from torchremat.graph.notes import graph_notes_of, roles_of
+from torchremat.graph.symbolic_sizes import Size
+from torchremat.graph.write_forms import (
+    Form,
+    WrittenPart,
+    form_in_place,
+    form_with_out,
+    gives_new_memory,
+    is_copy,
+    is_writable_view,
+    part_of,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """How an operator runs in place: in its `form`, on the memory of the value `memory`.
+
+    Without a form it does nothing: its value is that of `memory`, which was written to before.
+    """
+
+    memory: fx.Node
+    form: Form | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Reuse:
+    """The operators of a graph that run in place.
+
+    `inputs_filled` has the positions of the inputs that get their new values so.
+    """
+
+    writes: Mapping[fx.Node, Write] = field(default_factory=dict)
+    inputs_filled: tuple[int, ...] = ()
+
+    def last_uses(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+        """The last node that reads each value, or writes into it."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            for used in self.values_for(node):
+                last[used] = node
+        return last
+
+    def values_for(self, node: fx.Node) -> list[fx.Node]:
+        write, read = self.writes.get(node), node.all_input_nodes
+        return read if write is None or write.memory in read else [*read, write.memory]
+
+
+def find_reuse(
+    module: fx.GraphModule,
+    new_values: Mapping[int, int] | None = None,
+    roles: Sequence[str] = (),
+) -> Reuse:
+    """Find the operators of `module` that may run in place.
+
+    `new_values` has the inputs that it writes to: for the position of each, that of its new value
+    among the results, whose `roles` are given. Only a `"write"` may lie in such an input.
+    """
+    inputs = list(module.graph.find_nodes(op="placeholder"))
+    results = results_of(module)
+    targets = {inputs[i]: results[r] for i, r in (new_values or {}).items()}
+    while True:
+        finder = _Finder(module.graph, targets)
+        finder.run()
+        kept = {
+            finder.root_of(result)
+            for result, role in zip(results, roles, strict=False)
+            if isinstance(result, fx.Node) and role != "write"
+        }
+        if not finder.written.intersection(targets, kept):
+            break
+        targets = {p: value for p, value in targets.items() if p not in kept}
+    filled = (i for i in new_values or {} if inputs[i] in targets and finder.holds(inputs[i]))
+    return Reuse(finder.writes, tuple(filled))
+
+
+def reuse_in(module: fx.GraphModule) -> Reuse:
+    """The operators that run in place where a program runs the graph of `module`."""
+    return find_reuse(module, graph_notes_of(module).new_values, roles_of(module) or ())
+
+
+class _Finder:
+    def __init__(self, graph: fx.Graph, targets: Mapping[fx.Node, Any]) -> None:
+        self.nodes = list(graph.nodes)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.targets = targets
+        self.writes: dict[fx.Node, Write] = {}
+        self.layouts: dict[fx.Node, Tensor] = {}
+        """Of what is written: how it lies in its memory."""
+        self.roots: dict[fx.Node, fx.Node] = {}
+        self.newest: dict[fx.Node, list[fx.Node]] = {}
+        """By the root of written memory: the values in it that are read from now on."""
+
+    @property
+    def written(self) -> set[fx.Node]:
+        return set(self.newest)
+
+    def run(self) -> None:
+        for node in self.nodes:
+            if node.op == "call_function" and node not in self.writes:
+                any(self._write(node, write) for write in self._candidates(node))
+
+    def holds(self, target: fx.Node) -> bool:
+        """Whether the input `target` holds its new value."""
+        value = self.targets[target]
+        if not isinstance(value, fx.Node) or value is target or self.root_of(value) is not target:
+            return False
+        return tensors_lie_alike(self._layout(value), target.meta["val"])
+
+    # --- where values lie ------------------------------------------------------------------------
+
+    def root_of(self, node: fx.Node) -> fx.Node:
+        """The value in whose memory `node` lies."""
+        while node not in self.roots and is_view(node):
+            node = node.args[0]  # type: ignore[assignment]
+        return self.roots.get(node, node)
+
+    def _layout(self, node: fx.Node) -> Any:
+        """A fake tensor that lies as the value of `node` does."""
+        if node in self.layouts or not is_view(node):
+            return self.layouts.get(node, node.meta.get("val"))
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        layout = self._layout(source)
+        if layout is source.meta.get("val"):
+            return node.meta.get("val")
+        return run_fake(node, source, layout)
+
+    def _is_writable(self, node: fx.Node) -> bool:
+        """Whether `node` lies in memory that may be written to, and a write to it goes there."""
+        while node not in self.roots and is_view(node):
+            if not is_writable_view(node):
+                return False
+            node = node.args[0]  # type: ignore[assignment]
+        root = self.roots.get(node, node)
+        value = root.meta.get("val")
+        is_owned = gives_new_memory(root) or root in self.targets
+        return is_owned and type(value) is _torch.FakeTensor and not _overlaps_itself(value)
+
+    # --- chains ----------------------------------------------------------------------------------
+
+    def _candidates(self, node: fx.Node) -> Iterator[Write]:
+        """The ways in which `node` may write into what is there already."""
+        first = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node):
+            first = None
+        in_place = form_in_place(node)
+        if in_place is not None and first is not None:
+            if is_copy(node) and self._is_there(first, node.args[1]):
+                yield Write(first)
+            yield Write(first, in_place)
+        part = part_of(node)
+        if part is not None and first is not None:
+            yield Write(first, Form(_COPY, part))
+        with_out = form_with_out(node)
+        if with_out is None:
+            return
+        for target, value in self.targets.items():
+            if value is node:
+                yield Write(target, with_out)
+        for user in node.users:
+            part = part_of(user)
+            if part is not None and user.args[1] is node and self._is_before(user.args[0], node):
+                yield Write(user.args[0], Form(with_out.op, part, is_out=True))  # type: ignore[arg-type]
+
+    def _is_there(self, first: fx.Node, source: Any) -> bool:
+        if not isinstance(source, fx.Node) or self.root_of(source) is not self.root_of(first):
+            return False
+        there = self._layout(first)
+        return _is_static(there) and tensors_lie_alike(there, self._layout(source))
+
+    def _is_before(self, value: Any, node: fx.Node) -> bool:
+        return isinstance(value, fx.Node) and self.place[value] < self.place[node]
+
+    def _write(self, node: fx.Node, write: Write) -> bool:
+        """Let `node` write in place, if that changes nothing that is read later."""
+        if not self._is_writable(write.memory):
+            return False
+        layout = self._layout_written(node, write)
+        if layout is None:
+            return False
+        root = self.root_of(write.memory)
+        chain = _WriteChain(root, node, write, layout)
+        while (closer := self._find_closer(chain)) is not None:
+            memory = closer.args[0]
+            assert isinstance(memory, fx.Node)
+            chain.add(closer, memory, self._layout(memory))
+        if not self._is_unread(chain) or not self._fits_readers(chain):
+            return False
+        self.writes.update(chain.writes)
+        self.layouts.update(chain.layouts)
+        self.roots.update(dict.fromkeys(chain.writes, root))
+        self.newest[root] = list(chain.writes)
+        return True
+
+    def _layout_written(self, node: fx.Node, write: Write) -> Tensor | None:
+        """How the value of `node` lies when it is written so; `None` if it cannot be."""
+        memory = self._layout(write.memory)
+        value = node.meta.get("val")
+        form = write.form
+        if form is not None and form.part is not None:
+            place = memory if not form.is_out else run_part(form.part, memory)
+            if not form.is_out:
+                return memory if tensors_lie_alike(value, memory) else None
+            memory = place
+        return memory if _has_form_of(value, memory) else None
+
+    def _find_closer(self, chain: "_WriteChain") -> fx.Node | None:
+        """The operator that puts what was written last where it is already."""
+        stack = [(chain.last, chain.layouts[chain.last])]
+        while stack:
+            value, layout = stack.pop()
+            for user in value.users:
+                if is_view(user):
+                    seen = self._layout_of_view(user, value, layout)
+                    if seen is not None:
+                        stack.append((user, seen))
+                elif user not in chain.writes and self._puts_back(user, value, layout, chain.root):
+                    return user
+        return None
+
+    def _layout_of_view(self, view: fx.Node, source: fx.Node, layout: Any) -> Any:
+        is_as_traced = tensors_lie_alike(layout, source.meta.get("val"))
+        return view.meta.get("val") if is_as_traced else run_fake(view, source, layout)
+
+    def _puts_back(self, node: fx.Node, value: fx.Node, layout: Any, root: fx.Node) -> bool:
+        part = part_of(node)
+        if (part is None and not is_copy(node)) or node.args[1] is not value:
+            return False
+        memory = node.args[0]
+        if not isinstance(memory, fx.Node) or self.root_of(memory) is not root:
+            return False
+        around = self._layout(memory)
+        place = around if part is None else run_part(part, around)
+        fits = _has_form_of(node.meta.get("val"), around) and self._is_writable(memory)
+        return fits and _is_static(place) and tensors_lie_alike(layout, place)
+
+    # --- readers ---------------------------------------------------------------------------------
+
+    def _is_unread(self, chain: "_WriteChain") -> bool:
+        """Whether nobody reads, after the first write, what was in the memory before."""
+        stack = list(self.newest.get(chain.root, [chain.root]))
+        seen = set(stack)
+        while stack:
+            member = stack.pop()
+            for user in member.users:
+                if user in chain.writes:
+                    if not chain.may_read(user, member):
+                        return False
+                elif is_view(user):
+                    if user not in seen:
+                        seen.add(user)
+                        stack.append(user)
+                elif self.place[user] > self.place[chain.first] or not gives_new_memory(user):
+                    return False  # nor may a reader hand the memory on
+        return True
+
+    def _fits_readers(self, chain: "_WriteChain") -> bool:
+        """Whether others may read what the chain wrote, as it lies now, before it is complete."""
+        return all(
+            self._may_lie_so(node, chain.layouts[node], chain, is_last=node is chain.last)
+            for node in chain.writes
+        )
+
+    def _may_lie_so(self, node: fx.Node, layout: Any, chain: "_WriteChain", is_last: bool) -> bool:
+        is_as_traced = tensors_lie_alike(layout, node.meta.get("val"))
+        if is_as_traced and is_last:
+            return True
+        for user in node.users:
+            if user in chain.writes:
+                continue
+            if user.op == "output":  # it would share memory with another one
+                if is_last and self.targets.get(chain.root) is node:
+                    continue
+                return False
+            if is_view(user):
+                seen = self._layout_of_view(user, node, layout)
+                if seen is None or not self._may_lie_so(user, seen, chain, is_last):
+                    return False
+            elif not is_as_traced and not _gives_alike(user, node, layout):
+                return False
+        return True
+
+
+_COPY = torch.ops.aten.copy_.default
+
+
+class _WriteChain:
+    """A write to the memory of `root`, and what puts it into the tensors around."""
+
+    def __init__(self, root: fx.Node, first: fx.Node, write: Write, layout: Tensor) -> None:
+        self.root = root
+        self.first = self.last = first
+        self.writes = {first: write}
+        self.layouts = {first: layout}
+
+    def add(self, node: fx.Node, memory: fx.Node, layout: Tensor) -> None:
+        self.last = node
+        self.writes[node] = Write(memory)
+        self.layouts[node] = layout
+
+    def may_read(self, node: fx.Node, member: fx.Node) -> bool:
+        """Whether `node`, of the chain, may be given `member`, which lies in the memory."""
+        write = self.writes[node]
+        if write.form is None:
+            return True  # nor does it read
+        is_first_argument = bool(node.args) and node.args[0] is member
+        others = [*node.args[1:], *node.kwargs.values()]
+        return is_first_argument and not write.form.is_out and member not in _nodes_in(others)
+
+
+def _nodes_in(values: Iterable[Any]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(list(values), found.append)
+    return found
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+def _has_form_of(value: Any, like: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return False
+    return value.dtype == like.dtype and [*map(str, value.shape)] == [*map(str, like.shape)]
+
+
+def _is_static(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    return all(isinstance(number, int) for number in numbers)
+
+
+def _overlaps_itself(value: Tensor) -> bool:
+    hints = ([*map(_torch.hint_of, numbers)] for numbers in (value.stride(), value.shape))
+    end = 0
+    for stride, size in sorted((s, n) for s, n in zip(*hints, strict=True) if n > 1):
+        if stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
+
+
+def run_part(part: WrittenPart, layout: Any) -> Any:
+    """The part of a fake tensor; `None` if its sizes vary, of which nothing is assumed."""
+    if not _is_static(layout) or any(isinstance(a, Size) for a in part.args):
+        return None
+    with _torch.isolate(), layout.fake_mode:
+        return part.op(layout, *part.args, **part.kwargs)
+
+
+def run_fake(node: fx.Node, source: fx.Node, layout: Any) -> Any:
+    """The fake value of `node` when `source`, which it reads, lies so; `None` if there is none."""
+    values: dict[fx.Node, Any] = {n: n.meta.get("val") for n in node.all_input_nodes}
+    values[source] = layout
+    tensors = [t for v in values.values() for t in (v if isinstance(v, tuple | list) else [v])]
+    if not all(map(_is_static, tensors)):
+        return None
+    mode = tensors[0].fake_mode
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _in_mode(mode, values[n]))
+    try:
+        with _torch.isolate(), mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+    except RuntimeError:  # a view that cannot be had of this layout
+        return None
+
+
+def _in_mode(mode: _torch.FakeTensorMode, value: Any) -> Any:
+    """A fake tensor that lies as `value` does, which may be one of another trace."""
+    if not isinstance(value, Tensor) or getattr(value, "fake_mode", mode) is mode:
+        return value
+    with _torch.isolate(), mode:
+        numel = value.untyped_storage().nbytes() // value.dtype.itemsize
+        storage = torch.empty(numel, dtype=value.dtype, device=value.device)
+        return storage.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _gives_alike(node: fx.Node, argument: fx.Node, layout: Any) -> bool:
+    """Whether `node` gives what the graph says when `argument` lies so."""
+    found, said = run_fake(node, argument, layout), node.meta.get("val")
+    if not isinstance(found, tuple | list) or not isinstance(said, tuple | list):
+        return tensors_lie_alike(found, said)
+    return len(found) == len(said) and all(map(tensors_lie_alike, found, said))

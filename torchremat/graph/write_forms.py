@@ -1,0 +1,147 @@
+"""Forms of operators that run in place: the operator that writes, and a part that it writes to.
+
+    add(s, y), which was add_(s, y)              add_(s, y)
+    mm(a, b), which was mm(a, b, out=s)          mm(a, b, out=s)
+    slice_scatter(b, y, 1, 0, 4)                 copy_(slice(b, 1, 0, 4), y)
+
+Only what was in place in the user's code is again: then its numbers are those of plain PyTorch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchremat import _torch
+from torchremat.graph.nodes import call_of, is_identity, is_item, is_view
+from torchremat.graph.notes import notes_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenPart:
+    """A part of a tensor: what `op` gives of the tensor and these arguments."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The operator that writes. It takes the memory first, or else as `out`.
+
+    With a `part` it writes to that part of the memory.
+    """
+
+    op: Any
+    part: WrittenPart | None = None
+    is_out: bool = False
+
+
+_PARTS: dict[Any, Any] = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+}
+
+
+def part_of(scatter: fx.Node) -> WrittenPart | None:
+    """The part of its first argument that `scatter` replaces; `None` of any other operator."""
+    op = _PARTS.get(scatter.target)
+    return None if op is None else WrittenPart(op, scatter.args[2:], scatter.kwargs)
+
+
+def is_copy(node: fx.Node) -> bool:
+    return node.target is aten.copy.default
+
+
+def form_in_place(node: fx.Node) -> Form | None:
+    """The form of `node` that writes to its first argument, if the user's code ran that."""
+    if is_copy(node):
+        return Form(aten.copy_.default)
+    ran = notes_of(node).written_by
+    if ran is None or not isinstance(node.target, _torch.OpOverload):
+        return None
+    name = _torch.schema_of(ran).name
+    is_form = name == f"{_torch.schema_of(node.target).name}_" and arguments_written_by(ran) == [0]
+    return Form(ran) if is_form and _parameters(ran) == _parameters(node.target) else None
+
+
+def form_with_out(node: fx.Node) -> Form | None:
+    """The form of `node` that writes to an argument `out`, if the user's code ran that."""
+    ran = notes_of(node).written_by
+    if ran is None or not isinstance(node.target, _torch.OpOverload):
+        return None
+    parameters = _parameters(ran)
+    is_form = (
+        _torch.schema_of(ran).name == _torch.schema_of(node.target).name
+        and arguments_written_by(ran) == [len(parameters) - 1]
+        and parameters[-1][0] == "out"
+        and parameters[:-1] == _parameters(node.target)
+    )
+    return Form(ran, is_out=True) if is_form else None
+
+
+def arguments_written_by(op: Any) -> list[int]:
+    return [i for i, a in enumerate(_torch.schema_arguments(op)) if _is_written(a)]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _parameters(op: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in _torch.schema_arguments(op)]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+# They return their argument where there is nothing to do, which their schemas do not say.
+_MAY_RETURN_ARGUMENT = {
+    aten.conj_physical.default,
+    aten.native_dropout.default,
+}
+
+
+def gives_new_memory(node: fx.Node) -> bool:
+    """Whether all results of the call `node` lie in memory of their own."""
+    call = call_of(node)
+    if call.op != "call_function" or is_view(call) or call.target in _MAY_RETURN_ARGUMENT:
+        return False
+    if not isinstance(call.target, _torch.OpOverload):
+        return False
+    schema = _torch.schema_of(call.target)
+    return (
+        schema.name.startswith(("aten::", "prims::", "torchremat::"))
+        and not schema.is_mutable
+        and all(returned.alias_info is None for returned in schema.returns)
+    )
+
+
+# `reshape`, which may copy, is none of them; `expand` and `as_strided` name an element twice.
+_VIEWS_OF_EACH_ELEMENT = {
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.diagonal.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unbind.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+}
+
+
+def is_writable_view(node: fx.Node) -> bool:
+    """Whether a write to `node`, a view, is one to what it is a view of, each element once."""
+    return is_item(node) or is_identity(node) or node.target in _VIEWS_OF_EACH_ELEMENT

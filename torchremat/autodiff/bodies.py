@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.errors import NotAvailableError
+from torchremat.graph.nodes import VIEWS_BY_SHAPE
 from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import draws_by_shape
 from torchremat.graph.symbolic_sizes import Interpreter
@@ -117,6 +118,9 @@ class _OperatorInterpreter(Interpreter):
         if target is _torch.ZERO_TENSOR:
             # a product with it has a tangent of another layout, which views of the product refuse
             target = torch.ops.aten.zeros.default
+        elif target in VIEWS_BY_SHAPE:
+            # `x.contiguous()` is no operator where x was contiguous, and mapped it may not be
+            target = torch.ops.aten.reshape.default
         return super().call_function(target, args, kwargs)
 
 

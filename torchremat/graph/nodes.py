@@ -60,6 +60,9 @@ _UNDECLARED_VIEWS = {
     aten.unsafe_split_with_sizes.default,
 }
 
+VIEWS_BY_SHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
+"""Refused for a tensor that lies otherwise in memory than when it was traced; `reshape` is not."""
+
 _IDENTITIES = {aten.detach.default, aten.alias.default}
 
 

@@ -11,14 +11,20 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.core.trees import Structure
 from torchremat.graph.inplace import find_restride
-from torchremat.graph.nodes import attribute, is_checkpoint, is_item, item_index, results_of
+from torchremat.graph.nodes import (
+    VIEWS_BY_SHAPE,
+    attribute,
+    is_checkpoint,
+    is_item,
+    item_index,
+    results_of,
+)
 from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.graph.slicing import add_body, slice_graph
 from torchremat.typed_graph.typed_graph import TypedGraph
 
 aten = torch.ops.aten
 
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
 _PASS_THROUGH = {aten.alias.default, aten.lift_fresh.default}
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
@@ -131,7 +137,7 @@ class _Builder:
             return
         copy = self.graph.node_copy(node, self.copies.__getitem__)
         copy.kwargs = {k: v for k, v in copy.kwargs.items() if not _is_number_of_trace(node, k)}
-        if copy.target in _VIEWS:
+        if copy.target in VIEWS_BY_SHAPE:
             copy.target = aten.reshape.default
         self.copies[node] = copy
 
@@ -216,7 +222,7 @@ def _with_outputs(body: fx.GraphModule, outputs: Sequence[Any]) -> fx.GraphModul
         if node.target in _PASS_THROUGH and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(node.args[0])
             pruned.graph.erase_node(node)
-        elif node.target in _VIEWS:
+        elif node.target in VIEWS_BY_SHAPE:
             node.target = aten.reshape.default
     return pruned
 

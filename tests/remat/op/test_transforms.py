@@ -230,6 +230,19 @@ def test_per_sample_gradients_of_a_model():
         assert_same(expected, Fn.vmap(Fn.grad(fun), in_dims=(None, 0, 0))(params, x, y))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_view_of_heads_that_are_side_by_side_in_one_example_only(policy):
+    def heads(x):
+        q = x.view(1, 16, 4, 8).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, q, q)
+        return y.transpose(1, 2).contiguous().view(1, 16, 32).square().sum()
+
+    x = torch.randn(3, 16, 32)
+    checkpointed = tr.checkpoint(heads, policy=POLICIES[policy]())
+    assert_same(Fn.vmap(Fn.grad(checkpointed))(x), Fn.vmap(Fn.grad(heads))(x))
+
+
 def test_functional_call_of_a_checkpointed_module():
     net = nn.Linear(4, 2).double()
     fun = tr.checkpoint(net)

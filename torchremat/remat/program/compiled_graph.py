@@ -12,7 +12,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, compile_graph
-from torchremat.graph.nodes import inner_graphs_of, is_forward, is_item
+from torchremat.graph.nodes import VIEWS_BY_SHAPE, inner_graphs_of, is_forward, is_item
 from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.reuse import reuse_in
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
@@ -137,9 +137,6 @@ def _refuse_replay(graph: fx.Graph) -> None:
             )
 
 
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
-
-
 def _find_replayed(graph: fx.Graph) -> Iterator[fx.Node]:
     """The operators of the forward pass that a backward graph runs again, in bodies too."""
     for node in graph.nodes:
@@ -171,7 +168,7 @@ def accept_any_layout(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if is_forward(node):
             continue
-        if node.target in _VIEWS:
+        if node.target in VIEWS_BY_SHAPE:
             node.target = aten.reshape.default
         elif node.target is aten.view_as_complex.default:
             pairs = node.args[0]

@@ -84,7 +84,7 @@ def run_example(command: list[str], processes: int = 1) -> subprocess.CompletedP
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=3000,  # of a run that hangs: a busy machine takes ten times as long
         check=False,
     )
 

@@ -32,7 +32,7 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def run_processes(module, size, folder, *parts, timeout=200):
+def run_processes(module, size, folder, *parts, timeout=1000):
     """How each check of each part ended in each process: `ok`, or a traceback."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.parallel.processes", module, str(size), str(folder)]

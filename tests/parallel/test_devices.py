@@ -150,7 +150,7 @@ def test_two_processes(tmp_path):
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=90) for process in processes]
+        outputs = [process.communicate(timeout=900) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -23,5 +23,5 @@ CASES = [
 def test_training(run_once, size, names, name):
     if name == "a_pipeline_whose_backward_is_split":
         skip_in_2_11("its split backward loses the nodes of each torch.autograd.Function")
-    for found in run_once("tests.parallel.training_programs", size, names, timeout=400):
+    for found in run_once("tests.parallel.training_programs", size, names, timeout=2000):
         assert found[name] == "ok", found[name]

@@ -146,7 +146,7 @@ def command(*args: str, env: dict[str, str] | None = None, **options):
 
 def test_module_of_python_runs_it_and_warnings_are_a_line():
     process = command("residuals", MODEL, "--policy", "names:attn")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0
     assert out.startswith("saved for the backward pass: 0 B")
     assert err.startswith("Warning: save_only_these_names('attn')")
@@ -158,7 +158,7 @@ def test_a_closed_pipe_is_quiet():
     with command("graph", MODEL) as process:
         process.stdout.close()  # as `| head` does, before anything is written
         err = process.stderr.read()
-        assert (process.wait(timeout=120), err) == (141, "")
+        assert (process.wait(timeout=1200), err) == (141, "")
 
 
 def test_messages_of_others_are_printed_harmlessly():

@@ -455,3 +455,16 @@ def test_all_chunks_draw_the_same_numbers(chunk_size):
     around = tr.checkpoint(lambda x: chunked(x))
     assert len(around(x).unique(dim=0)) == 1
     assert len(tr.vmap(draw, randomness="different", chunk_size=chunk_size)(x).unique(dim=0)) == 5
+
+
+@pytest.mark.parametrize("wrap", [tr.vmap, tr.checkpoint], ids=["vmap", "checkpoint"])
+def test_views_of_what_needs_no_gradient_are_views_of_the_argument(wrap):
+    first = wrap(lambda x: x[0])
+    w = torch.full((4,), 3.0, requires_grad=True)
+    for _ in range(3):
+        x = torch.ones(4, 4)
+        y = first(x)
+        assert y._base is x
+        y.mul_(w)  # which makes x one that has a gradient, in PyTorch
+        (gradient,) = torch.autograd.grad(x.sum(), w)
+        assert gradient.tolist() == [1.0] * 4

@@ -40,6 +40,18 @@ def spread(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def view_in(base: Tensor, value: Tensor) -> Tensor:
+    """`value` as a view of `base` if it lies in its storage: a write to one counts for both."""
+    storage = _storage_of(value)
+    if storage is None or storage != _storage_of(base) or _torch.is_view(value):
+        return value
+    if (value.is_conj(), value.is_neg()) != (base.is_conj(), base.is_neg()):
+        return value  # PyTorch's operators made it: no compiled kernel sets these bits
+    whole = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,), 0)
+    whole = whole if whole.dtype == value.dtype else whole.view(value.dtype)
+    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
 def overlapping_pair(tensors: Sequence[Any], written: Sequence[int]) -> tuple[int, int] | None:
     """The positions of one of `written` and of another of `tensors` whose memory overlaps."""
     in_storage: dict[int, list[int]] = {}

@@ -259,3 +259,40 @@ def test_a_jit_of_a_jit_keeps_its_own_options():
     outer = tr.jit(inner, backend="aot_eager")
     assert (outer.backend, inner.backend) == ("aot_eager", "eager")
     assert torch.equal(outer(torch.ones(2)), torch.full((2,), 2.0))
+
+
+VIEWS = {
+    "slice": lambda x: x[:, 1:],
+    "dtype": lambda x: x.view(torch.int32)[1:],
+    "transpose": lambda x: x.t(),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_autograd_sees_a_write_through_a_view_of_an_argument(name, backend):
+    jitted = tr.jit(VIEWS[name], backend=backend)
+    w = torch.ones(3, 4, requires_grad=True)
+    for _ in range(2):
+        x = torch.ones(3, 4)
+        loss = (w * x).sum()
+        y = jitted(x)
+        assert torch.equal(y, VIEWS[name](x))
+        assert y.data_ptr() == VIEWS[name](x).data_ptr()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_autograd_sees_a_write_through_another_output(backend):
+    def f(x):
+        y = x * 2
+        return y[1:], y.t()
+
+    a, b = tr.jit(f, backend=backend)(torch.ones(3, 4))
+    w = torch.ones(2, 4, requires_grad=True)
+    loss = (w * a).sum()
+    b.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

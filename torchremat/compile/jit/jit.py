@@ -184,12 +184,14 @@ class Jitted(Checkpointed):
         if program.region.wrt:
             return super()._apply(trace, program, tensors, sizes)
         notes_views = bool(program.views)
+        places = [p for kind, p in program.view_bases.values() if kind == "input"]
+        bases = {position: tensors[position] for position in places}
         if program.writes:
             found = run_program(program, tensors, None, sizes, notes_views=notes_views)
         else:  # which empties the list: what is read for the last time is freed
             found = run_graph(program.forward, tensors, None, sizes, notes_views=notes_views)
         found = found[: program.num_outputs]
-        return program.as_no_views(found) if notes_views else found
+        return program.as_no_views(program.as_views(bases, found)) if notes_views else found
 
     def trace(self, *args: Any, **kwargs: Any) -> TypedGraph:
         """The function as a typed graph, as `make_graph` gives it."""

@@ -6,15 +6,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.compile.jit.donation_plan import Donation, write_at_the_end, write_by_operators
 from torchremat.compile.lowering import lower
 from torchremat.core.interrupts import hold_interrupts
+from torchremat.graph.aliasing import view_in
 from torchremat.graph.codegen import Runner, source_of
-from torchremat.graph.nodes import inner_graphs_of, results_of
+from torchremat.graph.nodes import base_of, inner_graphs_of, results_of
 from torchremat.graph.notes import graph_notes_of
 from torchremat.policies.policy import Policy
 from torchremat.remat.program.compiled_graph import CompiledGraph
@@ -92,6 +93,36 @@ class JitProgram(FunctionProgram):
         """Make outputs in an input's storage no views, which they would be above autograd."""
         with _torch.below_autograd():
             return tuple(_alias(t) if i in self.written else t for i, t in enumerate(outputs))
+
+    @cached_property
+    def view_bases(self) -> Mapping[int, tuple[str, int]]:
+        """By the position of an output, the input or the output before it that it is a view of.
+
+        Only compiled graphs have any: PyTorch's operators make views as such themselves.
+        """
+        if self.compiler is None or not self.compiler.fuses:
+            return {}
+        inputs = {node: i for i, node in enumerate(self.region.joint.inputs)}
+        outputs = [base_of(node) for node in self.output_nodes]
+        found = {}
+        for i in self.views:
+            base, first = outputs[i], outputs.index(outputs[i])
+            if i in self.written or (base not in inputs and first == i):
+                continue
+            found[i] = ("input", inputs[base]) if base in inputs else ("output", first)
+        return found
+
+    def as_views(self, bases: Mapping[int, Tensor], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Make outputs of a compiled graph views, so that autograd sees writes through them.
+
+        `bases` has the inputs that they lie in, by position. Inductor gives a tensor on the same
+        memory, with a version counter of its own.
+        """
+        found = list(outputs)
+        for i, (kind, position) in self.view_bases.items():
+            base = bases[position] if kind == "input" else found[position]
+            found[i] = view_in(base, found[i])
+        return tuple(found)
 
     def _warnings(self) -> Iterator[bool]:
         yield self.decisions.warn_of_unmatched()

@@ -24,7 +24,7 @@ from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.copies import expect, fetch_value, note_kept, wait_for_copies
 from torchremat.remat.op.node_hooks import call_where_needed, limit_hooks
-from torchremat.remat.op.remat_op import run_graph, run_program
+from torchremat.remat.op.remat_op import records_gradients, run_graph, run_program
 from torchremat.remat.program.derived_programs import (
     batch_program,
     floating_outputs,
@@ -65,6 +65,9 @@ def _apply_at_level(
     if not _torch.functorch_is_active():
         if _torch.in_dual_level() and _torch.has_tangents(inputs):
             return _torch.push_dual_numbers_forward(_forward_rule(program, owner), inputs)
+        if program.views and not _torch.innermost_proxy_mode() and not records_gradients(inputs):
+            results = run_program(program, inputs, next(_calls), sizes, notes_views=True)
+            return results[: program.num_outputs]  # its views, as the operators made them
         return _direct_apply(program, sizes, owner, *program.by_slot(inputs))  # type: ignore[no-any-return]
     if program.axis_names:
         inputs = map_over(program.axis_names, inputs)

@@ -7,6 +7,7 @@ it, and what the inner checkpoint recomputes is not merged with the rest.
 
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -128,6 +129,11 @@ def _refuse_inference_tensors(inputs: Sequence[Any], in_place: Sequence[int]) ->
             inputs[i].copy_(inputs[i])
 
 
+def records_gradients(inputs: Sequence[Any]) -> bool:
+    tensors = (t for t in inputs if isinstance(t, torch.Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
 def run_graph(
     compiled: CompiledGraph,
     inputs: list[Any],
@@ -146,7 +152,9 @@ def run_graph(
         inputs[:0] = [sizes[name] for name in symbols_of(compiled.run)]
     try:
         if notes_views:
-            with without_autocast(), torch.no_grad():
+            # a view made while gradients are off may not be written to while they are on
+            mode = torch.no_grad() if records_gradients(inputs) else nullcontext()
+            with without_autocast(), mode:
                 return compiled.run(inputs)
         if _torch.is_any_autocast_enabled():
             with without_autocast(), _torch.below_autograd():

@@ -55,7 +55,8 @@ difference that torchremat may mend.
 PyTorch could not be cloned where the counts are from. So its tests were taken from forks
 that keep them for other devices, with the devices changed back: test_autograd, test_utils and
 test_activation_checkpointing (an older version) from Ascend/pytorch, the tests of functorch from
-intel/torch-xpu-ops, of August 2026. JAX's were of jax-ml/jax, the same month. `--source` takes
+intel/torch-xpu-ops, of August 2026. Short modules stood in for the helpers that those of functorch
+import. JAX's were of jax-ml/jax, the same month. `--source` takes
 checkouts; without it the script clones {sources}.
 
 The generated tests of each operator in test_vmap are left out: `tests/batching` has them.

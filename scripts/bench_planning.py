@@ -40,7 +40,7 @@ from planning_report import print_report, write_docs
 from tests.planning.schedules import least_peak_bound, plain_schedule
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.costs.device_rates import Rates
-from torchremat.planning.problem.backward_order import orders_of
+from torchremat.planning.problem.orders import orders_of
 from torchremat.planning.problem.problem import Problem, Schedule, costs_of
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 from torchremat.planning.solver import solve, solve_orders

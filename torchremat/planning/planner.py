@@ -20,7 +20,8 @@ from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.problem.backward_order import floor_of, orders_of
+from torchremat.planning.problem.backward_order import floor_of
+from torchremat.planning.problem.orders import orders_of
 from torchremat.planning.problem.problem import Costs, Operator, Part, Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import replay_of
 from torchremat.planning.search.solver_options import Solution, SolverOptions

@@ -16,7 +16,8 @@ from dataclasses import replace
 from torchremat.planning.milp.row_generation import RowGeneration
 from torchremat.planning.milp.whole_rounds import WholeRounds
 from torchremat.planning.problem.backward_order import floor_of
-from torchremat.planning.problem.problem import Problem, Schedule, costs_of
+from torchremat.planning.problem.orders import find_lowest_need, renumber_back
+from torchremat.planning.problem.problem import Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.backward_search import BackwardFrontier, BackwardSearch, Limits
@@ -30,6 +31,7 @@ from torchremat.planning.search.least_peak import (
 )
 from torchremat.planning.search.local_search import LocalSearch
 from torchremat.planning.search.min_cut import cut_saved_sets
+from torchremat.planning.search.solution import build_solution
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 
 # The shares below divide the time of a search, which is work that is counted. They were chosen by
@@ -90,12 +92,6 @@ _ANY_GAP = 1e6
 _MOST_STARTS = 4
 # Nominal seconds of one minimum cut for each operator of the problem: measured.
 _SECONDS_OF_CUT = 5e-5
-# A gap that a plan explains: the bound says little then.
-_WIDE_GAP = 0.05
-# Times the floor of the order. Below, most bytes are those of single operators.
-_NEAR_FLOOR = 1.1
-# HiGHS answers to within 1e-7. A bound is lowered by it, to claim no more than was proved.
-_SAFETY = 1 - 1e-7
 # The gap of an optimum, with what HiGHS leaves open.
 _SAFE_GAP = 1e-6
 
@@ -111,7 +107,7 @@ def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -
     incumbent = _search_links(problem, budget, options, timer)
     if incumbent.best is None and not options.is_prompt:
         _take_least(problem, budget, incumbent, options)
-    return _build_solution(problem, incumbent, budget)
+    return build_solution(problem, incumbent, budget)
 
 
 def _search_links(
@@ -177,20 +173,48 @@ def _find_least(problem: Problem, seconds: float | None, solver: str) -> Decisio
 def solve_orders(
     problems: Sequence[Problem], budget: int, options: SolverOptions | None = None
 ) -> Solution:
-    """`solve` for the first of `problems`, which differ in their order, that has an answer.
+    """The best `solve` of `problems`, which differ in their order as those of `orders_of` do.
 
-    If none has, the solution is that of the least peak. Only where a problem is small is there more
-    in the orders after the first than time they take.
+    If in one of them nothing need be recomputed, it is the first of these. Else those that order
+    the forward pass anew are all searched, and orders that need more than `budget` are left out.
+    If none has an answer, it is that of the least peak.
+    """
+    plain = (p for p in problems if Evaluator(p, budget)(Decisions(p.needed)).fits)
+    first = next(plain, None)
+    if first is not None:
+        return _solve_renumbered(first, budget, options)
+    problems = [p for p in problems if find_lowest_need(p) <= budget] or problems
+    anew = [problem for problem in problems if problem.numbers is not None]
+    solutions = _solve_given([p for p in problems if p.numbers is None], budget, options)
+    solutions += [_solve_renumbered(problem, budget, options) for problem in anew]
+    if all(solution.schedule is None for solution in solutions):
+        return min(solutions, key=lambda solution: solution.least_peak)
+    best = min(solutions, key=lambda solution: (solution.added_seconds, solution.peak))
+    bound = min(solution.lower_bound_seconds for solution in solutions)
+    return replace(best, lower_bound_seconds=bound)  # in another order, one might add less
+
+
+def _solve_given(
+    problems: Sequence[Problem], budget: int, options: SolverOptions | None
+) -> list[Solution]:
+    """The solutions of `problems` as far as the first that has an answer.
+
+    Only where a problem is small is there more in the orders after the first than time they take.
     """
     solutions: list[Solution] = []
     for problem in problems:
         if solutions and not _is_searchable(problem):
             break
         solutions.append(solve(problem, budget, options))
-        if solutions[-1].schedule is not None:  # in another order a schedule might add less
-            bound = min(solution.lower_bound_seconds for solution in solutions)
-            return replace(solutions[-1], lower_bound_seconds=bound)
-    return min(solutions, key=lambda solution: solution.least_peak)
+        if solutions[-1].schedule is not None:
+            break
+    return solutions
+
+
+def _solve_renumbered(problem: Problem, budget: int, options: SolverOptions | None) -> Solution:
+    found = solve(problem, budget, options)
+    schedule = None if found.schedule is None else renumber_back(problem, found.schedule)
+    return replace(found, schedule=schedule, lowest=renumber_back(problem, found.lowest))
 
 
 def _search(
@@ -413,25 +437,3 @@ def _try_larger_budget(
         fitting = incumbent.note(local.repair(evaluator(found.best.decisions)))
         if fitting.fits:
             incumbent.note(local.improve(fitting))
-
-
-def _build_solution(problem: Problem, incumbent: Incumbent, budget: int) -> Solution:
-    assert incumbent.lowest is not None
-    lowest, least = incumbent.lowest.replay.schedule, incumbent.lowest.costs.peak
-    if incumbent.best is None:
-        return Solution(None, float("inf"), least, incumbent.bound, least, lowest)
-    schedule = incumbent.best.replay.schedule
-    costs = costs_of(problem, schedule)
-    bound = min(incumbent.bound * _SAFETY, costs.added_seconds)
-    reason = ""
-    if bound < (1 - _WIDE_GAP) * costs.added_seconds:
-        reason = _explain_gap(problem, incumbent, budget)
-    return Solution(schedule, costs.added_seconds, costs.peak, bound, least, lowest, reason)
-
-
-def _explain_gap(problem: Problem, incumbent: Incumbent, budget: int) -> str:
-    if budget < _NEAR_FLOOR * floor_of(problem):
-        return "so near the least peak, recomputation takes memory that the bound counts in part"
-    if incumbent.clock.elapsed_fraction >= 1:
-        return "the search for a better plan, and for a proof, ended at its limit"
-    return "the bound is that of decisions in fractions, and whole ones cost more"

@@ -97,8 +97,7 @@ def reason_to_save_results(
     op: object, kwargs: Mapping[str, object], device: torch.device | None
 ) -> str | None:
     """Why the results of a call of `op`, which are on `device`, should not be recomputed."""
-    over_processes = "group" in kwargs and getattr(op, "is_over_axis", False)
-    if over_processes or packet_name(op).startswith(_AMONG_PROCESSES):
+    if communicates(op, kwargs):
         return "it is a collective, for which the processes would communicate again"
     if selects(op):
         return "it selects among values, and a replay might select others"
@@ -110,6 +109,12 @@ def reason_to_save_results(
     ):
         return "it adds with atomics, in an order that varies"
     return None
+
+
+def communicates(op: object, kwargs: Mapping[str, object]) -> bool:
+    """Whether a call of `op` is a collective, which all processes run in one order."""
+    over_processes = "group" in kwargs and getattr(op, "is_over_axis", False)
+    return over_processes or packet_name(op).startswith(_AMONG_PROCESSES)
 
 
 def _draws(body: fx.GraphModule) -> bool:
@@ -133,15 +138,16 @@ def draws_in_forward(node: fx.Node) -> bool:
         node.op == "call_function"
         and is_forward(node)
         and not is_item(node)
-        and _draws_anywhere(node)
+        and draws_anywhere(node)
     )
 
 
-def _draws_anywhere(node: fx.Node) -> bool:
+def draws_anywhere(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, in itself or in its body."""
     if reason_not_replayable(node) is not None:
         return True
     return any(
-        _draws_anywhere(inner)
+        draws_anywhere(inner)
         for graph in inner_graphs_of(node)
         for inner in graph.graph.nodes
         if inner.op == "call_function" and not is_item(inner)

@@ -25,12 +25,6 @@ def reorder_backward(problem: Problem) -> Problem:
     return min(problem, early, key=lambda p: (floor_of(p), _beside_recomputation(p)))
 
 
-def orders_of(problem: Problem) -> tuple[Problem, ...]:
-    """`problem` in the order of `reorder_backward`, and as it is if that is another."""
-    first = reorder_backward(problem)
-    return (first,) if first.backward == problem.backward else (first, problem)
-
-
 def _beside_recomputation(problem: Problem) -> int:
     """The bytes alive before each step that reads what may be recomputed, summed over steps."""
     before = BackwardBytes.of(problem).before
@@ -56,14 +50,19 @@ def floor_of(problem: Problem) -> int:
     live = list(costs_unchecked(problem, replay.schedule).live)
     num_forward = len(replay.schedule.forward)
     order = replay.schedule.backward
-    wanted: set[int] = set()
-    floor = 0
+    may_idle = problem.known - problem.outputs
+    wanted: set[int] = set()  # of these, what is read later
+    nbytes_wanted = floor = 0
     for place in range(len(order) - 1, -1, -1):
         op = problem.operators[order[place]]
-        wanted.difference_update(op.writes)
-        idle = (wanted & problem.known) - set(op.reads) - problem.outputs
-        floor = max(floor, live[num_forward + place] - sum(problem.nbytes[v] for v in idle))
-        wanted.update(op.reads)
+        made = wanted.intersection(op.writes)
+        wanted -= made
+        nbytes_wanted -= sum(problem.nbytes[v] for v in made)
+        new = may_idle.intersection(op.reads) - wanted
+        nbytes_read = sum(problem.nbytes[v] for v in wanted.intersection(op.reads))
+        floor = max(floor, live[num_forward + place] - (nbytes_wanted - nbytes_read))
+        wanted |= new
+        nbytes_wanted += sum(problem.nbytes[v] for v in new)
     return floor
 
 
@@ -80,7 +79,7 @@ def _gradients_early(problem: Problem) -> list[int]:
         after = {r for v in operators[o].writes for r in readers.get(v, ())}
         makes_gradients = problem.gradients.issuperset(operators[o].writes) and after <= {final}
         leads_to_one = len(after) == 1 and after <= ends
-        if makes_gradients or leads_to_one:
+        if (makes_gradients or leads_to_one) and not operators[o].in_order:
             ends.add(o)
     order: list[int] = []
     done: set[int] = set()

@@ -46,6 +46,8 @@ class Operator:
         draws: whether it draws random numbers. It may draw them a second time, from the state of
             the generator; values drawn in the backward pass are alive to their last use.
         nbytes_inside: bytes that it needs while it runs, besides what it reads and writes.
+        in_order: whether it may not change places with others that have this: it draws random
+            numbers, or communicates.
     """
 
     reads: tuple[int, ...]
@@ -55,6 +57,7 @@ class Operator:
     repeatable: bool = True
     draws: bool = False
     nbytes_inside: int = 0
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Problem:
         backward_constant: those alive in the backward pass besides: cotangents.
         backward_order: the order in which the operators run that need cotangents, if not that of
             `operators`.
+        numbers: those that the operators have in the step, if they are in another order here.
         host_bytes_per_second: of the link to the host, each way; without one nothing is offloaded.
         least_offload: bytes of the smallest value that is worth a copy.
     """
@@ -83,6 +87,7 @@ class Problem:
     constant: int = 0
     backward_constant: int = 0
     backward_order: tuple[int, ...] | None = None
+    numbers: tuple[int, ...] | None = None
     host_bytes_per_second: float | None = None
     least_offload: int = 0
 

@@ -26,7 +26,13 @@ from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.step.exact_peak import ExactPeaks
-from torchremat.policies.replay_rules import draws_in_forward, reason_not_replayable, reason_to_save
+from torchremat.policies.replay_rules import (
+    communicates,
+    draws_anywhere,
+    draws_in_forward,
+    reason_not_replayable,
+    reason_to_save,
+)
 from torchremat.remat.program.random_replay import state_nbytes
 
 
@@ -194,6 +200,7 @@ class _ProblemBuilder:
                 repeatable=not once,
                 draws=again,
                 nbytes_inside=_nbytes_inside(call, sum(self.nbytes[v] for v in writes)),
+                in_order=draws_anywhere(call) or communicates(call.target, call.kwargs),
             )
         )
         self.calls.append(call)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measured" / "clients.md"
-LIBRARIES = ("torch", "transformers", "peft", "accelerate")
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "lightning")
 COLUMNS = ("own", "full", "dots", "budget")
 HOW_MEASURED = """
 *Own* is the checkpointing that the client brings, or `torch.utils.checkpoint` with
@@ -37,7 +37,7 @@ What is not among them:
 - Opacus. Over wrapped layers its hooks give LayerNorms no gradients of each example, and its
   optimizer raises. Leave modules unwrapped that it watches.
 - `litgpt`. Release 0.5.13 wants huggingface-hub below 1.4, and transformers 5.24 at least 1.31.
-- `torchtitan`, TRL, Lightning, DDP and FSDP2 have none here. `tests/parallel` has the last two.
+- `torchtitan`, TRL, DDP and FSDP2 have none here. `tests/parallel` has the last two.
 - Trainings of `tests/clients` without a row, which did not end in the time of the last run.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with the clients of the extra `clients` (transformers, PEFT), in an environment of
+# Trains with the clients of the extra `clients` (transformers, PEFT, Lightning), in an environment of
 # its own (.venv-clients), and writes docs/measured/clients.md of the trainings that ended.
 #   scripts/test_clients.sh                    all of tests/clients, and the page
 #   scripts/test_clients.sh tests/clients/test_trainer.py -k bf16   some of it, and no page

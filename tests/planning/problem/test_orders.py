@@ -35,7 +35,7 @@ def least_peak_of_all_orders(tasks: PassTasks) -> int:
     def count_alive(done: frozenset[int]) -> int:
         made = {v for t in done for v in tasks.writes[t]}
         made |= {v for t in everything for v in tasks.reads[t] if v not in tasks.makers}
-        wanted = {v for t in everything - done for v in tasks.reads[t]} | tasks.kept
+        wanted = {v for t in everything - done for v in tasks.reads[t]} | tasks.lasting
         return sum(tasks.nbytes[v] for v in made & wanted)
 
     @functools.cache
@@ -61,10 +61,10 @@ def tasks_of_any_graph(draw) -> PassTasks:
         reads.append(tuple(sorted(draw(st.sets(st.integers(0, len(nbytes) - 1), max_size=2)))))
         writes.append((len(nbytes),))
         nbytes.append(draw(st.integers(1, 9)))
-    kept = frozenset(draw(st.sets(st.integers(2, len(nbytes) - 1), max_size=2)))
+    lasting = frozenset(draw(st.sets(st.integers(2, len(nbytes) - 1), max_size=2)))
     inside = tuple(draw(st.sampled_from([0, 0, 4])) for _ in range(num))
     in_order = tuple(sorted(draw(st.sets(st.integers(0, num - 1), max_size=3))))
-    return PassTasks(tuple(reads), tuple(writes), inside, tuple(nbytes), kept, in_order)
+    return PassTasks(tuple(reads), tuple(writes), inside, tuple(nbytes), lasting, in_order)
 
 
 @examples(300)

@@ -1,7 +1,7 @@
 """The operators of one pass as tasks, of which any order that keeps dependencies may be chosen.
 
-Independent operators may change places. What must not is a task after those that write what it
-reads, and the tasks that draw random numbers or communicate, which keep their order.
+Independent operators may change places. A task comes after those that write what it reads. Tasks
+that draw random numbers or communicate keep their order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ class PassTasks:
         writes: the values that it writes.
         inside: bytes that it needs only while it runs.
         nbytes: of each value.
-        kept: values that are alive to the end of the pass.
+        lasting: values that are alive to the end of the pass.
         in_order: tasks that keep their order among each other.
     """
 
@@ -28,17 +28,17 @@ class PassTasks:
     writes: tuple[tuple[int, ...], ...]
     inside: tuple[int, ...]
     nbytes: Sequence[int]
-    kept: frozenset[int]
+    lasting: frozenset[int]
     in_order: tuple[int, ...]
 
     @classmethod
     def of_forward(cls, problem: Problem, saved: Iterable[int]) -> "PassTasks":
         """The forward pass, at whose end `saved` are alive."""
-        kept = problem.outputs | problem.written | frozenset(saved)
+        lasting = problem.outputs | problem.written | frozenset(saved)
         order = problem.forward
         inside = tuple(problem.operators[o].nbytes_inside for o in order)
         reads = tuple(problem.operators[o].reads for o in order)
-        return cls._of(problem, order, reads, inside, kept)
+        return cls._of(problem, order, reads, inside, lasting)
 
     @classmethod
     def of_backward(cls, problem: Problem, saved: frozenset[int]) -> "PassTasks":
@@ -61,12 +61,12 @@ class PassTasks:
         order: tuple[int, ...],
         reads: tuple[tuple[int, ...], ...],
         inside: tuple[int, ...],
-        kept: frozenset[int],
+        lasting: frozenset[int],
     ) -> "PassTasks":
         operators = problem.operators
         in_order = tuple(i for i, o in enumerate(order) if operators[o].in_order)
         writes = tuple(operators[o].writes for o in order)
-        return cls(reads, writes, inside, problem.nbytes, kept, in_order)
+        return cls(reads, writes, inside, problem.nbytes, lasting, in_order)
 
     def __len__(self) -> int:
         return len(self.reads)
@@ -114,7 +114,7 @@ class PassTasks:
             total -= sum(nbytes[v] for v in self.writes[t] if self._ends_at_once(v))
             for v in self.reads[t]:
                 left[v] -= 1
-                if not left[v] and v not in self.kept:
+                if not left[v] and v not in self.lasting:
                     total -= nbytes[v]
         return live
 
@@ -122,7 +122,7 @@ class PassTasks:
         return max(self.live_of(order), default=0)
 
     def _ends_at_once(self, v: int) -> bool:
-        return v not in self.kept and v not in self.readers
+        return v not in self.lasting and v not in self.readers
 
 
 def _find_saved(problem: Problem, reads: Iterable[int], saved: frozenset[int]) -> set[int]:

@@ -17,8 +17,9 @@ Rule = Callable[[int, int], tuple[int, int]]
 
 # Tasks before and after a peak in the first window. It grows until it helps; chosen by hand.
 _FIRST_WINDOW = 8
-# Sets of done tasks that one search looks at, and all searches for one order; chosen by hand.
+# Sets of done tasks that one search looks at: more take longer. Chosen by hand.
 _MOST_SETS = 2_000
+# The same of all searches for one order; chosen by hand.
 _MOST_SETS_IN_ALL = 5_000
 # A window costs a look at every task, too: as much as one set for so many; chosen by hand.
 _TASKS_OF_ONE_SET = 10
@@ -43,16 +44,12 @@ def _deepest(added: int, turn: int) -> tuple[int, int]:
 
 def list_tasks(tasks: PassTasks, rule: Rule) -> list[int]:
     """At each place, the task of least rank of those that may run."""
-    nbytes, kept = tasks.nbytes, tasks.kept
+    nbytes, lasting = tasks.nbytes, tasks.lasting
     left = {v: set(readers) for v, readers in tasks.readers.items()}
     waits = [len(before) for before in tasks.before]
     turns = [0] * len(tasks)
     queue: list[tuple[tuple[int, int], int, int]] = []
-    added: list[int] = []
-    for t in range(len(tasks)):
-        own = sum(nbytes[v] for v in tasks.writes[t] if v in kept or v in left)
-        ends = (v for v in tasks.reads[t] if v not in kept and len(left[v]) == 1)
-        added.append(own - sum(nbytes[v] for v in ends))
+    added = [_count_added(tasks, t) for t in range(len(tasks))]
     turn = 0
 
     def push(t: int) -> None:
@@ -72,7 +69,7 @@ def list_tasks(tasks: PassTasks, rule: Rule) -> list[int]:
         turn += 1
         for v in tasks.reads[t]:
             left[v].discard(t)
-            if len(left[v]) == 1 and v not in kept:
+            if len(left[v]) == 1 and v not in lasting:
                 (last,) = left[v]
                 added[last] -= nbytes[v]
                 if not waits[last]:
@@ -112,6 +109,14 @@ def list_from_ends(tasks: PassTasks) -> list[int]:
     return order
 
 
+def _count_added(tasks: PassTasks, t: int) -> int:
+    """The bytes that are alive after the task and were not before, if no other task has run."""
+    lasting, readers = tasks.lasting, tasks.readers
+    own = sum(tasks.nbytes[v] for v in tasks.writes[t] if v in lasting or v in readers)
+    ends = (v for v in tasks.reads[t] if v not in lasting and len(readers[v]) == 1)
+    return own - sum(tasks.nbytes[v] for v in ends)
+
+
 def improve_around_peaks(tasks: PassTasks, order: Sequence[int]) -> list[int]:
     """`order`, with the tasks around its peaks in the order of least peak, while that helps."""
     best, half, sets = list(order), _FIRST_WINDOW, _MOST_SETS_IN_ALL
@@ -149,7 +154,7 @@ class _Window:
             frees = []
             for v in (*tasks.reads[t], *tasks.writes[t]):
                 readers = tasks.readers.get(v, ())
-                if v not in tasks.kept and later.isdisjoint(readers):
+                if v not in tasks.lasting and later.isdisjoint(readers):
                     frees.append((sum(bits.get(r, 0) for r in readers), tasks.nbytes[v]))
             self.frees.append(frees)
         self.start = self._bytes_before(order[:start])
@@ -160,7 +165,9 @@ class _Window:
         alive += sum(tasks.nbytes[v] for t in done for v in tasks.writes[t])
         touched = {v for t in done for v in (*tasks.reads[t], *tasks.writes[t])}
         ended = (
-            v for v in touched if v not in tasks.kept and gone.issuperset(tasks.readers.get(v, ()))
+            v
+            for v in touched
+            if v not in tasks.lasting and gone.issuperset(tasks.readers.get(v, ()))
         )
         return alive - sum(tasks.nbytes[v] for v in ended)
 

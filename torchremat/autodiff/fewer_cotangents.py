@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.rewrites.loss_gradient_op import loss_gradient
 from torchremat.graph.notes import notes_of, set_notes
 from torchremat.graph.symbolic_sizes import literal_size
 
@@ -98,6 +99,11 @@ class _Zeros:
         if node.target in _SUMS:
             terms = node.args[:2]
             if not all(isinstance(t, fx.Node) and t in self._linear for t in terms):
+                raise NotLinearError
+        if node.target is loss_gradient:  # of a gradient plus an addend: both zero or none
+            terms = (node.args[0], node.args[7])
+            live = {t in self._linear and t not in self._zero for t in terms if t is not None}
+            if len(live) > 1:
                 raise NotLinearError
 
     def _drop(self, node: fx.Node, zeros: Sequence[fx.Node]) -> None:

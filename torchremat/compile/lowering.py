@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.autodiff.rewrites.loss_gradient_op import loss_gradient, write_plain
 from torchremat.batching.collectives.collective_ops import as_c10d_ops
 from torchremat.compile.device_support import check_devices, lacks_triton, warn_of_triton
 from torchremat.compile.inlining import inline_bodies
@@ -129,6 +130,9 @@ class _ByInductor:
                     continue
                 if node.target is name_p:
                     env[node] = env[node.args[0]]
+                elif node.target is loss_gradient:  # inductor fuses what it is made of
+                    args = fx.node.map_arg(node.args, env.__getitem__)
+                    env[node] = write_plain(graph, args, node.meta["val"].shape)
                 elif node.op == "output":
                     results = [r for r in self._results if isinstance(r, fx.Node)]
                     graph.output(tuple(env[r] for r in (*results, *draws)))

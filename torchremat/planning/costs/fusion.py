@@ -45,7 +45,7 @@ _REDUCTIONS = frozenset(
         "native_group_norm_backward", "native_batch_norm_backward", "cudnn_batch_norm_backward",
         "_fused_rms_norm_backward", "nll_loss_forward", "nll_loss_backward", "mse_loss",
     )
-)  # fmt: skip
+) | {"torchremat.loss_gradient"}  # fmt: skip
 
 # Reductions to little, which are not done again, and of these and the input something pointwise;
 # with the additions that this is for each element.

@@ -171,7 +171,7 @@ _FLOPS_PER_ELEMENT = {f"aten.{name}": count for count, names in {
     100: "max_pool2d_with_indices upsample_bilinear2d scatter scatter_add index_put polar "
          "var_mean var std std_mean",
     400: "sort topk argsort unique _unique2 kthvalue median mode randperm",
-}.items() for name in names.split()}
+}.items() for name in names.split()} | {"torchremat.loss_gradient": 7}
 # fmt: on
 
 

@@ -11,6 +11,7 @@ from torchremat.autodiff.bodies import Body
 from torchremat.autodiff.fewer_cotangents import NotLinearError, drop_cotangents
 from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.autodiff.matching import match_forward
+from torchremat.autodiff.rewrites.rewrite import rewrite_joint
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.errors import RetraceError
 from torchremat.graph.symbolic_sizes import Sizes
@@ -62,6 +63,8 @@ class Region:
     ) -> "Region":
         """Trace `body` now; what it closes over becomes further inputs."""
         joint, tracing = trace_joint(body, specs, names, paths, options, warns=True)
+        if not options.create_graph:
+            rewrite_joint(joint.module.graph)
         captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
         labels = [f"captured_{i}" for i in range(len(captured))]
         return cls(
@@ -136,6 +139,8 @@ class Region:
             first = self.forward_of.joint
         if first is not None:  # raises if the function now computes something else
             match_forward(first, joint, first.find_live_forward_nodes())
+        if not options.create_graph:
+            rewrite_joint(joint.module.graph)
         return joint
 
     def holds(self, sizes: Sizes) -> bool:

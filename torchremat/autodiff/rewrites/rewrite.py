@@ -1,0 +1,17 @@
+"""The rules that rewrite a joint graph before a policy sees it.
+
+A rule changes operators of the backward pass alone. So a policy decides about the operators that
+the user wrote, and saves no more than without it.
+"""
+
+from torch import fx
+
+from torchremat.autodiff.rewrites.loss_gradient import merge_loss_gradients
+
+
+def rewrite_joint(graph: fx.Graph) -> None:
+    """Apply the rules to a joint graph in place: nodes of its results stay what they are.
+
+    It is for graphs that run. A derivative of a derivative is traced without them.
+    """
+    merge_loss_gradients(graph)

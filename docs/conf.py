@@ -30,7 +30,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?:inspect\.Parameter|pathlib\.Path|DeviceMesh|Placement|Tensor|Any|Callable)"),
     # type variables, and classes that users only pass on
     ("py:.*", r"torchremat(?:\.\w+)+\.(?:T|AnyModule|EltTy|GraphSchedule|Joint|Structure)"),
-    ("py:.*", r"torchremat(?:\.\w+)+\.(?:FailedOperator|NodeTimer|Order|SizeVar|Transposed|Var)"),
+    ("py:.*", r"torchremat(?:\.\w+)+\.(?:FailedOperator|NodeTimer|OpSignature|Order|SizeVar)"),
+    ("py:.*", r"torchremat(?:\.\w+)+\.(?:Transposed|Var)"),
     ("py:.*", r"tuple\[.*"),  # Sphinx splits it at the comma
 ]
 

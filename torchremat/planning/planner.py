@@ -298,7 +298,8 @@ class Planner:
 
     @cached_property
     def _orders(self) -> tuple[Problem, ...]:
-        return orders_of(self.step.problem)
+        # code that fuses is put in order by its compiler, which keeps none of ours
+        return orders_of(self.step.problem, may_move_forward=not self.cost_model.fuses)
 
     def _solve_problems(
         self,

@@ -14,7 +14,7 @@ from tests.planning import llama
 from torchremat.autodiff.rewrites import loss_gradient as loss_gradient_rule
 from torchremat.autodiff.rewrites.loss_gradient_op import loss_gradient
 from torchremat.measure import LiveBytes
-from torchremat.planning.problem.backward_order import orders_of
+from torchremat.planning.problem.orders import orders_of
 from torchremat.planning.search.solver_options import SolverOptions
 from torchremat.planning.solver import solve_orders
 from torchremat.planning.step.traced_step import region_of

@@ -172,10 +172,14 @@ def test_what_a_plan_lets_go_and_computes_twice_is_twice_in_the_compiled_graph(
 @pytest.mark.parametrize("policy", ["none", "dots", "names:hidden", "budget:80%"])
 def test_inductor_computes_the_same_and_holds_no_more(policy: str) -> None:
     model, x = Transformer(layers=1, width=32), torch.randn(4, 16, 32)
-    f = compiled(model, policy, "inductor")
+    reports: list[Report] = []
+    f = compiled(model, policy, "inductor", report=reports.append)
     for ours, plain in zip(gradients_of(f, model, x), gradients_of(model, model, x), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
-    assert held_nbytes(f, model, x) <= tr.explain(model, x, policy=policy).total
+    held = held_nbytes(f, model, x)
+    assert held <= reports[0].total
+    if not policy.startswith("budget:"):  # inductor has an order of its own, so another plan
+        assert held <= tr.explain(model, x, policy=policy).total
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])

@@ -20,14 +20,17 @@ from torchremat.planning.problem.task_order import find_task_order
 _LEAST_SPARED = 0.02
 
 
-def orders_of(problem: Problem) -> tuple[Problem, ...]:
+def orders_of(problem: Problem, *, may_move_forward: bool = True) -> tuple[Problem, ...]:
     """`problem` in each order that is worth a search: first that of `reorder_backward`.
 
     The given order is another where that differs. Orders that need less memory at some decisions
     come last, with their operators renumbered: `renumber_back` has the numbers of `problem`.
+    There are none of these unless the forward pass may have another order.
     """
     first = reorder_backward(problem)
     known = [first] if first.backward == problem.backward else [first, problem]
+    if not may_move_forward:
+        return tuple(known)
     needs = [_needs_of(p) for p in known]
     for other in _find_others(problem, first):
         need = _needs_of(other)

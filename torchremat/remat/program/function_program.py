@@ -30,7 +30,7 @@ from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nes
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import output_generator_states
 from torchremat.remat.program.region import Mask, Region
-from torchremat.remat.program.written_outputs import find_written_outputs, find_written_residuals
+from torchremat.remat.program.written_outputs import find_written_outputs
 from torchremat.tracing.modules.module_paths import below
 
 # Each has a copy of the joint graph. Chosen by hand: beyond it all are dropped and made anew.
@@ -123,9 +123,6 @@ class FunctionProgram(Program):
             self.offloaded = tuple(
                 i for i, node in nodes if node in by_value and by_value[node].outcome == "offloaded"
             )
-            elsewhere = {*self.replayed_random, *self.offloaded}
-            written = find_written_residuals(self.residuals, self.root_joint.mutations)
-            self.written_residuals = tuple(r for r in written if r.position not in elsewhere)
 
     def specialize(self, sizes: Sizes) -> "FunctionProgram":
         """The program with numbers for its symbols. It saves the same values, in the same order."""
@@ -247,11 +244,11 @@ class FunctionProgram(Program):
             put_out_copies(module.graph, positions, memories, is_planned=is_planned)
         written = {output.position for output in self.written_outputs}
         roles = ["write" if i in written else "output" for i, _ in enumerate(outputs)]
-        roles += ["write"] * len(writes) + self.roles_of_residuals("write")
+        roles += ["write"] * len(writes) + ["residual"] * len(self.residuals)
         note_roles(module, roles)
-        note_graph(
-            module, new_values={i: len(outputs) + r for r, (i, _) in enumerate(joint.mutations)}
-        )
+        if not self.region.body.num_checks:  # if one fails, nothing may have been written yet
+            written_to = {i: len(outputs) + r for r, (i, _) in enumerate(joint.mutations)}
+            note_graph(module, new_values=written_to)
         return CompiledGraph.of(module, "forward", self, self.compiler)
 
 

@@ -94,12 +94,14 @@ def test_random_numbers(program, saved):
 
 @few
 @example((247514, 24), [True, False, True])  # a checkpoint inside keeps other values each time
+@example((0, 11), [False])  # a second derivative starts from what a checkpoint inside writes to
 @given(programs, choices)
 def test_writes_and_buffers(program, saved):
     check_steps(program, saved, order=2, without=RANDOM, more=WRITES | BUFFERS)
 
 
 @few
+@example((13953, 6), [True, False])  # of what a checkpoint inside draws and writes to
 @given(programs, choices)
 def test_all_kinds_of_steps(program, saved):
     check_steps(program, saved, more=WRITES | BUFFERS | DRAWS)

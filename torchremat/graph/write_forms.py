@@ -41,6 +41,10 @@ class Form:
     part: WrittenPart | None = None
     is_out: bool = False
 
+    @property
+    def is_plain_copy(self) -> bool:
+        return self.part is None and self.op is aten.copy_.default
+
 
 _PARTS: dict[Any, Any] = {
     aten.slice_scatter.default: aten.slice.Tensor,
@@ -84,6 +88,47 @@ def form_with_out(node: fx.Node) -> Form | None:
         and parameters[:-1] == _parameters(node.target)
     )
     return Form(ran, is_out=True) if is_form else None
+
+
+def writes_into_first(node: fx.Node) -> bool:
+    """Whether `node` gives its first argument after a write, which may run in place."""
+    return part_of(node) is not None or form_in_place(node) is not None
+
+
+def values_after_writes(value: fx.Node) -> set[fx.Node]:
+    """The values in the memory of `value` if all writes to it run in place; `value` too."""
+    found = {value}
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            goes_on = is_view(user) or (user.args[:1] == (node,) and writes_into_first(user))
+            if goes_on and user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def value_after_writes(value: fx.Node) -> fx.Node:
+    """The value that `value` became by the last write of the user's code to its memory."""
+    while (after := _value_after_write(value)) is not None:
+        value = after
+    return value
+
+
+def _value_after_write(value: fx.Node) -> fx.Node | None:
+    is_written = form_with_out(value) is not None or form_in_place(value) is not None
+    lying, found = [value], None
+    for node in lying:
+        for user in node.users:
+            if is_view(user):
+                lying.append(user)
+            elif notes_of(user).written_by is not None and (
+                (user.args[0] is node and writes_into_first(user))
+                or (is_written and part_of(user) is not None and user.args[1] is node)
+            ):
+                found = user
+    return found
 
 
 def arguments_written_by(op: Any) -> list[int]:

@@ -43,6 +43,7 @@ class VerifyingProgram(FunctionProgram):
         """The values that the backward pass recomputes, in program order."""
         self.residuals = (*self.checked, *self.residuals)
         self.replayed_random = self.offloaded = ()
+        self.written_residuals = ()
 
     def _compile_backward(
         self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool

@@ -201,7 +201,7 @@ class MemoryInterpreter:
     def _write(self, node: fx.Node, write: Write, env: dict[fx.Node, Memory], path: str) -> Memory:
         memory = env[write.memory]
         self.hold(memory)
-        if write.form is not None:
+        if write.form is not None and not write.form.is_plain_copy:
             self._point(path + node.name, self.live)
         return memory
 

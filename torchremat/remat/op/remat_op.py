@@ -100,7 +100,10 @@ def run_program(
     with torch.no_grad():
         for output in program.written_outputs:
             outputs[output.position] = output.of(inputs[output.written], sizes)
-    return (*outputs, *results[end:])
+        residuals = list(results[end:])
+        for residual in () if _torch.innermost_proxy_mode() else program.written_residuals:
+            residuals[residual.position] = residual.of(inputs[residual.written], sizes)
+    return (*outputs, *residuals)
 
 
 def _refuse_shared_memory(inputs: Sequence[Any], writes: Sequence[int]) -> None:

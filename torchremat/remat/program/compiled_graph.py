@@ -17,6 +17,7 @@ from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.reuse import reuse_in
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import UnavailableError, prune_bodies, simplify, slice_graph
+from torchremat.graph.write_forms import values_after_writes, writes_into_first
 from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
 from torchremat.remat.program.compilers import Compiler
@@ -177,11 +178,16 @@ def accept_any_layout(graph: fx.Graph) -> None:
 
 
 def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:
-    """Make copies of the last `count` outputs, which are inputs that will be written to."""
+    """Make copies of the last `count` outputs, which are inputs that will be written to.
+
+    A copy is made before the first write, which can then run in place.
+    """
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
     for i in range(len(results) - count, len(results)):
-        with graph.inserting_before(output):
+        lying = values_after_writes(results[i])
+        place = next((n for n in graph.nodes if n in lying and writes_into_first(n)), output)
+        with graph.inserting_before(place):
             copy = graph.call_function(aten.clone.default, (results[i],))
             copy.meta = dict(results[i].meta)
         results[i] = copy

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals, find_residuals
 from torchremat.core.avals import Aval
@@ -27,12 +28,14 @@ from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
 from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.graph.write_forms import value_after_writes, values_after_writes
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
 from torchremat.policies.replay_rules import body_value_of, reason_not_replayable, reason_to_save
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
 from torchremat.remat.program.random_replay import state_nbytes
+from torchremat.remat.program.written_outputs import find_written_residuals, is_read_by_derivative
 from torchremat.tracing.modules.module_paths import below
 
 Outcome = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
@@ -127,6 +130,48 @@ class PolicyDecisions:
             return Decision("saved", forced)
         return Decision("recomputed", f"{self.policy} computes it again")
 
+    def save_after_writes(self, joint: Joint) -> None:
+        """Save what the user's code writes to as it is after that, so that no copy is needed.
+
+        A value stays saved where the backward pass would else recompute it.
+        """
+        if self.schedule is not None:
+            return
+        last = {}
+        for node, decision in self.by_value.items():
+            if decision.outcome == "saved" and reason_not_replayable(node) is None:
+                after = value_after_writes(node)
+                if after is not node and after in self.by_value:
+                    last[node] = after
+        before = {n: self.by_value[n] for n in (*last, *last.values())}
+        in_inputs = {base_of(value) for _, value in joint.mutations}
+        for node, after in last.items():
+            if before[after].outcome == "recomputed" and after not in in_inputs:
+                self.by_value[after] = before[node]
+            self.by_value[node] = _WRITTEN_LATER
+        self._spare_copies(joint)
+        for node in self.residuals(joint).recomputed.intersection(last) if last else ():
+            self.by_value |= {n: before[n] for n in (node, last[node])}
+
+    def _spare_copies(self, joint: Joint) -> None:
+        """Save what is computed of inputs that are written to, where copies of them take more."""
+        for i, value in joint.mutations:
+            target, before = joint.inputs[i], self.residuals(joint)
+            if target not in before.inputs:
+                continue
+            lying = values_after_writes(target)
+            read = {node for node in joint.forward_nodes if lying & {*node.all_input_nodes}}
+            readers = [n for n in self.by_value if call_of(n) in read and n not in lying]
+            if value in self.by_value and is_read_by_derivative(value):
+                readers.append(value)  # for which the input stands
+            chosen = {n: self.by_value[n] for n in readers if n in before.recomputed}
+            if any(is_staged_residual(n) for n in chosen):
+                continue
+            self.by_value |= dict.fromkeys(chosen, _SPARES_COPY)
+            after = self.residuals(joint)
+            if target in after.inputs or _nbytes_saved(joint, after) > _nbytes_saved(joint, before):
+                self.by_value |= chosen
+
     @cached_property
     def from_states(self) -> set[fx.Node]:
         """Forced random values that a generator's state, which is smaller, can stand for."""
@@ -217,6 +262,24 @@ class PolicyDecisions:
                 UnmatchedWarning,
             )
         return True
+
+
+_SPARES_COPY = Decision(
+    "saved", "it is computed of an input that is written to, of which a copy would take more"
+)
+
+
+_WRITTEN_LATER = Decision("recomputed", "it is written to later: it is needed as it is then")
+
+
+def _nbytes_saved(joint: Joint, residuals: Residuals) -> int:
+    """The bytes of residuals, and of copies of the inputs that are written to."""
+    written = {joint.inputs[i] for i, _ in joint.mutations}
+    in_inputs = {r.position for r in find_written_residuals(residuals.values, joint.mutations)}
+    values = [node for i, node in enumerate(residuals.values) if i not in in_inputs]
+    saved = [*values, *written.intersection(residuals.inputs)]
+    tensors = [node.meta["val"] for node in saved]
+    return sum(_torch.hint_of(t.numel()) * t.dtype.itemsize for t in tensors)
 
 
 def _has_several_values(node: fx.Node) -> bool:

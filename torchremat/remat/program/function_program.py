@@ -30,7 +30,7 @@ from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nes
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import output_generator_states
 from torchremat.remat.program.region import Mask, Region
-from torchremat.remat.program.written_outputs import find_written_outputs
+from torchremat.remat.program.written_outputs import find_written_outputs, find_written_residuals
 from torchremat.tracing.modules.module_paths import below
 
 # Each has a copy of the joint graph. Chosen by hand: beyond it all are dropped and made anew.
@@ -78,7 +78,11 @@ class FunctionProgram(Program):
     def _decide(self, joint: Joint, sizes: Sizes | None) -> PolicyDecisions:
         fuses = self.compiler is not None and self.compiler.fuses
         with _torch.isolate():  # a trace around must not see what reads the sizes of values
-            return PolicyDecisions(joint, self.policy, self.module_prefix, fuses=fuses, sizes=sizes)
+            decisions = PolicyDecisions(
+                joint, self.policy, self.module_prefix, fuses=fuses, sizes=sizes
+            )
+            decisions.save_after_writes(joint)
+            return decisions
 
     def at(self, sizes: Sizes | None) -> "FunctionProgram | None":
         """The program for calls of these sizes; `None` if the policy has not decided on them."""
@@ -123,6 +127,9 @@ class FunctionProgram(Program):
             self.offloaded = tuple(
                 i for i, node in nodes if node in by_value and by_value[node].outcome == "offloaded"
             )
+            elsewhere = {*self.replayed_random, *self.offloaded}
+            written = find_written_residuals(self.residuals, self.root_joint.mutations)
+            self.written_residuals = tuple(r for r in written if r.position not in elsewhere)
 
     def specialize(self, sizes: Sizes) -> "FunctionProgram":
         """The program with numbers for its symbols. It saves the same values, in the same order."""
@@ -244,7 +251,7 @@ class FunctionProgram(Program):
             put_out_copies(module.graph, positions, memories, is_planned=is_planned)
         written = {output.position for output in self.written_outputs}
         roles = ["write" if i in written else "output" for i, _ in enumerate(outputs)]
-        roles += ["write"] * len(writes) + ["residual"] * len(self.residuals)
+        roles += ["write"] * len(writes) + self.roles_of_residuals("write")
         note_roles(module, roles)
         if not self.region.body.num_checks:  # if one fails, nothing may have been written yet
             written_to = {i: len(outputs) + r for r, (i, _) in enumerate(joint.mutations)}

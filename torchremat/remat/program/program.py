@@ -48,6 +48,8 @@ class Program(ABC):
     """The positions of the inputs that the body writes to."""
     written_outputs: tuple[WrittenOutput, ...] = ()
     """The outputs that lie in the memory of an input that is written to."""
+    written_residuals: tuple[WrittenOutput, ...] = ()
+    """Likewise the residuals, outside traces."""
     views: tuple[int, ...] = ()
     """Positions of the tensor outputs in whose memory an input, or another output, lies."""
     schedule: GraphSchedule | None = None
@@ -160,7 +162,7 @@ class Program(ABC):
             copies = {start + i: memory_of(self.residuals[i]) for i in self.offloaded}
         roles = (
             *["input"] * len(saved),
-            *["residual"] * len(residuals),
+            *self.roles_of_residuals("input"),
             *["cotangent"] * len(cotangents),
         )
         compiled = compile_backward(
@@ -178,6 +180,12 @@ class Program(ABC):
         flags = (*self.prevent_cse, *[True] * num_known)
         mark_kept_apart(compiled.module, [flags[i] for i in self.saved_inputs])
         return compiled
+
+    def roles_of_residuals(self, role_in_input: str) -> list[str]:
+        """`"residual"`, or else `role_in_input` where an input stands for it."""
+        in_inputs = {residual.position for residual in self.written_residuals}
+        count = len(self.residuals)
+        return [role_in_input if i in in_inputs else "residual" for i in range(count)]
 
     def gradients_of(self, joint: Joint, inputs_needing_grad: Mask) -> list[Any]:
         """The values of `joint` that its backward pass returns: one a slot, or one an input."""

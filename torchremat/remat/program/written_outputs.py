@@ -5,6 +5,8 @@
         return cache[0]             outputs         part
 
 What a graph computes is a value of its own. So after the write the views are taken of the input.
+So are values that the backward pass reads, where a derivative reads them as they are: plain PyTorch
+saves the input then, and a later write to it raises.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchremat.graph.nodes import is_view
+from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Size, Sizes
 
 
@@ -36,6 +39,26 @@ class WrittenOutput:
             kwargs = fx.node.map_aggregate(dict(view.kwargs), literal)
             value = view.target(value, *args, **kwargs)  # type: ignore[operator]
         return value
+
+
+def find_written_residuals(
+    residuals: Sequence[fx.Node], mutations: Sequence[tuple[int, fx.Node]]
+) -> tuple[WrittenOutput, ...]:
+    """The residuals for which a written input stands, as it does in plain PyTorch."""
+    found = find_written_outputs(residuals, mutations)
+    return tuple(r for r in found if is_read_by_derivative(residuals[r.position]))
+
+
+def is_read_by_derivative(value: fx.Node) -> bool:
+    """Whether a derivative reads `value`, or a view of it, which is none of a recomputation."""
+    return any(
+        is_read_by_derivative(user) if is_view(user) else _is_derivative(user)
+        for user in value.users
+    )
+
+
+def _is_derivative(node: fx.Node) -> bool:
+    return node.op == "call_function" and notes_of(node).phase == "backward"
 
 
 def find_written_outputs(

@@ -180,7 +180,7 @@ class BudgetJob:
         Gives the schedule where a search for the bytes finds one.
         """
         budget = self.budget
-        plain = planner.plain.costs.peak
+        plain = planner.plain.peak_bytes
         if budget is None or not budget.is_relative or self._is_declared:
             return None
         if self._largest is not None and plain <= self._largest:
@@ -227,7 +227,7 @@ class BudgetJob:
 
     def _make(self, graph: _Graph, planner: Planner) -> Schedule:
         """Search for a plan; all but the first are for larger steps than were met, if they can."""
-        plain = planner.plain.costs.peak
+        plain = planner.plain.peak_bytes
         if self._hopeless is not None and plain >= self._hopeless:
             return min(self._fitting(planner, 1 << 62), key=planner.peak_of).schedule
         if self._made and self._most:

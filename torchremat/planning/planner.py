@@ -75,6 +75,15 @@ class PlannedStep:
         nodes = (self.step.values[v] for v in self.schedule.offloaded)
         return frozenset(node for node in nodes if node is not None)
 
+    @cached_property
+    def exact_peak(self) -> int | None:
+        """The peak as it runs; `None` where the costs have it, or more than they know decides."""
+        return self.step.exact_peaks.of(self.schedule, lambda: self.graph_schedule)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.costs.peak if self.exact_peak is None else self.exact_peak
+
     @property
     def saved_bytes(self) -> int:
         nbytes = self.step.problem.nbytes
@@ -94,6 +103,8 @@ _ENOUGH = 4
 _TIME_SHARE = 0.2
 # The part of the room to which that search finds the least; chosen by hand.
 _TIME_ACCURACY = 0.01
+# What a bound says of the problem is not so of what runs.
+_COUNTED_TWICE = "writes in place are counted as new memory where schedules are compared"
 # The search for these sizes found no plan within the budget, and the one of other sizes is.
 _TAKEN_OVER = "the plan was made for other sizes, and the search for these found none"
 
@@ -164,13 +175,14 @@ class Planner:
 
     def peak_of(self, planned: PlannedStep) -> int:
         """The bytes that a budget must have for `planned`."""
-        copied = 0 if planned.schedule is self.plain.schedule else self.step.copied_nbytes
-        return planned.costs.peak + copied + self.resident
+        is_whole = planned.exact_peak is not None or planned.schedule is self.plain.schedule
+        copied = 0 if is_whole else self.step.copied_nbytes
+        return planned.peak_bytes + copied + self.resident
 
     def bytes_of(self, budget: Budget) -> int:
         if budget.is_searched:
             return self._find_relative(budget).planned.budget
-        return budget.bytes_of(self.resident + self.plain.costs.peak)
+        return budget.bytes_of(self.resident + self.plain.peak_bytes)
 
     def plan(
         self,
@@ -205,22 +217,25 @@ class Planner:
         """
         if budget is not None and budget.is_searched:
             return self._find_relative(budget)
-        plain = self.plain
-        within = saved is None or plain.saved_bytes <= saved
-        nbytes = _ENOUGH * plain.costs.peak if budget is None else self.bytes_of(budget)
+        within = saved is None or self.plain.saved_bytes <= saved
+        nbytes = _ENOUGH * self.plain.peak_bytes if budget is None else self.bytes_of(budget)
         room = nbytes - self.resident
-        if room >= plain.costs.peak and within:
-            return Search(replace(plain, budget=nbytes), was_needed=False)
+        if room >= self.plain.peak_bytes and within:
+            return Search(replace(self.plain, budget=nbytes), was_needed=False)
         room -= self.step.copied_nbytes
         problems = self._orders
         if saved is not None:
             limit = saved - self.step.copied_nbytes
             problems = tuple(add_saved_limit(problem, room, limit) for problem in problems)
-        solution = self._solve_problems(room, problems, near, seconds, is_prompt=is_prompt)
+        solve = functools.partial(
+            self._solve_problems, problems=problems, near=near, seconds=seconds, is_prompt=is_prompt
+        )
+        solution = solve(room)
         if solution.schedule is not None:
             schedule = drop_limit_operator(self.step.problem, solution.schedule)
-            planned = self.evaluate(schedule, solution.lower_bound_seconds, nbytes)
-            return Search(replace(planned, gap_reason=solution.gap_reason))
+            return Search(_add_bound(self.evaluate(schedule, budget=nbytes), solution))
+        if saved is None and (found := _search_above(self, solve, nbytes, solution.lowest)):
+            return Search(found)
         if near is not None:
             known = self.evaluate(near, solution.lower_bound_seconds, nbytes)
             if self.peak_of(known) <= nbytes and (saved is None or known.saved_bytes <= saved):
@@ -314,7 +329,7 @@ class Planner:
 
     def _build_budget_error(self, asked: str, *, nbytes: int, solution: Solution) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
-        plain = self.plain.costs.peak + self.resident
+        plain = self.plain.peak_bytes + self.resident
         least = min(least, plain)
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
         return BudgetError(
@@ -332,6 +347,32 @@ class Planner:
         order = (*solution.lowest.forward, *solution.lowest.backward)
         call = self.step.calls[order[max(range(len(live)), key=live.__getitem__)]]
         return "" if call is None else f"At that peak runs {_describe_call(call)}. "
+
+
+def _search_above(
+    planner: Planner, solve: Callable[[int], Solution], nbytes: int, lowest: Schedule | None
+) -> PlannedStep | None:
+    """A schedule that keeps to `nbytes` as it runs, though the problem counts more, if any.
+
+    `lowest`: the schedule of least peak that the search below `nbytes` found.
+    """
+    if not planner.step.exact_peaks.are_needed:
+        return None
+    excess = max(planner.plain.costs.peak - planner.plain.peak_bytes, 0)
+    above = solve(nbytes - planner.resident - planner.step.copied_nbytes + excess)
+    for schedule in filter(None, (above.schedule, above.lowest, lowest)):
+        planned = planner.evaluate(schedule, budget=nbytes)
+        if planner.peak_of(planned) <= nbytes:
+            return _add_bound(planned, above)
+    return None
+
+
+def _add_bound(planned: PlannedStep, solution: Solution) -> PlannedStep:
+    """Note the bound of a search, which holds only for what the problem counts."""
+    if planned.step.exact_peaks.are_needed:
+        return replace(planned, gap_reason=_COUNTED_TWICE)
+    bound, reason = solution.lower_bound_seconds, solution.gap_reason
+    return replace(planned, lower_bound_seconds=bound, gap_reason=reason)
 
 
 @functools.lru_cache(maxsize=64)  # layers of a model that are wrapped one by one are alike

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -24,6 +25,7 @@ from torchremat.planning.memory.interpreter import peak_inside
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.step.exact_peak import ExactPeaks
 from torchremat.policies.replay_rules import (
     communicates,
     draws_anywhere,
@@ -110,6 +112,10 @@ class NumericStep:
                 if v in late and node is not None and is_forward(call_of(node))
             )
         )
+
+    @cached_property
+    def exact_peaks(self) -> ExactPeaks:
+        return ExactPeaks(self.joint, is_as_traced=self.written_nbytes is None)
 
     @property
     def copied_nbytes(self) -> int:

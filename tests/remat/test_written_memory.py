@@ -155,7 +155,19 @@ def given_whole(a, b, work):
     return (a @ b).sum() * work.sum()
 
 
-GIVEN = {f.__name__: f for f in (cached, cached_in_steps, given_workspace, given_rows, given_whole)}
+def given_checked(a, b, work):
+    with torch.no_grad():
+        work[:, 3:5] = (a @ b)[:, :2]
+        assert (a < 100).all()
+        torch.mm(a.detach(), b.detach(), out=work[:, 8 : 8 + PART])
+        assert b.isfinite().all()
+    return (a @ b).sum() * work.sum()
+
+
+GIVEN = {
+    f.__name__: f
+    for f in (cached, cached_in_steps, given_workspace, given_rows, given_whole, given_checked)
+}
 
 
 def run(fun, given):
@@ -190,6 +202,15 @@ def test_it_takes_no_more_than_plain_pytorch(name, policy):
     assert_same(found, expected)
     assert peak <= plain
     assert simulated_peak(fun) == peak
+
+
+@pytest.mark.parametrize("name", [*STEPS, *GIVEN])
+def test_a_budget_of_what_plain_pytorch_takes_is_met(name):
+    body = (STEPS | GIVEN)[name]
+    expected, plain = run(body, name in GIVEN)
+    found, peak = run(tr.checkpoint(body, policy=f"budget:{plain}B"), name in GIVEN)
+    assert_same(found, expected)
+    assert peak <= plain
 
 
 def test_an_inference_tensor_is_not_written_to_outside_of_inference_mode():

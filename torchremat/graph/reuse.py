@@ -8,7 +8,8 @@ graph need not: where nobody reads the old tensor again it writes in place, as p
 A *chain* is a write, and after it the operators that put it into the tensors around: they have
 nothing left to do.
 
-The memory is that of a value which the graph made, or of an input that it writes to.
+The memory is that of a value which the graph made, or of an input that it writes to: to an input
+after the last check, since the function runs again as it is where a check does not hold.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.graph.aliasing import tensors_lie_alike
+from torchremat.graph.check_order import has_check
 from torchremat.graph.nodes import is_view, results_of
 from torchremat.graph.notes import graph_notes_of, roles_of
 from torchremat.graph.symbolic_sizes import Size
@@ -107,6 +109,7 @@ class _Finder:
         self.nodes = list(graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.targets = targets
+        self.last_check = max((self.place[n] for n in self.nodes if has_check(n)), default=-1)
         self.writes: dict[fx.Node, Write] = {}
         self.layouts: dict[fx.Node, Tensor] = {}
         """Of what is written: how it lies in its memory."""
@@ -203,6 +206,8 @@ class _Finder:
         if layout is None:
             return False
         root = self.root_of(write.memory)
+        if root in self.targets and self.place[node] < self.last_check:
+            return False
         chain = _WriteChain(root, node, write, layout)
         while (closer := self._find_closer(chain)) is not None:
             memory = closer.args[0]

@@ -337,6 +337,67 @@ def test_written_arguments():
         assert_same(*caches)
 
 
+def refuse_unless(condition):
+    if not condition:
+        raise ValueError("refused")
+
+
+def check_after_write(x, cache):
+    cache.add_(x)
+    refuse_unless((x > 0).all())
+
+
+def check_what_was_written(x, cache):
+    cache.add_(x)
+    refuse_unless((cache > 0).all())
+
+
+def check_what_is_drawn_after_a_draw_into(x, cache):
+    cache.uniform_()
+    refuse_unless((x + torch.rand(3) > 0).all())
+
+
+def check_in_a_checkpoint(x, cache):
+    cache.add_(x)
+    refuse_unless(tr.checkpoint(lambda x: D.Normal(x, x).log_prob(x))(x).isfinite().all())
+
+
+def write_between_checks(x, cache):
+    refuse_unless(x.isfinite().all())
+    torch.mul(x, 2.0, out=cache)
+    refuse_unless((cache.sum() > 0).all())
+    cache.cumsum_(0)
+    refuse_unless((x.exp() > 1).all())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        check_after_write,
+        check_what_was_written,
+        check_what_is_drawn_after_a_draw_into,
+        check_in_a_checkpoint,
+        write_between_checks,
+    ],
+)
+@pytest.mark.parametrize("policy", ["none", "full", "budget:100%"])
+def test_checks_around_writes(write, policy):
+    """Whether they run before the write or after it: where one fails nothing was written before."""
+
+    def plain(x, cache):
+        with torch.no_grad():
+            write(x, cache)
+        return [x.sin() * cache]
+
+    function = tr.checkpoint(plain, policy=policy)
+    caches = torch.zeros(3), torch.zeros(3)
+    for sign in (1, -1, 1, 1, -1):
+        x = sign * (torch.arange(3.0) + 1)
+        expected = outcome(lambda x: plain(x, caches[0]), [x])
+        assert_same(outcome(lambda x: function(x, caches[1]), [x]), expected)
+        assert_same(*caches)
+
+
 def test_what_a_failed_call_leaves_outside():
     seen = []
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
+from torchremat.graph.check_order import is_outcome, move_checks_before_writes
 from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, simplify
@@ -86,9 +87,12 @@ def _forward_graph(
         joint.module, joint.inputs, results, schedule.forward, always_run=draws_in_forward
     )
     prune_bodies(module, always_run=draws_in_forward)
+    inputs = module.graph.find_nodes(op="placeholder")
+    move_checks_before_writes(module.graph, [inputs[i] for i, _ in joint.mutations])
     copy_inputs_among_last(module.graph, num_copies)
     simplify(module.graph)
     written = {output.position for output in find_written_outputs(outputs, joint.mutations)}
+    written.update(i for i, output in enumerate(outputs) if is_outcome(output))
     roles = ["write" if i in written else "output" for i, _ in enumerate(outputs)]
     roles += ["write"] * len(joint.mutations)
     roles += ["write" if i in in_inputs else "residual" for i, _ in enumerate(residuals)]

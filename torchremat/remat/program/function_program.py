@@ -13,6 +13,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import specialize_joint
+from torchremat.graph.check_order import is_outcome, move_checks_before_writes
 from torchremat.graph.nodes import base_of, is_forward, is_identity
 from torchremat.graph.notes import graph_notes_of, note_graph, note_roles, notes_of
 from torchremat.graph.ops import is_factorisation
@@ -241,6 +242,8 @@ class FunctionProgram(Program):
             )
         rejoin_opened(module)
         prune_bodies(module, always_run=draws_in_forward)
+        inputs = module.graph.find_nodes(op="placeholder")
+        move_checks_before_writes(module.graph, [inputs[i] for i in self.writes])
         copy_inputs_among_last(module.graph, self._num_copies)
         start = len(outputs) + len(writes)
         output_generator_states(module.graph, [start + i for i in replayed_random])
@@ -250,12 +253,13 @@ class FunctionProgram(Program):
             is_planned = self.schedule is not None
             put_out_copies(module.graph, positions, memories, is_planned=is_planned)
         written = {output.position for output in self.written_outputs}
+        written.update(i for i, output in enumerate(outputs) if is_outcome(output))
         roles = ["write" if i in written else "output" for i, _ in enumerate(outputs)]
         roles += ["write"] * len(writes) + self.roles_of_residuals("write")
         note_roles(module, roles)
-        if not self.region.body.num_checks:  # if one fails, nothing may have been written yet
-            written_to = {i: len(outputs) + r for r, (i, _) in enumerate(joint.mutations)}
-            note_graph(module, new_values=written_to)
+        note_graph(
+            module, new_values={i: len(outputs) + r for r, (i, _) in enumerate(joint.mutations)}
+        )
         return CompiledGraph.of(module, "forward", self, self.compiler)
 
 

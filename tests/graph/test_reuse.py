@@ -150,3 +150,21 @@ def test_an_operator_of_users_may_hand_on_its_argument():
     other = graph.call_function(torch.ops.aten.sin.default, (x,))
     python = graph.call_function(torch.sin, (x,))
     assert [gives_new_memory(n) for n in (x, node, other, python)] == [False, False, True, False]
+
+
+def test_an_operator_writes_into_a_part_of_a_view():
+    """The view stands after the operator in the graph, and before it where the graph runs."""
+
+    def fun(x, buffer):
+        torch.sinh(x, out=buffer[1, :, 1:-1])
+        return buffer[1].sum()
+
+    x, strided = X, torch.sinh(X, out=torch.zeros(4, 8)[:, 1:-1])
+    for policy in ("none", "full"):
+        buffer = torch.zeros(2, 4, 8)
+        checkpointed = tr.checkpoint(fun, policy=policy)
+        checkpointed(x, buffer)
+        with LiveBytes() as memory:
+            checkpointed(x, buffer)
+        assert memory.peak == 4  # the sum
+        assert_same(buffer[1, :, 1:-1].clone(), strided.clone())  # the kernel for such a part

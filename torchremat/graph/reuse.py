@@ -21,7 +21,6 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.graph.aliasing import tensors_lie_alike
-from torchremat.graph.check_order import has_check
 from torchremat.graph.nodes import is_view, results_of
 from torchremat.graph.notes import graph_notes_of, roles_of
 from torchremat.graph.symbolic_sizes import Size
@@ -35,6 +34,7 @@ from torchremat.graph.write_forms import (
     is_writable_view,
     part_of,
 )
+from torchremat.graph.write_order import has_check
 
 
 @dataclass(frozen=True, eq=False)

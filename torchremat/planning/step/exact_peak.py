@@ -9,11 +9,15 @@ from collections.abc import Callable
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
-from torchremat.graph.check_order import is_outcome, move_checks_before_writes
 from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, simplify
 from torchremat.graph.write_forms import part_of
+from torchremat.graph.write_order import (
+    is_outcome,
+    move_checks_before_writes,
+    move_views_before_writes,
+)
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.problem.problem import Schedule
 from torchremat.planning.step.traced_step import FixedSchedule
@@ -91,6 +95,7 @@ def _forward_graph(
     move_checks_before_writes(module.graph, [inputs[i] for i, _ in joint.mutations])
     copy_inputs_among_last(module.graph, num_copies)
     simplify(module.graph)
+    move_views_before_writes(module.graph)
     written = {output.position for output in find_written_outputs(outputs, joint.mutations)}
     written.update(i for i, output in enumerate(outputs) if is_outcome(output))
     roles = ["write" if i in written else "output" for i, _ in enumerate(outputs)]

@@ -18,6 +18,7 @@ from torchremat.graph.reuse import reuse_in
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import UnavailableError, prune_bodies, simplify, slice_graph
 from torchremat.graph.write_forms import values_after_writes, writes_into_first
+from torchremat.graph.write_order import move_views_before_writes
 from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
 from torchremat.remat.program.compilers import Compiler
@@ -42,6 +43,7 @@ class CompiledGraph:
         note_graph(module, program=program)
         with hold_interrupts():
             simplify(module.graph)
+            move_views_before_writes(module.graph)
             if compiler:
                 return cls(module, compiler(module))
             return cls(module, compile_graph(module, name, reuse_in(module)))

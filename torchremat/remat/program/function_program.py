@@ -13,13 +13,13 @@ from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import specialize_joint
-from torchremat.graph.check_order import is_outcome, move_checks_before_writes
 from torchremat.graph.nodes import base_of, is_forward, is_identity
 from torchremat.graph.notes import graph_notes_of, note_graph, note_roles, notes_of
 from torchremat.graph.ops import is_factorisation
 from torchremat.graph.schedule import build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
 from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.graph.write_order import is_outcome, move_checks_before_writes
 from torchremat.policies.builtin import nothing_saveable
 from torchremat.policies.policy import Policy
 from torchremat.policies.replay_rules import draws_in_forward

@@ -1,20 +1,31 @@
-"""Checks before writes: a graph may write to its inputs once no check can fail any more.
+"""Operators that go before a write: checks, and the views that are written to.
 
     s = add(cache, x);      f = gt(x, 0);       ok = check(f)
     f = gt(x, 0);           ok = check(f);      s = add(cache, x)
 
 Where the check fails, the function runs again as it is, on the cache as it was.
+
+    m = mm(a, b);           s = select(w, 0);   r = slice_scatter(s, m)
+    s = select(w, 0);       m = mm(a, b);       r = slice_scatter(s, m)
+
+Now `mm` can write into a slice of `s`, as in the user's code.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.nodes import inner_graphs_of, is_item
+from torchremat.graph.nodes import inner_graphs_of, is_item, is_view
 from torchremat.graph.ops import packet_name
-from torchremat.graph.write_forms import form_with_out, values_after_writes, writes_into_first
+from torchremat.graph.write_forms import (
+    form_with_out,
+    part_of,
+    values_after_writes,
+    writes_into_first,
+)
 
 aten = torch.ops.aten
 
@@ -85,3 +96,28 @@ def _may_move(node: fx.Node) -> bool:
     if not isinstance(node.target, _torch.OpOverload):
         return False
     return torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def move_views_before_writes(graph: fx.Graph) -> None:
+    """Move the views into a part of which an operator may write, by its `out`, before it."""
+    place: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if form_with_out(node) is None:
+            continue
+        for user in node.users:
+            if part_of(user) is None or user.args[1] is not node:
+                continue
+            for view in _views_until(user.args[0], place, place[node]):
+                node.prepend(view)
+                place[view] = place[node] - 0.5
+
+
+def _views_until(value: Any, place: dict[fx.Node, float], end: float) -> list[fx.Node]:
+    """The views from a value that is there before `end` to `value`; none if there is no such."""
+    views: list[fx.Node] = []
+    while isinstance(value, fx.Node) and place[value] > end:
+        if not is_view(value) or len(value.all_input_nodes) != 1:
+            return []
+        views.insert(0, value)
+        value = value.args[0]
+    return views

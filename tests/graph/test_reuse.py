@@ -7,7 +7,7 @@ from torch import fx
 import torchremat as tr
 from tests.helpers import assert_same
 from torchremat.graph.codegen import compile_graph, inputs_filled_by
-from torchremat.graph.reuse import find_reuse
+from torchremat.graph.reuse import find_reuse, reuse_in
 from torchremat.graph.write_forms import gives_new_memory
 from torchremat.measure import LiveBytes
 
@@ -168,3 +168,42 @@ def test_an_operator_writes_into_a_part_of_a_view():
             checkpointed(x, buffer)
         assert memory.peak == 4  # the sum
         assert_same(buffer[1, :, 1:-1].clone(), strided.clone())  # the kernel for such a part
+
+
+def largest_into_parts(x, values, places):
+    torch.max(x, 1, out=(values[1, 1:-1], places[0, 1:-1]))
+    return values.sum() + places.sum()
+
+
+def largest_into_what_is_read(x, values, places):
+    torch.max(values, 1, out=(values[:, 0], places[0, 1:-1]))
+    return x.sum() + places.sum()
+
+
+def largest_into_one_buffer(x, values, places):
+    torch.aminmax(x, dim=1, out=(values[0, 1:-1], values[1, 1:-1]))
+    return values.sum()
+
+
+@pytest.mark.parametrize(
+    ("fun", "is_in_place"),
+    [
+        (largest_into_parts, True),
+        (largest_into_what_is_read, False),
+        (largest_into_one_buffer, False),
+    ],
+)
+def test_an_operator_writes_all_of_its_results(fun, is_in_place):
+    buffers = [[torch.zeros(4, 6), torch.zeros(3, 6, dtype=torch.int64)] for _ in range(2)]
+    buffers[0][0] += X
+    buffers[1][0] += X
+    checkpointed = tr.checkpoint(fun, policy="none")
+    for _ in range(2):
+        assert_same(checkpointed(X, *buffers[0]), fun(X, *buffers[1]))
+        assert_same(*buffers)
+    outs = find_outs(checkpointed)
+    assert bool(outs) == is_in_place
+
+
+def find_outs(checkpointed):
+    return reuse_in(checkpointed.last_program.forward.module).outs

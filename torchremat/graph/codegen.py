@@ -15,7 +15,14 @@ import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.nodes import BodyOperator, attribute, is_checkpoint, is_identity
+from torchremat.graph.nodes import (
+    BodyOperator,
+    all_items,
+    attribute,
+    is_checkpoint,
+    is_identity,
+)
+from torchremat.graph.notes import notes_of
 from torchremat.graph.reuse import Reuse, Write, find_reuse
 from torchremat.graph.symbolic_sizes import Size, symbols_in
 
@@ -112,6 +119,9 @@ class _CodeWriter:
         finished = [n for n in self.reuse.values_for(node) if self.last_use[n] is node]
         if node in self.reuse.writes:
             call = self._prepare_write(node, self.reuse.writes[node])
+        elif node in self.reuse.outs:
+            outs = {name: self._place(write) for name, write in self.reuse.outs[node].items()}
+            call = self._call_of(notes_of(node).written_by, node.args, {**node.kwargs, **outs})
         elif is_checkpoint(node):
             call = self._prepare_body(node)
             self._drop(finished)
@@ -144,16 +154,20 @@ class _CodeWriter:
         form, memory = write.form, write.memory
         if form is None:
             return memory.name
-        place: str = memory.name
-        if form.part is not None:
-            place = self._call_of(form.part.op, [memory, *form.part.args], form.part.kwargs)
+        place = self._place(write)
         if form.is_out:
-            return self._call_of(form.op, node.args, {**node.kwargs, "out": _Code(place)})
+            return self._call_of(form.op, node.args, {**node.kwargs, "out": place})
         if form.part is None:
-            return self._call_of(form.op, [_Code(place), *node.args[1:]], node.kwargs)
-        copy = self._call_of(form.op, [_Code(place), node.args[1]], {})
+            return self._call_of(form.op, [place, *node.args[1:]], node.kwargs)
+        copy = self._call_of(form.op, [place, node.args[1]], {})
         self.lines.append(f"{node.name} = {copy}")
         return memory.name
+
+    def _place(self, write: Write) -> _Code:
+        part = None if write.form is None else write.form.part
+        if part is None:
+            return _Code(write.memory.name)
+        return _Code(self._call_of(part.op, [write.memory, *part.args], part.kwargs))
 
     def _drop(self, nodes: Any) -> None:
         names = [node.name for node in nodes]
@@ -209,18 +223,6 @@ class _CodeWriter:
 
 # An output is a tensor of its own, since autograd keeps a record of each.
 _alias = _torch.get_boxed_call(torch.ops.aten.alias.default)
-
-
-def all_items(node: fx.Node) -> dict[int, fx.Node]:
-    """The items by position, if all that is done with the outputs of `node` is to take them."""
-    items: dict[int, fx.Node] = {}
-    if not isinstance(node.meta.get("val"), tuple | list):
-        return items
-    for user in node.users:
-        if user.target is not operator.getitem or user.args[1] in items:
-            return {}
-        items[user.args[1]] = user  # type: ignore[index]
-    return items
 
 
 def _function(target: Any) -> Callable[..., Any]:

@@ -116,6 +116,18 @@ def is_staged_residual(node: fx.Node) -> bool:
 # --- from one node to others ---------------------------------------------------------------------
 
 
+def all_items(node: fx.Node) -> dict[int, fx.Node]:
+    """The items by position, if all that is done with the outputs of `node` is to take them."""
+    items: dict[int, fx.Node] = {}
+    if not isinstance(node.meta.get("val"), tuple | list):
+        return items
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[1] in items:
+            return {}
+        items[user.args[1]] = user  # type: ignore[index]
+    return items
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The value in whose memory `node` lies: itself, unless it is a view.
 

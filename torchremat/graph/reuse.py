@@ -21,8 +21,8 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.graph.aliasing import tensors_lie_alike
-from torchremat.graph.nodes import is_view, results_of
-from torchremat.graph.notes import graph_notes_of, roles_of
+from torchremat.graph.nodes import all_items, call_of, is_view, results_of
+from torchremat.graph.notes import graph_notes_of, notes_of, roles_of
 from torchremat.graph.symbolic_sizes import Size
 from torchremat.graph.write_forms import (
     Form,
@@ -32,7 +32,9 @@ from torchremat.graph.write_forms import (
     gives_new_memory,
     is_copy,
     is_writable_view,
+    outs_of,
     part_of,
+    parts_with,
 )
 from torchremat.graph.write_order import has_check
 
@@ -52,10 +54,12 @@ class Write:
 class Reuse:
     """The operators of a graph that run in place.
 
-    `inputs_filled` has the positions of the inputs that get their new values so.
+    `inputs_filled` has the positions of the inputs that get their new values so. `outs` has the
+    calls that write all of several results, for each argument that takes one where it is.
     """
 
     writes: Mapping[fx.Node, Write] = field(default_factory=dict)
+    outs: Mapping[fx.Node, Mapping[str, Write]] = field(default_factory=dict)
     inputs_filled: tuple[int, ...] = ()
 
     def last_uses(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -68,7 +72,8 @@ class Reuse:
 
     def values_for(self, node: fx.Node) -> list[fx.Node]:
         write, read = self.writes.get(node), node.all_input_nodes
-        return read if write is None or write.memory in read else [*read, write.memory]
+        writes = [write] if write is not None else [*self.outs.get(node, {}).values()]
+        return [*dict.fromkeys((*read, *(w.memory for w in writes)))]
 
 
 def find_reuse(
@@ -96,7 +101,7 @@ def find_reuse(
             break
         targets = {p: value for p, value in targets.items() if p not in kept}
     filled = (i for i in new_values or {} if inputs[i] in targets and finder.holds(inputs[i]))
-    return Reuse(finder.writes, tuple(filled))
+    return Reuse(finder.writes, finder.outs, tuple(filled))
 
 
 def reuse_in(module: fx.GraphModule) -> Reuse:
@@ -111,6 +116,7 @@ class _Finder:
         self.targets = targets
         self.last_check = max((self.place[n] for n in self.nodes if has_check(n)), default=-1)
         self.writes: dict[fx.Node, Write] = {}
+        self.outs: dict[fx.Node, Mapping[str, Write]] = {}
         self.layouts: dict[fx.Node, Tensor] = {}
         """Of what is written: how it lies in its memory."""
         self.roots: dict[fx.Node, fx.Node] = {}
@@ -124,7 +130,11 @@ class _Finder:
     def run(self) -> None:
         for node in self.nodes:
             if node.op == "call_function" and node not in self.writes:
-                any(self._write(node, write) for write in self._candidates(node))
+                chains = (self._chain(node, write) for write in self._candidates(node))
+                chain = next(filter(None, chains), None)
+                if chain is not None:
+                    self._keep(chain)
+                self._write_outs(node, outs_of(node))
 
     def holds(self, target: fx.Node) -> bool:
         """Whether the input `target` holds its new value."""
@@ -181,13 +191,33 @@ class _Finder:
         with_out = form_with_out(node)
         if with_out is None:
             return
+        yield from self._places_of(node, with_out.op)
+
+    def _places_of(self, result: fx.Node, op: Any) -> Iterator[Write]:
+        """The places where `result` is put, which are there before."""
         for target, value in self.targets.items():
-            if value is node:
-                yield Write(target, with_out)
-        for user in node.users:
-            part = part_of(user)
-            if part is not None and user.args[1] is node and self._is_before(user.args[0], node):
-                yield Write(user.args[0], Form(with_out.op, part, is_out=True))  # type: ignore[arg-type]
+            if value is result:
+                yield Write(target, Form(op, is_out=True))
+        for memory, part in parts_with(result):
+            if self.place[memory] < self.place[call_of(result)]:
+                yield Write(memory, Form(op, part, is_out=True))
+
+    def _write_outs(self, call: fx.Node, names: Sequence[str]) -> None:
+        """Let `call` write all of its results where they are put, if that is possible."""
+        items = all_items(call) if names else {}
+        chains = []
+        for i in range(len(names) if len(items) == len(names) else 0):
+            places = self._places_of(items[i], notes_of(call).written_by)
+            chains.append(next(filter(None, (self._chain(items[i], w) for w in places)), None))
+        roots = {chain.root for chain in chains if chain is not None}
+        read = {self.root_of(node) for node in call.all_input_nodes}
+        if not roots or len(roots) < len(names) or roots & read:
+            return
+        found = [chain for chain in chains if chain is not None]
+        self.outs[call] = {n: c.writes[c.first] for n, c in zip(names, found, strict=True)}
+        for chain in found:
+            self._keep(chain)
+            del self.writes[chain.first]  # an item, which the call gives
 
     def _is_there(self, first: fx.Node, source: Any) -> bool:
         if not isinstance(source, fx.Node) or self.root_of(source) is not self.root_of(first):
@@ -195,31 +225,28 @@ class _Finder:
         there = self._layout(first)
         return _is_static(there) and tensors_lie_alike(there, self._layout(source))
 
-    def _is_before(self, value: Any, node: fx.Node) -> bool:
-        return isinstance(value, fx.Node) and self.place[value] < self.place[node]
-
-    def _write(self, node: fx.Node, write: Write) -> bool:
-        """Let `node` write in place, if that changes nothing that is read later."""
+    def _chain(self, node: fx.Node, write: Write) -> "_WriteChain | None":
+        """The chain that runs in place if `node` does; none if that changes what is read later."""
         if not self._is_writable(write.memory):
-            return False
+            return None
         layout = self._layout_written(node, write)
         if layout is None:
-            return False
+            return None
         root = self.root_of(write.memory)
-        if root in self.targets and self.place[node] < self.last_check:
-            return False
+        if root in self.targets and self.place[call_of(node)] < self.last_check:
+            return None
         chain = _WriteChain(root, node, write, layout)
         while (closer := self._find_closer(chain)) is not None:
             memory = closer.args[0]
             assert isinstance(memory, fx.Node)
             chain.add(closer, memory, self._layout(memory))
-        if not self._is_unread(chain) or not self._fits_readers(chain):
-            return False
+        return chain if self._is_unread(chain) and self._fits_readers(chain) else None
+
+    def _keep(self, chain: "_WriteChain") -> None:
         self.writes.update(chain.writes)
         self.layouts.update(chain.layouts)
-        self.roots.update(dict.fromkeys(chain.writes, root))
-        self.newest[root] = list(chain.writes)
-        return True
+        self.roots.update(dict.fromkeys(chain.writes, chain.root))
+        self.newest[chain.root] = list(chain.writes)
 
     def _layout_written(self, node: fx.Node, write: Write) -> Tensor | None:
         """How the value of `node` lies when it is written so; `None` if it cannot be."""
@@ -227,10 +254,7 @@ class _Finder:
         value = node.meta.get("val")
         form = write.form
         if form is not None and form.part is not None:
-            place = memory if not form.is_out else run_part(form.part, memory)
-            if not form.is_out:
-                return memory if tensors_lie_alike(value, memory) else None
-            memory = place
+            memory = run_part(form.part, memory) if form.is_out else memory
         return memory if _has_form_of(value, memory) else None
 
     def _find_closer(self, chain: "_WriteChain") -> fx.Node | None:
@@ -279,7 +303,9 @@ class _Finder:
                     if user not in seen:
                         seen.add(user)
                         stack.append(user)
-                elif self.place[user] > self.place[chain.first] or not gives_new_memory(user):
+                elif self.place[user] > self.place[call_of(chain.first)] or not gives_new_memory(
+                    user
+                ):
                     return False  # nor may a reader hand the memory on
         return True
 

@@ -90,6 +90,33 @@ def form_with_out(node: fx.Node) -> Form | None:
     return Form(ran, is_out=True) if is_form else None
 
 
+def outs_of(node: fx.Node) -> tuple[str, ...]:
+    """The arguments to which the user's code had the call `node` write all of several results."""
+    ran = notes_of(node).written_by
+    if ran is None or not isinstance(node.target, _torch.OpOverload) or node.op != "call_function":
+        return ()
+    count = len(_torch.schema_of(node.target).returns)
+    parameters = _parameters(ran)
+    start = len(parameters) - count
+    is_form = (
+        count > 1
+        and _torch.schema_of(ran).name == _torch.schema_of(node.target).name
+        and arguments_written_by(ran) == [*range(start, len(parameters))]
+        and parameters[:start] == _parameters(node.target)
+    )
+    return tuple(name for name, _ in parameters[start:]) if is_form else ()
+
+
+def parts_with(value: fx.Node) -> list[tuple[fx.Node, WrittenPart]]:
+    """The tensors in whose part `value` is put, and that part."""
+    found = ((user, part_of(user)) for user in value.users)
+    return [
+        (user.args[0], part)
+        for user, part in found
+        if part is not None and user.args[1] is value and isinstance(user.args[0], fx.Node)
+    ]
+
+
 def writes_into_first(node: fx.Node) -> bool:
     """Whether `node` gives its first argument after a write, which may run in place."""
     return part_of(node) is not None or form_in_place(node) is not None

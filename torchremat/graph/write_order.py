@@ -12,17 +12,17 @@ Now `mm` can write into a slice of `s`, as in the user's code.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import fx
 
 from torchremat import _torch
-from torchremat.graph.nodes import inner_graphs_of, is_item, is_view
+from torchremat.graph.nodes import all_items, inner_graphs_of, is_item, is_view
 from torchremat.graph.ops import packet_name
 from torchremat.graph.write_forms import (
     form_with_out,
-    part_of,
+    outs_of,
+    parts_with,
     values_after_writes,
     writes_into_first,
 )
@@ -102,22 +102,20 @@ def move_views_before_writes(graph: fx.Graph) -> None:
     """Move the views into a part of which an operator may write, by its `out`, before it."""
     place: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if form_with_out(node) is None:
-            continue
-        for user in node.users:
-            if part_of(user) is None or user.args[1] is not node:
-                continue
-            for view in _views_until(user.args[0], place, place[node]):
+        results = [node] if form_with_out(node) is not None else []
+        results += all_items(node).values() if outs_of(node) else []
+        for memory, _ in (found for result in results for found in parts_with(result)):
+            for view in _views_until(memory, place, place[node]):
                 node.prepend(view)
                 place[view] = place[node] - 0.5
 
 
-def _views_until(value: Any, place: dict[fx.Node, float], end: float) -> list[fx.Node]:
+def _views_until(value: fx.Node, place: dict[fx.Node, float], end: float) -> list[fx.Node]:
     """The views from a value that is there before `end` to `value`; none if there is no such."""
     views: list[fx.Node] = []
-    while isinstance(value, fx.Node) and place[value] > end:
+    while place[value] > end:
         if not is_view(value) or len(value.all_input_nodes) != 1:
             return []
         views.insert(0, value)
-        value = value.args[0]
+        value = value.all_input_nodes[0]
     return views

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchremat.errors import GraphError
-from torchremat.graph.codegen import all_items
 from torchremat.graph.nodes import (
+    all_items,
     body_of,
     inner_graphs_of,
     is_checkpoint,
@@ -138,6 +138,11 @@ class MemoryInterpreter:
                 )
             elif node in reuse.writes:
                 env[node] = self._write(node, reuse.writes[node], env, path)
+            elif node in reuse.outs:
+                memory = [env[write.memory] for write in reuse.outs[node].values()]
+                self.hold(memory)
+                self._point(path + node.name, self.live)
+                self._assign(node, memory, env, last_use)
             elif node not in env:  # it is, if it was taken out of several outputs at once
                 self._assign(node, self._call(node, env, path), env, last_use)
             if node.op != "output" and node not in last_use:

@@ -78,7 +78,7 @@ def _probe(node: fx.Node, index: int, small: list[tuple[int, ...]]) -> bool:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), make_small)
         try:
             result: Any = node.target(*args, **kwargs)  # type: ignore[operator]
+            made = result[index] if isinstance(result, tuple | list) else result
         except (RuntimeError, IndexError):  # not defined on so little: the shape is believed
             return False
-    made = result[index] if isinstance(result, tuple | list) else result
     return bool(made.untyped_storage().nbytes() > made.dtype.itemsize)

@@ -53,6 +53,7 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
     functionalize_unaliased_writes(graph)
     if any(is_mutable(node) for node in graph.nodes):
         _draw_in_order_of_memory(graph)
+        _refuse_out_besides_others(graph)
         module, renamed = _retrace(module)
         graph = module.graph
     _end_within_sizes(graph)
@@ -97,6 +98,25 @@ def drop_running_statistics(graph: fx.Graph) -> None:
     ):
         if node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _refuse_out_besides_others(graph: fx.Graph) -> None:
+    """Raise for an operator that writes to `out` and to other arguments too.
+
+    PyTorch's functionalisation takes one of its results for another.
+    """
+    for node in filter(is_mutable, graph.nodes):
+        written = [
+            argument
+            for argument in _torch.schema_arguments(node.target)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if len({argument.is_out for argument in written}) > 1:
+            raise EffectError(
+                f"{node.target} at {notes_of(node).source} writes to `out`, and in place to others "
+                "of its arguments, of which PyTorch makes a graph with other results. Call it "
+                "without `out`, and copy its results."
+            )
 
 
 def _draw_in_order_of_memory(graph: fx.Graph) -> None:

@@ -217,3 +217,16 @@ def test_an_attribute_of_the_class_that_a_module_makes_its_own():
 
     with pytest.raises(EffectError, match=r"'calls' of the module .*, which it did not have: a"):
         tr.nn.wrap(Counted())(torch.ones(3))
+
+
+def test_an_operator_that_writes_to_out_and_to_other_arguments():
+    def normalize(x, mean, var):
+        out, save_mean, save_invstd = torch.zeros(5, 3), torch.zeros(3), torch.zeros(3)
+        torch.ops.aten._native_batch_norm_legit.out(
+            x, None, None, mean, var, True, 0.1, 1e-5,
+            out=out, save_mean=save_mean, save_invstd=save_invstd,
+        )  # fmt: skip
+        return out
+
+    with pytest.raises(EffectError, match=r"writes to `out`, and in place to others.*copy its"):
+        tr.checkpoint(normalize)(torch.randn(5, 3), torch.zeros(3), torch.ones(3))

@@ -329,7 +329,7 @@ def test_a_model_that_cannot_be_traced_is_told_why_and_trains_without(monkeypatc
     a = ARCHITECTURES["opt, layers dropped"]
     plain = a.build()
     model = copy.deepcopy(plain)
-    switch_on(model, {"policy": "budget:80%"})
+    switch_on(model, {"policy": "budget:100%"})
     monkeypatch.setattr(tr.config, "untraceable", "error")
     with pytest.raises(ConcretizationError, match=r"modeling_opt\.py:\d+") as caught:
         model(**a.batch())

@@ -134,7 +134,7 @@ class BudgetOnTape(LimitingPolicy):
 
     policy: MemoryBudget
 
-    def begin_tapes(self) -> TapeJob:
+    def begin_tapes(self, has_begun: bool) -> TapeJob:
         policy = self.policy
         model = policy.cost_model or CostModel.of(None)
         return TapeBudgetJob(
@@ -144,7 +144,8 @@ class BudgetOnTape(LimitingPolicy):
                 None if policy.saved is None else bytes_of_limit(policy.saved),
                 policy.on_infeasible == "error",
                 model.seconds_of_call,
-            )
+            ),
+            has_begun=has_begun,
         )
 
     @property

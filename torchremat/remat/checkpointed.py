@@ -251,12 +251,15 @@ class Checkpointed:
         if policy is None:
             raise error
         self.statics.refuse_tensors(args, kwargs)
-        if self._key not in self._trace_cache.tapes:
-            roots = roots_of(self.fun, self._new_subject().variables)
-            self._trace_cache.tapes[self._key] = TapedCalls(policy, roots, self.module_prefix)
+        cache, is_last = self._trace_cache, True
         if kind is not None and not _torch.functorch_is_active():
-            self._trace_cache.untraceable_keys.add(kind)
-        note_refusal(describe_fun(self.fun), error, self.policy, policy)
+            is_last = cache.gives_up(kind, error)
+        if self._key not in cache.tapes:
+            roots = roots_of(self.fun, self._new_subject().variables)
+            tapes = TapedCalls(policy, roots, self.module_prefix, has_begun=not is_last)
+            cache.tapes[self._key] = tapes
+        if is_last:
+            note_refusal(describe_fun(self.fun), error, self.policy, policy)
         return _call_taped(self, args, kwargs, error)
 
     def _apply(

@@ -1,5 +1,6 @@
 """What a function does besides computing is noticed when it is traced, and said with the line."""
 
+import copy
 import random
 import threading
 
@@ -10,7 +11,7 @@ from torch import nn
 
 import torchremat as tr
 from tests.helpers import assert_same, nothing_left_behind
-from torchremat.errors import EffectError
+from torchremat.errors import BudgetError, BudgetWarning, EffectError
 
 rng = np.random.default_rng(0)
 own = random.Random(0)
@@ -171,6 +172,52 @@ def test_what_a_forward_makes_once_stays():
         x = torch.ones(2, 3)
         assert_same(net(x), plain(x))
     assert (net.table, net.is_ready) == (plain.table, True)
+
+
+class Grows(nn.Module):
+    """Makes its inside at the first call, from random numbers; `way` says how."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.inner, self.noise = nn.Linear(3, 3), None
+
+    def forward(self, x):
+        if self.noise is None and self.way == "a tensor":
+            self.noise = torch.randn(3)
+        elif self.noise is None:
+            self.noise = 1.0
+            made = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+            self.inner = made if self.way == "a module" else self.inner
+        return nn.functional.dropout(self.inner(x) * self.noise, 0.5)
+
+
+@pytest.mark.parametrize("way", ["a tensor", "a module", "a module that is dropped"])
+@pytest.mark.parametrize("policy", ["full", "budget:100%"])
+def test_a_first_call_that_draws_what_it_keeps_is_as_in_plain_pytorch(way, policy):
+    """Its draws are not lost, and later calls are a graph."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Grows(way), nn.Tanh())
+    wrapped = tr.nn.wrap(copy.deepcopy(plain), policy)
+    found = []
+    for net in (plain, wrapped):
+        torch.manual_seed(1)
+        outputs = [net(torch.ones(64, 3)) for _ in range(3)]
+        for y in outputs:
+            y.square().sum().backward()
+        found.append((outputs, [p.grad for p in net.parameters()], torch.get_rng_state()))
+    assert_same(*found)
+    assert tr.nn.report(wrapped).traces >= 1
+
+
+def test_a_budget_that_a_first_call_exceeds_is_a_warning():
+    """What runs once, on a tape, says nothing of the graph of later calls."""
+    net = tr.nn.wrap(Grows("a module that is dropped"), "budget:1B")
+    x = torch.ones(64, 3)
+    with pytest.warns(BudgetWarning, match="The least that was found"):
+        net(x).sum().backward()
+    with pytest.raises(BudgetError, match="The least that was found"):
+        net(x)
 
 
 def test_counters_outside_modules_are_the_users_business():

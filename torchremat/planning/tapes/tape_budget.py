@@ -132,7 +132,7 @@ class TapeBudgetJob(TapeJob):
     _aim: float = 1.0
     """The part of the limit that plans use; the rest is for calls that are larger in places."""
     _num_lowered: int = 0
-    _has_begun: bool = False
+    has_begun: bool = False
     _has_warned: bool = False
     _seconds: dict[OpSignature, float] = field(default_factory=dict)
 
@@ -201,7 +201,7 @@ class TapeBudgetJob(TapeJob):
             _logger.info("%s: %s", self.options.text, self.describe())
         if limits.excess_of(found, planner.problem):
             self._refuse(limits.peak_of(found), planner, found)
-        self._has_begun = True
+        self.has_begun = True
 
     def _refuse(self, least: int, planner: TapePlanner, found: Evaluated) -> None:
         """Raise, or warn once, of a call that no plan keeps within the budget."""
@@ -209,7 +209,7 @@ class TapeBudgetJob(TapeJob):
             self.limit = least
             return
         error = self._build_error(least, planner, found)
-        if self.options.is_strict or not self._has_begun:
+        if self.options.is_strict or not self.has_begun:
             raise error
         if not self._has_warned:
             self._has_warned = True

@@ -37,6 +37,13 @@ def count_references(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {id(t): sys.getrefcount(t) - (_torch.tensor_uses(t) > 1) for t in tensors}
 
 
+class LastingChangeError(EffectError):
+    """A call left attributes of modules changed.
+
+    The next call may leave them alone, as where `forward` fills a cache when it is first called.
+    """
+
+
 class LiveTensors:
     """Finds tensors of `tracing` that are alive though nothing known holds them."""
 
@@ -88,7 +95,7 @@ class LiveTensors:
             elif holder is not None:
                 node = self._tracing.node_of(tensor)
                 line = None if node is None else notes_of(node).source
-                raise EffectError(
+                raise LastingChangeError(
                     f"a tensor made at {line} is still in {holder} when the function has run: a "
                     "checkpoint replays a graph, and cannot put the tensor of each call there. "
                     "Return it, or keep it in an attribute, a list or a dict that the function "

@@ -93,5 +93,5 @@ class LimitingPolicy(Policy, ABC):
         return NotSaved()
 
     @abstractmethod
-    def begin_tapes(self) -> TapeJob:
-        """Begin to decide on the calls of one function."""
+    def begin_tapes(self, has_begun: bool) -> TapeJob:
+        """Begin to decide on the calls of one function, in a training that may have begun."""

@@ -92,11 +92,19 @@ def _is_of_module(fun: Callable[..., Any]) -> bool:
 class TapedCalls:
     """Calls of one function that write tapes, with what they have in common."""
 
-    def __init__(self, policy: Policy, roots: Sequence[tuple[str, nn.Module]], prefix: str) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        roots: Sequence[tuple[str, nn.Module]],
+        prefix: str,
+        *,
+        has_begun: bool = False,
+    ) -> None:
+        """`has_begun` says that limits which cannot be met are warned of and no errors."""
         self._decisions = TapeDecisions(policy, Surroundings(prefix, roots))
         self._handler = CallOnly(warns=True)
         self.policy = policy
-        self.job = policy.begin_tapes() if isinstance(policy, LimitingPolicy) else None
+        self.job = policy.begin_tapes(has_begun) if isinstance(policy, LimitingPolicy) else None
         """The limits that its calls have in common, if the policy limits bytes."""
         self._has_checked_names = False
         self._num_checked = 0

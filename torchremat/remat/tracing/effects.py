@@ -12,19 +12,24 @@ from torch import nn
 
 from torchremat.core.source import Source, first_line_where
 from torchremat.errors import EffectError
+from torchremat.remat.escapes.live_tensors import LastingChangeError
 from torchremat.remat.tracing.variables import Binding
 from torchremat.tracing.modules.attribute_changes import MISSING, AttributeChange
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.random_sources import RandomSource, RandomState, global_sources, source_of
 
 
-class HasPaths(Protocol):
+class TraceWithEffects(Protocol):
     @property
     def paths(self) -> ModulePaths:
         """The modules that ran, with what became of their attributes."""
 
+    @property
+    def num_draws(self) -> int:
+        """How many operators draw random numbers."""
 
-T = TypeVar("T", bound=HasPaths)
+
+T = TypeVar("T", bound=TraceWithEffects)
 
 
 def trace_without_effects(
@@ -32,7 +37,8 @@ def trace_without_effects(
 ) -> T:
     """The result of `trace`, which traces the function `name`; raises for what cannot be replayed.
 
-    An attribute that the first trace sets and the second leaves alone is a cache, and stays.
+    An attribute that the first trace sets and the second leaves alone is a cache, and stays. But
+    where random numbers were drawn to make it, the call draws them too, and has to run as it is.
     """
     sources = [*global_sources(), *_sources_among(variables, modules)]
     states = RandomState(sources)
@@ -55,8 +61,8 @@ def trace_without_effects(
     if not any(change.is_of_trace for change in changes):
         for change in changes:
             change.redo()
-        made = trace()
-        if not _lasting(made):
+        first, made = made, trace()
+        if not _lasting(made) and made.num_draws == first.num_draws:
             return made
         changes = [*changes, *_lasting(made)]
     for change in reversed(changes):
@@ -66,18 +72,18 @@ def trace_without_effects(
     change.undo()
     where = "" if line is None else f" at {line}"
     was = ", which it did not have" if change.before is MISSING else f", from {change.before!r}"
-    raise EffectError(
+    raise LastingChangeError(
         f"{name} changes {_describe(change, made)}{where}{was}: a checkpoint "
         "replays a graph, which would leave it as it is. Keep it in a buffer that is written in "
         "place (self.count.add_(1)), return it, or change it outside what is checkpointed."
     )
 
 
-def _lasting(made: HasPaths) -> list[AttributeChange]:
+def _lasting(made: TraceWithEffects) -> list[AttributeChange]:
     return list(made.paths.changes)
 
 
-def _describe(change: AttributeChange, made: HasPaths) -> str:
+def _describe(change: AttributeChange, made: TraceWithEffects) -> str:
     owner = made.paths.name_of(change.module) or type(change.module).__name__
     return f"the attribute {change.name!r} of the module {owner}"
 

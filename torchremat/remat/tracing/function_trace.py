@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.core.source import source_of_error
 from torchremat.core.trees import Structure
 from torchremat.errors import DeviceError, EffectError, RetraceError
+from torchremat.policies.replay_rules import is_random
 from torchremat.remat.escapes.escapes import Escapes, EscapeWatch
 from torchremat.remat.escapes.live_tensors import LiveTensors
 from torchremat.remat.escapes.own_backward import OwnBackwards
@@ -44,6 +46,13 @@ class FunctionTrace:
     watches: Mapping[Spot, Watch]
     """The reads of the places that were watched."""
     code: GlobalsOf
+
+    @property
+    def num_draws(self) -> int:
+        """How many operators draw random numbers, also in graphs inside."""
+        graphs = self.region.joint.module.modules()
+        nodes = [n for g in graphs if isinstance(g, fx.GraphModule) for n in g.graph.nodes]
+        return sum(isinstance(n.target, _torch.OpOverload) and is_random(n.target) for n in nodes)
 
 
 @dataclass(frozen=True, eq=False)

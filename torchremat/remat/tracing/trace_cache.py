@@ -17,6 +17,7 @@ from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.policy import Policy
 from torchremat.remat.escapes.escapes import Escapes
+from torchremat.remat.escapes.live_tensors import LastingChangeError
 from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.escapes.read_watch import Spot
 from torchremat.remat.program.function_program import FunctionProgram
@@ -266,10 +267,20 @@ class Traces:
         """Policies that remember, over all calls, what they decided."""
         self.untraceable_keys: set[Any] = set()
         """Kinds of calls that are not traced again, since they could not be."""
+        self.changing_keys: set[Any] = set()
+        """Kinds of calls of which one changed attributes; they are traced once more."""
         self.read_spots: set[Spot] = set()
         """Places that the function changes and reads: each value there has a trace."""
         self.tapes: dict[PolicyKey, TapedCalls] = {}
         """Those calls under each policy, if they are checkpointed all the same."""
+
+    def gives_up(self, kind: Any, error: Exception) -> bool:
+        """Whether calls of this kind, refused with `error`, are not traced again."""
+        if isinstance(error, LastingChangeError) and kind not in self.changing_keys:
+            self.changing_keys.add(kind)
+            return False
+        self.untraceable_keys.add(kind)
+        return True
 
     def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

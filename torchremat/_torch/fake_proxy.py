@@ -120,7 +120,9 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
         # For symbols operators find PyTorch's rules for symbolic sizes, written in Python. Turned
         # on for a whole trace, as `make_fx` does, the rules would also decompose other operators
         # than eager PyTorch does, before they are recorded.
-        with nullcontext() if shapes is None else enable_python_dispatcher():
+        if shapes is None:
+            return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
+        with enable_python_dispatcher(), disable_fake_tensor_cache(mode):
             return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
 
     mode.dispatch = dispatch  # type: ignore[method-assign]
@@ -197,6 +199,7 @@ def new_tracer() -> PythonKeyTracer:
     tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
     tracer.root = torch.nn.Module()
     tracer.tensor_attrs = {}
+    tracer.enable_thunkify = True  # arithmetic on sizes is recorded where a result of it is used
     if type(torch.Generator) is type:  # has a metaclass where tracers take it by themselves
         create_arg = tracer.create_arg
 

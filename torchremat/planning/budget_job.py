@@ -194,7 +194,7 @@ class BudgetJob:
             self.limit = planner.peak_of(known)
             return known.schedule
         start = time.monotonic()
-        found = planner.search(budget)
+        found = planner.search(budget, is_prompt=self._is_prompt)
         self.seconds += time.monotonic() - start
         self.limit = found.planned.budget
         return self._keep(planner, found) if found.was_needed else found.planned.schedule

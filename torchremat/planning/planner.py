@@ -216,7 +216,7 @@ class Planner:
         `seconds` and `is_prompt`: as `SolverOptions` has them.
         """
         if budget is not None and budget.is_searched:
-            return self._find_relative(budget)
+            return self._find_relative(budget, is_prompt=is_prompt)
         within = saved is None or self.plain.saved_bytes <= saved
         nbytes = _ENOUGH * self.plain.peak_bytes if budget is None else self.bytes_of(budget)
         room = nbytes - self.resident
@@ -247,10 +247,10 @@ class Planner:
             error = functools.partial(_build_saved_error, saved, nbytes=nbytes, excess=excess)
         return Search(self.evaluate(lowest, budget=nbytes), error)
 
-    def _find_relative(self, budget: Budget) -> Search:
+    def _find_relative(self, budget: Budget, *, is_prompt: bool) -> Search:
         """The schedule of least peak, or of the least that adds so much time at most."""
         if budget not in self._relative:
-            found = self._find_least()
+            found = self._find_least(is_prompt=is_prompt)
             if budget.added is not None:
                 found = self._find_within_seconds(budget.added * self.plain_seconds, found)
             planned = replace(found, budget=self.peak_of(found))
@@ -267,14 +267,22 @@ class Planner:
         """The schedule of least peak that is found within `seconds`, whatever time it adds."""
         return self.evaluate(self._solve_problems(1, self._orders, seconds=seconds).lowest)
 
-    def _find_least(self) -> PlannedStep:
+    def _find_least(self, *, is_prompt: bool) -> PlannedStep:
         least = self.find_lowest()
         if self.peak_of(least) >= self.peak_of(self.plain):
             return self.plain
-        return self._find_in_room(least.costs.peak) or least
+        near = least.schedule if is_prompt else None
+        return self._find_in_room(least.costs.peak, near=near, is_prompt=is_prompt) or least
 
-    def _find_in_room(self, room: int, seconds: float | None = None) -> PlannedStep | None:
-        solution = self._solve_problems(room, self._orders, seconds=seconds)
+    def _find_in_room(
+        self,
+        room: int,
+        seconds: float | None = None,
+        near: Schedule | None = None,
+        *,
+        is_prompt: bool = False,
+    ) -> PlannedStep | None:
+        solution = self._solve_problems(room, self._orders, near, seconds, is_prompt=is_prompt)
         if solution.schedule is None:
             return None
         planned = self.evaluate(solution.schedule, solution.lower_bound_seconds)

@@ -122,7 +122,7 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
         # than eager PyTorch does, before they are recorded.
         if shapes is None:
             return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
-        with enable_python_dispatcher(), disable_fake_tensor_cache(mode):
+        with enable_python_dispatcher(), disable_fake_tensor_cache(mode):  # type: ignore[arg-type]
             return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
 
     mode.dispatch = dispatch  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.utils._sympy.functions import CeilToInt, FloorDiv, Max, Min
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -150,6 +151,26 @@ def greatest_value(size: torch.SymInt, longest: Mapping[str, int]) -> int | None
     }
     upper = bound_sympy(size.node.expr, ranges).upper
     return int(upper) if upper.is_Integer else None
+
+
+def grows_with_symbols(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> bool:
+    """Whether `size` is known not to fall where one of its symbols, sizes from 1 on, grows."""
+    return _grows(size.node.expr)
+
+
+@lru_cache(4096)
+def _grows(expression: Any) -> bool:
+    parts = expression.args
+    if expression.is_Symbol or expression.is_Integer:
+        return True
+    if isinstance(expression, sympy.Add | Max | Min):
+        return all(map(_grows, parts))
+    if isinstance(expression, FloorDiv | CeilToInt):
+        return _grows(parts[0]) and all(p.is_Integer and p > 0 for p in parts[1:])
+    if isinstance(expression, sympy.Mul | sympy.Pow):  # of what is never negative
+        least = {symbol: sympy.Integer(1) for symbol in expression.free_symbols}
+        return all(_grows(p) and p.xreplace(least) >= 0 for p in parts)
+    return False
 
 
 def split_condition(condition: Any) -> tuple[str, tuple[Any, ...]]:

@@ -28,6 +28,7 @@ from torchremat.planning.planner import PlannedStep, Planner, Search
 from torchremat.planning.problem.problem import Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluator
+from torchremat.planning.step.known_sizes import KnownSizes
 from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import differentiates, forward_only
 
@@ -101,6 +102,13 @@ class _Graph:
     planner: Planner
     schedules: dict[Schedule, GraphSchedule] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.forget_sizes()
+
+    def forget_sizes(self) -> None:
+        """Forget what was chosen for sizes, since the budget is another."""
+        self.known_sizes = KnownSizes(self.joint.module.graph)
+
     def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
         """The schedule in nodes: the same object whenever it is the same schedule."""
         if schedule not in self.schedules:
@@ -156,10 +164,20 @@ class BudgetJob:
         if not differentiates(joint):
             return forward_only(joint)
         graph = self._graph_of(joint, fuses)
+        known = None if sizes is None else graph.known_sizes.find(sizes)
+        if known is not None:
+            return graph.graph_schedule(known)
         planner = graph.planner if sizes is None else graph.planner.at(sizes)
         for name, size in (sizes or {}).items():
             self._most[name] = max(size, self._most.get(name, 0))
+        limit = self.limit
         schedule = self._fix_limit(planner) or self._choose(planner) or self._make(graph, planner)
+        if self.limit != limit:
+            for each in self._graphs:
+                each.forget_sizes()
+        if sizes is not None and self._hopeless is None:
+            is_plain = schedule is planner.plain.schedule
+            graph.known_sizes.note(sizes, schedule, is_plain=is_plain)
         self._has_begun = True
         self._is_declared |= _declaring.get()
         return graph.graph_schedule(schedule)

@@ -181,7 +181,7 @@ class Planner:
 
     def bytes_of(self, budget: Budget) -> int:
         if budget.is_searched:
-            return self._find_relative(budget).planned.budget
+            return self._find_relative(budget, is_prompt=False).planned.budget
         return budget.bytes_of(self.resident + self.plain.peak_bytes)
 
     def plan(

@@ -151,6 +151,12 @@ TRACES = (
         "No dynamic shapes.",
     ),
     PrivatePart(
+        "torch.utils._sympy.functions: CeilToInt, FloorDiv, Max, Min",
+        "To see in the expression of a size whether it grows with its symbols.",
+        "sympy has other classes for them, which sizes are not made of.",
+        "Budgets would look at each new size anew: slower, and nothing worse.",
+    ),
+    PrivatePart(
         "torch.utils._sympy.printers: PythonPrinter",
         "To print a size as Python.",
         "str(expr) prints other operators than Python has.",

@@ -107,7 +107,8 @@ def decide(
     module.graph.eliminate_dead_code()
     copies = copy_written_inputs(module)
     joint = build_joint(module, num_forward_outputs)
-    decisions = PolicyDecisions(joint, policy, fuses=fuses)
+    schedule = policy.schedule(joint, fuses=fuses, sizes=None) if policy.is_whole_graph else None
+    decisions = PolicyDecisions(joint, policy, schedule=schedule)
     decisions.warn_of_unmatched()
     decisions.warn_of_places(is_compiled=True)
     residuals = _add_needed_copies(decisions.residuals(joint), copies)

@@ -27,7 +27,6 @@ from torchremat.graph.nodes import (
 from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
-from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.graph.write_forms import value_after_writes, values_after_writes
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
@@ -53,7 +52,7 @@ class PolicyDecisions:
     """A policy's decision for each value of the forward half of a joint graph.
 
     Values are calls of operators, or the outputs of one that has several. The policy decides once
-    on each, in program order. `fuses` and `sizes` are those of `Policy.schedule`.
+    on each, in program order; or on all at once: `schedule`, if that is known.
     """
 
     def __init__(
@@ -62,17 +61,16 @@ class PolicyDecisions:
         policy: Policy,
         module_prefix: str = "",
         *,
-        fuses: bool = False,
-        sizes: Sizes | None = None,
+        schedule: GraphSchedule | None = None,
     ) -> None:
         self.policy = policy
         self.module_prefix = module_prefix
         self._by_compiler = joint.by_compiler
         self.values: dict[fx.Node, Value] = {}
         self.by_value: dict[fx.Node, Decision] = {}
-        self.schedule: GraphSchedule | None = None
-        if policy.is_whole_graph:
-            self.schedule = policy.schedule(joint, fuses=fuses, sizes=sizes)
+        if schedule is None and policy.is_whole_graph:
+            schedule = policy.schedule(joint, fuses=False, sizes=None)
+        self.schedule = schedule
         names = _names_among(joint.forward_nodes)
         self.forced: set[fx.Node] = set()
         """Values that are saved against the policy: their operators must not run again."""

@@ -16,7 +16,7 @@ from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.nodes import base_of, is_forward, is_identity
 from torchremat.graph.notes import graph_notes_of, note_graph, note_roles, notes_of
 from torchremat.graph.ops import is_factorisation
-from torchremat.graph.schedule import build_scheduled_graph
+from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, slice_graph
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.graph.write_order import is_outcome, move_checks_before_writes
@@ -69,21 +69,26 @@ class FunctionProgram(Program):
             joint = _joint_under(policy, region, module_prefix)
             if sizes is None and region.dynamic is not None:
                 sizes = region.dynamic.traced_sizes
-            chosen = joint, self._decide(joint, sizes)
+            chosen = joint, self._decide(joint, self._find_schedule(joint, sizes))
             if sizes is not None and policy.is_whole_graph:
                 self.by_sizes = {tuple(sizes.values()): self}
         self.root_joint, self.decisions = chosen
         self.schedule = self.decisions.schedule
         self._describe()
 
-    def _decide(self, joint: Joint, sizes: Sizes | None) -> PolicyDecisions:
-        fuses = self.compiler is not None and self.compiler.fuses
+    def _decide(self, joint: Joint, schedule: GraphSchedule | None) -> PolicyDecisions:
         with _torch.isolate():  # a trace around must not see what reads the sizes of values
-            decisions = PolicyDecisions(
-                joint, self.policy, self.module_prefix, fuses=fuses, sizes=sizes
-            )
+            decisions = PolicyDecisions(joint, self.policy, self.module_prefix, schedule=schedule)
             decisions.save_after_writes(joint)
             return decisions
+
+    def _find_schedule(self, joint: Joint, sizes: Sizes | None) -> GraphSchedule | None:
+        """The schedule of a policy that decides on whole graphs; `None` for others."""
+        if not self.policy.is_whole_graph:
+            return None
+        fuses = self.compiler is not None and self.compiler.fuses
+        with _torch.isolate():
+            return self.policy.schedule(joint, fuses=fuses, sizes=sizes)
 
     def at(self, sizes: Sizes | None) -> "FunctionProgram | None":
         """The program for calls of these sizes; `None` if the policy has not decided on them."""
@@ -94,10 +99,11 @@ class FunctionProgram(Program):
     def decide_at(self, sizes: Sizes) -> "FunctionProgram":
         """`at`, where the policy decides now: as for another size, or otherwise."""
         assert self.by_sizes is not None
-        decisions = self._decide(self.root_joint, sizes)
+        schedule = self._find_schedule(self.root_joint, sizes)
         known = dict.fromkeys(self.by_sizes.values())
-        found = next((p for p in known if p.schedule is decisions.schedule), None)
+        found = next((p for p in known if p.schedule is schedule), None)
         if found is None:
+            decisions = self._decide(self.root_joint, schedule)
             found = self._replace(self.region, (self.root_joint, decisions))
             found.by_sizes, found.prevent_cse = self.by_sizes, self.prevent_cse
             found.is_logged, found.is_warned_of = self.is_logged, self.is_warned_of

@@ -1445,6 +1445,14 @@ def bounds_of_sizes():
     assert _torch.greatest_value(20 - n, {str(n): 9}) == 20
 
 
+@check("grows_with_symbols")
+def sizes_that_grow():
+    n = _torch.AskingShapeEnv(lambda *_: False, lambda *_: None).new_size(1000, "n")
+    growing = (n, 3 * n - 2, n * n, n * (n + 1) // 2, torch.sym_max(n, 5))
+    assert all(map(_torch.grows_with_symbols, growing))
+    assert not any(map(_torch.grows_with_symbols, (20 - n, n * (20 - n), n % 5)))
+
+
 @check("assert_later")
 def assertions():
     _torch.assert_later(torch.tensor(True), "is true")

@@ -148,7 +148,10 @@ class _Finder:
     def root_of(self, node: fx.Node) -> fx.Node:
         """The value in whose memory `node` lies."""
         while node not in self.roots and is_view(node):
-            node = node.args[0]  # type: ignore[assignment]
+            source = node.args[0]
+            if not isinstance(source, fx.Node):  # a number, as in `conj(2j)`
+                break
+            node = source
         return self.roots.get(node, node)
 
     def _layout(self, node: fx.Node) -> Any:
@@ -156,7 +159,8 @@ class _Finder:
         if node in self.layouts or not is_view(node):
             return self.layouts.get(node, node.meta.get("val"))
         source = node.args[0]
-        assert isinstance(source, fx.Node)
+        if not isinstance(source, fx.Node):
+            return node.meta.get("val")
         layout = self._layout(source)
         if layout is source.meta.get("val"):
             return node.meta.get("val")
@@ -165,9 +169,10 @@ class _Finder:
     def _is_writable(self, node: fx.Node) -> bool:
         """Whether `node` lies in memory that may be written to, and a write to it goes there."""
         while node not in self.roots and is_view(node):
-            if not is_writable_view(node):
+            source = node.args[0]
+            if not (is_writable_view(node) and isinstance(source, fx.Node)):
                 return False
-            node = node.args[0]  # type: ignore[assignment]
+            node = source
         root = self.roots.get(node, node)
         value = root.meta.get("val")
         is_owned = gives_new_memory(root) or root in self.targets

@@ -51,8 +51,12 @@ def compiled(model: nn.Module, policy: Any, codegen: str, **options: Any) -> Cal
 
 
 def _saved(report: Report) -> list[tuple[Any, ...]]:
-    """What is saved, but for copies of running statistics, which each makes in its own way."""
-    rows = [(r.name, r.shape, r.nbytes) for r in report if r.decision == "saved"]
+    """What is saved, but in place of running statistics, which each does in its own way."""
+    rows = [
+        (r.name, r.shape, r.nbytes)
+        for r in report
+        if r.decision == "saved" and "of an input that is written to" not in r.reason
+    ]
     return sorted(row for row in rows if ".clone" not in row[0])
 
 

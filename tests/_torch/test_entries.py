@@ -1631,6 +1631,17 @@ def public_names():
     return sorted(alias.name for node in imports for alias in node.names)
 
 
+@check("has_gradient_hooks")
+def hooks_that_wait_for_gradients():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert not _torch.has_gradient_hooks(x)
+    handle = x.register_post_accumulate_grad_hook(print)
+    y.register_hook(print)
+    assert _torch.has_gradient_hooks(x) and _torch.has_gradient_hooks(y)
+    handle.remove()
+    assert not _torch.has_gradient_hooks(x)
+
+
 @check("count_hooks")
 def hooks_of_tensors():
     x = torch.ones(2, requires_grad=True)

@@ -190,6 +190,34 @@ def ddp_of_a_model_under_one_checkpoint():
     )
 
 
+def arrivals_before_buckets(model):
+    """How many gradients there were when each bucket was sent, in the last of four steps."""
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.002)
+    arrived, sent = [], []
+
+    def send(_: object, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sent.append(len(arrived))
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    parallel.register_comm_hook(None, send)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: arrived.append(1))
+    for i in range(4):
+        arrived.clear(), sent.clear()
+        parallel(batch(i)).square().sum().backward()
+    return sent
+
+
+@check
+def ddp_sends_buckets_of_one_checkpoint_as_early():
+    expected = arrivals_before_buckets(make())
+    assert len(expected) > 4 and expected[0] < expected[-1]
+    for policy in ("full", "dots"):
+        assert arrivals_before_buckets(tr.nn.wrap(make(), policy)) == expected
+
+
 @check
 def ddp_with_a_budget():
     wrapped = tr.nn.wrap(make(), "budget:92%")

@@ -41,6 +41,11 @@ def count_hooks(tensor: torch.Tensor) -> int:
     return len(tensor._backward_hooks or ())
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks wait for the gradient of `tensor`, a leaf, in its place or after it."""
+    return bool(tensor._post_accumulate_grad_hooks or tensor._backward_hooks)
+
+
 def generator_id(generator: torch.Generator) -> int:
     """Equal for the Python objects of one generator, of which there may be several."""
     return generator._cdata  # type: ignore[attr-defined,no-any-return]

@@ -7,20 +7,23 @@ modes, profilers and flop counters see them as ever.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.graph.hand_outs import Groups, Targets, find_hand_outs
 from torchremat.graph.nodes import (
     BodyOperator,
     all_items,
     attribute,
     is_checkpoint,
     is_identity,
+    results_of,
 )
 from torchremat.graph.notes import notes_of
 from torchremat.graph.reuse import Reuse, Write, find_reuse
@@ -32,8 +35,14 @@ Runner = Callable[[list[Any]], tuple[Any, ...]]
 The values of the symbols that sizes depend on come first: see `symbols_of`.
 """
 
+StagedRunner = Callable[[list[Any], list[Any]], Iterator[None]]
+"""Runs a graph in stages: each appends a group of outputs to the second list.
 
-def symbols_of(run: Runner) -> tuple[str, ...]:
+It keeps none of them, so that who takes them from the list is the only owner.
+"""
+
+
+def symbols_of(run: Runner | StagedRunner) -> tuple[str, ...]:
     """The names of the symbols whose values `run` takes before its inputs."""
     return getattr(run, "symbols", ())
 
@@ -43,7 +52,7 @@ def inputs_filled_by(run: Runner) -> tuple[int, ...]:
     return getattr(run, "inputs_filled", ())
 
 
-def source_of(run: Runner) -> str:
+def source_of(run: Runner | StagedRunner) -> str:
     return getattr(run, "source", None) or run.__doc__ or ""
 
 
@@ -67,7 +76,33 @@ def compile_graph(
     >>> run(inputs), inputs
     ((tensor([2., 2.]),), [])
     """
-    return _CodeWriter(module, name, find_reuse(module) if reuse is None else reuse).compile()
+    run: Runner = _CodeWriter(
+        module, name, find_reuse(module) if reuse is None else reuse
+    ).compile()
+    return run
+
+
+def compile_in_stages(
+    module: fx.GraphModule, name: str, groups: Groups, reuse: Reuse, targets: Targets = ()
+) -> StagedRunner:
+    """Compile the graph of `module` to a generator function, which hands out `groups` of outputs.
+
+    No operator reads an output, nor an input that is its target, once it is handed out.
+
+    >>> import torch
+    >>> from torch import fx
+    >>> class Powers(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         square = torch.mul(x, x)
+    ...         return (torch.mul(square, x), square)
+    >>> module = fx.symbolic_trace(Powers())
+    >>> given = []
+    >>> stages = compile_in_stages(module, "powers", ((1,), (0,)), Reuse())([torch.ones(2)], given)
+    >>> next(stages), len(given), next(stages), len(given)
+    (None, 1, None, 2)
+    """
+    hand_outs = find_hand_outs(module, groups, targets, reuse)
+    return _CodeWriter(module, name, reuse, groups, hand_outs).compile()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -77,18 +112,30 @@ class _Code:
     text: str
 
 
+_NONE: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})
+
+
 class _CodeWriter:
-    def __init__(self, module: fx.GraphModule, name: str, reuse: Reuse) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        name: str,
+        reuse: Reuse,
+        groups: Groups = (),
+        hand_outs: Mapping[fx.Node, Sequence[int]] = _NONE,
+    ) -> None:
         self.module = module
         self.name = name
         self.reuse = reuse
+        self.groups = groups
+        self.hand_outs = hand_outs
         self.lines: list[str] = []
         self.globals: dict[str, Any] = dict(_torch.NAMES_IN_SIZES)
         self.bound: dict[int, str] = {}
         self.last_use = reuse.last_uses(module.graph)
         self.unpacked: set[int] = set()
 
-    def compile(self) -> Runner:
+    def compile(self) -> Any:
         nodes = list(self.module.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         symbols = symbols_in(self.module)
@@ -98,21 +145,24 @@ class _CodeWriter:
             self._drop(n for n in inputs if n not in self.last_use)
         for node in nodes:
             self._write(node)
+            for number in self.hand_outs.get(node, ()):
+                self._hand_out(number)
         body = "\n    ".join(self.lines)
-        source = f"def run(inputs):\n    {body}\n"
+        parameters = "inputs, given" if self.groups else "inputs"
+        source = f"def run({parameters}):\n    {body}\n"
         exec(compile(source, f"<torchremat {self.name}>", "exec"), self.globals)
-        run: Runner = self.globals["run"]
+        run: Any = self.globals["run"]
         run.__doc__ = source
-        run.symbols = symbols  # type: ignore[attr-defined]
-        run.inputs_filled = self.reuse.inputs_filled  # type: ignore[attr-defined]
+        run.symbols = symbols
+        run.inputs_filled = self.reuse.inputs_filled
         return run
 
     def _write(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             return
         if node.op == "output":
-            values = "".join(f"{self._expression(a)}, " for a in node.args[0])  # type: ignore[union-attr]
-            self.lines.append(f"return ({values})")
+            if not self.groups:
+                self.lines.append(f"return {self._tuple(results_of(self.module))}")
             return
         if id(node) in self.unpacked:
             return
@@ -136,6 +186,17 @@ class _CodeWriter:
             if node not in self.last_use:
                 self._drop([node])
         self._drop(finished)
+
+    def _hand_out(self, number: int) -> None:
+        results = results_of(self.module)
+        values = [results[i] for i in self.groups[number]]
+        later = {results[i] for group in self.groups[number + 1 :] for i in group}
+        self.lines.append(f"given.extend({self._tuple(values)})")
+        self._drop(dict.fromkeys(v for v in values if isinstance(v, fx.Node) and v not in later))
+        self.lines.append("yield")
+
+    def _tuple(self, values: Sequence[Any]) -> str:
+        return f"({''.join(f'{self._expression(value)}, ' for value in values)})"
 
     def _write_unpacking(self, node: fx.Node, items: dict[int, fx.Node], call: str) -> None:
         """Unpack all outputs at once: else all would live as long as the last."""
@@ -210,8 +271,8 @@ class _CodeWriter:
         if isinstance(value, _PLAIN_LITERALS):
             return repr(value)
         if isinstance(value, (list, tuple)):
-            items = "".join(f"{self._expression(v)}, " for v in value)
-            return f"[{items}]" if isinstance(value, list) else f"({items})"
+            items = self._tuple(value)
+            return f"[{items[1:-1]}]" if isinstance(value, list) else items
         return self._bind(value)
 
     def _bind(self, value: Any) -> str:

@@ -55,12 +55,14 @@ class Reuse:
     """The operators of a graph that run in place.
 
     `inputs_filled` has the positions of the inputs that get their new values so. `outs` has the
-    calls that write all of several results, for each argument that takes one where it is.
+    calls that write all of several results, for each argument that takes one where it is. `roots`
+    has the values that lie in memory which another value made.
     """
 
     writes: Mapping[fx.Node, Write] = field(default_factory=dict)
     outs: Mapping[fx.Node, Mapping[str, Write]] = field(default_factory=dict)
     inputs_filled: tuple[int, ...] = ()
+    roots: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
     def last_uses(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """The last node that reads each value, or writes into it."""
@@ -70,10 +72,20 @@ class Reuse:
                 last[used] = node
         return last
 
+    def root_of(self, node: fx.Node) -> fx.Node:
+        """The value in whose memory `node` lies."""
+        return _root_of(node, self.roots)
+
     def values_for(self, node: fx.Node) -> list[fx.Node]:
         write, read = self.writes.get(node), node.all_input_nodes
         writes = [write] if write is not None else [*self.outs.get(node, {}).values()]
         return [*dict.fromkeys((*read, *(w.memory for w in writes)))]
+
+
+def _root_of(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    while node not in roots and is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]  # and not a number, as in `conj(2j)`
+    return roots.get(node, node)
 
 
 def find_reuse(
@@ -101,7 +113,7 @@ def find_reuse(
             break
         targets = {p: value for p, value in targets.items() if p not in kept}
     filled = (i for i in new_values or {} if inputs[i] in targets and finder.holds(inputs[i]))
-    return Reuse(finder.writes, finder.outs, tuple(filled))
+    return Reuse(finder.writes, finder.outs, tuple(filled), finder.roots)
 
 
 def reuse_in(module: fx.GraphModule) -> Reuse:
@@ -146,13 +158,7 @@ class _Finder:
     # --- where values lie ------------------------------------------------------------------------
 
     def root_of(self, node: fx.Node) -> fx.Node:
-        """The value in whose memory `node` lies."""
-        while node not in self.roots and is_view(node):
-            source = node.args[0]
-            if not isinstance(source, fx.Node):  # a number, as in `conj(2j)`
-                break
-            node = source
-        return self.roots.get(node, node)
+        return _root_of(node, self.roots)
 
     def _layout(self, node: fx.Node) -> Any:
         """A fake tensor that lies as the value of `node` does."""

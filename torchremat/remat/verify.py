@@ -28,6 +28,7 @@ class VerifyingProgram(FunctionProgram):
     It does so under plain autograd, for first derivatives. Under `torch.func` it compares nothing.
     """
 
+    stages = ()
     why_none_offloaded = "config.verify_recomputation keeps everything on its device"
 
     def __init__(self, region: Region, policy: Policy, **options: Any) -> None:
@@ -71,7 +72,7 @@ class VerifyingProgram(FunctionProgram):
             return results[: len(grads)]
 
         run_and_compare.symbols = symbols  # type: ignore[attr-defined]
-        return CompiledGraph(module, run_and_compare)
+        return CompiledGraph.around(module, run_and_compare)
 
     def _compare(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         for node, before, again in zip(self.checked, expected, found, strict=True):

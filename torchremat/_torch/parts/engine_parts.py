@@ -65,6 +65,12 @@ ENGINE = (
         "In a backward pass of another output the hook would be called with None.",
     ),
     PrivatePart(
+        "torch.Tensor: _post_accumulate_grad_hooks",
+        "Whether somebody waits for the gradient of a parameter before the backward pass ends.",
+        "None lists hooks.",
+        "A short checkpoint would hand out all gradients at its end, or each at a cost.",
+    ),
+    PrivatePart(
         "torch.Tensor: _backward_hooks",
         "The dict of a tensor's hooks, in whose place one is put that wraps them.",
         "None lists or replaces hooks.",

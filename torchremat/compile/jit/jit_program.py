@@ -26,6 +26,8 @@ from torchremat.remat.program.region import Region
 
 
 class JitProgram(FunctionProgram):
+    stages = ()
+
     def __init__(
         self,
         region: Region,
@@ -138,7 +140,7 @@ class JitProgram(FunctionProgram):
         compiled = super()._compile_forward(replayed_random, offloaded)
         if not self.written:
             return compiled
-        return CompiledGraph(
+        return CompiledGraph.around(
             compiled.module, _compile_writes(compiled.module, self.backend, self.written)
         )
 

@@ -8,7 +8,7 @@ derivative is the vector-Jacobian product of the program, which is a program aga
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +23,20 @@ from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.copies import expect, fetch_value, note_kept, wait_for_copies
+from torchremat.remat.op.edges import Edges
 from torchremat.remat.op.node_hooks import call_where_needed, limit_hooks
 from torchremat.remat.op.remat_op import records_gradients, run_graph, run_program
+from torchremat.remat.op.second_part import SecondPart
+from torchremat.remat.op.staged_backward import (
+    EdgeTest,
+    Rest,
+    hand_out_later,
+    hands_out_early,
+    in_order,
+    make_chain,
+    run_in_stages,
+    spread_over_slots,
+)
 from torchremat.remat.program.derived_programs import (
     batch_program,
     floating_outputs,
@@ -33,8 +45,8 @@ from torchremat.remat.program.derived_programs import (
 )
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import draw_now
-from torchremat.remat.program.region import Mask, VmapAxis
-from torchremat.remat.program.split_backward import SplitBackward, split_backward
+from torchremat.remat.program.region import VmapAxis
+from torchremat.remat.program.split_backward import split_backward
 from torchremat.tracing.axes.named_axes import frame_being_mapped, map_over
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import current_tracing, lift_all
@@ -68,6 +80,9 @@ def _apply_at_level(
         if program.views and not _torch.innermost_proxy_mode() and not records_gradients(inputs):
             results = run_program(program, inputs, next(_calls), sizes, notes_views=True)
             return results[: program.num_outputs]  # its views, as the operators made them
+        if program.stages and records_gradients(inputs) and hands_out_early(program, inputs):
+            token, first = make_chain(program, program.by_slot(inputs))
+            return _staged_apply(program, sizes, owner, inputs, token, *first)  # type: ignore[no-any-return]
         return _direct_apply(program, sizes, owner, *program.by_slot(inputs))  # type: ignore[no-any-return]
     if program.axis_names:
         inputs = map_over(program.axis_names, inputs)
@@ -91,45 +106,81 @@ class Checkpoint(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         if program.gradient_slots:
             inputs = tuple([inputs[slot] for slot in program.first_slots])
-        ctx.call = next(_calls)
-        ctx.sizes = sizes
-        offloads = bool(program.offloaded)
-        ctx.with_states = (offloads or bool(program.replayed_random)) and not _torch.is_faking()
-        results = run_program(
-            program,
-            inputs,
-            ctx.call,
-            sizes,
-            notes_views=bool(program.views),
-            with_states=ctx.with_states,
-        )
-        if offloads and ctx.with_states and _torch.has_saved_tensors_hooks():
-            wait_for_copies()  # the hooks receive the copies, and may read them
-        num_outputs = program.num_outputs
-        outputs = results[:num_outputs]
-        outputs = _as_views(program, outputs) if program.views else outputs
-        ctx.program = program
-        ctx.owner = owner
-        ctx.second_part = None
-        ctx.set_materialize_grads(False)
-        constant = program.non_differentiable
-        if constant:
-            ctx.mark_non_differentiable(*(outputs[i] for i in constant))
-        if any(ctx.needs_input_grad):
-            residuals = results[num_outputs:]
-            ctx.save_for_backward(*(inputs[i] for i in program.saved_inputs), *residuals)
-            if offloads and ctx.with_states:
-                kept = [residuals[i] for i in program.offloaded]
-                ctx.kept_before = note_kept(kept, program.fetched_first)
-            if program.missing_inputs:
-                ctx.are_tensors = tuple(isinstance(t, Tensor) for t in inputs)
-            if program.grad_edges:
-                ctx.edges = Edges([inputs[i] for i in program.grad_edges])
-        return outputs
+        ctx.stages = ()
+        return _run_and_save(ctx, program, sizes, owner, inputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        return _apply_vjp(ctx, cotangents)
+        rest = _apply_vjp(ctx, cotangents)
+        if rest is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return (None, None, None, *rest())
+
+
+class StagedCheckpoint(torch.autograd.Function):
+    """A program whose gradients are handed out by a chain of nodes, of which this is the first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        program: Program,
+        sizes: Sizes | None,
+        owner: object,
+        inputs: Sequence[Tensor],
+        token: Tensor,
+        *first: Tensor,
+    ) -> tuple[Any, ...]:
+        ctx.stages = program.stages
+        return _run_and_save(ctx, program, sizes, owner, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        rest = _apply_vjp(ctx, cotangents)
+        if rest is None:
+            return (None,) * len(ctx.needs_input_grad)
+        now = rest()
+        return (None, None, None, None, hand_out_later(rest, ctx.program.device), *now)
+
+
+def _run_and_save(
+    ctx: Any, program: Program, sizes: Sizes | None, owner: object, inputs: Sequence[Tensor]
+) -> tuple[Any, ...]:
+    """The outputs of the program; what its backward pass reads is saved in `ctx`."""
+    ctx.call = next(_calls)
+    ctx.sizes = sizes
+    offloads = bool(program.offloaded)
+    ctx.with_states = (offloads or bool(program.replayed_random)) and not _torch.is_faking()
+    results = run_program(
+        program,
+        inputs,
+        ctx.call,
+        sizes,
+        notes_views=bool(program.views),
+        with_states=ctx.with_states,
+    )
+    if offloads and ctx.with_states and _torch.has_saved_tensors_hooks():
+        wait_for_copies()  # the hooks receive the copies, and may read them
+    num_outputs = program.num_outputs
+    outputs = results[:num_outputs]
+    outputs = _as_views(program, outputs) if program.views else outputs
+    ctx.program = program
+    ctx.owner = owner
+    ctx.second_part = None
+    ctx.set_materialize_grads(False)
+    constant = program.non_differentiable
+    if constant:
+        ctx.mark_non_differentiable(*(outputs[i] for i in constant))
+    if any(ctx.needs_input_grad):
+        residuals = results[num_outputs:]
+        ctx.save_for_backward(*(inputs[i] for i in program.saved_inputs), *residuals)
+        if offloads and ctx.with_states:
+            kept = [residuals[i] for i in program.offloaded]
+            ctx.kept_before = note_kept(kept, program.fetched_first)
+        if program.missing_inputs:
+            ctx.are_tensors = tuple(isinstance(t, Tensor) for t in inputs)
+        if program.grad_edges:
+            ctx.edges = Edges([inputs[i] for i in program.grad_edges])
+    return outputs
 
 
 def _as_views(program: Program, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -151,9 +202,11 @@ _calls = itertools.count()
 
 
 _direct_apply = _torch.direct_apply(Checkpoint)
-_node_class = _torch.node_class_of(Checkpoint)
-limit_hooks(_node_class)
-_torch.wrap_tensor_hooks(_node_class, call_where_needed)
+StagedCheckpoint.__name__ = "Checkpoint"  # users see its node as any other checkpoint's
+_staged_apply = _torch.direct_apply(StagedCheckpoint)
+for _node_class in (_torch.node_class_of(Checkpoint), _torch.node_class_of(StagedCheckpoint)):
+    limit_hooks(_node_class)
+    _torch.wrap_tensor_hooks(_node_class, call_where_needed)
 
 
 class FunctionalCheckpoint(torch.autograd.Function):
@@ -226,21 +279,22 @@ class FunctionalCheckpoint(torch.autograd.Function):
         return _tangents_of_outputs(ctx, tangents[3:])
 
 
-def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> Rest | None:
+    """Return what hands out the gradients; `None` if no output has a cotangent."""
     program: Program = ctx.program
     given = tuple(cotangents[i] is not None for i in program.differentiable)
     if not any(given):
-        return (None,) * (len(program.gradient_slots or range(program.num_inputs)) + 3)
+        return None
     saved = list(ctx.saved_tensors)
     chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
     if torch.is_grad_enabled():
-        return _apply_vjp_differentiably(ctx, given, saved, chosen)
+        return in_order(ctx.stages, _apply_vjp_differentiably(ctx, given, saved, chosen))
     ctx.maybe_clear_saved_tensors()
-    needed = _of_inputs(ctx, _torch.edges_that_run(ctx.next_functions))
+    needed = _test_edges(ctx, _torch.edges_that_run)
     if _torch.keeps_graph_after_backward() or ctx.second_part is not None:
         found = _apply_vjp_in_parts(ctx, given, needed, saved, chosen)
         if found is not None:
-            return (None, None, None, *found)
+            return in_order(ctx.stages, found)
     saved += chosen
     del chosen
     backward = program.backward(given, needed, with_states=ctx.with_states)
@@ -249,16 +303,22 @@ def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]
         backward = specialized.backward(given, needed, with_states=ctx.with_states)
     if ctx.with_states and program.offloaded:
         expect(ctx.kept_before)
-    return (None, None, None, *run_graph(backward, saved, ctx.call, ctx.sizes))
+    if not ctx.stages:
+        return partial(run_graph, backward, saved, ctx.call, ctx.sizes)
+    if _torch.innermost_proxy_mode() is not None:
+        return in_order(ctx.stages, run_graph(backward, saved, ctx.call, ctx.sizes))
+    return run_in_stages(backward, program, saved, ctx.sizes)
 
 
-def _of_inputs(ctx: Any, of_edges: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Spread flags of autograd's edges over the inputs; one that is no tensor has no edge."""
-    if ctx.program.gradient_slots:
-        return tuple([of_edges[slot] for slot in ctx.program.first_slots])
-    if not ctx.program.missing_inputs:
-        return of_edges
-    edges = iter(of_edges)
+def _test_edges(ctx: Any, test: EdgeTest) -> tuple[bool, ...]:
+    """For each input, what `test` says of the edge to it; one that is no tensor has none."""
+    program: Program = ctx.program
+    flags = spread_over_slots(program, ctx, test) if ctx.stages else test(ctx.next_functions)
+    if program.gradient_slots:
+        return tuple([flags[slot] for slot in program.first_slots])
+    if not program.missing_inputs:
+        return tuple(flags)
+    edges = iter(flags)
     return tuple(is_tensor and next(edges) for is_tensor in ctx.are_tensors)
 
 
@@ -274,7 +334,7 @@ def _apply_vjp_in_parts(
     ctx.second_part = None
     if second is not None and second.is_of(given, needed, cotangents):
         return second.run([*saved, *cotangents], ctx.call)
-    all_edges = _of_inputs(ctx, tuple(node is not None for node, _ in ctx.next_functions))
+    all_edges = _test_edges(ctx, lambda edges: tuple([node is not None for node, _ in edges]))
     if needed == all_edges or ctx.sizes or not _torch.keeps_graph_after_backward():
         return None
     parts = split_backward(ctx.program, given, all_edges, needed, with_states=ctx.with_states)
@@ -286,7 +346,7 @@ def _apply_vjp_in_parts(
 
 def _apply_vjp_differentiably(
     ctx: Any, given: tuple[bool, ...], saved: list[Tensor], cotangents: list[Tensor]
-) -> tuple[Any, ...]:
+) -> Sequence[Any]:
     program: Program = ctx.program.specialize(ctx.sizes) if ctx.sizes else ctx.program
     count = program.num_inputs
     absent = frozenset(range(count)) - frozenset(program.saved_inputs)
@@ -309,7 +369,7 @@ def _apply_vjp_differentiably(
     gradients = scatter_values(found, vjp.wrt, count)
     if program.gradient_slots:
         gradients = fill_slots(program.gradient_slots, (), gradients)
-    return (None, None, None, *gradients)
+    return gradients
 
 
 def _shift_known(absent: frozenset[int], program: Program, num_cotangents: int) -> frozenset[int]:
@@ -373,76 +433,3 @@ def _forward_rule(program: Program, owner: object) -> Any:
         return results[:count], results[count:]
 
     return rule
-
-
-# --- the place of a value in autograd's graph ----------------------------------------------------
-
-
-class Edges:
-    """The places of tensors in autograd's graph, without their data.
-
-    A leaf, such as a parameter, lives anyway and is saved itself. A node of autograd's graph leads
-    to the others; hooks empty the tensors that it saves. The node lives with its output.
-    """
-
-    __slots__ = ("_leaves", "_output")
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._leaves = [t if t.is_leaf else None for t in tensors]
-        inner = [t for t in tensors if not t.is_leaf]
-        self._output: Any = None
-        if inner:
-            hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _stand_in)
-            with torch.enable_grad(), _torch.set_saved_tensors_hooks_aside(), hooks:
-                self._output = _EdgeHolder.apply(*inner)  # type: ignore[no-untyped-call]
-
-    def tensors(self) -> list[Tensor]:
-        """Tensors at these places; only leaves have the values that they had."""
-        inner = iter(self._output.grad_fn.saved_tensors if self._output is not None else ())
-        return [next(inner) if leaf is None else leaf for leaf in self._leaves]
-
-
-class _EdgeHolder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("nothing flows through a node that only leads to others")
-
-
-def _forget(tensor: Tensor) -> InputSpec:
-    # not of tensor.detach(): autograd passes a tensor of its own, which a trace would take for one
-    # that the traced function closes over
-    return InputSpec.of(tensor)
-
-
-def _stand_in(spec: InputSpec) -> Tensor:
-    return torch.empty((), dtype=spec.dtype, device=spec.device).expand(spec.shape)
-
-
-@dataclass(eq=False)
-class SecondPart:
-    """The second part of a backward pass whose first part has run for `cotangents`."""
-
-    parts: SplitBackward
-    given: Mask
-    first: Mask
-    cotangents: Sequence[Tensor]
-    carried: list[Any]
-
-    def __post_init__(self) -> None:
-        self._versions = [_torch.version_of(ct) for ct in self.cotangents]
-
-    def is_of(self, given: Mask, needed: Mask, cotangents: Sequence[Tensor]) -> bool:
-        return (
-            self.given == given
-            and not any(a and b for a, b in zip(needed, self.first, strict=True))
-            and all(a is b for a, b in zip(cotangents, self.cotangents, strict=True))
-            and self._versions == [_torch.version_of(ct) for ct in cotangents]
-        )
-
-    def run(self, saved: list[Any], call: int) -> tuple[Any, ...]:
-        return run_graph(self.parts.second, [*self.carried, *saved], call)

@@ -6,7 +6,7 @@ it, and what the inner checkpoint recomputes is not merged with the rest.
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -150,17 +150,27 @@ def run_graph(
         return remat_p(compiled.module, *inputs, call=call)
     if sizes is not None:
         inputs[:0] = [sizes[name] for name in symbols_of(compiled.run)]
+    mode: Any = _torch.below_autograd()
+    if notes_views:
+        # a view made while gradients are off may not be written to while they are on
+        mode = torch.no_grad() if records_gradients(inputs) else nullcontext()
+    return _run_with_note(compiled, mode, compiled.run, inputs)
+
+
+def resume_graph(compiled: CompiledGraph, steps: Iterator[None]) -> None:
+    """Run the next stage of the graph."""
+    _run_with_note(compiled, _torch.below_autograd(), next, steps)
+
+
+def _run_with_note(
+    compiled: CompiledGraph, mode: Any, run: Callable[[Any], tuple[Any, ...]], argument: Any
+) -> tuple[Any, ...]:
     try:
-        if notes_views:
-            # a view made while gradients are off may not be written to while they are on
-            mode = torch.no_grad() if records_gradients(inputs) else nullcontext()
-            with without_autocast(), mode:
-                return compiled.run(inputs)
         if _torch.is_any_autocast_enabled():
-            with without_autocast(), _torch.below_autograd():
-                return compiled.run(inputs)
-        with _torch.below_autograd():
-            return compiled.run(inputs)
+            with without_autocast(), mode:
+                return run(argument)
+        with mode:
+            return run(argument)
     except RuntimeError as error:
         note_if_out_of_memory(error, compiled)
         raise
@@ -195,9 +205,11 @@ def note_if_out_of_memory(error: RuntimeError, compiled: CompiledGraph) -> None:
 
 
 def _node_of(error: RuntimeError, compiled: CompiledGraph) -> fx.Node | None:
-    lines = source_of(compiled.run).splitlines()
     for frame, number in traceback.walk_tb(error.__traceback__):
-        if not frame.f_code.co_filename.startswith("<torchremat") or number > len(lines):
+        if not frame.f_code.co_filename.startswith("<torchremat"):
+            continue
+        lines = source_of(frame.f_globals["run"]).splitlines()
+        if number > len(lines):
             continue
         name = lines[number - 1].partition(" = ")[0].partition(",")[0].strip()
         nodes = compiled.module.graph.nodes

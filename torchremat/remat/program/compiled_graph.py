@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torchremat import config
 from torchremat.autodiff.joint import Joint
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import EffectError
-from torchremat.graph.codegen import Runner, compile_graph
+from torchremat.graph.codegen import Runner, StagedRunner, compile_graph, compile_in_stages
+from torchremat.graph.hand_outs import Groups, Targets, move_results_up
 from torchremat.graph.nodes import VIEWS_BY_SHAPE, inner_graphs_of, is_forward, is_item
 from torchremat.graph.notes import note_graph, note_roles, notes_of
-from torchremat.graph.reuse import reuse_in
+from torchremat.graph.reuse import Reuse, reuse_in
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import UnavailableError, prune_bodies, simplify, slice_graph
 from torchremat.graph.write_forms import values_after_writes, writes_into_first
@@ -27,10 +29,48 @@ from torchremat.remat.program.random_replay import replay_from_states
 aten = torch.ops.aten
 
 
+class GraphFunctions:
+    """The functions that run a graph, each compiled when it is first needed."""
+
+    def __init__(self, module: fx.GraphModule, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._staged: dict[tuple[Groups, Targets], StagedRunner] = {}
+
+    @cached_property
+    def _reuse(self) -> Reuse:
+        return reuse_in(self._module)
+
+    @cached_property
+    def run(self) -> Runner:
+        with hold_interrupts():
+            return compile_graph(self._module, self._name, self._reuse)
+
+    def in_stages(self, groups: Groups, targets: Targets) -> StagedRunner:
+        """The function that hands out `groups` of results one after another."""
+        key = groups, targets
+        if key not in self._staged:
+            with hold_interrupts():
+                compiled = compile_in_stages(self._module, self._name, groups, self._reuse, targets)
+            self._staged[key] = compiled
+        return self._staged[key]
+
+
 @dataclass(frozen=True, eq=False)
 class CompiledGraph:
     module: fx.GraphModule
-    run: Runner
+    functions: GraphFunctions
+
+    @property
+    def run(self) -> Runner:
+        return self.functions.run
+
+    @classmethod
+    def around(cls, module: fx.GraphModule, run: Runner) -> "CompiledGraph":
+        """The graph with a function that somebody else made of it."""
+        functions = GraphFunctions(module, "graph")
+        functions.run = run
+        return cls(module, functions)
 
     @classmethod
     def of(
@@ -45,8 +85,8 @@ class CompiledGraph:
             simplify(module.graph)
             move_views_before_writes(module.graph)
             if compiler:
-                return cls(module, compiler(module))
-            return cls(module, compile_graph(module, name, reuse_in(module)))
+                return cls.around(module, compiler(module))
+            return cls(module, GraphFunctions(module, name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +137,7 @@ def compile_backward(
     prune_bodies(module)
     _refuse_replay(module.graph)
     accept_any_layout(module.graph)
+    move_results_up(module)
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     if form.draws:
         states = [placeholders[i] for i in form.draws]

@@ -13,6 +13,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.specialize import specialize_joint
+from torchremat.graph.hand_outs import Groups, Targets
 from torchremat.graph.nodes import base_of, is_forward, is_identity
 from torchremat.graph.notes import graph_notes_of, note_graph, note_roles, notes_of
 from torchremat.graph.ops import is_factorisation
@@ -31,6 +32,7 @@ from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nes
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import output_generator_states
 from torchremat.remat.program.region import Mask, Region
+from torchremat.remat.program.stages import find_stages, is_long
 from torchremat.remat.program.written_outputs import find_written_outputs, find_written_residuals
 from torchremat.tracing.modules.module_paths import below
 
@@ -137,6 +139,26 @@ class FunctionProgram(Program):
             elsewhere = {*self.replayed_random, *self.offloaded}
             written = find_written_residuals(self.residuals, self.root_joint.mutations)
             self.written_residuals = tuple(r for r in written if r.position not in elsewhere)
+
+    @cached_property
+    def stages(self) -> Groups:  # type: ignore[override]
+        inputs = set(self.region.joint.inputs)
+        if self.compiler or self.written_outputs or inputs.intersection(self.output_nodes):
+            return ()  # autograd asks a node whose output lies in an input to have it as input
+        return find_stages(self.region, self.root_joint, self.schedule, self.gradient_slots)
+
+    @cached_property
+    def is_long(self) -> bool:  # type: ignore[override]
+        return is_long(self.root_joint, self.schedule)
+
+    @cached_property
+    def gradient_targets(self) -> Targets:  # type: ignore[override]
+        inputs = self.root_joint.inputs
+        place = {node: i for i, node in enumerate(inputs)}
+        read = [*(inputs[i] for i in self.saved_inputs), *self.residuals]
+        owners = [place.get(base_of(node)) for node in read]
+        slots = self.by_slot(range(self.num_inputs))
+        return tuple((k, j) for j, i in enumerate(owners) for k, s in enumerate(slots) if s == i)
 
     def specialize(self, sizes: Sizes) -> "FunctionProgram":
         """The program with numbers for its symbols. It saves the same values, in the same order."""

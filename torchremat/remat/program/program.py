@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import fx
 
 from torchremat.autodiff.gradient_parts import fill_slots
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.core.interrupts import hold_interrupts
+from torchremat.graph.hand_outs import Groups, Targets
 from torchremat.graph.nodes import is_forward, is_inexact
 from torchremat.graph.notes import graph_notes_of, note
 from torchremat.graph.schedule import GraphSchedule
@@ -60,6 +62,12 @@ class Program(ABC):
     """Positions of residuals in the host's memory: outside traces, in eager mode."""
     gradient_slots: tuple[int, ...] = ()
     """The input that each returned gradient is for, if some have one for each of their readers."""
+    stages: Groups = ()
+    """The slots of gradients that are handed out together, in order; empty if all of them are."""
+    is_long: bool = False
+    """Whether the stages are worth their price if nobody is seen to wait for gradients."""
+    gradient_targets: Targets = ()
+    """Slots of gradients with the inputs of backward graphs that lie in the parameter of each."""
     jitted_name = ""
     """The name of the function, if `jit` made the program of it."""
 
@@ -102,6 +110,12 @@ class Program(ABC):
         outputs = self.region.joint.outputs
         positions = [i for i, output in enumerate(outputs) if isinstance(output, fx.Node)]
         return tuple(positions.index(i) for i in self.region.differentiable)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of the outputs that have gradients."""
+        value: torch.Tensor = self.output_nodes[self.differentiable[0]].meta["val"]
+        return value.device
 
     @cached_property
     def non_differentiable(self) -> tuple[int, ...]:

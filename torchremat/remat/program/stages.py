@@ -1,0 +1,88 @@
+"""The stages of a backward pass: which gradients it hands out together, and in which order.
+
+    order of operators    dw3  db3   d.. d..   dw2  db2   d.. d..   dw1  db1   dx
+    stages                {w3, b3}             {w2, b2}             {w1, b1, x}
+
+Only parameters, the leaves of autograd's graph, get theirs before the end: whatever waits for the
+gradient of another value was made before, and so runs after all stages.
+"""
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from torchremat.autodiff.joint import Joint
+from torchremat.graph.hand_outs import Groups
+from torchremat.graph.nodes import base_of, call_of, is_forward, is_view
+from torchremat.graph.schedule import GraphSchedule
+from torchremat.remat.program.region import Region
+
+# Chosen by hand. A stage costs 15 us, an operator 3 us and more.
+_CLOSEST = 6
+"""Operators of the backward pass that are at least between the ends of two stages."""
+_LARGEST = 2
+"""Gradients in a stage: autograd changes the order of more that a node hands out."""
+_SHORTEST = 12
+"""Operators of the shortest backward pass that has stages."""
+_LONG = 96
+"""Operators of a backward pass that has stages also if nobody is seen to wait for gradients."""
+
+
+def find_stages(
+    region: Region, joint: Joint, schedule: GraphSchedule | None, slots: tuple[int, ...]
+) -> Groups:
+    """The stages as positions among `slots`: those of inputs, or one for each input.
+
+    Values that are no leaves are in the last. Empty if one stage would do.
+    """
+    order = _order_of(joint, schedule)
+    if len(order) < _SHORTEST:
+        return ()
+    stages: list[list[int]] = []
+    begin = -_CLOSEST
+    leaves = _sort_leaves(region, joint, order)
+    for place, i in leaves:
+        if place >= len(order) - _CLOSEST:
+            break
+        if place < begin + _CLOSEST and len(stages[-1]) < _LARGEST:
+            stages[-1].append(i)
+        else:
+            begin = place
+            stages.append([i])
+    rest = [i for _, i in leaves[sum(map(len, stages)) :]]
+    stages = [[slots.index(i) if slots else i for i in stage] for stage in (*stages, rest)]
+    others = {i for i in region.wrt if not region.specs[i].is_leaf}
+    stages[-1] += [k for k, i in enumerate(slots or range(len(region.specs))) if i in others]
+    found = tuple([tuple(stage) for stage in stages if stage])
+    return found if len(found) > 1 else ()
+
+
+def is_long(joint: Joint, schedule: GraphSchedule | None) -> bool:
+    return len(_order_of(joint, schedule)) >= _LONG
+
+
+def _sort_leaves(region: Region, joint: Joint, order: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """The leaves, after the place in `order` of the operator that computes the gradient of each.
+
+    Where operators run as they were traced, gradients come as autograd has them, which is the order
+    of the nodes that are the gradients: `t(mm(...))` after `sum(...)`.
+    """
+    place = {call: i for i, call in enumerate(order)}
+    traced = {node: i for i, node in enumerate(joint.module.graph.nodes)}
+    calls = sorted(order, key=traced.__getitem__)
+    is_as_traced = all(a is b for a, b in zip(order, calls, strict=True))
+    found = []
+    for i in region.wrt:
+        gradient = joint.gradients[i] if i < len(joint.gradients) else None
+        if gradient is not None and region.specs[i].is_leaf:
+            at = place.get(call_of(base_of(gradient)), 0)
+            found.append((traced[gradient] if is_as_traced else at, traced[gradient], at, i))
+    return [(at, i) for *_, at, i in sorted(found)]
+
+
+def _order_of(joint: Joint, schedule: GraphSchedule | None) -> list[fx.Node]:
+    """The operators of the backward pass, without what it recomputes."""
+    if schedule is not None and schedule.backward:
+        return [call for call in schedule.backward if not is_forward(call)]
+    nodes = joint.module.graph.nodes
+    return [n for n in nodes if n.op == "call_function" and not is_forward(n) and not is_view(n)]

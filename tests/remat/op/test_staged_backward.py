@@ -164,8 +164,7 @@ def test_saved_values_are_freed_while_the_pass_runs():
         nonlocal reference
         reference = weakref.ref(out)
 
-    x = inputs(needs_gradient=True)
-    out = wrapped(x)
+    out = wrapped(inputs())
     out.register_hook(lambda g: hold(None, None, g))
     freed = []
     wrapped.embed.weight.register_post_accumulate_grad_hook(
@@ -303,9 +302,11 @@ def test_a_parameter_is_read_before_its_gradient_is_handed_out():
     class Late(nn.Module):
         def __init__(self):
             super().__init__()
+            self.first = nn.Parameter(torch.randn(4))
             self.weights = nn.ParameterList(torch.randn(4) for _ in range(12))
 
         def forward(self, x):
+            x = x * self.first
             for weight in self.weights:
                 x = x + torch.sin(x * weight)  # its derivative by x reads the weight after all
             return x
@@ -320,8 +321,6 @@ def test_a_parameter_is_read_before_its_gradient_is_handed_out():
 
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(step)
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(3), requires_grad=True)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
         model(x).sum().backward()
-        model.of_input = x.grad
-    assert torch.equal(wrapped.of_input, plain.of_input)
     assert_same(dict(wrapped.named_parameters()), dict(plain.named_parameters()))

@@ -24,6 +24,9 @@ from torchremat.tracing.modules.module_paths import ModulePaths
 Mask = tuple[bool, ...]
 """Says which differentiable outputs have a cotangent, or which inputs need a gradient."""
 
+_CAPTURED = "captured_"
+"""The names of inputs that a body closes over, such as parameters, begin so."""
+
 
 class Region:
     """A body with its joint graphs: one for each set of outputs that has a cotangent."""
@@ -66,7 +69,7 @@ class Region:
         if not options.create_graph:
             rewrite_joint(joint.module.graph)
         captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
-        labels = [f"captured_{i}" for i in range(len(captured))]
+        labels = [f"{_CAPTURED}{i}" for i in range(len(captured))]
         return cls(
             body,
             (*specs, *captured),
@@ -164,6 +167,11 @@ class Region:
         if not self.options.with_gradients:
             return ()
         return tuple(i for i, spec in enumerate(self.specs) if spec.requires_grad)
+
+    @property
+    def argument_has_gradient(self) -> bool:
+        """Whether an argument gets a gradient, not only what the body closes over."""
+        return any(not self.names[i].startswith(_CAPTURED) for i in self.wrt)
 
     @cached_property
     def differentiable(self) -> tuple[int, ...]:

@@ -5,6 +5,10 @@
 
 Only parameters, the leaves of autograd's graph, get theirs before the end: whatever waits for the
 gradient of another value was made before, and so runs after all stages.
+
+There are no stages where an argument gets a gradient, too. Such a checkpoint is a layer of a
+model: its gradients come soon after one another. A pipeline may also ask for that gradient alone,
+and for those of parameters later.
 """
 
 from collections.abc import Sequence
@@ -36,7 +40,7 @@ def find_stages(
     Values that are no leaves are in the last. Empty if one stage would do.
     """
     order = _order_of(joint, schedule)
-    if len(order) < _SHORTEST:
+    if len(order) < _SHORTEST or region.argument_has_gradient:
         return ()
     stages: list[list[int]] = []
     begin = -_CLOSEST

@@ -1,4 +1,4 @@
-"""Counts of bytes: alive at each moment, saved by autograd, saved on the host.
+"""Counts of bytes: alive at each moment, before a step, saved by autograd or on the host.
 
 >>> import torch
 >>> model, x = torch.nn.Linear(256, 256), torch.ones(16, 256)
@@ -10,12 +10,21 @@
 (16384, 279560)
 """
 
+from torchremat.planning.memory.resident_bytes import resident_bytes
 from torchremat.remat.offload.host_pool import HostStats
 from torchremat.remat.offload.host_pool import reset_counts as reset_host_counts
 from torchremat.remat.offload.host_pool import stats as host_stats
 from torchremat.report.live_bytes import HeldBytes, HeldTensor, LiveBytes
 
-__all__ = ["HeldBytes", "HeldTensor", "HostStats", "LiveBytes", "host_stats", "reset_host_counts"]
+__all__ = [
+    "HeldBytes",
+    "HeldTensor",
+    "HostStats",
+    "LiveBytes",
+    "host_stats",
+    "reset_host_counts",
+    "resident_bytes",
+]
 
 
 def __dir__() -> list[str]:

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchremat as tr
 from torchremat.errors import TraceError
-from torchremat.measure import LiveBytes
+from torchremat.measure import LiveBytes, resident_bytes
 
 CHECKS = {}
 SLOW_CHECKS = {}
@@ -303,6 +303,18 @@ def fsdp_with_one_budget_for_all_layers():
     gathered = 4 * sum(p.numel() for p in make().layers[0].parameters())
     assert peaks[1] <= split.budget + 2 * gathered < peaks[0]
     assert_trains_alike(sharded(split, select=None), sharded())
+
+
+@check
+def fsdp_counts_the_shards_of_this_process_in_a_budget():
+    model, whole = sharded("dots"), make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    there = resident_bytes(model, optimizer)
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    assert there == resident_bytes(model, optimizer)
+    share = 1 / distributed.get_world_size()
+    assert there < (share + 0.1) * resident_bytes(whole, torch.optim.AdamW(whole.parameters()))
 
 
 @check

@@ -94,11 +94,11 @@ class Fit(ShownInNotebook):
     def policy(self) -> Policy | None:
         """The policy for `nn.wrap` or `checkpoint`; `None` if the step fits without one.
 
-        It is the budget that is left for the step, so that it also holds for smaller steps.
+        It is a budget of all the memory, so that it also holds for smaller steps.
         """
         if self.plan is None:
             return None
-        return memory_budget(self.memory - self.resident_bytes)
+        return memory_budget(self.memory, resident=self.resident_bytes)
 
     def __repr__(self) -> str:
         size = "" if self.maximize is None else f"{self.maximize} {self.size}, "

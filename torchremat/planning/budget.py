@@ -107,8 +107,8 @@ def plain_number(given: Any) -> Any:
     return float(given) if isinstance(given, Real) else given
 
 
-def bytes_of_limit(given: int | str) -> int:
-    """The bytes of a limit on what is saved, which may be 0, and is no fraction.
+def bytes_of_limit(given: int | str, option: str = "saved") -> int:
+    """The bytes that an option is given as, which may be 0, and are no fraction.
 
     Raises `BudgetTypeError` (a `TypeError`) and `BudgetSpellingError` (a `ValueError`).
 
@@ -120,8 +120,8 @@ def bytes_of_limit(given: int | str) -> int:
     nbytes = Budget.of(given).nbytes
     if nbytes is None:
         raise BudgetTypeError(
-            f"saved={given!r} is no number of bytes, and a limit on what is saved is one: give "
-            "bytes ('200MiB', an int), or a budget of peak memory, memory_budget('50%')"
+            f"{option}={given!r} is no number of bytes: give bytes ('200MiB', an int), or a budget "
+            "of peak memory, memory_budget('50%')"
         )
     return nbytes
 

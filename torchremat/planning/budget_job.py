@@ -149,6 +149,8 @@ class BudgetJob:
         self.seconds = 0.0
         self._largest: int | None = None
         """The peak of the largest step without rematerialisation, which fixed the bytes."""
+        self._resident = 0
+        """The bytes that are there beside it, and count."""
         self._is_declared = False
         self._has_begun = False
         self._has_warned = False
@@ -204,6 +206,7 @@ class BudgetJob:
         if self._largest is not None and plain <= self._largest:
             return None
         self._largest = plain
+        self._resident = planner.resident
         if budget.fraction is not None:
             self.limit = planner.bytes_of(budget)
             return None
@@ -304,7 +307,7 @@ class BudgetJob:
         """The bytes, where they come from, and the plans, as a line of a report."""
         parts = []
         if self.limit is not None and self.budget is not None and self.budget.is_relative:
-            largest = human_bytes(self._largest or 0)
+            largest = human_bytes((self._largest or 0) + self._resident)
             step = "the step that was declared" if self._is_declared else "the largest step so far"
             parts.append(
                 f"{human_bytes(self.limit)} ({self.limit} bytes), fixed by {step}, which takes "

@@ -27,10 +27,15 @@ from torchremat.remat.tape.limited_calls import LimitingPolicy, TapeJob
 
 
 class _Planned(WholeGraphPolicy):
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes beside the step that count in the budget."""
+        return 0
+
     def out_of_memory(self, program: Any, failed: FailedOperator) -> str | None:
         if not isinstance(program, FunctionProgram):  # a derivative of higher order has no plan
             return None
-        return describe_plan(program, failed, repr(self))
+        return describe_plan(program, failed, repr(self), self.resident_bytes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,6 +46,7 @@ class MemoryBudget(_Planned):
     offload: bool = False
     saved: int | str | None = None
     on_infeasible: str = "best"
+    resident: int | str = 0
 
     @property
     def _limits(self) -> tuple[Any, ...]:
@@ -48,7 +54,11 @@ class MemoryBudget(_Planned):
         budget = None if self.budget is None else Budget.of(self.budget)
         saved = None if self.saved is None else bytes_of_limit(self.saved)
         options = (self.solver, self.cost_model, self.offload, self.on_infeasible)
-        return (budget, saved, *options)
+        return (budget, saved, self.resident_bytes, *options)
+
+    @property
+    def resident_bytes(self) -> int:
+        return bytes_of_limit(self.resident)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MemoryBudget) and self._limits == other._limits
@@ -66,6 +76,7 @@ class MemoryBudget(_Planned):
             cost_model=model.fused() if fuses else model,
             solver=self.solver,
             offload=self.offload,
+            resident=self.resident_bytes,
         )
 
     def schedule(
@@ -79,9 +90,9 @@ class MemoryBudget(_Planned):
 
     @property
     def spelling(self) -> str | None:
-        """The policy as text; `None` for two limits, another solver or model, or offloading."""
-        unspelt = (self.solver, self.cost_model, self.offload, self.on_infeasible)
-        if unspelt != ("auto", None, False, "best"):
+        """The policy as text; `None` for two limits, or if an option is another than usual."""
+        unspelt = (self.solver, self.cost_model, self.offload, self.on_infeasible, self.resident)
+        if unspelt != ("auto", None, False, "best", 0):
             return None
         if self.budget is None:
             return f"saved:{_with_unit(self.saved)}"
@@ -99,6 +110,8 @@ class MemoryBudget(_Planned):
             options.append("offload=True")
         if self.on_infeasible != "best":
             options.append(f"on_infeasible={self.on_infeasible!r}")
+        if self.resident:
+            options.append(f"resident={self.resident!r}")
         return f"memory_budget({', '.join(options)})"
 
 
@@ -113,6 +126,10 @@ class BudgetInJob(_Planned):
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
     ) -> GraphSchedule:
         return self.job.schedule(joint, fuses=fuses, sizes=sizes)
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.policy.resident_bytes
 
     def without_job(self) -> Policy:
         return self.policy
@@ -144,6 +161,7 @@ class BudgetOnTape(LimitingPolicy):
                 None if policy.saved is None else bytes_of_limit(policy.saved),
                 policy.on_infeasible == "error",
                 model.seconds_of_call,
+                policy.resident_bytes,
             ),
             has_begun=has_begun,
         )
@@ -168,6 +186,7 @@ def memory_budget(
     cost_model: CostModel | None = None,
     offload: bool = False,
     on_infeasible: str = "best",
+    resident: int | str = 0,
 ) -> Policy:
     """Keep the peak memory of the forward and the backward pass within `budget`.
 
@@ -205,11 +224,14 @@ def memory_budget(
             Compilers save them on the device, with an `OffloadWarning`: the peak is then higher.
         on_infeasible: what a later step does that no plan keeps within the budget: `"best"` runs
             it with the least peak, and gives one `BudgetWarning`; `"error"` raises `BudgetError`.
+        resident: bytes (an `int`, or text such as `"12GiB"`) that are there beside the step and
+            count: the budget is of a whole device then. `measure.resident_bytes` counts those of
+            models, optimizers and accumulated gradients.
 
     Raises:
         TypeError: if `budget` is neither a number nor text, or `cost_model` is none; if neither
-            `budget` nor `saved` is given, or `saved` is a fraction. Also for `saved` beside
-            `"least"` or a time.
+            `budget` nor `saved` is given. Also if `saved` or `resident` is a fraction, for `saved`
+            beside `"least"` or a time, and for `resident` without a budget.
         ValueError: if `budget` cannot be read, is not positive, or is a fraction above 1; or if
             there is no such solver. `PlanError` is one: for `offload=True` with a `cost_model` that
             has no link to a host (without a `cost_model`, the call raises it).
@@ -220,10 +242,12 @@ def memory_budget(
     >>> x = torch.ones(1024, requires_grad=True)          # 4 KiB
     >>> tr.explain(f, x, policy=memory_budget("14KB")).total <= 8192
     True
+    >>> tr.explain(f, x, policy=memory_budget("18KiB", resident=4096)).total <= 8192
+    True
     >>> tr.explain(f, x, policy=memory_budget(saved="4KiB")).total
     4096
     """
-    budget, saved = plain_number(budget), plain_number(saved)
+    budget, saved, resident = map(plain_number, (budget, saved, resident))
     if budget is not None:
         Budget.of(budget)
     elif saved is None:
@@ -232,12 +256,13 @@ def memory_budget(
             "or of what is saved for the backward pass, memory_budget(saved='200MiB')"
         )
     if saved is not None:
-        bytes_of_limit(saved)
+        bytes_of_limit(saved, "saved")
         if budget is not None and Budget.of(budget).is_searched:
             raise PolicyError(
                 f"memory_budget({budget!r}, saved={saved!r}): a search for the least memory takes "
                 "no limit on what is saved: leave out saved, or give the budget as bytes"
             )
+    _check_resident(resident, budget)
     check_solver(solver)
     if cost_model is not None and not isinstance(cost_model, CostModel):
         raise PolicyError(
@@ -251,7 +276,25 @@ def memory_budget(
             f"memory_budget(on_infeasible={on_infeasible!r}): it is 'best' (a later step that "
             "cannot be met runs with the least peak, with a warning) or 'error'"
         )
-    return MemoryBudget(budget, solver, cost_model, offload, saved, on_infeasible)
+    return MemoryBudget(budget, solver, cost_model, offload, saved, on_infeasible, resident)
+
+
+def _check_resident(resident: Any, budget: Any) -> None:
+    nbytes = bytes_of_limit(resident, "resident")
+    if not nbytes:
+        return
+    if budget is None:
+        raise PolicyError(
+            f"memory_budget(resident={resident!r}): what is there beside the step counts in a "
+            "budget of peak memory alone: memory_budget('20GiB', resident=...)"
+        )
+    limit = Budget.of(budget).nbytes
+    if limit is not None and limit <= nbytes:
+        raise PolicyValueError(
+            f"memory_budget({budget!r}, resident={resident!r}): nothing is left for the step, "
+            f"since {human_bytes(nbytes)} ({nbytes} bytes) are there before it. Give a larger "
+            "budget"
+        )
 
 
 def limit_saved(saved: int | str) -> Policy:

@@ -17,8 +17,13 @@ from torchremat.remat.program.function_program import FunctionProgram
 _SHOWN = 5
 
 
-def describe_plan(program: FunctionProgram, failed: FailedOperator, asked: str) -> str:
-    """Name the plan's peak, what was alive, and a cure; `asked` is the policy as written."""
+def describe_plan(
+    program: FunctionProgram, failed: FailedOperator, asked: str, resident: int = 0
+) -> str:
+    """Name the plan's peak, what was alive, and a cure.
+
+    `asked` is the policy as written, whose budget counts `resident` bytes beside the step.
+    """
     forward, backward = graphs_of(program)
     timeline = simulate(forward.module, backward.module)
     nodes = {n.name: n for module in (backward.module, forward.module) for n in module.graph.nodes}
@@ -37,11 +42,15 @@ def describe_plan(program: FunctionProgram, failed: FailedOperator, asked: str) 
             f"  Here, at operator {where + 1} of {len(timeline)}, {human_bytes(alive)} are alive:"
         )
         lines += _alive(timeline, where, nodes)
+    beside = f" The budget counts {human_bytes(resident)} of that." if resident else ""
+    lower = _suggest_budget(alive, resident)
+    option = f", resident={resident}" if resident else ""
+    spelled = f"memory_budget('{lower}'{option})" if resident else f"'budget:{lower}'"
     lines += [
-        "  Not in the plan are parameters, gradients and states of an optimizer that were there "
-        "before, and what else is on the device.",
-        f"  Give a budget below {human_bytes(alive)} ('budget:{_suggest_budget(alive)}'), or a "
-        "smaller batch. torchremat.plan(model, *args, budget=...) shows beforehand which "
+        "  Not in these figures are parameters, gradients and states of an optimizer that were "
+        f"there before, and what else is on the device.{beside}",
+        f"  Give a budget below {human_bytes(alive + resident)} ({spelled}), or a smaller batch. "
+        "torchremat.plan(model, *args, budget=...) shows beforehand which "
         "budgets can be met, and its timeline() what is alive at each moment.",
     ]
     return "\n".join(lines)
@@ -78,5 +87,6 @@ def _describe_failure(node: fx.Node) -> str:
     return f"{call.target}" + (f" from {source}" if source is not None else "")
 
 
-def _suggest_budget(alive: int) -> str:
-    return f"{max(1, alive * 9 // 10 >> 20)}MiB" if alive >> 20 else f"{max(1, alive * 9 // 10)}B"
+def _suggest_budget(alive: int, resident: int) -> str:
+    lower = max(1, alive * 9 // 10) + resident
+    return f"{lower >> 20}MiB" if alive >> 20 else f"{lower}B"

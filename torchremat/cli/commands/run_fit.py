@@ -32,7 +32,7 @@ class FitCommandOptions:
 
 def run_fit(options: FitCommandOptions) -> None:
     with option_errors("--memory"):
-        memory = bytes_of_limit(options.memory)
+        memory = bytes_of_limit(options.memory, "memory")
     optimizer = read_optimizer(options.optimizer)
     check_rates(options.on)
     check_writable(save=options.save, json=options.json_path)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.core.storages import storages_in
 from torchremat.errors import ArgumentTypeError, OptionError, nearest_names
 from torchremat.remat.program.region import Region
+from torchremat.tracing.dtensors import local_tensor
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
 """An optimizer, its class, or none."""
@@ -37,8 +39,7 @@ def parameter_nbytes(region: Region) -> int:
 def state_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
     """The bytes of each tensor in the state of `optimizer` for what gets a gradient.
 
-    One step of an optimizer of the same class and settings is taken on meta tensors, and what it
-    keeps is counted. Raises `TypeError` for what is no optimizer.
+    Raises `TypeError` for what is no optimizer.
     """
     if optimizer is None:
         return []
@@ -51,26 +52,104 @@ def state_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
             f"optimizer={optimizer!r} is none: give a torch.optim.Optimizer or its class, such as "
             "torch.optim.AdamW"
         )
-    parameters = [
-        torch.empty(
-            [*map(_torch.hint_of, value.shape)],
-            dtype=value.dtype,
-            device="meta",
-            requires_grad=True,
-        )
-        for value in _trainable(region)
-    ]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
+    parameters = list(map(_on_meta, _trainable(region)))
     copy = (
         _make_optimizer(optimizer, parameters)
         if isinstance(optimizer, type)
-        else _copy_optimizer(optimizer, parameters)
+        else _copy_optimizer(optimizer, [{"params": parameters}])
     )
+    return _state_after_step(copy)
+
+
+def resident_bytes(*things: Any, gradients: bool = False) -> int:
+    """The bytes of what is there before a step: for the `resident` of a budget.
+
+    Each storage counts once, at its full size, on whatever device. Of sharded tensors the shards of
+    this process count. Of an optimizer, the state that it has not yet counts, too: one step of it
+    is taken on meta tensors.
+
+    Args:
+        things: modules, for their parameters and buffers; optimizers, for their parameters and
+            state; and trees of tensors, such as a batch.
+        gradients: whether a gradient of each trainable parameter counts, as it is there before a
+            step where gradients are accumulated, or set to zero in place.
+
+    Raises:
+        TypeError: for a thing in which there is no tensor.
+
+    >>> model = torch.nn.Linear(256, 64)                        # 64 KiB and 256 bytes
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> resident_bytes(model), resident_bytes(model, optimizer)  # two moments, and two counts
+    (65792, 197384)
+    >>> resident_bytes(model, gradients=True)
+    131584
+    """
+    sizes: dict[int, int] = {}
+    parameters: dict[int, Tensor] = {}
+    alive, to_come = [], 0
+    for thing in things:
+        is_optimizer = isinstance(thing, torch.optim.Optimizer)
+        found = _parameters_of(thing)
+        parameters |= {id(p): p for p in found if p.requires_grad}
+        tree = [found, list(thing.state.values())] if is_optimizer else thing
+        storages = list(storages_in(tree))
+        if not storages:
+            raise ArgumentTypeError(
+                f"resident_bytes({thing!r}): there is no tensor in it. Give modules, optimizers, "
+                "and trees of tensors"
+            )
+        alive += storages  # so that no id is used again
+        sizes |= {id(storage): storage.nbytes() for storage in storages}
+        if is_optimizer:
+            to_come += sum(_state_after_step(_without_state(thing)))
+    if gradients:
+        to_come += sum(_nbytes_of_gradient(p) for p in parameters.values())
+    return sum(sizes.values()) + to_come
+
+
+def _parameters_of(thing: Any) -> list[Tensor]:
+    if isinstance(thing, torch.optim.Optimizer):
+        return [p for group in thing.param_groups for p in group["params"]]
+    leaves, _ = _torch.tree_flatten(thing)
+    modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
+    return [p for module in modules for p in module.parameters()]
+
+
+def _nbytes_of_gradient(parameter: Tensor) -> int:
+    local = local_tensor(parameter)
+    return local.numel() * local.element_size()
+
+
+def _without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy, on meta tensors, with the parameters that have no state yet."""
+    groups = [
+        {
+            **group,
+            "params": [
+                _on_meta(local_tensor(p))
+                for p in group["params"]
+                if p.requires_grad and p not in optimizer.state
+            ],
+        }
+        for group in optimizer.param_groups
+    ]
+    return _copy_optimizer(optimizer, groups)
+
+
+def _state_after_step(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The bytes of each tensor of the state that an optimizer of meta tensors gets in a step."""
     with torch.device("cpu"):  # where a count of steps is: it may be read, as no meta tensor can
-        copy.step()
-    leaves, _ = _torch.tree_flatten(list(copy.state.values()))
+        optimizer.step()
+    leaves, _ = _torch.tree_flatten(list(optimizer.state.values()))
     return [leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    """A parameter of the same shape, with a gradient, that takes no memory."""
+    shape = [*map(_torch.hint_of, value.shape)]
+    parameter = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=True)
+    parameter.grad = torch.empty_like(parameter)
+    return parameter
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -100,7 +179,7 @@ def _make_optimizer(
 
 
 def _copy_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: list[Tensor]
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
     """An optimizer with the settings of another, but those that forbid meta tensors.
 
@@ -109,8 +188,9 @@ def _copy_optimizer(
     """
     copy = object.__new__(type(optimizer))
     copy.__dict__.update(vars(optimizer))
-    settings = optimizer.defaults | {k: False for k in _NOT_ON_META if k in optimizer.defaults}
-    torch.optim.Optimizer.__init__(copy, parameters, settings)
+    plain = {k: False for k in _NOT_ON_META if k in optimizer.defaults}
+    groups = [group | plain for group in groups]
+    torch.optim.Optimizer.__init__(copy, groups, optimizer.defaults | plain)
     return copy
 
 

@@ -69,6 +69,8 @@ class TapeOptions:
     is_strict: bool
     """Whether a later call that cannot be met is an error."""
     seconds_of_call: Callable[[OpSignature], float]
+    resident: int = 0
+    """The bytes that are there beside the step, and count."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,11 @@ def _make_plan(step: TapeStep, chosen: Evaluated, plain: Evaluated) -> TapePlan:
 
 @dataclass(eq=False)
 class TapeBudgetJob(TapeJob):
-    """The bytes of a budget, and the plan for it."""
+    """The bytes of a budget, and the plan for it.
+
+    Attributes:
+        limit: the bytes for the step alone, once they are known.
+    """
 
     options: TapeOptions
     num_plans: int = 0
@@ -138,7 +144,8 @@ class TapeBudgetJob(TapeJob):
 
     def __post_init__(self) -> None:
         self.budget, self.saved = self.options.budget, self.options.saved
-        self.limit = None if self.budget is None else self.budget.nbytes
+        if self.budget is not None and self.budget.nbytes is not None:
+            self.limit = self.budget.nbytes - self.options.resident
 
     def begin_call(self) -> "TapeBudgetCall":
         return TapeBudgetCall(self)
@@ -161,7 +168,8 @@ class TapeBudgetJob(TapeJob):
             return
         self._largest = plain
         if budget.fraction is not None:
-            self.limit = budget.bytes_of(plain)
+            resident = self.options.resident
+            self.limit = max(0, budget.bytes_of(plain + resident) - resident)
             return
         allowed = float("inf")
         if budget.added is not None:
@@ -218,12 +226,15 @@ class TapeBudgetJob(TapeJob):
     def _build_error(self, least: int, planner: TapePlanner, found: Evaluated) -> BudgetError:
         limits, problem = self.limits, planner.problem
         if least > limits.peak:
+            resident = self.options.resident
+            besides = f", {human_bytes(resident)} of it there anyway" if resident else ""
+            least += resident
             return BudgetError(
-                f"{self.options.text}: a peak of {human_bytes(limits.peak)} cannot be met. The "
-                f"least that was found is {human_bytes(least)} ({least} bytes), of "
-                f"{human_bytes(planner.plain.costs.peak)} without rematerialisation, on the tape "
-                f"of a function that cannot be one graph. Give a budget of at least {least}, or a "
-                "smaller batch",
+                f"{self.options.text}: a peak of {human_bytes(limits.peak + resident)} cannot be "
+                f"met. The least that was found is {human_bytes(least)} ({least} bytes{besides}), "
+                f"of {human_bytes(planner.plain.costs.peak + resident)} without rematerialisation, "
+                "on the tape of a function that cannot be one graph. Give a budget of at least "
+                f"{least}, or a smaller batch",
                 least,
             )
         saved = sum(problem.nbytes[v] for v in found.decisions.saved - problem.outputs)
@@ -238,9 +249,11 @@ class TapeBudgetJob(TapeJob):
         """The bytes and the plans as a line of a report."""
         parts = []
         if self.limit is not None and self.budget is not None and self.budget.is_relative:
+            limit = self.limit + self.options.resident
+            largest = (self._largest or 0) + self.options.resident
             parts.append(
-                f"{human_bytes(self.limit)} ({self.limit} bytes), fixed by the largest step so "
-                f"far, which takes {human_bytes(self._largest or 0)} without rematerialisation"
+                f"{human_bytes(limit)} ({limit} bytes), fixed by the largest step so far, which "
+                f"takes {human_bytes(largest)} without rematerialisation"
             )
         count = f"{self.num_plans} plan{'s' * (self.num_plans != 1)} of a tape"
         parts.append(f"{count} in {human_seconds(self.seconds)}" if self.num_plans else "no plan")
@@ -263,7 +276,8 @@ class TapeBudgetCall(TapeCall):
             return job.limit
         if job.budget is None or job.budget.fraction is None:
             return float("inf")
-        return job.budget.fraction * plain_bytes
+        resident = job.options.resident
+        return max(0, job.budget.fraction * (plain_bytes + resident) - resident)
 
     @property
     def is_tight(self) -> bool:

@@ -349,20 +349,23 @@ class Checkpointed:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         if has_symbols(specs):
             return self._trace_with(call, args, kwargs, specs, None)
-        warn_of_retraces(describe_fun(self.fun), self._trace_cache, call, specs, self.fun)
+        cache = self._trace_cache
+        warn_of_retraces(describe_fun(self.fun), cache, call, specs, self.fun)
         trace = None
         dynamic = None
+        numbers = cache.varying_numbers(call)
         if self._may_be_dynamic() and not any(spec.sharding for spec in specs):
-            dynamic = DynamicInputs.of(specs, self._trace_cache.varying(call, specs))
+            dynamic = DynamicInputs.of(specs, cache.varying(call, specs))
         if dynamic is not None:
             with _torch.dispatch_restored():
                 try:
-                    trace = self._trace_with(call, args, kwargs, specs, dynamic)
+                    trace = self._trace_with(call, args, kwargs, specs, dynamic, numbers)
                 except Exception as error:  # an operator that knows no symbols, or the user's fault
-                    self._trace_cache.fix(dynamic.places, error)
-        trace = trace or self._trace_with(call, args, kwargs, specs, None)
+                    cache.fix(dynamic.places, error)
+        trace = trace or self._trace_with(call, args, kwargs, specs, None, numbers)
         if not has_stand_ins():
-            self._trace_cache.add(trace)
+            cache.note_numbers(numbers, trace)
+            cache.add(trace)
         return trace
 
     def _trace_with(
@@ -372,6 +375,7 @@ class Checkpointed:
         kwargs: Any,
         specs: tuple[InputSpec, ...],
         dynamic: DynamicInputs | None,
+        numbers: frozenset[int] = frozenset(),
         *,
         only_usual: bool = False,
     ) -> Trace:
@@ -380,7 +384,7 @@ class Checkpointed:
         options = functools.partial(
             _trace_options, self.policy, grad_enabled=grad_enabled, only_usual=only_usual
         )
-        return trace_call(self._new_subject(), call, structure, specs, dynamic, options)
+        return trace_call(self._new_subject(), call, structure, specs, dynamic, options, numbers)
 
     def _new_subject(self) -> Subject:
         return Subject(

@@ -13,7 +13,7 @@ import gc
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -95,6 +95,11 @@ for _name, _operation in {
     "__rmul__": lambda a, b: b * a,
 }.items():
     setattr(_WatchedNumber, _name, _combine(_operation))
+
+
+def stand_for(value: int | float, watch: Watch) -> Any:
+    """A stand-in for a number, whose reads `watch` notes."""
+    return _WatchedNumber(value, watch)
 
 
 # --- lists ---------------------------------------------------------------------------------------
@@ -181,6 +186,27 @@ def watch_reads(reach: Reach, spots: Mapping[Spot, Any]) -> Iterator[dict[Spot, 
         for watch in found.values():
             if any(number() is not None for number in watch.numbers):
                 watch.is_read = True  # another place has it
+
+
+@contextmanager
+def with_stand_ins(watches: Collection[Watch]) -> Iterator[None]:
+    """In the block stand-ins are among the arguments of a function, with these watches.
+
+    `note_held` is for after it, once what was traced is gone.
+    """
+    _ACTIVE.extend(watches)
+    try:
+        yield
+    finally:
+        del _ACTIVE[len(_ACTIVE) - len(watches) :]
+
+
+def note_held(watches: Collection[Watch]) -> None:
+    """Note as read the numbers that something still holds, a cache say."""
+    if any(number() is not None for watch in watches for number in watch.numbers):
+        gc.collect()  # frames and graphs are in cycles
+    for watch in watches:
+        watch.is_read |= any(number() is not None for number in watch.numbers)
 
 
 def _put_numbers(

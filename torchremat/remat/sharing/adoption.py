@@ -8,7 +8,7 @@ and the names in its report. Whatever cannot be compared is traced.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -128,6 +128,7 @@ def _share(
     parts = region, result, body, own, region.paths
     made = FunctionTrace(subject.fun, *parts, escapes=Escapes(), watches={}, code=code)
     state = current_state()
+    call = replace(call, key=trace.key)  # which is for other numbers as well
     return build_trace(made, around, call, specs, state, trace.dynamic, copied, may_be_shared=True)
 
 

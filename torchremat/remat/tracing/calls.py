@@ -1,7 +1,7 @@
 """Calls of a traced function: tensors apart from all that is part of the key."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,63 @@ def _key_of_scalar(value: Any) -> tuple[Any, ...]:
     if kind is complex:
         return (complex, value.real.hex(), value.imag.hex())
     return (kind, value)
+
+
+class AnyNumber:
+    """An entry of a trace's key for a number that the function does not read: any of that type.
+
+    >>> ("tensor", AnyNumber(int)) == ("tensor", (int, 38)), AnyNumber(int) == (float, "0x1.0p+0")
+    (True, False)
+    """
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __eq__(self, other: object) -> bool:
+        return is_number(other) and _type_of_number(other) is self.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def __repr__(self) -> str:
+        return f"AnyNumber({self.kind.__name__})"
+
+
+def is_number(entry: Any) -> bool:
+    """Whether an entry of a key is that of an `int` or a `float`."""
+    return type(entry) is AnyNumber or (type(entry) is tuple and entry[0] in (int, float))
+
+
+def _type_of_number(entry: Any) -> type:
+    kind: type = entry.kind if type(entry) is AnyNumber else entry[0]
+    return kind
+
+
+def differing_numbers(a: tuple[Any, ...], b: tuple[Any, ...]) -> frozenset[int] | None:
+    """The positions of numbers that differ in two keys, or may; `None` if anything else does.
+
+    >>> x = "tensor"
+    >>> differing_numbers((x, (int, 3), (bool, True)), (x, (int, 4), (bool, True)))
+    frozenset({1})
+    >>> differing_numbers((x, (int, 3)), (x, (float, "0x1.8p+1"))) is None
+    True
+    """
+    if len(a) != len(b):
+        return None
+    found = set()
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        if AnyNumber in (type(x), type(y)) or x != y:
+            if not (is_number(x) and is_number(y) and _type_of_number(x) is _type_of_number(y)):
+                return None
+            found.add(i)
+    return frozenset(found)
+
+
+def ignore_numbers(key: tuple[Any, ...], positions: Collection[int]) -> tuple[Any, ...]:
+    """A key that equals those with other numbers at `positions`."""
+    return tuple(AnyNumber(_type_of_number(k)) if i in positions else k for i, k in enumerate(key))
 
 
 def _flatten_tree(

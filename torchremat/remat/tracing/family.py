@@ -47,11 +47,15 @@ def has_only_operators(joint: Joint) -> bool:
     return True
 
 
-def may_be_shared(made: FunctionTrace, inside: Iterable[nn.Module], reads: AttributeReads) -> bool:
+def may_be_shared(
+    made: FunctionTrace, inside: Iterable[nn.Module], reads: AttributeReads | None
+) -> bool:
     """Whether a trace, which nothing was changed in, depends on what can be compared alone.
 
     Modules may be compared if none has hooks, and if it is known what was read of each.
     """
+    if reads is None:
+        return False
     known = list(inside)
     body, specs = made.body, made.region.specs
     return (

@@ -1,5 +1,6 @@
 """One trace of a user's function: its region, and what it returned."""
 
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from torchremat.remat.escapes.escapes import Escapes, EscapeWatch
 from torchremat.remat.escapes.live_tensors import LiveTensors
 from torchremat.remat.escapes.own_backward import OwnBackwards
 from torchremat.remat.escapes.reach import Roots
-from torchremat.remat.escapes.read_watch import Spot, Watch
+from torchremat.remat.escapes.read_watch import Spot, Watch, reads_unnoted, stand_for
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.calls import Result
 from torchremat.tracing.dynamic_inputs import DynamicInputs
@@ -67,6 +68,8 @@ class TraceStart:
     """Whether branches that else only raise are checks; if not, they are errors."""
     reads: AttributeReads | None = None
     """Notes which attributes of modules are read, also where a derivative is traced."""
+    number_watches: Mapping[int, Watch] = field(default_factory=dict)
+    """Numbers among the arguments, counted from 0, in whose places are stand-ins."""
     asked_for_fakes: list[str] | None = field(default_factory=list)
     """Takes files that look for fake tensors and find none; `None`: they find them."""
 
@@ -156,6 +159,7 @@ class _FlatFunction:
         self._around = start.around or _call
         inside = dict.fromkeys(module for _, root in start.roots for module in root.modules())
         self._watched = start.watched
+        self._number_watches = start.number_watches
         self._may_check = start.may_check
         self._modules = [weakref.ref(module) for module in inside]
         self._caches: list[Any] = []
@@ -168,9 +172,9 @@ class _FlatFunction:
     def __call__(self, tensors: list[Tensor]) -> list[Any]:
         tracing = current_tracing()
         function = self._get_function()
-        args, kwargs = self._structure.unflatten(tensors)
-        roots = Roots(function, (args, kwargs))
         is_first = self.result is None
+        args, kwargs = self._fill_in(tensors)
+        roots = Roots(function, (args, kwargs))
         live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None
         if is_first and tracing is not None:
             tracing.on_own_backward = self.own_backwards.note_call
@@ -206,6 +210,14 @@ class _FlatFunction:
             cache.cache_clear()
         return outputs
 
+    def _fill_in(self, tensors: list[Tensor]) -> Any:
+        """The arguments; in the first run with stand-ins for numbers that are watched."""
+        structure = self._structure
+        if self._number_watches and self.result is None:
+            structure = _put_stand_ins(structure, self._number_watches)
+        with reads_unnoted():
+            return structure.unflatten(tensors)
+
     def _take_checks(self, tracing: Tracing | None) -> AbstractContextManager[list[Tensor]]:
         if tracing is None or not self._may_check:
             return nullcontext([])
@@ -235,6 +247,16 @@ class _FlatFunction:
         modules = [module for ref in self._modules if (module := ref()) is not None]
         watched = self._watched if self.result is None else {}
         return EscapeWatch(roots, modules, _inputs_by_identity(tensors), watched)
+
+
+def _put_stand_ins(structure: Structure, watches: Mapping[int, Watch]) -> Structure:
+    numbers = itertools.count()
+
+    def put(leaf: Any) -> Any:
+        watch = watches.get(next(numbers)) if type(leaf) in (int, float) else None
+        return leaf if watch is None else stand_for(leaf, watch)
+
+    return Structure(_torch.tree_map(put, structure.tree))
 
 
 def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

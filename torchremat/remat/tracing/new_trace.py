@@ -1,16 +1,16 @@
 """Trace a call: the function on fake tensors, then the guards of the trace."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchremat.autodiff.joint import TraceOptions, is_differentiated
 from torchremat.core.trees import Structure
 from torchremat.errors import ConcretizationError
 from torchremat.remat.escapes.reach import Roots
-from torchremat.remat.escapes.read_watch import Spot, reads_unnoted
-from torchremat.remat.tracing.calls import Call
+from torchremat.remat.escapes.read_watch import Spot, Watch, reads_unnoted
+from torchremat.remat.tracing.calls import Call, ignore_numbers, is_number
 from torchremat.remat.tracing.effects import trace_without_effects
 from torchremat.remat.tracing.family import are_reads_known, may_be_shared
 from torchremat.remat.tracing.function_trace import (
@@ -21,7 +21,7 @@ from torchremat.remat.tracing.function_trace import (
 )
 from torchremat.remat.tracing.guards import StartingPoint
 from torchremat.remat.tracing.trace_cache import Trace, build_trace, current_state
-from torchremat.remat.tracing.unread import forget_unread
+from torchremat.remat.tracing.unread import find_unread_numbers, forget_unread
 from torchremat.remat.tracing.variables import Binding
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
@@ -50,8 +50,12 @@ def trace_call(
     specs: tuple[InputSpec, ...],
     dynamic: DynamicInputs | None,
     options_of: Callable[[bool], TraceOptions],
+    numbers: Collection[int] = (),
 ) -> Trace:
-    """Trace `call`; `options_of` says how, with gradients or without."""
+    """Trace `call`; `options_of` says how, with gradients or without.
+
+    Those at `numbers`, positions in its key, may have any value if the function ignores them.
+    """
     fun = subject.fun
     with reads_unnoted():
         around = StartingPoint(fun, subject.variables, subject.module_prefix)
@@ -64,8 +68,12 @@ def trace_call(
 
     asked: list[list[str] | None] = [[]]
 
-    def trace_once(options: TraceOptions, watched: Mapping[Spot, Any] = {}) -> FunctionTrace:
-        own = (around.roots, watched, subject.around, subject.may_check, reads, asked[-1])
+    def trace_once(
+        options: TraceOptions,
+        spots: Mapping[Spot, Any] = {},
+        watches: Mapping[int, Watch] = {},
+    ) -> FunctionTrace:
+        own = (around.roots, spots, subject.around, subject.may_check, reads, watches, asked[-1])
         return trace_function(
             fun, structure, specs, dynamic, TraceStart(*own), options, call.tensors
         )
@@ -73,14 +81,25 @@ def trace_call(
     made = _trace_again_if_asked(functools.partial(trace, with_gradients=state[0]), asked)
     if not state[0] and any(map(is_differentiated, made.result.tensors)):
         made = trace(with_gradients=True)  # it enables gradients itself
-    may_share = subject.may_be_shared and not made.escapes
     again = functools.partial(trace_once, made.region.options)
     forget_unread(made, subject.read_spots, again, Roots(fun, call.arguments))
+    call = _ignore_unread(made, call, numbers, functools.partial(again, {}))
     reads.close()
     known = reads if are_reads_known(made) else None
-    if known is None or not may_be_shared(made, around.inside, reads):
-        may_share = False
+    may_share = subject.may_be_shared and may_be_shared(made, around.inside, known)
     return build_trace(made, around, call, specs, state, dynamic, known, may_be_shared=may_share)
+
+
+def _ignore_unread(
+    made: FunctionTrace,
+    call: Call,
+    positions: Collection[int],
+    trace: Callable[[Mapping[int, Watch]], FunctionTrace],
+) -> Call:
+    """The call with a key for all numbers at those of the `positions` that `made` did not read."""
+    in_order = [i for i, entry in enumerate(call.key) if is_number(entry)]
+    unread = find_unread_numbers(made, map(in_order.index, positions), trace)
+    return replace(call, key=ignore_numbers(call.key, [in_order[number] for number in unread]))
 
 
 def _trace_again_if_asked(

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchremat.core.source import warn_user
 from torchremat.errors import RetraceWarning
-from torchremat.remat.tracing.calls import Call
+from torchremat.remat.tracing.calls import Call, differing_numbers
 from torchremat.remat.tracing.trace_cache import Trace, Traces, current_state
 from torchremat.tracing.dynamic_inputs import is_alike
 from torchremat.tracing.input_spec import InputSpec
@@ -43,18 +43,11 @@ def _for_numbers(
     keys = {
         t.key
         for t in traces
-        if t.specs == specs and t.key != call.key and _apart_from_numbers(t.key, call.key)
+        if t.specs == specs and t.key != call.key and differing_numbers(t.key, call.key)
     }
     return len(keys), (
         "different Python numbers among its arguments. Each new number costs a trace: pass a "
         "tensor instead (torch.tensor(value)), if the function only computes with it."
-    )
-
-
-def _apart_from_numbers(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return len(a) == len(b) and all(
-        x == y or (type(x) is tuple and type(y) is tuple and x[0] is y[0] in (int, float))
-        for x, y in zip(a, b, strict=True)
     )
 
 

@@ -24,7 +24,7 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.program.shared_graphs import SharedGraphs
 from torchremat.remat.tape.taped_call import TapedCalls
-from torchremat.remat.tracing.calls import Call, Result
+from torchremat.remat.tracing.calls import AnyNumber, Call, Result, differing_numbers
 from torchremat.remat.tracing.code_guard import CodeGuard, plain_variables_of
 from torchremat.remat.tracing.failed_checks import find_generators, pass_on
 from torchremat.remat.tracing.function_trace import FunctionTrace
@@ -271,6 +271,8 @@ class Traces:
         """Kinds of calls of which one changed attributes; they are traced once more."""
         self.read_spots: set[Spot] = set()
         """Places that the function changes and reads: each value there has a trace."""
+        self.read_numbers: set[tuple[int, int]] = set()
+        """Lengths of keys, and positions in them, of numbers that the function reads."""
         self.tapes: dict[PolicyKey, TapedCalls] = {}
         """Those calls under each policy, if they are checkpointed all the same."""
 
@@ -313,13 +315,34 @@ class Traces:
                 return trace
         return None
 
+    def varying_numbers(self, call: Call) -> frozenset[int]:
+        """The positions in the key of numbers that differed in calls like this one, if unread."""
+        state = current_state()
+        found = (self._differing(t, call) for t in self.traces if t.state == state)
+        return frozenset[int]().union(*filter(None, found))
+
+    def _differing(self, trace: Trace, call: Call) -> frozenset[int] | None:
+        """The numbers that may differ from those of `trace`; `None` if more differs."""
+        numbers = differing_numbers(trace.key, call.key)
+        length = len(call.key)
+        if numbers is None or any((length, i) in self.read_numbers for i in numbers):
+            return None
+        return numbers
+
+    def note_numbers(self, numbers: Iterable[int], trace: Trace) -> None:
+        """Note which of the `numbers` are read, since the trace is for a single one there."""
+        length = len(trace.key)
+        self.read_numbers |= {(length, i) for i in numbers if type(trace.key[i]) is not AnyNumber}
+
     def varying(self, call: Call, specs: tuple[InputSpec, ...]) -> tuple[frozenset[int], ...]:
         """The dimensions of each input in which calls like this one differed from it."""
         state = current_state()
         dims: list[set[int]] = [set() for _ in specs]
         fixed = set(self.fixed)
         for trace in self.traces:
-            if trace.key != call.key or trace.state != state or not trace.still_holds():
+            if trace.state != state or self._differing(trace, call) is None:
+                continue
+            if not trace.still_holds():
                 continue
             known = trace.specs
             if len(known) != len(specs) or not all(map(is_alike, known, specs)):

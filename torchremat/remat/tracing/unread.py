@@ -1,12 +1,18 @@
-"""A trace does not depend on what its function changes but does not read."""
+"""A trace does not depend on what its function does not read: what it changes, and arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.remat.escapes.reach import Roots
-from torchremat.remat.escapes.read_watch import Spot, has_stand_ins
+from torchremat.remat.escapes.read_watch import (
+    Spot,
+    Watch,
+    has_stand_ins,
+    note_held,
+    with_stand_ins,
+)
 from torchremat.remat.tracing.function_trace import FunctionTrace
 
 
@@ -39,6 +45,34 @@ def _find_reads(
     if not _are_alike(made.region.joint, again.region.joint):
         return set(spots)  # the reads of C, and `n is None`, are not noted
     return {spot for spot in spots if again.watches[spot].is_read}
+
+
+def find_unread_numbers(
+    made: FunctionTrace,
+    numbers: Iterable[int],
+    trace: Callable[[Mapping[int, Watch]], FunctionTrace],
+) -> set[int]:
+    """Find those `numbers` among the arguments, counted from 0, that the function does not read.
+
+    Another trace tells, with stand-ins in their places.
+    """
+    watches = {number: Watch() for number in numbers}
+    if not watches or made.escapes or has_stand_ins():
+        return set()
+    try:
+        with with_stand_ins(watches.values()):
+            again = trace(watches)
+    except Exception:  # code that cannot run on stand-ins has read them
+        return set()
+    ours, theirs = made.region.joint, again.region.joint
+    is_alike = not again.escapes and _targets(ours) == _targets(theirs) and _are_alike(ours, theirs)
+    del again, theirs
+    note_held(watches.values())
+    return {i for i, watch in watches.items() if is_alike and not watch.is_read}
+
+
+def _targets(joint: Joint) -> list[object]:
+    return [node.target for node in joint.module.graph.nodes if node.op == "call_function"]
 
 
 def _are_alike(a: Joint, b: Joint) -> bool:

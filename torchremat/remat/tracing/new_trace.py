@@ -52,9 +52,9 @@ def trace_call(
     options_of: Callable[[bool], TraceOptions],
     numbers: Collection[int] = (),
 ) -> Trace:
-    """Trace `call`; `options_of` says how, with gradients or without.
+    """Trace `call` as `options_of` says, for any values of `numbers` that the function ignores.
 
-    Those at `numbers`, positions in its key, may have any value if the function ignores them.
+    `numbers` are positions in the key of the call.
     """
     fun = subject.fun
     with reads_unnoted():
@@ -74,9 +74,8 @@ def trace_call(
         watches: Mapping[int, Watch] = {},
     ) -> FunctionTrace:
         own = (around.roots, spots, subject.around, subject.may_check, reads, watches, asked[-1])
-        return trace_function(
-            fun, structure, specs, dynamic, TraceStart(*own), options, call.tensors
-        )
+        start = TraceStart(*own)
+        return trace_function(fun, structure, specs, dynamic, start, options, call.tensors)
 
     made = _trace_again_if_asked(functools.partial(trace, with_gradients=state[0]), asked)
     if not state[0] and any(map(is_differentiated, made.result.tensors)):

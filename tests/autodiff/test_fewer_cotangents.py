@@ -134,3 +134,67 @@ def test_a_second_derivative_of_fewer_outputs_says_what_is_gone():
         y = wrapped(x)
     with pytest.raises(RetraceError, match="is gone in the backward pass"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+class LossBesideOthers(nn.Module):
+    """A model that returns its loss and more, as those of transformers do."""
+
+    def __init__(self, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+        self.scale = scale
+
+    def forward(self, x, target):
+        hidden = self.layers(x)
+        logits = self.scale(hidden * 2)
+        return nn.functional.cross_entropy(logits, target), logits, hidden.square().mean()
+
+
+def count_calls(function):
+    calls = []
+
+    def run(x):
+        calls.append(type(x))
+        return function(x)
+
+    return run, calls
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "budget:90%"])
+@pytest.mark.parametrize("read", [(0,), (0, 2), (1,), (0, 1, 2)])
+def test_one_trace_serves_whichever_outputs_have_a_gradient(policy, read):
+    scale, calls = count_calls(torch.sigmoid)
+    model = LossBesideOthers(torch.sigmoid)
+    wrapped = tr.nn.wrap(LossBesideOthers(scale), policy)
+    x, target = torch.randn(5, 8), torch.randint(0, 8, (5,))
+    for each in (model, wrapped):
+        outputs = each(x, target)
+        sum(outputs[i].sum() for i in read).backward()
+    assert_same([p.grad for p in wrapped.parameters()], [p.grad for p in model.parameters()])
+    assert len(calls) == 1
+
+
+class Halves(torch.autograd.Function):
+    """Asks which gradients there are: only a trace tells what it does with fewer."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 1, x * 2
+
+    @staticmethod
+    def backward(ctx, first, second):
+        if second is None:
+            return first * 3
+        return second * 2 if first is None else first + second * 2
+
+
+@pytest.mark.parametrize("read", [(0,), (1,), (0, 1)])
+def test_a_backward_pass_that_asks_for_its_gradients_is_traced(read):
+    weight = torch.randn(4, requires_grad=True)
+    found = []
+    for run in (Halves.apply, tr.checkpoint(Halves.apply)):
+        outputs = run(weight.sin())
+        found.append(torch.autograd.grad(sum(outputs[i].sum() for i in read), weight))
+    assert_same(*found)

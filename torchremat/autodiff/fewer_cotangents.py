@@ -8,7 +8,7 @@ part in its operands is, and a zero is added by nothing. That is what autograd d
 run what no cotangent reaches; and no zero meets an infinity. JAX calls them symbolic zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.rewrites.loss_gradient_op import loss_gradient
+from torchremat.graph.nodes import is_forward
 from torchremat.graph.notes import notes_of, set_notes
 from torchremat.graph.symbolic_sizes import literal_size
 
@@ -27,11 +28,12 @@ class NotLinearError(Exception):
     """A backward pass returns, or adds, what does not depend on a cotangent."""
 
 
-def drop_cotangents(joint: Joint, wanted: Sequence[int]) -> Joint:
+def drop_cotangents(joint: Joint, wanted: Sequence[int], *, may_add_zeros: bool = True) -> Joint:
     """The joint graph of the same trace in which only the outputs `wanted` have a cotangent.
 
     Raises `NotLinearError` where zeros do not say what autograd would do: in a backward pass that
-    a user wrote, which returns a constant.
+    a user wrote, which returns a constant. Unless `may_add_zeros`, also where an operator would
+    read zeros: autograd has a shorter formula there, or none.
     """
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
@@ -39,16 +41,31 @@ def drop_cotangents(joint: Joint, wanted: Sequence[int]) -> Joint:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
     copy = _with_nodes(joint, fx.GraphModule(joint.module, graph), nodes)
     missing = {ct for i, ct in enumerate(copy.cotangents) if ct is not None and i not in wanted}
-    zeros = _Zeros(missing, {ct for ct in copy.cotangents if ct is not None})
+    given = {ct for ct in copy.cotangents if ct is not None}
+    zeros = _Zeros(missing, given, may_add_zeros=may_add_zeros)
     for node in list(graph.nodes):
         if node.op == "call_function":
             zeros.visit(node)
-    return replace(
+    found = replace(
         copy,
         cotangents=tuple(None if ct in missing else ct for ct in copy.cotangents),
         gradients=tuple(map(zeros.result, copy.gradients)),
         parts=tuple((i, part) for i, v in copy.parts if (part := zeros.result(v)) is not None),
     )
+    _erase_dead(found, missing)
+    return found
+
+
+def _erase_dead(joint: Joint, missing: Collection[fx.Node]) -> None:
+    """Erase what only the `missing` cotangents needed: a trace without them would not have it."""
+    graph = joint.module.graph
+    written = [value for _, value in joint.mutations]
+    (end,) = graph.find_nodes(op="output")
+    end.args = ((*joint.outputs, *joint.gradients, *written, *(v for _, v in joint.parts)),)
+    for node in reversed(list(graph.nodes)):
+        is_backward = node.op == "call_function" and not is_forward(node) and not node.is_impure()
+        if (node in missing or is_backward) and not node.users:
+            graph.erase_node(node)
 
 
 def _with_nodes(joint: Joint, module: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> Joint:
@@ -70,7 +87,10 @@ def _with_nodes(joint: Joint, module: fx.GraphModule, nodes: dict[fx.Node, fx.No
 class _Zeros:
     """Knows the values that depend on a cotangent, and those of them that are zero."""
 
-    def __init__(self, missing: set[fx.Node], cotangents: set[fx.Node]) -> None:
+    def __init__(
+        self, missing: set[fx.Node], cotangents: set[fx.Node], *, may_add_zeros: bool
+    ) -> None:
+        self._may_add_zeros = may_add_zeros
         self._zero = set(missing)
         self._linear = set(cotangents)
         self._stands_for: dict[fx.Node, fx.Node] = {}
@@ -114,6 +134,8 @@ class _Zeros:
                 self._stands_for[node] = other
                 node.replace_all_uses_with(other)
                 return
+        if not self._may_add_zeros:
+            raise NotLinearError
         for zero in zeros:
             node.replace_input_with(zero, _make_zeros(node, zero))
 

@@ -37,7 +37,8 @@ class Joint:
     `cotangents[i]` and `gradients[i]` are `None` for an output that has no derivative and an input
     that gets none. `mutations` pairs the position of an input that the function writes to with its
     new value. `opened`: checkpoints inside were opened, as no other trace of the function has them.
-    `by_compiler`: AOTAutograd has traced it.
+    `by_compiler`: AOTAutograd has traced it. `runs_own_backward`: a user wrote part of the backward
+    pass, as a `torch.autograd.Function`.
     """
 
     module: fx.GraphModule
@@ -49,6 +50,7 @@ class Joint:
     opened: bool = False
     by_compiler: bool = False
     parts: tuple[Part, ...] = ()
+    runs_own_backward: bool = False
 
     @property
     def returned_gradients(self) -> list[fx.Node]:
@@ -129,6 +131,7 @@ def trace_joint(
         functional.mutations,
         tuple(None if n is None else functional.node(n) for n in cotangent_nodes),
         results[len(outputs) : end],
+        runs_own_backward=tracing.runs_own_backward,
     )
     return _with_parts(joint, recorder.positions, results[end:]), tracing
 

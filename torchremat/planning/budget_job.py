@@ -136,6 +136,7 @@ class BudgetJob:
 
     Attributes:
         limit: the bytes, once they are known; `None` before, or if only saved bytes are limited.
+        largest: the peak without rematerialisation of the largest step, which fixed the bytes.
         num_plans: how many searches for a plan there were.
         seconds: the time that they took.
     """
@@ -147,8 +148,7 @@ class BudgetJob:
         self.limit = None if self.budget is None else self.budget.nbytes
         self.num_plans = 0
         self.seconds = 0.0
-        self._largest: int | None = None
-        """The peak of the largest step without rematerialisation, which fixed the bytes."""
+        self.largest: int | None = None
         self._resident = 0
         """The bytes that are there beside it, and count."""
         self._is_declared = False
@@ -203,9 +203,9 @@ class BudgetJob:
         plain = planner.plain.peak_bytes
         if budget is None or not budget.is_relative or self._is_declared:
             return None
-        if self._largest is not None and plain <= self._largest:
+        if self.largest is not None and plain <= self.largest:
             return None
-        self._largest = plain
+        self.largest = plain
         self._resident = planner.resident
         if budget.fraction is not None:
             self.limit = planner.bytes_of(budget)
@@ -307,7 +307,7 @@ class BudgetJob:
         """The bytes, where they come from, and the plans, as a line of a report."""
         parts = []
         if self.limit is not None and self.budget is not None and self.budget.is_relative:
-            largest = human_bytes((self._largest or 0) + self._resident)
+            largest = human_bytes((self.largest or 0) + self._resident)
             step = "the step that was declared" if self._is_declared else "the largest step so far"
             parts.append(
                 f"{human_bytes(self.limit)} ({self.limit} bytes), fixed by {step}, which takes "

@@ -131,6 +131,9 @@ class BudgetInJob(_Planned):
     def resident_bytes(self) -> int:
         return self.policy.resident_bytes
 
+    def on_tape(self) -> Policy:
+        return BudgetOnTape(self.policy, self.job.limit, self.job.largest)
+
     def without_job(self) -> Policy:
         return self.policy
 
@@ -150,6 +153,10 @@ class BudgetOnTape(LimitingPolicy):
     """A `MemoryBudget` where a function cannot be one graph: it plans for what its tapes record."""
 
     policy: MemoryBudget
+    limit: int | None = None
+    """The bytes of the budget, if graphs have fixed them before."""
+    largest: int | None = None
+    """The peak without rematerialisation of the step that fixed them."""
 
     def begin_tapes(self, has_begun: bool) -> TapeJob:
         policy = self.policy
@@ -162,6 +169,8 @@ class BudgetOnTape(LimitingPolicy):
                 policy.on_infeasible == "error",
                 model.seconds_of_call,
                 policy.resident_bytes,
+                self.limit,
+                self.largest,
             ),
             has_begun=has_begun,
         )

@@ -19,8 +19,9 @@ from torchremat import _torch, config
 from torchremat.api_util import StaticArguments, WrapHashably
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.core.interrupts import hold_interrupts
+from torchremat.core.source import warn_user
 from torchremat.core.trees import Structure
-from torchremat.errors import ArgumentValueError
+from torchremat.errors import ArgumentValueError, RetraceWarning
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.foreign import read_contexts
 from torchremat.policies.policy import Policy
@@ -31,13 +32,14 @@ from torchremat.remat.op.make_graph import call_in_graph, is_opened, is_traced_w
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tape.tape import TapeSummary
-from torchremat.remat.tape.taped_call import TapedCalls, allows_tape, find_policy, note_refusal
-from torchremat.remat.tracing.calls import Call, prevent_cse_of, read_call, wrap_statics
-from torchremat.remat.tracing.function_trace import (
-    describe_fun,
+from torchremat.remat.tape_fallback import TapeFallback
+from torchremat.remat.tracing.calls import (
+    Call,
+    prevent_cse_of,
+    read_call,
+    wrap_statics,
 )
 from torchremat.remat.tracing.new_trace import Subject, trace_call
-from torchremat.remat.tracing.retrace_warnings import warn_of_retraces
 from torchremat.remat.tracing.trace_cache import (
     PolicyKey,
     Trace,
@@ -45,7 +47,6 @@ from torchremat.remat.tracing.trace_cache import (
     current_state,
 )
 from torchremat.remat.tracing.variables import (
-    roots_of,
     variables_of,
 )
 from torchremat.remat.values.residual_log import log_residuals
@@ -63,11 +64,8 @@ Found = tuple[Trace, FunctionProgram, list[Tensor], Sizes | None]
 """A trace for a call, with its program, tensors and the values of its symbols."""
 
 
-class Checkpointed:
+class Checkpointed(TapeFallback):
     """A function under `checkpoint`. Call it as the function itself."""
-
-    may_write_tape = True
-    """Whether a call that cannot be one graph runs as it is, on a tape."""
 
     may_check = True
     """Whether a call whose checks fail can run anew, as it is."""
@@ -201,9 +199,8 @@ class Checkpointed:
                 module_prefix=self.module_prefix,
             )
         kind = (call.key, *current_state())
-        cache = self._trace_cache
-        if kind in cache.untraceable_keys and self._key in cache.tapes and allows_tape(self.fun):
-            return _call_taped(self, args, kwargs)
+        if self._is_untraceable(kind) or self._stops_tracing(call):
+            return self._call_taped(args, kwargs)
         refusal: Exception | None = None
         with hold_interrupts():  # around `except`, which would take an interrupt for a refusal
             try:
@@ -240,27 +237,6 @@ class Checkpointed:
         else:
             outputs = self._apply(*found)
         return trace.deliver(outputs, inputs, call, self.fun, sizes)
-
-    def _call_refused(
-        self, error: Exception | None, args: Any, kwargs: Any, kind: tuple[Any, ...] | None = None
-    ) -> Any:
-        """Call a function that is no graph, as calls of this `kind` are; or raise `error`."""
-        if error is None:
-            return self.fun(*args, **kwargs)
-        policy = find_policy(self.fun, self.policy, error) if self.may_write_tape else None
-        if policy is None:
-            raise error
-        self.statics.refuse_tensors(args, kwargs)
-        cache, is_last = self._trace_cache, True
-        if kind is not None and not _torch.functorch_is_active():
-            is_last = cache.gives_up(kind, error)
-        if self._key not in cache.tapes:
-            roots = roots_of(self.fun, self._new_subject().variables)
-            tapes = TapedCalls(policy, roots, self.module_prefix, has_begun=not is_last)
-            cache.tapes[self._key] = tapes
-        if is_last:
-            note_refusal(describe_fun(self.fun), error, self.policy, policy)
-        return _call_taped(self, args, kwargs, error)
 
     def _apply(
         self, trace: Trace, program: FunctionProgram, tensors: list[Tensor], sizes: Sizes | None
@@ -350,7 +326,10 @@ class Checkpointed:
         if has_symbols(specs):
             return self._trace_with(call, args, kwargs, specs, None)
         cache = self._trace_cache
-        warn_of_retraces(describe_fun(self.fun), cache, call, specs, self.fun)
+        why = self._find_why_retraced(call)
+        if why:
+            cache.warned = True
+            warn_user(why, RetraceWarning)
         trace = None
         dynamic = None
         numbers = cache.varying_numbers(call)
@@ -396,16 +375,6 @@ class Checkpointed:
             self._trace_cache.read_spots,
             self.may_share,
         )
-
-
-def _call_taped(
-    checkpointed: Checkpointed, args: Any, kwargs: Any, error: Exception | None = None
-) -> Any:
-    tapes = checkpointed._trace_cache.tapes[checkpointed._key]
-    result, summary = tapes.call(checkpointed.fun, args, kwargs, error)
-    if summary is not None:
-        checkpointed.last_call = summary
-    return result
 
 
 def _trace_options(

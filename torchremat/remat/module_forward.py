@@ -24,9 +24,9 @@ from torchremat.remat.checkpointed import Checkpointed
 from torchremat.remat.dynamo import checkpoint_in_compiler, outside_compiler
 from torchremat.remat.program.compilers import compiler_named
 from torchremat.remat.program.function_program import FunctionProgram
-from torchremat.remat.sharing.adoption import KnownTraces, adopt, may_share_now
+from torchremat.remat.sharing.adoption import KnownTraces, adopt
 from torchremat.remat.tape.tape import TapeSummary
-from torchremat.remat.tracing.calls import Call, flatten_call, wrap_statics
+from torchremat.remat.tracing.calls import Call, flatten_call, is_in_plain_step, wrap_statics
 from torchremat.remat.tracing.new_trace import Subject
 from torchremat.remat.tracing.trace_cache import Trace, Traces
 from torchremat.remat.tracing.variables import variables_of
@@ -279,7 +279,7 @@ class _CheckpointedForward(Checkpointed):
     def may_share(self) -> bool:  # type: ignore[override]
         """Whether the forward is that of the class, so that other modules have it too."""
         forward = self._forward()
-        return forward is not None and not forward.hidden and may_share_now()
+        return forward is not None and not forward.hidden and is_in_plain_step()
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> Trace:
         trace = self._adopt(call, args, kwargs) or super()._trace(call, args, kwargs)

@@ -134,6 +134,8 @@ class Tracing:
     """Handles a call of a user's `autograd.Function`: class, arguments, `apply`."""
     on_own_backward: Callable[[type], None] | None = None
     """Is called with each `autograd.Function` of a user, before it runs."""
+    runs_own_backward: bool = False
+    """Whether one was called."""
     on_checkpoint: _torch.CheckpointHandler | None = None
     """Handles a call of `torch.utils.checkpoint`. `None`: only its function is called."""
     value_guards: ValueGuards | None = None
@@ -331,6 +333,7 @@ class Tracing:
                 function, _preserves_rng_state, *inputs = args
                 return self._call_checkpoint(function, tuple(inputs), {}, None)
             if _torch.is_function_of_user(cls):
+                self.runs_own_backward = True
                 if self.on_own_backward is not None:
                     self.on_own_backward(cls)
                 if self.on_function is not None:

@@ -71,6 +71,10 @@ class TapeOptions:
     seconds_of_call: Callable[[OpSignature], float]
     resident: int = 0
     """The bytes that are there beside the step, and count."""
+    limit: int | None = None
+    """The bytes of the budget, if they were fixed before."""
+    largest: int | None = None
+    """The peak without rematerialisation of the step that fixed them."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,10 @@ class TapeBudgetJob(TapeJob):
 
     def __post_init__(self) -> None:
         self.budget, self.saved = self.options.budget, self.options.saved
-        if self.budget is not None and self.budget.nbytes is not None:
-            self.limit = self.budget.nbytes - self.options.resident
+        given = None if self.budget is None else self.budget.nbytes
+        limit = given if self.options.limit is None else self.options.limit
+        self.limit = None if limit is None else limit - self.options.resident
+        self._largest = self.options.largest
 
     def begin_call(self) -> "TapeBudgetCall":
         return TapeBudgetCall(self)

@@ -120,12 +120,17 @@ class Region:
             pairs = zip(self.differentiable, outputs_with_cotangent, strict=True)
             wanted = tuple(i for i, given in pairs if given)
             options = replace(self.options, wanted_outputs=wanted, create_graph=create_graph)
-            self._variants[key] = self._trace_variant(options, wanted)
+            self._variants[key] = self._make_variant(options, wanted)
             if not self.paths.are_reads_late:  # else it depends on what no guard has compared
                 shared[key] = self._variants[key]
         return self._variants[key]
 
-    def _trace_variant(self, options: TraceOptions, wanted: tuple[int, ...]) -> Joint:
+    def _make_variant(self, options: TraceOptions, wanted: tuple[int, ...]) -> Joint:
+        if not (options.create_graph or self.joint.runs_own_backward):  # which may ask what is None
+            with suppress(NotLinearError):
+                joint = drop_cotangents(self.joint, wanted, may_add_zeros=False)
+                rewrite_joint(joint.module.graph)
+                return joint
         try:
             return self._trace(options)
         except RetraceError:  # the function is not what it was: its first trace has to do

@@ -13,14 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from torchremat import _torch
 from torchremat.core.source import Source, current_source
 from torchremat.core.trees import Structure
 from torchremat.remat.escapes.escapes import Escapes
-from torchremat.remat.escapes.read_watch import has_stand_ins, reads_unnoted
+from torchremat.remat.escapes.read_watch import reads_unnoted
 from torchremat.remat.sharing.alike_modules import AlikeModules
 from torchremat.remat.sharing.shared_objects import lead_to
-from torchremat.remat.tracing.calls import Call
+from torchremat.remat.tracing.calls import Call, is_in_plain_step
 from torchremat.remat.tracing.function_trace import FunctionTrace, TraceStart, trace_as_before
 from torchremat.remat.tracing.guards import StartingPoint
 from torchremat.remat.tracing.new_trace import Subject
@@ -50,7 +49,7 @@ class KnownTraces:
 
     def add(self, function: Any, module: nn.Module, kind: Any, trace: Trace) -> None:
         """Let modules whose `forward` is `function` find `trace`, of calls of one `kind`."""
-        if trace.shared_reads is None or not may_share_now():
+        if trace.shared_reads is None or not is_in_plain_step():
             return
         known = self._by_function.setdefault(function, [])
         known[:] = [k for k in known if k.trace() is not None and k.module() is not None]
@@ -65,17 +64,6 @@ class KnownTraces:
             module, trace = known.module(), known.trace()
             if module is not None and trace is not None:
                 yield module, trace
-
-
-def may_share_now() -> bool:
-    """Whether calls are those of a training step, with nothing around that traces or transforms."""
-    return not (
-        has_stand_ins()
-        or _torch.functorch_is_active()
-        or _torch.in_dual_level()
-        or _torch.innermost_proxy_mode() is not None
-        or _torch.is_faking()
-    )
 
 
 def adopt(

@@ -12,6 +12,7 @@ from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
+from torchremat.remat.escapes.read_watch import has_stand_ins
 from torchremat.remat.tape.recorder import is_taping
 from torchremat.tracing.dtensors import Sharding, is_sharded, local_part
 
@@ -30,6 +31,17 @@ class Call:
     key: tuple[Any, ...]
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = field(default=((), {}), compare=False)
     """The arguments as they were given, by position and by name."""
+
+
+def is_in_plain_step() -> bool:
+    """Whether calls are those of a training step, with nothing around that traces or transforms."""
+    return not (
+        has_stand_ins()
+        or _torch.functorch_is_active()
+        or _torch.in_dual_level()
+        or _torch.innermost_proxy_mode() is not None
+        or _torch.is_faking()
+    )
 
 
 def flatten_call(

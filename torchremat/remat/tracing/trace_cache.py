@@ -246,6 +246,10 @@ def current_state() -> tuple[bool, AmbientState]:
     return torch.is_grad_enabled(), AmbientState.now()
 
 
+# as many as the recompilations after which torch.compile gives a function up
+MANY_TRACES = 8
+"""Traces, alike but for one thing, after which a function has no more where a tape will do."""
+
 # A call that is new is compared with all of them, and each has its graphs. Chosen by hand, far
 # above the eight at which a user is warned.
 _MOST_TRACES = 128
@@ -259,6 +263,8 @@ class Traces:
         self.num_made = 0
         self.recent: Trace | None = None
         self.warned = False
+        self.has_stopped = False
+        """Whether calls without a trace run on tapes, since there are too many traces."""
         self.fixed: dict[tuple[int, int], str] = {}
         """Inputs and dimensions whose size cannot be a symbol, with what was said of it."""
         self.seen_keys: set[Any] = set()
@@ -283,6 +289,11 @@ class Traces:
             return False
         self.untraceable_keys.add(kind)
         return True
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the function may have too many traces for another."""
+        return self.has_stopped or (not self.warned and len(self.traces) >= MANY_TRACES)
 
     def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,28 +1,27 @@
-"""The warning that a function is traced again and again, with the reason."""
+"""Why a function is traced again and again: for a warning, and to stop tracing it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchremat.core.source import warn_user
-from torchremat.errors import RetraceWarning
 from torchremat.remat.tracing.calls import Call, differing_numbers
-from torchremat.remat.tracing.trace_cache import Trace, Traces, current_state
+from torchremat.remat.tracing.trace_cache import MANY_TRACES, Trace, Traces, current_state
 from torchremat.tracing.dynamic_inputs import is_alike
 from torchremat.tracing.input_spec import InputSpec
 
-# as many as the recompilations after which torch.compile gives a function up
-_MANY_TRACES = 8
 
-
-def warn_of_retraces(
+def find_why_retraced(
     name: str,
     known: Traces,
     call: Call,
     specs: Sequence[InputSpec],
     function: Callable[..., Any],
-) -> None:
-    if known.warned or len(known.traces) < _MANY_TRACES:
-        return
+) -> str | None:
+    """Say why the function has many traces that are alike but for one thing, if it has.
+
+    `None` also if that was warned of already.
+    """
+    if known.warned or len(known.traces) < MANY_TRACES:
+        return None
     state = current_state()
     similar = [trace for trace in known.traces if trace.state == state]
     for count, reason in (
@@ -31,10 +30,9 @@ def warn_of_retraces(
         _for_sizes(similar, call, specs, known),
         _for_values(similar, call, specs),
     ):
-        if count >= _MANY_TRACES:
-            known.warned = True
-            warn_user(f"{name} has been traced {count} times for {reason}", RetraceWarning)
-            return
+        if count >= MANY_TRACES:
+            return f"{name} has been traced {count} times for {reason}"
+    return None
 
 
 def _for_numbers(

@@ -315,7 +315,8 @@ class SelectionWarning(_PrintableMessage, UserWarning):
 class RetraceWarning(_PrintableMessage, UserWarning):
     """A function is traced again and again, for something that changes from call to call.
 
-    Given after several traces; the message says what causes them.
+    Given after several traces; the message says what causes them. A wrapped module is not traced
+    for other values from then on: calls without a trace run on a tape.
 
     Cure: pass a number that keeps changing as a tensor, or leave unchanged what the function
     closes over.

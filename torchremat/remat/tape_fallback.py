@@ -1,6 +1,6 @@
 """Calls that run as they are, on a tape: those that cannot be one graph, and would be too many.
 
-range(n) over a size       a graph for each size, up to `MANY_TRACES`; then tapes
+range(n) over a size       a graph for each size, up to `FEW_TRACES`; then tapes
 x[mask], if x.sum() > 0    no graph: tapes from the first call on
 """
 
@@ -81,7 +81,7 @@ class TapeFallback:
             if not allows_tape(self.fun) or self._find(call) is not None:
                 return False
             policy = cache.job_of(self._key).on_tape()
-            why = self._find_why_retraced(call)
+            why = self._find_why_retraced(call, may_stop=True)
             if policy is None or not (why or cache.has_stopped):
                 return False
             self._begin_tapes(policy, has_begun=True)
@@ -90,10 +90,10 @@ class TapeFallback:
                 warn_user(f"{why} {_ON_TAPE}", RetraceWarning)
         return True
 
-    def _find_why_retraced(self, call: Call) -> str | None:
+    def _find_why_retraced(self, call: Call, *, may_stop: bool = False) -> str | None:
         specs = tuple(InputSpec.of(t, any_level=True) for t in call.tensors)
         cache, name = self._trace_cache, describe_fun(self.fun)
-        return find_why_retraced(name, cache, call, specs, self.fun)
+        return find_why_retraced(name, cache, call, specs, self.fun, may_stop=may_stop)
 
     def _call_taped(self, args: Any, kwargs: Any, error: Exception | None = None) -> Any:
         tapes = self._trace_cache.tapes[self._key]

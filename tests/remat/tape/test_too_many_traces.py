@@ -11,7 +11,7 @@ import torchremat as tr
 from tests.helpers import assert_same
 from torchremat.errors import RetraceWarning
 from torchremat.measure import LiveBytes
-from torchremat.remat.tracing.trace_cache import MANY_TRACES
+from torchremat.remat.tracing.trace_cache import FEW_TRACES, MANY_TRACES
 
 
 class InChunks(nn.Module):
@@ -59,21 +59,21 @@ def train(policy, calls, **options):
 def test_sizes_that_are_read_as_numbers(policy):
     sizes = range(20, 36)
     model, peaks, caught = train(policy, [(sized(n),) for n in sizes])
-    assert tr.nn.report(model).traces <= MANY_TRACES
+    assert tr.nn.report(model).traces <= FEW_TRACES
     (warning,) = caught
     assert "for different sizes" in str(warning.message)
     assert "Calls that have no trace run as they are from now on" in str(warning.message)
     if policy != "dots":  # it also saves what plain autograd does not
         assert all(peak <= plain for peak, plain in peaks)
-    step(model, sized(23))  # it has a trace
-    assert tr.nn.report(model).traces <= MANY_TRACES
+    step(model, sized(22))  # it has a trace
+    assert tr.nn.report(model).traces <= FEW_TRACES
 
 
 def test_a_budget_keeps_its_bytes():
     largest = step(InChunks(), sized(48))[1]
     calls = [(sized(n),) for n in (48, *range(20, 40))]
     model, peaks, _ = train("budget:60%", calls)
-    assert tr.nn.report(model).traces <= MANY_TRACES
+    assert tr.nn.report(model).traces <= FEW_TRACES
     assert max(peak for peak, _ in peaks) <= 0.6 * largest
 
 
@@ -81,6 +81,13 @@ def test_numbers_that_are_read():
     model, _, caught = train("full", [(sized(20), n) for n in range(12)], select=None)
     assert tr.nn.report(model).traces <= MANY_TRACES
     assert "different Python numbers" in str(caught[0].message)
+
+
+def test_numbers_and_sizes_that_differ_together():
+    calls = [(sized(20 + n % 5), n % 7) for n in range(40)]
+    model, _, caught = train("full", calls, select=None)
+    assert tr.nn.report(model).traces <= 2 * MANY_TRACES
+    assert len(caught) == 1
 
 
 def test_evaluation_needs_no_trace_either():

@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchremat.remat.tracing.calls import Call, differing_numbers
-from torchremat.remat.tracing.trace_cache import MANY_TRACES, Trace, Traces, current_state
+from torchremat.remat.tracing.trace_cache import (
+    FEW_TRACES,
+    MANY_TRACES,
+    Trace,
+    Traces,
+    current_state,
+)
 from torchremat.tracing.dynamic_inputs import is_alike
 from torchremat.tracing.input_spec import InputSpec
 
@@ -15,24 +21,40 @@ def find_why_retraced(
     call: Call,
     specs: Sequence[InputSpec],
     function: Callable[..., Any],
+    *,
+    may_stop: bool = False,
 ) -> str | None:
     """Say why the function has many traces that are alike but for one thing, if it has.
 
+    Fewer will do for sizes of which each is sure to have its own, if it `may_stop` being traced.
     `None` also if that was warned of already.
     """
-    if known.warned or len(known.traces) < MANY_TRACES:
+    if known.warned or len(known.traces) < FEW_TRACES:
         return None
     state = current_state()
     similar = [trace for trace in known.traces if trace.state == state]
-    for count, reason in (
-        _for_numbers(similar, call, specs),
-        _for_state(similar, call, specs, function),
-        _for_sizes(similar, call, specs, known),
-        _for_values(similar, call, specs),
+    few = FEW_TRACES if may_stop and _are_sizes_read(similar, known) else MANY_TRACES
+    for count, reason, most in (
+        (*_for_numbers(similar, call, specs), MANY_TRACES),
+        (*_for_state(similar, call, specs, function), MANY_TRACES),
+        (*_for_sizes(similar, call, specs, known), few),
+        (*_for_values(similar, call, specs), MANY_TRACES),
+        (len(similar), _SEVERAL, 2 * MANY_TRACES),
     ):
-        if count >= MANY_TRACES:
+        if count >= most:
             return f"{name} has been traced {count} times for {reason}"
     return None
+
+
+_SEVERAL = (
+    "calls that differ in several things: sizes, numbers or texts among the arguments, or what "
+    "else it reads. Each combination costs a trace: pass tensors in place of numbers, and pad."
+)
+
+
+def _are_sizes_read(traces: Sequence[Trace], known: Traces) -> bool:
+    """Whether sizes are known to be read as numbers, or to have no graph in common."""
+    return bool(known.fixed) or any(t.dynamic is not None and t.dynamic.fixed for t in traces)
 
 
 def _for_numbers(

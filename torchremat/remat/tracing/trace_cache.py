@@ -249,6 +249,9 @@ def current_state() -> tuple[bool, AmbientState]:
 # as many as the recompilations after which torch.compile gives a function up
 MANY_TRACES = 8
 """Traces, alike but for one thing, after which a function has no more where a tape will do."""
+# chosen by hand: four sizes may be those of buckets
+FEW_TRACES = 4
+"""Traces for sizes that Python reads, of which each has its own, after which there are no more."""
 
 # A call that is new is compared with all of them, and each has its graphs. Chosen by hand, far
 # above the eight at which a user is warned.
@@ -293,7 +296,7 @@ class Traces:
     @property
     def may_stop(self) -> bool:
         """Whether the function may have too many traces for another."""
-        return self.has_stopped or (not self.warned and len(self.traces) >= MANY_TRACES)
+        return self.has_stopped or (not self.warned and len(self.traces) >= FEW_TRACES)
 
     def fix(self, places: Iterable[tuple[int, int]], error: Exception) -> None:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -135,6 +135,16 @@ def test_positions_count_over_a_sequential_if_there_is_no_list():
     assert names("first:1", nn.ModuleList([nn.ReLU()])) == ["0"]
 
 
+def test_positions_count_over_a_dict_of_numbers():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(4, 8)})
+    model.parts = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abcdef"})
+    model.ends = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    assert names("every:2", model) == ["layers.4", "layers.6"]
+    del model.layers
+    assert names("every:4", model) == ["ends.0", "ends.4"]
+
+
 def test_an_instance_may_have_its_own_forward():
     model = Model()
     model.layers.forward = lambda x: x
@@ -161,7 +171,7 @@ def test_nothing_matches(select, message):
 
 
 def test_nothing_to_count_over():
-    with pytest.raises(NoMatchError, match="the longest ModuleList or Sequential, and Linear has"):
+    with pytest.raises(NoMatchError, match="ModuleDict of numbers or Sequential, and Linear has"):
         names("first:1", nn.Linear(2, 2))
     nested = nn.ModuleList([nn.ModuleList(), nn.ModuleList()])
     with pytest.raises(NoMatchError, match="finds in the ModuleList only modules that have no for"):

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -44,7 +44,8 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
       what the other matches: the `attn` of every second block. It binds closer than `,`.
     - A position is one of `every:3` (0, 3, 6, ...), `first:2`, `last:2` and `range:4-8` (4 to 8,
       both included). It counts from 0 over the longest `ModuleList` of the model, the first of
-      several that are as long. Without a `ModuleList` it counts over the longest `Sequential`.
+      several that are as long. A `ModuleDict` whose keys are numbers counts as a list. A model
+      without these counts over its longest `Sequential`.
     - A class (or a tuple of them) matches its instances, a predicate the modules for which it is
       true: `predicate(module)`, or `predicate(name, module)` if it requires two arguments. Of
       matches inside one another only the outermost is selected.
@@ -267,19 +268,27 @@ def _describe_range(term: str, keyword: str, name: str, count: int) -> str:
 def _blocks(model: _Model, term: str) -> tuple[str, list[nn.Module]]:
     """The longest `ModuleList`, or else `Sequential`, after its name for a message."""
     modules = list(model.root.named_modules())
-    for kind in (nn.ModuleList, nn.Sequential):
+    for kinds in ((nn.ModuleList, nn.ModuleDict), (nn.Sequential,)):
         lists = [
-            (name, [block for block in module if block is not None])
+            (name, [block for block in _entries(module) if block is not None])
             for name, module in modules
-            if isinstance(module, kind)
+            if isinstance(module, kinds)
         ]
         if any(blocks for _, blocks in lists):
             name, blocks = max(lists, key=lambda pair: len(pair[1]))
             return name or f"the {type(model.root).__name__}", blocks
     raise NoMatchError(
-        f"{term!r} counts over the longest ModuleList or Sequential, and "
+        f"{term!r} counts over the longest ModuleList, ModuleDict of numbers or Sequential, and "
         f"{type(model.root).__name__} has none; select by name. Of {model.describe_nearest(term)}"
     )
+
+
+def _entries(
+    module: nn.ModuleList | nn.ModuleDict | nn.Sequential,
+) -> Iterable[nn.Module | None]:
+    if not isinstance(module, nn.ModuleDict):
+        return module
+    return module.values() if all(key.isdecimal() for key in module) else ()
 
 
 # --- classes and predicates ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import re
 import warnings
 
 import pytest
@@ -50,6 +51,34 @@ def test_two_plans_serve_all_sizes_and_every_step_keeps_within_the_budget(seed):
     report = tr.nn.report(model)
     assert 1 <= report.plans <= 2
     assert report.traces <= 3
+
+
+class IntoABuffer(torch.nn.Module):
+    """It writes into a part of a buffer that is most of its peak, and wants no copy of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        buffer = torch.empty(x.shape[0], 2048)
+        with torch.no_grad():
+            torch.mm(x, self.layer.weight, out=buffer[:, :32])
+            buffer[:, :32].sub_(x)
+        return self.layer(x).sin() * buffer[:, :32].sum()
+
+
+def test_what_is_written_in_place_counts_once_for_all_sizes():
+    plain = IntoABuffer()
+    model = tr.nn.wrap(copy.deepcopy(plain), "budget:100%")
+    for rows in (40, 48, 56):
+        x = torch.randn(rows, 32)
+        found, peak = step(model, x)
+        expected, plain_peak = step(plain, x)
+        assert_same(found, expected)
+        assert peak <= plain_peak
+        limit = float(re.search(r"\((\d+) bytes\)", tr.nn.report(model).budgets[0])[1])
+        assert limit <= 1.02 * plain_peak
 
 
 def test_a_budget_that_does_not_bind_makes_no_plan():

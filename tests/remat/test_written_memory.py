@@ -22,28 +22,28 @@ def fill(buffer, a, b):
 
 def out_into_slices(a, b):
     with torch.no_grad():
-        buffer = torch.empty(ROWS, WIDTH)
+        buffer = torch.empty(a.shape[0], WIDTH)
         fill(buffer, a.detach(), b.detach())
         scale = buffer.sum()
     return (a @ b).sum() * scale
 
 
 def slices_with_gradients(a, b):
-    buffer = a.new_zeros(ROWS, WIDTH)
+    buffer = a.new_zeros(a.shape[0], WIDTH)
     for start in range(0, WIDTH, PART):
         buffer[:, start : start + PART] = a @ b
     return buffer.sin().sum()
 
 
 def sums_in_slices(a, b):
-    buffer = a.new_zeros(ROWS, WIDTH)
+    buffer = a.new_zeros(a.shape[0], WIDTH)
     for start in range(0, WIDTH, PART):
         buffer[:, start : start + PART] += a @ b
     return buffer.sum()
 
 
 def selected_rows(a, b):
-    buffer = torch.zeros(4, ROWS, PART)
+    buffer = torch.zeros(4, a.shape[0], PART)
     for i in range(4):
         buffer[i].copy_(a @ b)
         buffer[i, :, 0].mul_(0.5)
@@ -51,16 +51,16 @@ def selected_rows(a, b):
 
 
 def transposed(a, b):
-    buffer = torch.zeros(2 * PART, ROWS)
+    buffer = torch.zeros(2 * PART, a.shape[0])
     buffer.t()[:, :PART].copy_(a @ b)
     buffer.t()[:, PART:].add_(a @ b)
     return buffer.sum()
 
 
 def indexed(a, b):
-    buffer, rows = torch.zeros(2 * ROWS, PART), torch.arange(ROWS)
+    buffer, rows = torch.zeros(2 * a.shape[0], PART), torch.arange(a.shape[0])
     buffer[rows] = a @ b
-    buffer.index_put_((rows + ROWS,), a @ b, accumulate=True)
+    buffer.index_put_((rows + a.shape[0],), a @ b, accumulate=True)
     buffer.index_add_(0, rows, a @ b)
     return buffer.sum()
 
@@ -69,7 +69,7 @@ def masked(a, b):
     h = a @ b
     with torch.no_grad():
         h.detach().masked_fill_(h > 1, 0.5)
-    buffer = torch.ones(ROWS, PART)
+    buffer = torch.ones(a.shape[0], PART)
     buffer.masked_fill_(h.detach() > 0, 2.0)
     return (h * buffer).sum()
 
@@ -92,7 +92,7 @@ class InBlocks(torch.autograd.Function):
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
         work, total = torch.empty(PART, WIDTH), torch.zeros(PART)
-        for start in range(0, ROWS, PART):
+        for start in range(0, a.shape[0], PART):
             block = work[:, :PART]
             torch.mm(a[start : start + PART], b, out=block)
             total.add_(block.exp().sum(-1))
@@ -102,7 +102,7 @@ class InBlocks(torch.autograd.Function):
     def backward(ctx, g):
         a, b = ctx.saved_tensors
         work, ga, gb = torch.empty(PART, WIDTH), torch.zeros_like(a), torch.zeros_like(b)
-        for start in range(0, ROWS, PART):
+        for start in range(0, a.shape[0], PART):
             rows, block = slice(start, start + PART), work[:, :PART]
             torch.mm(a[rows], b, out=block)
             block.copy_(block.exp() * g[:, None])
@@ -170,11 +170,11 @@ GIVEN = {
 }
 
 
-def run(fun, given):
+def run(fun, given, rows=ROWS):
     torch.manual_seed(0)
-    a = torch.randn(ROWS, 32).requires_grad_()
+    a = torch.randn(rows, 32).requires_grad_()
     b = (0.1 * torch.randn(32, PART)).requires_grad_()
-    more = [torch.rand(ROWS, WIDTH)] if given else []
+    more = [torch.rand(rows, WIDTH)] if given else []
     fun(a, b, *more).backward()
     a.grad = b.grad = None
     versions = [t._version for t in more]
@@ -202,6 +202,18 @@ def test_it_takes_no_more_than_plain_pytorch(name, policy):
     assert_same(found, expected)
     assert peak <= plain
     assert simulated_peak(fun) == peak
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [*STEPS, *GIVEN])
+def test_of_many_sizes_it_takes_no_more_either(name, policy):
+    body = (STEPS | GIVEN)[name]
+    fun = tr.checkpoint(body, policy=policy)
+    for rows in (ROWS, 80, 96, 128):
+        expected, plain = run(body, name in GIVEN, rows)
+        found, peak = run(fun, name in GIVEN, rows)
+        assert_same(found, expected)
+        assert peak <= plain
 
 
 @pytest.mark.parametrize("name", [*STEPS, *GIVEN])

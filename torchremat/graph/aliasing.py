@@ -1,4 +1,4 @@
-"""Memory that values share: equal layouts of two nodes, and overlaps of two tensors."""
+"""Memory that values share: layouts of nodes and fake tensors, and overlaps of two tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +14,13 @@ def changes_nothing(node: fx.Node) -> bool:
     """PyTorch traces such views, `x[:]` for one, mostly where sizes are symbols."""
     source = node.args[0] if is_view(node) and not is_item(node) else None
     return isinstance(source, fx.Node) and lies_alike(node, source)
+
+
+def before_identities(node: fx.Node) -> fx.Node:
+    """The value of which `node` is a view that changes nothing, or a view of such; else `node`."""
+    while changes_nothing(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def lies_alike(a: fx.Node, b: fx.Node) -> bool:
@@ -107,3 +114,63 @@ def _reaches(ranges: Sequence[tuple[int, Sequence[int]]], distance: int) -> bool
     first = max(-down, -((above - distance) // stride))
     last = min(up, (distance + below) // stride)
     return any(_reaches(rest, distance - i * stride) for i in range(first, last + 1))
+
+
+# --- layouts of fake tensors ---------------------------------------------------------------------
+
+
+def has_form_of(value: Any, like: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return False
+    return value.dtype == like.dtype and [*map(str, value.shape)] == [*map(str, like.shape)]
+
+
+def is_static(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    return all(isinstance(number, int) for number in numbers)
+
+
+def overlaps_itself(value: Tensor) -> bool:
+    hints = ([*map(_torch.hint_of, numbers)] for numbers in (value.stride(), value.shape))
+    end = 0
+    for stride, size in sorted((s, n) for s, n in zip(*hints, strict=True) if n > 1):
+        if stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
+
+
+def run_fake(node: fx.Node, source: fx.Node, layout: Any) -> Any:
+    """The fake value of `node` when `source`, which it reads, lies so; `None` if there is none."""
+    values: dict[fx.Node, Any] = {n: n.meta.get("val") for n in node.all_input_nodes}
+    values[source] = layout
+    tensors = [t for v in values.values() for t in (v if isinstance(v, tuple | list) else [v])]
+    if not all(map(is_static, tensors)):
+        return None
+    mode = tensors[0].fake_mode
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _in_mode(mode, values[n]))
+    try:
+        with _torch.isolate(), mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+    except RuntimeError:  # a view that cannot be had of this layout
+        return None
+
+
+def _in_mode(mode: _torch.FakeTensorMode, value: Any) -> Any:
+    """A fake tensor that lies as `value` does, which may be one of another trace."""
+    if not isinstance(value, Tensor) or getattr(value, "fake_mode", mode) is mode:
+        return value
+    with _torch.isolate(), mode:
+        numel = value.untyped_storage().nbytes() // value.dtype.itemsize
+        storage = torch.empty(numel, dtype=value.dtype, device=value.device)
+        return storage.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def gives_alike(node: fx.Node, argument: fx.Node, layout: Any) -> bool:
+    """Whether `node` gives what the graph says when `argument` lies so."""
+    found, said = run_fake(node, argument, layout), node.meta.get("val")
+    if not isinstance(found, tuple | list) or not isinstance(said, tuple | list):
+        return tensors_lie_alike(found, said)
+    return len(found) == len(said) and all(map(tensors_lie_alike, found, said))

@@ -20,13 +20,19 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.graph.aliasing import tensors_lie_alike
+from torchremat.graph.aliasing import (
+    before_identities,
+    gives_alike,
+    has_form_of,
+    overlaps_itself,
+    run_fake,
+    tensors_lie_alike,
+)
 from torchremat.graph.nodes import all_items, call_of, is_view, results_of
 from torchremat.graph.notes import graph_notes_of, notes_of, roles_of
-from torchremat.graph.symbolic_sizes import Size
 from torchremat.graph.write_forms import (
     Form,
-    WrittenPart,
+    Parts,
     form_in_place,
     form_with_out,
     gives_new_memory,
@@ -125,6 +131,7 @@ class _Finder:
     def __init__(self, graph: fx.Graph, targets: Mapping[fx.Node, Any]) -> None:
         self.nodes = list(graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.parts = Parts(self.nodes)
         self.targets = targets
         self.last_check = max((self.place[n] for n in self.nodes if has_check(n)), default=-1)
         self.writes: dict[fx.Node, Write] = {}
@@ -167,10 +174,7 @@ class _Finder:
         source = node.args[0]
         if not isinstance(source, fx.Node):
             return node.meta.get("val")
-        layout = self._layout(source)
-        if layout is source.meta.get("val"):
-            return node.meta.get("val")
-        return run_fake(node, source, layout)
+        return self._layout_of_view(node, source, self._layout(source))
 
     def _is_writable(self, node: fx.Node) -> bool:
         """Whether `node` lies in memory that may be written to, and a write to it goes there."""
@@ -182,7 +186,7 @@ class _Finder:
         root = self.roots.get(node, node)
         value = root.meta.get("val")
         is_owned = gives_new_memory(root) or root in self.targets
-        return is_owned and type(value) is _torch.FakeTensor and not _overlaps_itself(value)
+        return is_owned and type(value) is _torch.FakeTensor and not overlaps_itself(value)
 
     # --- chains ----------------------------------------------------------------------------------
 
@@ -209,7 +213,8 @@ class _Finder:
         for target, value in self.targets.items():
             if value is result:
                 yield Write(target, Form(op, is_out=True))
-        for memory, part in parts_with(result):
+        for scattered, part in parts_with(result):
+            memory = before_identities(scattered)
             if self.place[memory] < self.place[call_of(result)]:
                 yield Write(memory, Form(op, part, is_out=True))
 
@@ -234,7 +239,7 @@ class _Finder:
         if not isinstance(source, fx.Node) or self.root_of(source) is not self.root_of(first):
             return False
         there = self._layout(first)
-        return _is_static(there) and tensors_lie_alike(there, self._layout(source))
+        return there is not None and tensors_lie_alike(there, self._layout(source))
 
     def _chain(self, node: fx.Node, write: Write) -> "_WriteChain | None":
         """The chain that runs in place if `node` does; none if that changes what is read later."""
@@ -265,8 +270,8 @@ class _Finder:
         value = node.meta.get("val")
         form = write.form
         if form is not None and form.part is not None:
-            memory = run_part(form.part, memory) if form.is_out else memory
-        return memory if _has_form_of(value, memory) else None
+            memory = self.parts.of(form.part, memory) if form.is_out else memory
+        return memory if has_form_of(value, memory) else None
 
     def _find_closer(self, chain: "_WriteChain") -> fx.Node | None:
         """The operator that puts what was written last where it is already."""
@@ -283,8 +288,10 @@ class _Finder:
         return None
 
     def _layout_of_view(self, view: fx.Node, source: fx.Node, layout: Any) -> Any:
-        is_as_traced = tensors_lie_alike(layout, source.meta.get("val"))
-        return view.meta.get("val") if is_as_traced else run_fake(view, source, layout)
+        traced = source.meta.get("val")
+        if layout is traced or tensors_lie_alike(layout, traced):
+            return view.meta.get("val")
+        return run_fake(view, source, layout)
 
     def _puts_back(self, node: fx.Node, value: fx.Node, layout: Any, root: fx.Node) -> bool:
         part = part_of(node)
@@ -294,9 +301,9 @@ class _Finder:
         if not isinstance(memory, fx.Node) or self.root_of(memory) is not root:
             return False
         around = self._layout(memory)
-        place = around if part is None else run_part(part, around)
-        fits = _has_form_of(node.meta.get("val"), around) and self._is_writable(memory)
-        return fits and _is_static(place) and tensors_lie_alike(layout, place)
+        place = around if part is None else self.parts.of(part, around)
+        fits = has_form_of(node.meta.get("val"), around) and self._is_writable(memory)
+        return fits and place is not None and tensors_lie_alike(layout, place)
 
     # --- readers ---------------------------------------------------------------------------------
 
@@ -342,7 +349,7 @@ class _Finder:
                 seen = self._layout_of_view(user, node, layout)
                 if seen is None or not self._may_lie_so(user, seen, chain, is_last):
                     return False
-            elif not is_as_traced and not _gives_alike(user, node, layout):
+            elif not is_as_traced and not gives_alike(user, node, layout):
                 return False
         return True
 
@@ -378,71 +385,3 @@ def _nodes_in(values: Iterable[Any]) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.node.map_arg(list(values), found.append)
     return found
-
-
-# --- layouts -------------------------------------------------------------------------------------
-
-
-def _has_form_of(value: Any, like: Any) -> bool:
-    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
-        return False
-    return value.dtype == like.dtype and [*map(str, value.shape)] == [*map(str, like.shape)]
-
-
-def _is_static(value: Any) -> bool:
-    if not isinstance(value, Tensor):
-        return False
-    numbers = (*value.shape, *value.stride(), value.storage_offset())
-    return all(isinstance(number, int) for number in numbers)
-
-
-def _overlaps_itself(value: Tensor) -> bool:
-    hints = ([*map(_torch.hint_of, numbers)] for numbers in (value.stride(), value.shape))
-    end = 0
-    for stride, size in sorted((s, n) for s, n in zip(*hints, strict=True) if n > 1):
-        if stride <= end:
-            return True
-        end += stride * (size - 1)
-    return False
-
-
-def run_part(part: WrittenPart, layout: Any) -> Any:
-    """The part of a fake tensor; `None` if its sizes vary, of which nothing is assumed."""
-    if not _is_static(layout) or any(isinstance(a, Size) for a in part.args):
-        return None
-    with _torch.isolate(), layout.fake_mode:
-        return part.op(layout, *part.args, **part.kwargs)
-
-
-def run_fake(node: fx.Node, source: fx.Node, layout: Any) -> Any:
-    """The fake value of `node` when `source`, which it reads, lies so; `None` if there is none."""
-    values: dict[fx.Node, Any] = {n: n.meta.get("val") for n in node.all_input_nodes}
-    values[source] = layout
-    tensors = [t for v in values.values() for t in (v if isinstance(v, tuple | list) else [v])]
-    if not all(map(_is_static, tensors)):
-        return None
-    mode = tensors[0].fake_mode
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _in_mode(mode, values[n]))
-    try:
-        with _torch.isolate(), mode:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-    except RuntimeError:  # a view that cannot be had of this layout
-        return None
-
-
-def _in_mode(mode: _torch.FakeTensorMode, value: Any) -> Any:
-    """A fake tensor that lies as `value` does, which may be one of another trace."""
-    if not isinstance(value, Tensor) or getattr(value, "fake_mode", mode) is mode:
-        return value
-    with _torch.isolate(), mode:
-        numel = value.untyped_storage().nbytes() // value.dtype.itemsize
-        storage = torch.empty(numel, dtype=value.dtype, device=value.device)
-        return storage.as_strided(value.shape, value.stride(), value.storage_offset())
-
-
-def _gives_alike(node: fx.Node, argument: fx.Node, layout: Any) -> bool:
-    """Whether `node` gives what the graph says when `argument` lies so."""
-    found, said = run_fake(node, argument, layout), node.meta.get("val")
-    if not isinstance(found, tuple | list) or not isinstance(said, tuple | list):
-        return tensors_lie_alike(found, said)
-    return len(found) == len(said) and all(map(tensors_lie_alike, found, said))

@@ -7,16 +7,19 @@
 Only what was in place in the user's code is again: then its numbers are those of plain PyTorch.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.graph.aliasing import is_static
 from torchremat.graph.nodes import call_of, is_identity, is_item, is_view
 from torchremat.graph.notes import notes_of
+from torchremat.graph.symbolic_sizes import Size
 
 aten = torch.ops.aten
 
@@ -144,7 +147,8 @@ def value_after_writes(value: fx.Node) -> fx.Node:
 
 
 def _value_after_write(value: fx.Node) -> fx.Node | None:
-    is_written = form_with_out(value) is not None or form_in_place(value) is not None
+    # a part that was put into a view is put, with that, into what it is a view of
+    is_written = any(of(value) is not None for of in (form_with_out, form_in_place, part_of))
     lying, found = [value], None
     for node in lying:
         for user in node.users:
@@ -217,3 +221,64 @@ _VIEWS_OF_EACH_ELEMENT = {
 def is_writable_view(node: fx.Node) -> bool:
     """Whether a write to `node`, a view, is one to what it is a view of, each element once."""
     return is_item(node) or is_identity(node) or node.target in _VIEWS_OF_EACH_ELEMENT
+
+
+# --- where parts lie -----------------------------------------------------------------------------
+
+_SLICE = aten.slice.Tensor
+_DEFAULTS = {_SLICE: (0, None, None, 1)}
+
+
+class Parts:
+    """How the parts of fake tensors lie.
+
+    Of symbols it knows what `nodes` say: a view that the trace has lies as it does there.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self._traced: dict[tuple[str, ...], Tensor] = {}
+        for node in nodes:
+            source = node.args[0] if node.target is _SLICE else None
+            if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor):
+                part = WrittenPart(_SLICE, node.args[1:], node.kwargs)
+                self._traced[_key_of(part, source.meta["val"])] = node.meta["val"]
+
+    def of(self, part: WrittenPart, layout: Any) -> Any:
+        """How `part` of a tensor with this layout lies; `None` if that is not known."""
+        if not isinstance(layout, Tensor) or _is_whole(part, layout):
+            return layout
+        if not any(isinstance(a, Size) for a in part.args) and _is_numeric(part, layout):
+            with _torch.isolate(), layout.fake_mode:  # type: ignore[attr-defined]
+                return part.op(layout, *part.args, **part.kwargs)
+        return self._traced.get(_key_of(part, layout))
+
+
+def _key_of(part: WrittenPart, layout: Tensor) -> tuple[str, ...]:
+    numbers = (*layout.shape, *layout.stride(), layout.storage_offset(), layout.dtype)
+    return (*map(str, numbers), str(_arguments_of(part)), str(part.kwargs), str(part.op))
+
+
+def _arguments_of(part: WrittenPart) -> list[Any]:
+    return [*part.args, *_DEFAULTS.get(part.op, ())[len(part.args) :]]
+
+
+def _is_whole(part: WrittenPart, layout: Tensor) -> bool:
+    """Whether it is all of `layout`, whatever its symbols stand for: `x[:]`."""
+    if part.op is not _SLICE or part.kwargs:
+        return False
+    dim, start, end, step = _arguments_of(part)
+    if end is None or (isinstance(end, int) and end >= sys.maxsize):
+        end = layout.shape[dim]
+    return start in (0, None) and step == 1 and str(end) == str(layout.shape[dim])
+
+
+def _is_numeric(part: WrittenPart, layout: Tensor) -> bool:
+    """Whether no symbol decides on the part: it is along a dimension whose size is a number."""
+    if is_static(layout):
+        return True
+    dim = part.args[0] if part.args else 0
+    return (
+        part.op in (_SLICE, aten.select.int)
+        and not part.kwargs
+        and isinstance(layout.shape[dim], int)
+    )

@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 from torch import fx
 
+from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, simplify
+from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.graph.write_forms import part_of
 from torchremat.graph.write_order import (
     is_outcome,
@@ -38,12 +40,16 @@ def writes_in_place(joint: Joint) -> bool:
 
 
 class ExactPeaks:
-    """The peaks of schedules of `joint`, where it writes in place."""
+    """The peaks of schedules of `joint`, where it writes in place.
 
-    def __init__(self, joint: Joint, *, is_as_traced: bool) -> None:
+    `sizes` has the values of its symbols, if they are not those that it was traced with.
+    """
+
+    def __init__(self, joint: Joint, sizes: Sizes | None = None) -> None:
         self.joint = joint
-        self.are_needed = is_as_traced and writes_in_place(joint)
-        """Whether a problem only has an upper bound. Sizes are those of the trace then."""
+        self.sizes = sizes
+        self.are_needed = writes_in_place(joint)
+        """Whether a problem only has an upper bound."""
         self._peaks: dict[Schedule, int | None] = {}
 
     def of(self, schedule: Schedule, in_nodes: Callable[[], GraphSchedule]) -> int | None:
@@ -51,7 +57,8 @@ class ExactPeaks:
         if not self.are_needed:
             return None
         if schedule not in self._peaks:
-            self._peaks[schedule] = exact_peak_of(self.joint, in_nodes())
+            with _torch.assume_sizes(self.sizes or {}):
+                self._peaks[schedule] = exact_peak_of(self.joint, in_nodes())
         return self._peaks[schedule]
 
 

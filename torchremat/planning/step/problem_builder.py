@@ -52,6 +52,8 @@ class NumericStep:
     values: tuple[fx.Node | None, ...]
     written_nbytes: int | None = None
     """`copied_nbytes`, if it is of other sizes than those of the trace."""
+    sizes: Sizes | None = None
+    """The values of the symbols, if they are not those of the trace."""
 
     @classmethod
     def of(
@@ -93,7 +95,7 @@ class NumericStep:
             nbytes=found.problem.nbytes,
             backward_constant=found.problem.backward_constant,
         )
-        return replace(self, problem=problem, written_nbytes=copied)
+        return replace(self, problem=problem, written_nbytes=copied, sizes=sizes)
 
     @property
     def plain(self) -> Decisions:
@@ -115,7 +117,7 @@ class NumericStep:
 
     @cached_property
     def exact_peaks(self) -> ExactPeaks:
-        return ExactPeaks(self.joint, is_as_traced=self.written_nbytes is None)
+        return ExactPeaks(self.joint, self.sizes)
 
     @property
     def copied_nbytes(self) -> int:

@@ -90,6 +90,13 @@ def test_numbers_and_sizes_that_differ_together():
     assert len(caught) == 1
 
 
+def test_sizes_that_are_read_with_numbers_that_are_read_too():
+    """As packed batches of tokens come: each size is sure to have its own trace."""
+    model, _, caught = train("full", [(sized(n), n % 11) for n in range(20, 36)], select=None)
+    assert tr.nn.report(model).traces <= FEW_TRACES
+    assert "for different sizes" in str(caught[0].message)
+
+
 def test_evaluation_needs_no_trace_either():
     model, _, _ = train("full", [(sized(n),) for n in range(20, 30)])
     with torch.no_grad():

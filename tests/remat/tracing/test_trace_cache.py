@@ -1,5 +1,6 @@
 """One trace for each kind of call: when a function is traced anew, when not, and what is freed."""
 
+import functools
 import gc
 import weakref
 
@@ -367,6 +368,23 @@ def test_a_closed_over_number_of_an_inner_function():
     assert_same(fun(x), (x * 5).sin())
 
 
+def test_a_closed_over_number_of_a_decorator():
+    factor = 2
+
+    def body(x):
+        return x.sin()
+
+    @functools.wraps(body)
+    def around(x):
+        return body(x) * factor
+
+    fun = tr.checkpoint(around)
+    x = leaf(2)
+    assert_same(fun(x), x.sin() * 2)
+    factor = 5
+    assert_same(fun(x), x.sin() * 5)
+
+
 def test_a_default_argument():
     def body(x, n=2):
         return x * n
@@ -654,6 +672,20 @@ def test_a_dropped_module_is_freed():
     references = [weakref.ref(o) for o in (net, net[0], net[0].weight)]
     del net, fun
     assert_freed(*references)
+
+
+def test_a_dropped_module_whose_own_forward_leads_to_it_is_freed():
+    def replace_forward(net):
+        inner = net.forward
+        net.forward = lambda x: inner(x).tanh()
+
+    net = nn.Linear(3, 3)
+    replace_forward(net)
+    tr.nn.wrap(net, "full")
+    net(torch.randn(4, 3)).sum().backward()
+    reference = weakref.ref(net)
+    del net
+    assert_freed(reference)
 
 
 def test_a_dropped_object_of_a_method_is_freed():

@@ -100,10 +100,17 @@ def _for_values(traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec])
 def _for_sizes(
     traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec], known: Traces
 ) -> tuple[int, str]:
+    is_read = _are_sizes_read(traces, known)
+
+    def is_like(trace: Trace) -> bool:
+        if is_read:  # each size has its own trace, whatever numbers come with it
+            return differing_numbers(trace.key, call.key) is not None
+        return known.may_share_numbers(trace, call)
+
     differing = [
         t
         for t in traces
-        if t.key == call.key
+        if is_like(t)
         and len(t.specs) == len(specs)
         and all(map(is_alike, t.specs, specs))
         and t.specs != specs

@@ -343,6 +343,10 @@ class Traces:
             return None
         return numbers
 
+    def may_share_numbers(self, trace: Trace, call: Call) -> bool:
+        """Whether the key of `call` is that of `trace`, but for numbers that nothing may read."""
+        return self._differing(trace, call) is not None
+
     def note_numbers(self, numbers: Iterable[int], trace: Trace) -> None:
         """Note which of the `numbers` are read, since the trace is for a single one there."""
         length = len(trace.key)

@@ -142,15 +142,24 @@ def names_stored_by(code: CodeType) -> Set[str]:
 
 
 def _read_by(fun: Any) -> Iterator[Binding]:
-    fun = inspect.unwrap(getattr(fun, "__func__", fun))
-    code = getattr(fun, "__code__", None)
-    if not isinstance(code, CodeType):
-        return
-    for name, cell in zip(code.co_freevars, fun.__closure__ or (), strict=True):
-        yield Binding(f"closed-over {name}", cell)
-    for name in names_in(code):
-        if name in fun.__globals__:
-            yield Binding(f"closed-over {name}", fun.__globals__, name)
+    """The variables that `fun` names, and those of each function that it wraps (`__wrapped__`)."""
+    around: list[Any] = []
+    inner = inspect.unwrap(getattr(fun, "__func__", fun), stop=around.append)  # `None`: go on
+    # a decorator of PyTorch keeps the settings that it was made with
+    functions = [f for f in around if isinstance(f, FunctionType) and _is_users(f)]
+    for function in (*functions, getattr(inner, "__func__", inner)):
+        code = getattr(function, "__code__", None)
+        if not isinstance(code, CodeType):
+            continue
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            yield Binding(f"closed-over {name}", cell)
+        for name in names_in(code):
+            if name in function.__globals__:
+                yield Binding(f"closed-over {name}", function.__globals__, name)
+
+
+def _is_users(function: FunctionType) -> bool:
+    return is_user_file(function.__code__.co_filename)
 
 
 def _entries_of(variable: Binding) -> list[Binding]:
@@ -160,8 +169,7 @@ def _entries_of(variable: Binding) -> list[Binding]:
     if isinstance(value, type):
         return [Binding(f"{prefix}{k}", vars(c), k) for c, k in _class_attributes(value)]
     if isinstance(value, FunctionType):
-        own = not is_user_file(value.__code__.co_filename)
-        return [] if own else list(_read_by(value))
+        return list(_read_by(value)) if _is_users(value) else []
     if type(value) in (list, tuple):
         return [Binding(f"{label}[{i}]", value, i) for i in range(min(len(value), _MANY))]
     if type(value) is dict:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import itertools
 import weakref
 
@@ -77,11 +78,13 @@ def put_around(model):
     model.forward = functools.wraps(inner.__func__)(lambda *args: inner(*args))
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_traces_outlast_a_moment_without_it(is_wrapped):
+@pytest.mark.parametrize("place", ["alone", "beneath", "above"])
+def test_traces_outlast_a_moment_without_it(place):
     model = Counting()
+    if place == "above":
+        put_around(model)
     TrainingPolicy("full").apply_to(model)
-    if is_wrapped:
+    if place == "beneath":
         put_around(model)
     assert count_runs(model) > 0
     for _ in range(2):
@@ -92,12 +95,34 @@ def test_traces_outlast_a_moment_without_it(is_wrapped):
     remove(model)
     TrainingPolicy("dots").apply_to(model)
     # another policy decides anew, on the same graph; a forward that hides the module's has its own
-    assert (count_runs(model) > 0) is is_wrapped
+    assert (count_runs(model) > 0) is (place != "alone")
     assert str(find_training_forward(model).policy) == "dots"
 
 
-def test_a_module_that_it_was_on_is_freed():
+def test_a_forward_that_was_replaced_in_the_meantime_is_traced():
+    model, twice = Counting(), lambda x: (x * 2, x * 3)
+    model.forward = twice
+    TrainingPolicy("full").apply_to(model)
+    for forward in (lambda x: (x * 4, x * 5), None, twice):
+        assert_same(model(X), (X * 2, X * 3))
+        remove(model)
+        del model.forward
+        gc.collect()
+        if forward is not None:
+            model.forward = forward
+        TrainingPolicy("full").apply_to(model)
+        expected = Counting.forward(model, X) if forward is None else forward(X)
+        assert_same(model(X), expected)
+        remove(model)
+        model.forward = twice
+        TrainingPolicy("full").apply_to(model)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_module_that_it_was_on_is_freed(hides):
     model = Counting()
+    if hides:
+        put_around(model)
     TrainingPolicy("full").apply_to(model)
     count_runs(model)
     remove(model)

@@ -7,7 +7,7 @@ in place. A layer then runs without `checkpoint`, as under the library's own che
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -115,11 +115,12 @@ class TrainingOnlyForward(RematForward):
         self.is_on = False
         if vars(module).get("forward") is not self:  # a wrapper around it stays, and calls it
             return
-        if self.hidden or self.replaced is not None:
+        removed = _find_removed(*self.hidden)
+        if removed is None or self.replaced is not None:
             self.uninstall()
         else:
             self.take_off()
-            _removed[module] = self
+            removed[module] = self
         if self.replaced is not None:
             self.replaced.install()
 
@@ -134,18 +135,35 @@ class TrainingOnlyForward(RematForward):
         return {**super().__getstate__(), **more}
 
 
-_removed: weakref.WeakKeyDictionary[nn.Module, TrainingOnlyForward] = weakref.WeakKeyDictionary()
-"""The forwards that `remove` took off. They refer to modules weakly, and hide no forward that may
-not."""
+_Removed: TypeAlias = weakref.WeakKeyDictionary[nn.Module, TrainingOnlyForward]
+_removed: _Removed = weakref.WeakKeyDictionary()
+"""The forwards that `remove` took off modules that have the forward of their class."""
+
+
+def _find_removed(hidden: Callable[..., Any] | None = None) -> _Removed | None:
+    """Where `remove` puts the forwards that it takes off modules whose own forward is `hidden`.
+
+    Their traces may hold the module by what that closes over. So the place is an attribute of it,
+    and they are garbage with it. `None` if it has no attributes.
+    """
+    if hidden is None:
+        return _removed
+    attributes = getattr(getattr(hidden, "__func__", hidden), "__dict__", None)
+    if not isinstance(attributes, dict):
+        return None
+    found: _Removed = attributes.setdefault("_torchremat_removed", weakref.WeakKeyDictionary())
+    return found
 
 
 def _take_removed(module: nn.Module) -> TrainingOnlyForward | None:
     """The forward that `remove` left on `module` beneath a wrapper, or took off it last."""
-    off = _removed.pop(module, None)
+    hidden = (vars(module)["forward"],) if "forward" in vars(module) else ()
+    removed = _find_removed(*hidden)
+    off = None if removed is None else removed.pop(module, None)
     for forward in _unwrap_forwards(module):
         if isinstance(forward, TrainingOnlyForward):
             return forward
-    return off if "forward" not in vars(module) else None
+    return off if off is None or off.hidden == hidden else None
 
 
 def remove(model: nn.Module) -> int:

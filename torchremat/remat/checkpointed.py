@@ -43,6 +43,7 @@ from torchremat.remat.tracing.new_trace import Subject, trace_call
 from torchremat.remat.tracing.trace_cache import (
     PolicyKey,
     Trace,
+    Traces,
     TracesByFunction,
     current_state,
 )
@@ -86,6 +87,7 @@ class Checkpointed(TapeFallback):
         lenient: bool = False,
         module_prefix: str = "",
         compiler: Compiler | None = None,
+        traces: Traces | None = None,
     ) -> None:
         own = dict(self.__dict__)
         functools.update_wrapper(self, fun)
@@ -99,7 +101,7 @@ class Checkpointed(TapeFallback):
         self.compiler = compiler
         self._key = PolicyKey(policy)
         self._verified_key = PolicyKey(policy, verified=True)
-        self._trace_cache = _traces.of(fun, self._cache_key())
+        self._trace_cache = _traces.of(fun, self._cache_key()) if traces is None else traces
         self.last_call: tuple[FunctionProgram, Sizes | None] | TapeSummary | None = None
         self._warned_programs: weakref.WeakSet[FunctionProgram] = weakref.WeakSet()
         self._uncompiled = outside_compiler() if policy.is_whole_graph else None

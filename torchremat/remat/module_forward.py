@@ -60,8 +60,8 @@ class RematForward:
     """
 
     __slots__ = (
-        "__weakref__", "_function", "_kept", "_key", "_module", "_of_class", "_uncompiled",
-        "compile", "hidden", "name", "policy", "prevent_cse",
+        "__weakref__", "_function", "_kept", "_key", "_module", "_of_class", "_own_run",
+        "_uncompiled", "compile", "hidden", "name", "policy", "prevent_cse",
     )  # fmt: skip
 
     name: str
@@ -76,6 +76,9 @@ class RematForward:
     """The forward that the class had when `_function` was made."""
     _kept: list[Callable[..., Any]]
     """The hidden forward, once the traces are dropped; before, it would keep the module alive."""
+    _own_run: "_CheckpointedForward | None"
+    """In place of an entry in `_running`, where a hidden forward is: traces of that may hold the
+    module, and are garbage with it."""
     _uncompiled: Callable[..., Any] | None
 
     def __init__(
@@ -121,10 +124,14 @@ class RematForward:
         return self._find_checkpointed()(*args, **kwargs)
 
     def _find_checkpointed(self) -> "_CheckpointedForward":
-        run = _running.get(self._key)
+        run = _run_of(self)
         if run is None:
             self._kept.clear()
-            run = _running.setdefault(self._key, _CheckpointedForward(self, self._key))
+            run = _CheckpointedForward(self, self._key)
+            if self.hidden:
+                self._own_run = run
+            else:
+                run = _running.setdefault(self._key, run)
         return run
 
     def trace_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -183,7 +190,7 @@ class RematForward:
     @property
     def last_program(self) -> FunctionProgram | TapeSummary | None:
         """The program of the last call with gradients, or the tape that it wrote."""
-        run = _running.get(self._key)
+        run = _run_of(self)
         if run is not None and isinstance(run.last_call, TapeSummary):
             return run.last_call
         return None if run is None else run.last_program
@@ -191,7 +198,7 @@ class RematForward:
     @property
     def traces(self) -> Traces | None:
         """The traces of the module, once it has been called."""
-        run = _running.get(self._key)
+        run = _run_of(self)
         return None if run is None else run.known_traces
 
     def install(self) -> None:
@@ -205,12 +212,12 @@ class RematForward:
         object.__delattr__(self.__self__, "forward")
         if _is_own(vars(self.__self__).get("extra_repr")):
             object.__delattr__(self.__self__, "extra_repr")
+        if self.hidden:
+            object.__setattr__(self.__self__, "forward", self.hidden[0])
 
     def uninstall(self) -> None:
         self.forget()
         self.take_off()
-        if self.hidden:
-            object.__setattr__(self.__self__, "forward", self.hidden[0])
 
     def extra_repr(self) -> str:
         """The line of the module in `print(model)`: that of its class, and the policy."""
@@ -220,7 +227,7 @@ class RematForward:
 
     def forget(self) -> None:
         """Drop all traces; a backward pass that is still to come keeps what it needs."""
-        run = _running.pop(self._key, None)
+        run, self._own_run = self._own_run or _running.pop(self._key, None), None
         if run is not None and self.hidden and self._module() is not None:
             self._kept.append(self.__wrapped__)
 
@@ -236,9 +243,13 @@ class RematForward:
         self._module = weakref.ref(state.pop("module"))
         for name, value in state.items():
             setattr(self, name, value)
-        self._kept = []
+        self._kept, self._own_run = [], None
         _follow_class(self)
         self._uncompiled = outside_compiler() if self.policy.is_whole_graph else None
+
+
+def _run_of(forward: RematForward) -> "_CheckpointedForward | None":
+    return forward._own_run or _running.get(forward._key)
 
 
 def _is_own(method: Any) -> bool:
@@ -272,6 +283,7 @@ class _CheckpointedForward(Checkpointed):
             lenient=True,
             module_prefix=forward.name,
             compiler=compiler_named(forward.compile),
+            traces=Traces() if forward.hidden else None,
         )
         vars(self).pop("__wrapped__", None)
 
@@ -344,7 +356,7 @@ def _follow_class(forward: RematForward) -> None:
     module = forward.__self__
     forward._of_class = type(module).forward
     forward._function = _function_of(module, forward)
-    run = _running.get(forward._key)
+    run = _run_of(forward)
     if run is not None:
         run._function = forward._function
 

@@ -4,6 +4,7 @@ A new release of PyTorch is ready for use when these pass.
 """
 
 import ast
+import copy
 import importlib.util
 import inspect
 import sys
@@ -1055,6 +1056,38 @@ def partition_of_aot_autograd():
     _compile(backend)
     assert len(cuts.written) == 1
     assert "aten.sin" in cuts.backwards[0]
+
+
+@check("keep_compile_context", "ends_in_graph_break")
+def context_of_a_compiled_graph():
+    kept, ends = [], []
+
+    def backend(module, inputs):
+        fakes, enter = _torch.keep_compile_context(inputs)
+        graph = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+        kept.append((graph, fakes, enter))
+        ends.append(_torch.ends_in_graph_break(module))
+        return module.forward
+
+    def f(x):
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y, x.cos()
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(f, backend=backend)(x)
+    assert ends == [True, False]
+    graph, fakes, enter = kept[0]
+    assert _torch.is_fake(fakes[0]) and fakes[0].shape == (3,)
+    cuts = _Cuts()
+    with enter():
+        again = _torch.aot_autograd(
+            graph, fakes, compiler=lambda g: lambda xs: g(*xs), partition=cuts
+        )
+    (y,) = again(x)
+    assert torch.equal(y, x.sin())
+    assert "aten.cos" in cuts.backwards[0]
+    torch._dynamo.reset()
 
 
 @check("is_reduction")

@@ -11,6 +11,7 @@ files have one part of PyTorch each. `versions/` has what happens where one of t
 from .versions.supplied import MISSING_PARTS  # isort: skip  (before those that it imports)
 from .aot import (
     MUST_RECOMPUTE, MUST_SAVE, Partitioner, aot_autograd, decompose, decomposition_table,
+    ends_in_graph_break, keep_compile_context,
     default_partition, find_written_inputs, is_compiled_by_inductor, is_exporting,
     is_in_stock_compiler, mark_as_constant, merge_alike, min_cut_partition, node_in_compiler,
     out_of_compiler, selective_policy_at_work, selective_policy_of, to_user,

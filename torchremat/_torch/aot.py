@@ -3,8 +3,9 @@
 Modules of compilers are imported where they are needed: they take a second.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -144,6 +145,43 @@ def to_user(error: Exception, frame: FrameType) -> Exception:
         error.__class__ = type(kind.__name__, (kind, ShortenTraceback), names)
         error.first_useful_frame = frame  # type: ignore[attr-defined]
     return error
+
+
+def keep_compile_context(
+    inputs: Sequence[Any],
+) -> tuple[list[Any], Callable[[], AbstractContextManager[None]]]:
+    """Fake tensors for the `inputs` of a backend, and a function that enters its context again."""
+    context = torch._guards.TracingContext.get()
+    mode = context.fake_mode
+    assert mode is not None, "Dynamo captures with fake tensors"
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        symbols = context.tensor_to_context.get(value)
+        if symbols is None:
+            return mode.from_tensor(value, static_shapes=True)
+        source = symbols.tensor_source
+        return mode.from_tensor(value, symbolic_context=symbols, source=source)
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        before, context.fake_mode = context.fake_mode, mode
+        try:
+            with torch._guards.tracing(context):
+                yield
+        finally:
+            context.fake_mode = before
+
+    with warnings.catch_warnings():  # it asks each tensor for its gradient, also those without
+        warnings.simplefilter("ignore", UserWarning)
+        return [fake(value) for value in inputs], enter
+
+
+def ends_in_graph_break(module: torch.fx.GraphModule) -> bool:
+    """Whether Dynamo ended this graph since it could not go on, and will capture another."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return bool(getattr(reason, "graph_break", False))
 
 
 def aot_autograd(

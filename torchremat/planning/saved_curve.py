@@ -12,10 +12,11 @@ from torchremat.planning.search.min_cut import cut_saved_sets
 
 @dataclass(frozen=True)
 class SavedPoint:
-    """A corner of the curve; `saved_bytes` are without outputs."""
+    """A corner of the curve; `saved_bytes` are without outputs, `peak_bytes` of the part alone."""
 
     saved_bytes: int
     added_seconds: float
+    peak_bytes: int = 0
 
 
 def trace_saved_curve(planner: Planner) -> Iterator[SavedPoint]:
@@ -23,14 +24,15 @@ def trace_saved_curve(planner: Planner) -> Iterator[SavedPoint]:
     plain, step = planner.plain, planner.step
     problem = step.problem
     evaluator = Evaluator(problem, 1 << 62)
-    points = [SavedPoint(plain.saved_bytes, 0.0)]
+    points = [SavedPoint(plain.saved_bytes, 0.0, plain.peak_bytes)]
     for saved in (*cut_saved_sets(problem), evaluator.fixed):
         trial = evaluator(Decisions(saved | evaluator.fixed))
         if trial.is_allowed:
             kept = trial.decisions.saved - problem.outputs
             nbytes = sum(problem.nbytes[v] for v in kept) + step.copied_nbytes
-            seconds = costs_unchecked(problem, trial.replay.schedule).added_seconds
-            points.append(SavedPoint(nbytes, max(0.0, seconds)))
+            costs = costs_unchecked(problem, trial.replay.schedule)
+            peak = costs.peak + step.copied_nbytes
+            points.append(SavedPoint(nbytes, max(0.0, costs.added_seconds), peak))
     yield from _hull(points)
 
 

@@ -71,7 +71,9 @@ def test_the_same_values_are_kept_as_in_eager_mode(policy: str, model: nn.Module
     held = held_nbytes(f, model, x)
     expected = tr.explain(model, x, policy=searched)
     assert _saved(reports[0]) == _saved(expected)
-    assert reports[0].total == held <= expected.total
+    assert held <= reports[0].total <= expected.total
+    if searched is policy:  # a plan recomputes batch norms without their running statistics
+        assert reports[0].total == held
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -41,9 +41,10 @@ COMPILERS = (
     ),
     PrivatePart(
         "torch._guards: TracingContext, CompileContext, tracing",
-        "Whether torch.compile is at work on a captured graph, or captures one.",
+        "Whether torch.compile is at work on a captured graph, or captures one; to do so again.",
         "torch.compiler.is_compiling does not tell the two from each other.",
-        "Checkpoints inside of torch.compile would be traced where AOTAutograd runs them.",
+        "Checkpoints inside of torch.compile would be traced where AOTAutograd runs them; a budget "
+        "could not be divided over the graphs between graph breaks.",
     ),
     PrivatePart(
         "torch._dynamo.eval_frame: _use_eager_on_nested_compile",

@@ -21,7 +21,9 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.autodiff.joint import Joint
 from torchremat.compile.device_support import lacks_triton, warn_of_triton
+from torchremat.compile.dynamo.fragments import FragmentJob, job_of
 from torchremat.compile.dynamo.inductor_decompositions import (
     decompose_for_inductor,
     find_random_decompositions,
@@ -33,11 +35,13 @@ from torchremat.compile.dynamo.partition import (
     decide,
     partition_as_autograd_does,
     partition_as_pytorch_does,
+    trace_joint,
 )
 from torchremat.compile.dynamo.reports import build_report
 from torchremat.compile.dynamo.scheduled_joint import may_fuse
 from torchremat.errors import OptionError, TorchrematError, nearest_names
 from torchremat.graph.codegen import compile_graph
+from torchremat.planning.budget_policy import MemoryBudget
 from torchremat.policies.builtin import everything_saveable
 from torchremat.policies.checkpoint_name import record_names
 from torchremat.policies.policy import Policy, PolicyLike, as_policy
@@ -164,18 +168,44 @@ def torchremat(
     True
     """
     try:
-        return _compile_chosen(module, inputs, BackendOptions.of(options, mode))
+        return _compile_chosen(module, inputs, BackendOptions.of(options, mode), options)
     except TorchrematError as error:
         raise _torch.to_user(error, sys._getframe()) from error.__cause__
 
 
 def _compile_chosen(
-    module: fx.GraphModule, inputs: Sequence[Any], chosen: BackendOptions
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    chosen: BackendOptions,
+    options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
     if chosen.codegen == "inductor" and lacks_triton(module):
         warn_of_triton("the backend 'torchremat'", "options={'codegen': 'eager'}")
         chosen = replace(chosen, codegen="eager")
     if not _differentiates(inputs) or _suits_pytorch(module, chosen):
+        return _compile_as_pytorch_does(module, inputs, chosen)
+    policy = chosen.policy
+    if options is None or not isinstance(policy, MemoryBudget) or policy.budget is None:
+        return _compile_for(module, inputs, chosen)
+
+    def compile_with(
+        module: fx.GraphModule, inputs: Sequence[Any], policy: Policy
+    ) -> Callable[..., Any]:
+        return _compile_for(module, inputs, replace(chosen, policy=policy))
+
+    def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
+        with record_names():
+            return trace_joint(module, inputs)
+
+    fuses = chosen.codegen == "inductor"
+    job = job_of(options, lambda: FragmentJob(policy, trace, fuses=fuses))
+    return job.add(module, inputs, compile_with)
+
+
+def _compile_for(
+    module: fx.GraphModule, inputs: Sequence[Any], chosen: BackendOptions
+) -> Callable[..., Any]:
+    if _suits_pytorch(module, chosen):
         return _compile_as_pytorch_does(module, inputs, chosen)
     with record_names():
         return _compile(module, inputs, chosen)
@@ -244,12 +274,12 @@ class _Cut:
         partition = decide(module, num_outputs, self.policy, fuses=not is_eager)
         if self.report is not None:
             self.report(build_report(partition))
-        if is_eager:
-            return cut_joint(partition, inputs, **options)
         if self.policy.is_whole_graph:
-            scheduled = cut_as_scheduled(partition, inputs, **options)
+            scheduled = cut_as_scheduled(partition, inputs, fuses=not is_eager, **options)
             if scheduled is not None:
                 return scheduled
+        if is_eager:
+            return cut_joint(partition, inputs, **options)
         if self.policy == everything_saveable or self.policy.is_whole_graph:
             return cut_for_fusion(partition, inputs, **options)
         forward, backward = cut_joint(partition, inputs, **options)

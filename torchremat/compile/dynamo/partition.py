@@ -6,7 +6,7 @@ decomposes them. Its decisions become such marks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from torchremat.compile.dynamo.input_copies import (
     find_written_inputs,
     writes_input,
 )
-from torchremat.compile.dynamo.scheduled_joint import schedule_joint
+from torchremat.compile.dynamo.scheduled_joint import erase_marks, schedule_joint
+from torchremat.graph.codegen import compile_graph
 from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
 from torchremat.graph.notes import note, notes_of
 from torchremat.policies.checkpoint_name import name_p
@@ -102,11 +103,7 @@ def decide(
     `fuses`: inductor runs it. Without it random operators may be in the backward graph, for PyTorch
     to give them the state that they drew from.
     """
-    drop_copies(module.graph)
-    drop_running_statistics(module.graph)
-    module.graph.eliminate_dead_code()
-    copies = copy_written_inputs(module)
-    joint = build_joint(module, num_forward_outputs)
+    joint, copies = _read_joint(module, num_forward_outputs)
     schedule = policy.schedule(joint, fuses=fuses, sizes=None) if policy.is_whole_graph else None
     decisions = PolicyDecisions(joint, policy, schedule=schedule)
     decisions.warn_of_unmatched()
@@ -120,6 +117,34 @@ def decide(
     saved = frozenset(residuals.values) - draws
     first = {call_of(node): node for node in reversed(residuals.values) if node in draws}
     return Partition(joint, decisions, residuals, saved, frozenset(first.values()))
+
+
+def _read_joint(
+    module: fx.GraphModule, num_forward_outputs: int
+) -> tuple[Joint, Sequence[fx.Node]]:
+    """The joint graph, and the copies in it of inputs that it writes to."""
+    drop_copies(module.graph)
+    drop_running_statistics(module.graph)
+    module.graph.eliminate_dead_code()
+    copies = copy_written_inputs(module)
+    return build_joint(module, num_forward_outputs), copies
+
+
+class _JointTracedError(Exception):
+    """Ends AOTAutograd once it has traced."""
+
+
+def trace_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
+    """The joint graph of a graph that Dynamo captured; nothing is compiled."""
+    found: list[Joint] = []
+
+    def take(module: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Halves:
+        found.append(_read_joint(module, options["num_fwd_outputs"])[0])
+        raise _JointTracedError
+
+    with suppress(_JointTracedError):
+        _torch.aot_autograd(module, inputs, compiler=compile_graph, partition=take)
+    return found[0]
 
 
 def _add_needed_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:
@@ -158,6 +183,10 @@ def cut_joint(partition: Partition, inputs: Sequence[object], **options: Any) ->
             is_saved = node in partition.saved
             _mark(node, _torch.MUST_SAVE if is_saved else _torch.MUST_RECOMPUTE)
     erase_names(module.graph)
+    return _cut_by_need(module, inputs, **options)
+
+
+def _cut_by_need(module: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Halves:
     with _hide_drawless(module.graph) as restore:
         forward, backward = _torch.default_partition(module, inputs, **options)
         restore(forward.graph)
@@ -181,9 +210,9 @@ def cut_for_fusion(partition: Partition, inputs: Sequence[object], **options: An
 
 
 def cut_as_scheduled(
-    partition: Partition, inputs: Sequence[object], **options: Any
+    partition: Partition, inputs: Sequence[object], *, fuses: bool, **options: Any
 ) -> Halves | None:
-    """Cut for inductor in the order of a plan; `None` where the joint graph cannot be reordered."""
+    """Cut in the order of a plan; `None` where the joint graph cannot be reordered."""
     schedule = partition.decisions.schedule
     if schedule is None:
         return None
@@ -194,6 +223,9 @@ def cut_as_scheduled(
     if module is None:
         return None
     erase_names(module.graph)
+    if not fuses:
+        erase_marks(module.graph)
+        return _cut_by_need(module, inputs, **options)
     decomposed = decompose_for_inductor(module)
     return partition_as_pytorch_does(decomposed, inputs, merges=False, **options)
 

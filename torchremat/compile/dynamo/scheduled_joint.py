@@ -140,6 +140,14 @@ def _mark_after(node: fx.Node, run: int, step: int) -> None:
         node = node.next
 
 
+def erase_marks(graph: fx.Graph) -> None:
+    """Leave no mark but the pass of each node, for a partitioner that obeys the order."""
+    for node in graph.nodes:
+        node.meta.pop("recompute", None)
+        if _run_of(node) is not None:
+            node.meta["partitioner_tag"] = "is_backward"
+
+
 def _run_of(node: fx.Node) -> tuple[int, int] | None:
     run: tuple[int, int] | None = node.meta.get("custom", {}).get(_RUN)
     return run

@@ -1,0 +1,190 @@
+"""One budget for the graphs between graph breaks."""
+
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from torchremat.checkpoint_policies import memory_budget
+from torchremat.errors import BudgetError, BudgetWarning
+
+WIDTH = 32
+
+
+class Part(nn.Module):
+    def __init__(self, depth=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(torch.nn.functional.gelu(layer(x)).exp())
+        return x
+
+
+class Broken(nn.Module):
+    """A graph break after each part but the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, x):
+        x = self.parts[0](x)
+        torch._dynamo.graph_break()
+        x = self.parts[1](x)
+        torch._dynamo.graph_break()
+        return self.parts[2](x).sum()
+
+
+class Called(nn.Module):
+    """A graph break in a loop: Dynamo runs that, and each part is a graph with the same code."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+            torch._dynamo.graph_break()
+        return x.sum()
+
+
+@pytest.fixture(autouse=True)
+def _without_old_code():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def peak_of(step, tmp_path):
+    """The allocator tells the profiler of each block. A counting mode would turn Dynamo off."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        found = step()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    blocks = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    totals = [block["args"]["Total Allocated"] for block in blocks]
+    return found, max(totals) - (totals[0] - blocks[0]["args"]["Bytes"])
+
+
+def step_of(model, run, x):
+    def step():
+        model.zero_grad()
+        loss = run(x)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    return step
+
+
+def check(model, x, policy, tmp_path):
+    """The peaks of plain PyTorch and of four compiled steps, all equal to it to the bit."""
+    options = {"policy": policy, "codegen": "eager"}
+    step_of(model, model, x)()
+    expected, plain = peak_of(step_of(model, model, x), tmp_path)
+    run = torch.compile(model, backend="torchremat", options=options)
+    peaks = []
+    for _ in range(4):
+        found, peak = peak_of(step_of(model, run, x), tmp_path)
+        assert all(map(torch.equal, found, expected))
+        peaks.append(peak)
+    return plain, peaks
+
+
+@pytest.mark.parametrize("percent", [80, 60, 40])
+def test_a_percentage_is_of_the_whole_step(percent, tmp_path):
+    plain, peaks = check(Broken(), torch.randn(1024, WIDTH), f"budget:{percent}%", tmp_path)
+    assert all(peak <= percent / 100 * plain for peak in peaks[1:])
+    assert peaks[-1] >= (percent - 20) / 100 * plain  # it saves what the budget allows
+
+
+def test_bytes_are_of_the_whole_step(tmp_path):
+    x = torch.randn(1024, WIDTH)
+    limit = 2_000_000
+    plain, peaks = check(Broken(), x, memory_budget(limit), tmp_path)
+    assert plain > limit >= max(peaks[1:])
+
+
+def test_a_budget_that_does_not_bind_saves_all(tmp_path):
+    plain, peaks = check(Broken(), torch.randn(256, WIDTH), "budget:8GiB", tmp_path)
+    assert peaks[-1] == pytest.approx(plain, rel=0.05)
+
+
+def test_least_and_time(tmp_path):
+    x = torch.randn(1024, WIDTH)
+    plain, least = check(Broken(), x, "budget:least", tmp_path)
+    torch._dynamo.reset()
+    _, timed = check(Broken(), x, "budget:time:+10%", tmp_path)
+    assert least[-1] < 0.35 * plain
+    assert least[-1] < timed[-1] < plain
+
+
+def test_one_graph_that_runs_many_times(tmp_path):
+    x = torch.randn(1024, WIDTH)
+    plain, peaks = check(Called(), x, "budget:60%", tmp_path)
+    assert all(peak <= 0.6 * plain for peak in peaks[1:])
+
+
+class Summed(Part):
+    def forward(self, x):
+        return super().forward(x).sum()
+
+
+def test_one_graph_has_the_budget_from_the_first_step(tmp_path):
+    plain, peaks = check(Summed(9), torch.randn(1024, WIDTH), "budget:60%", tmp_path)
+    assert max(peaks) <= 0.6 * plain
+    torch._dynamo.reset()
+    with pytest.raises(BudgetError):
+        check(Summed(9), torch.randn(1024, WIDTH), "budget:1%", tmp_path)
+
+
+def test_a_budget_that_cannot_be_met(tmp_path):
+    x = torch.randn(512, WIDTH)
+    with pytest.warns(BudgetWarning, match=r"over the 3 graphs between graph breaks") as caught:
+        check(Broken(), x, memory_budget(50_000), tmp_path)
+    assert len(caught) == 1
+    torch._dynamo.reset()
+    policy = memory_budget(50_000, on_infeasible="error")
+    with pytest.raises(BudgetError):
+        check(Broken(), x, policy, tmp_path)
+
+
+def test_other_sizes_evaluation_and_accumulation(tmp_path):
+    model = Broken()
+    run = torch.compile(
+        model, backend="torchremat", options={"policy": "budget:60%", "codegen": "eager"}
+    )
+    for rows in (64, 96, 128, 80, 64, 112):
+        x = torch.randn(rows, WIDTH)
+        with torch.no_grad():
+            assert torch.equal(run(x), model(x))
+        model.zero_grad()
+        for _ in range(2):
+            run(x).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        for _ in range(2):
+            model(x).backward()
+        assert all(map(torch.equal, found, [p.grad for p in model.parameters()]))
+
+
+def test_what_it_compiled_is_freed():
+    model = Broken()
+    run = torch.compile(
+        model, backend="torchremat", options={"policy": "budget:60%", "codegen": "eager"}
+    )
+    x = torch.randn(64, WIDTH)
+    for _ in range(3):
+        run(x).backward()
+    references = [weakref.ref(p) for p in model.parameters()]
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(reference() is not None for reference in references)

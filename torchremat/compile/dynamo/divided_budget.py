@@ -1,0 +1,197 @@
+"""One budget for all graphs into which graph breaks divide a model.
+
+    forward     graph 1    graph 2    graph 3
+    backward                          graph 3    graph 2    graph 1
+
+While a graph runs, those before it hold what they saved and gave, those after it the gradients of
+their parameters. So the budget of each is that of the step without these. What the graphs save
+follows one rule: the values that cost the least time for each byte are recomputed first.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from torchremat.planning.budget import Budget
+from torchremat.planning.planner import Planner
+from torchremat.planning.saved_curve import SavedPoint, trace_saved_curve
+
+Points: TypeAlias = Mapping[Hashable, SavedPoint]
+"""The values that each graph saves, by its key."""
+
+
+@dataclass(frozen=True, eq=False)
+class GraphCosts:
+    """The bytes and seconds of a graph among others.
+
+    Attributes:
+        planner: of its joint graph.
+        gradient_bytes: the gradients of its parameters, which stay once they are made.
+    """
+
+    planner: Planner
+    gradient_bytes: int
+
+    @cached_property
+    def output_bytes(self) -> int:
+        problem = self.planner.step.problem
+        return sum(problem.nbytes[v] for v in problem.outputs)
+
+    @cached_property
+    def points(self) -> Sequence[SavedPoint]:
+        return tuple(trace_saved_curve(self.planner))
+
+    @cached_property
+    def lowest(self) -> SavedPoint:
+        """The schedule of least peak."""
+        found = self.planner.find_lowest()
+        if found.peak_bytes >= self.points[0].peak_bytes:
+            return self.points[0]
+        return SavedPoint(found.saved_bytes, found.costs.added_seconds, found.peak_bytes)
+
+
+@dataclass(frozen=True)
+class GraphShare:
+    """The part of a budget that one graph may take.
+
+    Attributes:
+        saved_bytes: the most that it saves; `None` for all that plain autograd saves.
+        resident_bytes: what the others hold while it runs.
+    """
+
+    saved_bytes: int | None
+    resident_bytes: int
+
+
+@dataclass(frozen=True)
+class DividedBudget:
+    """The shares of graphs in a budget.
+
+    Attributes:
+        limit: the bytes of the budget.
+        plain_peak: the peak of the step without rematerialisation.
+        is_met: whether the shares are known to keep within the limit.
+        shares: by the keys of the graphs.
+    """
+
+    limit: int
+    plain_peak: int
+    is_met: bool
+    shares: Mapping[Hashable, GraphShare]
+
+
+def divide_budget(
+    budget: Budget,
+    order: Sequence[Hashable],
+    graphs: Mapping[Any, GraphCosts],
+    *,
+    resident: int = 0,
+    largest: int = 0,
+) -> DividedBudget:
+    """Divide `budget` over the `graphs`, called in the forward pass in this `order` of their keys.
+
+    `resident` bytes are there before the step. A fraction is of the plain peak, or of `largest`,
+    that of a larger step, if that is more.
+    """
+    step = _Step(order, graphs, resident)
+    plain = step.peak(step.points(0))
+    if budget.is_least:
+        points = {key: graphs[key].lowest for key in step.calls}
+        limit = step.peak(points)
+    elif budget.added is not None:
+        allowed = budget.added * step.plain_seconds
+        tried = map(step.points, range(len(step.downs) + 1))
+        points = max(
+            (p for p in tried if step.count_added_seconds(p) <= allowed),
+            key=step.count_added_seconds,
+        )
+        limit = step.peak(points)
+    else:
+        limit = budget.bytes_of(max(plain, largest))
+        points = step.points(step.find_fewest_downs(limit))
+    return DividedBudget(limit, plain, step.fits(points, limit), step.shares(points))
+
+
+class _Step:
+    """The calls of a step, and the steps down from saving all values to saving none.
+
+    Attributes:
+        downs: the key of the graph that goes down its curve, for each step down in order.
+    """
+
+    def __init__(
+        self, order: Sequence[Hashable], graphs: Mapping[Any, GraphCosts], resident: int
+    ) -> None:
+        self.order, self.graphs, self.resident = order, graphs, resident
+        self.calls = Counter(order)
+        self.downs = [key for _, key in sorted(self._slopes(), key=lambda pair: pair[0])]
+
+    def _slopes(self) -> Iterator[tuple[float, Hashable]]:
+        for key in self.calls:
+            for a, b in pairwise(self.graphs[key].points):
+                yield (b.added_seconds - a.added_seconds) / (a.saved_bytes - b.saved_bytes), key
+
+    @property
+    def plain_seconds(self) -> float:
+        seconds = {key: self.graphs[key].planner.plain_seconds for key in self.calls}
+        return sum(count * seconds[key] for key, count in self.calls.items())
+
+    def count_added_seconds(self, points: Points) -> float:
+        return sum(count * points[key].added_seconds for key, count in self.calls.items())
+
+    def points(self, done: int) -> dict[Hashable, SavedPoint]:
+        """The values that each graph saves after so many steps down."""
+        downs = Counter(self.downs[:done])
+        return {key: self.graphs[key].points[downs[key]] for key in self.calls}
+
+    def peak(self, points: Points) -> int:
+        """The most bytes alive at one time, if each graph recomputes what it does not save."""
+        residents = self._residents(points)
+        return max(residents[k] + points[k].peak_bytes for k in self.calls)
+
+    def fits(self, points: Points, limit: int) -> bool:
+        """Whether a plan of each graph that saves so much keeps the step within `limit`."""
+        residents = self._residents(points)
+        return all(self._has_plan(k, points[k], limit - residents[k]) for k in self.calls)
+
+    def _has_plan(self, key: Hashable, point: SavedPoint, room: int) -> bool:
+        if point.peak_bytes <= room:
+            return True
+        if room <= 0:
+            return False
+        graph = self.graphs[key]
+        saved = None if point is graph.points[0] else point.saved_bytes
+        return graph.planner.search(Budget(nbytes=room), saved, is_prompt=True).error is None
+
+    def find_fewest_downs(self, limit: int) -> int:
+        """The fewest steps down that fit, by halving; all of them if none do."""
+        low, high = 0, len(self.downs)
+        while low < high:
+            middle = (low + high) // 2
+            if self.fits(self.points(middle), limit):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def shares(self, points: Points) -> dict[Hashable, GraphShare]:
+        residents = self._residents(points)
+        found = {}
+        for key, point in points.items():
+            is_plain = point is self.graphs[key].points[0]
+            found[key] = GraphShare(None if is_plain else point.saved_bytes, residents[key])
+        return found
+
+    def _residents(self, points: Points) -> dict[Hashable, int]:
+        """The most that others hold while each graph runs."""
+        later = sum(self.graphs[key].gradient_bytes for key in self.order)
+        before, found = self.resident, dict.fromkeys(self.calls, 0)
+        for key in self.order:
+            graph = self.graphs[key]
+            later -= graph.gradient_bytes
+            found[key] = max(found[key], before + later)
+            before += points[key].saved_bytes + graph.output_bytes
+        return found

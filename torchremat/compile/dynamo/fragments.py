@@ -1,0 +1,216 @@
+"""The graphs of one `torch.compile`, between graph breaks, under one budget.
+
+    step 1    each graph is compiled as Dynamo meets it; their order is noted
+    step 2    the graphs are known: the budget is divided, and they are compiled for their shares
+
+A graph that is alone has the whole budget from the first step on. Once there are more, those that
+are met later save as little as can be until the budget is divided.
+"""
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.autodiff.joint import Joint
+from torchremat.compile.dynamo.divided_budget import (
+    DividedBudget,
+    GraphCosts,
+    GraphShare,
+    divide_budget,
+)
+from torchremat.core.formatting import human_bytes
+from torchremat.core.source import warn_user
+from torchremat.errors import BudgetError, BudgetWarning
+from torchremat.planning.budget import Budget
+from torchremat.planning.budget_policy import MemoryBudget
+from torchremat.policies.builtin import everything_saveable, nothing_saveable
+from torchremat.policies.policy import Policy
+
+_logger = logging.getLogger("torchremat")
+
+Compile = Callable[[fx.GraphModule, Sequence[Any], Policy], Callable[..., Any]]
+TraceJoint = Callable[[fx.GraphModule, Sequence[Any]], Joint]
+
+
+class Fragment:
+    """A graph that Dynamo captured, compiled; once more when its share of the budget is known."""
+
+    def __init__(
+        self,
+        job: "FragmentJob",
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        compile_with: Compile,
+        policy: Policy,
+    ) -> None:
+        self.job = job
+        self.compile_with = compile_with
+        # the inputs themselves are tensors of the user's, which nobody should keep
+        self.inputs, self._again = _torch.keep_compile_context(inputs)
+        leaves = (i for i in inputs if isinstance(i, Tensor) and i.is_leaf and i.requires_grad)
+        self.gradient_bytes = sum(_torch.hint_of(i.numel()) * i.element_size() for i in leaves)
+        self._module = fx.GraphModule(module, copy.deepcopy(module.graph))
+        self.policy = policy
+        self._run = compile_with(module, inputs, policy)
+        self._wanted: Policy | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        self.job.note_call(self)
+        if self._wanted is not None:
+            self._compile_again(self._wanted)
+        results = self._run(*args)
+        if self.job.is_noting:
+            self.job.watch(results)
+        return results
+
+    def copy_module(self) -> fx.GraphModule:
+        return fx.GraphModule(self._module, copy.deepcopy(self._module.graph))
+
+    def trace(self, trace_joint: TraceJoint) -> Joint:
+        with self._again():
+            return trace_joint(self.copy_module(), self.inputs)
+
+    def ask_for(self, policy: Policy) -> None:
+        """Let the next call compile for `policy`, unless the graph is compiled for it."""
+        self._wanted = None if policy == self.policy else policy
+
+    def _compile_again(self, policy: Policy) -> None:
+        self._wanted = None
+        with self._again():
+            try:
+                self._run = self.compile_with(self.copy_module(), self.inputs, policy)
+            except BudgetError as error:
+                policy = self.job.refuse(error)
+                self._run = self.compile_with(self.copy_module(), self.inputs, policy)
+        self.policy = policy
+
+
+class FragmentJob:
+    """The graphs of one `torch.compile` and their budget.
+
+    Attributes:
+        is_noting: whether the calls of a step are being noted, since a graph is new.
+    """
+
+    def __init__(self, policy: MemoryBudget, trace_joint: TraceJoint, *, fuses: bool) -> None:
+        self.policy, self.fuses = policy, fuses
+        self.is_noting = False
+        self._trace_joint = trace_joint
+        self._fragments: list[Fragment] = []
+        self._calls: list[Fragment] = []
+        self._backward_has_begun = False
+        self._budget = Budget.of(policy.budget)  # type: ignore[arg-type]
+        self._largest = 0
+        self._has_warned = False
+        self._if_alone: BudgetError | None = None
+        """Why the budget cannot be met, if the first graph turns out to be the whole step."""
+
+    def add(self, module: fx.GraphModule, inputs: Sequence[Any], compile_with: Compile) -> Fragment:
+        """Compile one more graph."""
+        is_one_of_many = bool(self._fragments) or _torch.ends_in_graph_break(module)
+        policy = nothing_saveable if is_one_of_many else self.policy
+        try:
+            fragment = Fragment(self, module, inputs, compile_with, policy)
+        except BudgetError as error:
+            if self.policy.on_infeasible == "error" or not self._budget.is_relative:
+                raise
+            self._if_alone = error  # of a larger step, the budget may be met
+            fragment = Fragment(self, module, inputs, compile_with, nothing_saveable)
+        self._fragments.append(fragment)
+        if self._backward_has_begun or not self.is_noting:
+            self._calls.clear()
+        self.is_noting, self._backward_has_begun = True, False
+        return fragment
+
+    def note_call(self, fragment: Fragment) -> None:
+        """A graph is about to run: divide the budget if a whole step was noted before."""
+        if not self.is_noting:
+            return
+        if self._backward_has_begun and self._calls:
+            self.is_noting = False
+            if len(self._calls) > 1:
+                self._divide()
+        else:
+            self._calls.append(fragment)
+
+    def watch(self, results: Any) -> None:
+        """Note when the backward pass of a graph with these results begins."""
+        tensors = (r for r in results if isinstance(r, Tensor) and r.grad_fn is not None)
+        first = next(tensors, None)
+        if first is not None and first.grad_fn is not None:
+            first.grad_fn.register_prehook(self._note_backward)
+
+    def _note_backward(self, _: Any) -> None:
+        self._backward_has_begun = True
+        error, self._if_alone = self._if_alone, None
+        if error is not None and len(self._calls) == 1:
+            raise error
+
+    def _divide(self) -> None:
+        calls, self._calls = self._calls, []
+        costs = {f: self._costs_of(f) for f in dict.fromkeys(calls)}
+        resident, largest = self.policy.resident_bytes, self._largest
+        found = divide_budget(self._budget, calls, costs, resident=resident, largest=largest)
+        self._largest = max(self._largest, found.plain_peak)
+        for fragment in costs:
+            fragment.ask_for(self._policy_of(found.shares[fragment], found))
+        _logger.info(
+            "%s: %s over %d graphs, which take %s without rematerialisation",
+            self.policy,
+            human_bytes(found.limit),
+            len(costs),
+            human_bytes(found.plain_peak),
+        )
+
+    def _costs_of(self, fragment: Fragment) -> GraphCosts:
+        joint = fragment.trace(self._trace_joint)
+        planner = replace(self.policy, resident=0).planner(joint, fuses=self.fuses)
+        return GraphCosts(planner, fragment.gradient_bytes)
+
+    def _policy_of(self, share: GraphShare, found: DividedBudget) -> Policy:
+        if found.plain_peak <= found.limit:
+            return everything_saveable
+        return replace(
+            self.policy,
+            budget=found.limit,
+            saved=share.saved_bytes,
+            resident=share.resident_bytes,
+        )
+
+    def refuse(self, error: BudgetError) -> Policy:
+        """Raise, or warn once, of a share that cannot be met; give the policy in its place."""
+        if self.policy.on_infeasible == "error":
+            raise error
+        if not self._has_warned:
+            self._has_warned = True
+            least = error.least_bytes
+            warn_user(
+                f"{self.policy!r} cannot be met over the {len(self._fragments)} graphs between "
+                f"graph breaks. One of them takes {human_bytes(least)} ({least} bytes) with what "
+                "the others hold. It runs with the least peak that was found, and so do others "
+                "like it. Give a larger budget or a smaller batch; on_infeasible='error' raises",
+                BudgetWarning,
+            )
+        return replace(self.policy, budget="least", saved=None, resident=0)
+
+
+_jobs: list[tuple[Mapping[str, Any], weakref.ref[FragmentJob]]] = []
+"""By the options of `torch.compile`, by identity: those of one call are of all its graphs."""
+
+
+def job_of(options: Mapping[str, Any], make: Callable[[], FragmentJob]) -> FragmentJob:
+    """The job of these `options`. Its graphs keep it alive."""
+    alive = [(known, reference) for known, reference in _jobs if reference() is not None]
+    found = next((job for known, job in alive if known is options), None)
+    job = None if found is None else found()
+    if job is None:
+        job = make()
+        alive.append((options, weakref.ref(job)))
+    _jobs[:] = alive
+    return job

@@ -95,10 +95,12 @@ def check_client(
     warm: int = 3,
     ways: Sequence[str] = WAYS,
     excess: float = 0.0,
+    is_written: bool = True,
 ) -> None:
     """Each way trains as `plain` does, to the bit, and nothing kept has no higher peak than `own`.
 
-    `excess` is the part by which it may be higher; the caller gives the reason.
+    `excess` is the part by which it may be higher; the caller gives the reason. Of several
+    processes one writes the rows (`is_written`).
 
     Raises:
         AssertionError: with the rows of all ways.
@@ -110,7 +112,7 @@ def check_client(
         left[way] = {name: t.detach().clone() for name, t in train(way, recorders[way]).items()}
         assert recorders[way].peak > 0, f"{client}, {way}: step {steps - 1} was not measured"
     rows = [_compare(client, way, recorders, left) for way in ways]
-    if ROWS in os.environ:
+    if is_written and ROWS in os.environ:
         with Path(os.environ[ROWS]).open("a") as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
     told = "\n".join(map(str, rows))

@@ -135,6 +135,31 @@ def test_a_declared_step_that_cannot_be_met_is_an_error_and_nothing_is_wrapped()
         tr.nn.wrap(model, "budget:1GiB", example=tokens(2, 16))
 
 
+class Branching(torch.nn.Module):
+    """It asks for values, so that its calls run on tapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x = x * 2 if x.sum().item() > 1e9 else x
+        return x
+
+
+@pytest.mark.parametrize("select", [None, "layers.*"])
+def test_an_example_for_a_model_that_is_no_graph(select):
+    model = Branching()
+    example = ((torch.randn(64, 16),), {})
+    with pytest.warns(BudgetWarning, match=r"example=\.\.\.\) is ignored: Branching cannot be one"):
+        tr.nn.wrap(model, "budget:100%", select=select, example=example)
+    for rows in (32, 16):
+        x = torch.randn(rows, 16)
+        assert_same(step(model, x)[0], step(tr.nn.unwrap(copy.deepcopy(model)), x)[0])
+
+
 def test_a_job_that_has_begun_is_met_as_well_as_can_be_with_one_warning():
     limit = int(0.8 * plain_peak(2, 16))
     plain = GPT()

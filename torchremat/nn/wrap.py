@@ -8,11 +8,19 @@ import torch
 from torch import nn
 
 from torchremat.compile.lowering import check_backend
+from torchremat.core.source import warn_user
 from torchremat.core.unknown_options import OPTIONS_OF_TORCH, refuse_unknown
-from torchremat.errors import ArgumentTypeError, NoMatchError, NoStepError
+from torchremat.errors import (
+    ArgumentTypeError,
+    BudgetWarning,
+    NoMatchError,
+    NoStepError,
+    TorchrematError,
+)
 from torchremat.planning.budget_job import BudgetJob, declare_largest_step
 from torchremat.planning.budget_policy import BudgetInJob
 from torchremat.planning.step.traced_step import region_of
+from torchremat.policies.builtin import nothing_saveable
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import Policy, PolicyLike
 from torchremat.remat.checkpoint import check_prevent_cse
@@ -21,6 +29,7 @@ from torchremat.remat.module_policies import PolicyByPattern, assign_policies
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tape.limited_calls import TapeJob
 from torchremat.remat.tape.tape import TapeSummary
+from torchremat.remat.tape.taped_call import find_policy
 from torchremat.remat.tracing.input_labels import labels_of_storages
 from torchremat.report.explain import report_of_programs
 from torchremat.report.report import Report
@@ -61,7 +70,8 @@ def wrap(
             wrapped model compiles what lies between the checkpoints, too.)
         example: the arguments of the largest step, `(args, kwargs)`, of which shapes, dtypes and
             devices matter: the longest batch of a training. It is traced now, not run. Budgets
-            that depend on a step (`"60%"`) become bytes by it, and are planned for it.
+            that depend on a step (`"60%"`) become bytes by it, and are planned for it. A model
+            that is no graph ignores it, with a `BudgetWarning`.
 
     Returns:
         `module`.
@@ -123,11 +133,22 @@ def _check_example(example: Any) -> None:
 def _declare(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Let policies decide on the largest step, of `module` or of what is wrapped inside it."""
     forward = remat_forward_of(module)
-    with declare_largest_step(), torch.enable_grad():
-        if forward is not None:
-            forward.trace_call(tuple(args), dict(kwargs))
-        else:
-            region_of(module, tuple(args), dict(kwargs))
+    try:
+        with declare_largest_step(), torch.enable_grad():
+            if forward is not None:
+                forward.trace_call(tuple(args), dict(kwargs))
+            else:
+                region_of(module, tuple(args), dict(kwargs))
+    except TorchrematError as error:
+        if find_policy(module, nothing_saveable, error) is None:
+            raise
+        why = str(error).strip().partition("\n")[0]
+        warn_user(
+            f"wrap(example=...) is ignored: {type(module).__name__} cannot be one graph ({why}). "
+            "Calls of such run on tapes, which need values. A percentage is of the largest step "
+            "so far: begin with the largest, or give bytes",
+            BudgetWarning,
+        )
 
 
 def unwrap(module: AnyModule) -> AnyModule:

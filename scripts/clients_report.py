@@ -32,7 +32,7 @@ policies for each layer. *Budget* is for the model as a whole: 60 % of its peak,
 longest batch, and the measured one is the shortest. Under FSDP2 each layer has a budget of its own.
 
 TRL's losses hold a buffer that is most of the peak, whatever the model saves: its budget is 97 %.
-They loop over as many chunks as a batch has tokens, so that a model as a whole has a trace for each
+They loop over as many chunks as a batch has tokens. So a model as a whole has a trace for each
 number of tokens. After four traces its calls run on tapes, which cost more in steps of 20 ms.
 
 ## How it was measured

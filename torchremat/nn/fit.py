@@ -28,7 +28,8 @@ from torchremat.planning.fitting.sized_steps import (
 )
 from torchremat.planning.memory.resident_bytes import OptimizerLike
 from torchremat.planning.plan import Plan
-from torchremat.planning.planner import PlannedStep, Planner
+from torchremat.planning.planner import Planner
+from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.policies.policy import Policy
 from torchremat.remat.tracing.input_labels import refuse_misspelt
 

@@ -16,10 +16,11 @@ from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_tensors
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.plan import Figures, Plan
-from torchremat.planning.planner import PlannedStep, Planner
+from torchremat.planning.planner import Planner
 from torchremat.planning.problem.problem import Part, Schedule
 from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.order import order_of
+from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.traced_step import (
     FixedSchedule,
     WholeGraphPolicy,

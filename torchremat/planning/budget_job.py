@@ -24,11 +24,12 @@ from torchremat.errors import BudgetWarning
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit
-from torchremat.planning.planner import PlannedStep, Planner, Search
+from torchremat.planning.planner import Planner, Search
 from torchremat.planning.problem.problem import Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.step.known_sizes import KnownSizes
+from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import differentiates, forward_only
 

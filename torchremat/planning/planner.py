@@ -16,18 +16,18 @@ from torchremat.core.progress import show_progress
 from torchremat.errors import BudgetError, PlanError, PolicyValueError, nearest_names
 from torchremat.graph.nodes import base_of, call_of, is_forward, nodes_read_by
 from torchremat.graph.notes import notes_of
-from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.problem.backward_order import floor_of
 from torchremat.planning.problem.orders import orders_of
-from torchremat.planning.problem.problem import Costs, Operator, Part, Problem, Schedule, costs_of
+from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import replay_of
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 from torchremat.planning.shared_solve import solve_once, text_of
 from torchremat.planning.solver import solve_orders
 from torchremat.planning.step.fingerprint import lines_of
+from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.problem_builder import NumericStep
 
 SOLVERS = ("auto", "milp", "local")
@@ -55,46 +55,6 @@ def host_rate_of(model: CostModel) -> float:
     return 1 / seconds
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A step with its schedule: none within the budget adds less than `lower_bound_seconds`."""
-
-    step: NumericStep
-    schedule: Schedule
-    costs: Costs
-    lower_bound_seconds: float
-    budget: int
-    gap_reason: str = ""
-
-    @cached_property
-    def graph_schedule(self) -> GraphSchedule:
-        return self.step.graph_schedule(self.schedule)
-
-    @cached_property
-    def offloaded(self) -> frozenset[fx.Node]:
-        nodes = (self.step.values[v] for v in self.schedule.offloaded)
-        return frozenset(node for node in nodes if node is not None)
-
-    @cached_property
-    def exact_peak(self) -> int | None:
-        """The peak as it runs; `None` where the costs have it, or more than they know decides."""
-        return self.step.exact_peaks.of(self.schedule, lambda: self.graph_schedule)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.costs.peak if self.exact_peak is None else self.exact_peak
-
-    @property
-    def saved_bytes(self) -> int:
-        nbytes = self.step.problem.nbytes
-        saved = set(self.schedule.saved) - self.step.problem.outputs
-        return sum(nbytes[v] for v in saved) + self.step.copied_nbytes
-
-    @property
-    def offloaded_bytes(self) -> int:
-        return sum(self.step.problem.nbytes[v] for v in self.schedule.offloaded)
-
-
 # Times the peak without rematerialisation, where only saved bytes are limited: with so much room
 # everything may be recomputed.
 _ENOUGH = 4
@@ -103,6 +63,9 @@ _ENOUGH = 4
 _TIME_SHARE = 0.2
 # The part of the room to which that search finds the least; chosen by hand.
 _TIME_ACCURACY = 0.01
+# What is counted twice differs from plan to plan. So a search looks farther down too, at these
+# parts of the way to what the problem needs at least. Chosen by hand.
+_FARTHER_DOWN = (0.1, 0.25, 0.5, 0.75)
 # What a bound says of the problem is not so of what runs.
 _COUNTED_TWICE = "writes in place are counted as new memory where schedules are compared"
 # The search for these sizes found no plan within the budget, and the one of other sizes is.
@@ -234,18 +197,23 @@ class Planner:
         if solution.schedule is not None:
             schedule = drop_limit_operator(self.step.problem, solution.schedule)
             return Search(_add_bound(self.evaluate(schedule, budget=nbytes), solution))
-        if saved is None and (found := _search_above(self, solve, nbytes, solution.lowest)):
-            return Search(found)
+        above = None if saved is not None else _search_above(self, solve, nbytes, solution.lowest)
+        if above is not None and self.peak_of(above) <= nbytes:
+            return Search(above)
         if near is not None:
             known = self.evaluate(near, solution.lower_bound_seconds, nbytes)
             if self.peak_of(known) <= nbytes and (saved is None or known.saved_bytes <= saved):
                 return Search(replace(known, gap_reason=_TAKEN_OVER))
-        lowest = drop_limit_operator(self.step.problem, solution.lowest)
-        error = functools.partial(self._build_budget_error, nbytes=nbytes, solution=solution)
+        lowest = above or self.evaluate(
+            drop_limit_operator(self.step.problem, solution.lowest), budget=nbytes
+        )
+        error = functools.partial(
+            self._build_budget_error, nbytes=nbytes, solution=solution, above=above
+        )
         if problems[0] is not self._orders[0]:
             excess = solution.least_peak - room
             error = functools.partial(_build_saved_error, saved, nbytes=nbytes, excess=excess)
-        return Search(self.evaluate(lowest, budget=nbytes), error)
+        return Search(lowest, error)
 
     def _find_relative(self, budget: Budget, *, is_prompt: bool) -> Search:
         """The schedule of least peak, or of the least that adds so much time at most."""
@@ -335,10 +303,12 @@ class Planner:
         least = min(floor_of(problem) for problem in self._orders)
         return least + self.resident + self.step.copied_nbytes
 
-    def _build_budget_error(self, asked: str, *, nbytes: int, solution: Solution) -> BudgetError:
+    def _build_budget_error(
+        self, asked: str, *, nbytes: int, solution: Solution, above: PlannedStep | None
+    ) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
         plain = self.plain.peak_bytes + self.resident
-        least = min(least, plain)
+        least = min(least, plain, *([] if above is None else [self.peak_of(above)]))
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
         return BudgetError(
             f"{asked}: a peak of {human_bytes(nbytes)} cannot be met. The least that was found is "
@@ -360,19 +330,27 @@ class Planner:
 def _search_above(
     planner: Planner, solve: Callable[[int], Solution], nbytes: int, lowest: Schedule | None
 ) -> PlannedStep | None:
-    """A schedule that keeps to `nbytes` as it runs, though the problem counts more, if any.
+    """A schedule that keeps to `nbytes` as it runs, though the problem counts more.
 
-    `lowest`: the schedule of least peak that the search below `nbytes` found.
+    Else that of the least peak that was found; `None` where nothing is counted twice. `lowest`: the
+    schedule of least peak that the search below `nbytes` found.
     """
     if not planner.step.exact_peaks.are_needed:
         return None
     excess = max(planner.plain.costs.peak - planner.plain.peak_bytes, 0)
-    above = solve(nbytes - planner.resident - planner.step.copied_nbytes + excess)
-    for schedule in filter(None, (above.schedule, above.lowest, lowest)):
-        planned = planner.evaluate(schedule, budget=nbytes)
-        if planner.peak_of(planned) <= nbytes:
-            return _add_bound(planned, above)
-    return None
+    first = nbytes - planner.resident - planner.step.copied_nbytes + excess
+    floor = planner.floor - planner.resident - planner.step.copied_nbytes
+    top = first if first > floor else planner.plain.costs.peak
+    best: PlannedStep | None = None
+    for room in (first, *(top - int(share * (top - floor)) for share in _FARTHER_DOWN)):
+        above = solve(room)
+        for schedule in filter(None, (above.schedule, above.lowest, lowest)):
+            planned = _add_bound(planner.evaluate(schedule, budget=nbytes), above)
+            if planner.peak_of(planned) <= nbytes:
+                return planned
+            if best is None or planner.peak_of(planned) < planner.peak_of(best):
+                best = planned
+    return best
 
 
 def _add_bound(planned: PlannedStep, solution: Solution) -> PlannedStep:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from torchremat.planning.budget import Budget
 from torchremat.planning.fitting.sized_steps import MOST_SIZE, SizedSteps, on_step
-from torchremat.planning.planner import PlannedStep, Planner
+from torchremat.planning.planner import Planner
 from torchremat.planning.search.clock import NEVER, Deadline, WorkTimer
 from torchremat.planning.search.solver_options import SolverOptions
+from torchremat.planning.step.planned_step import PlannedStep
 
 # The factor by which sizes grow at most while all fit. Chosen by hand.
 _MOST_GROWTH = 16

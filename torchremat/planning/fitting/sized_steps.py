@@ -22,7 +22,8 @@ from torchremat.planning.memory.resident_bytes import (
     input_tensors,
     state_tensors,
 )
-from torchremat.planning.planner import PlannedStep, Planner
+from torchremat.planning.planner import Planner
+from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.traced_step import WholeGraphPolicy, region_of
 from torchremat.remat.program.region import Region
 

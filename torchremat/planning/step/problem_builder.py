@@ -21,6 +21,7 @@ from torchremat.graph.nodes import (
 )
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.graph.write_forms import writes_into_first
 from torchremat.planning.memory.interpreter import peak_inside
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
@@ -237,7 +238,7 @@ def _parts(joint: Joint) -> dict[fx.Node, Part]:
     roots = [*joint.outputs, *written, *filter(draws_in_forward, graph.nodes)]
     forward = ancestors(roots, reads=nodes_read_by)
     backward = ancestors(joint.returned_gradients, reads=nodes_read_by)
-    late = {ct for ct in joint.cotangents if ct is not None}
+    late = {ct for ct in joint.cotangents if ct is not None} | _find_workspaces(graph)
     parts = {}
     for node in graph.nodes:
         if any(n in late for n in nodes_read_by(node)):
@@ -249,6 +250,16 @@ def _parts(joint: Joint) -> dict[fx.Node, Part]:
         elif node in backward:
             parts[node] = Part.BACKWARD if node in late else Part.EITHER_PASS
     return parts
+
+
+def _find_workspaces(graph: fx.Graph) -> set[fx.Node]:
+    """The memory that the user's own backward pass writes to.
+
+    Who reads it runs where it was traced, before the next write, also without a cotangent. Run when
+    a gradient is wanted, it would need a copy of what was there.
+    """
+    written = [n for n in graph.nodes if n.args and writes_into_first(n) and not is_forward(n)]
+    return {lying for n in written for lying in (n, *map(base_of, n.all_input_nodes[:1]))}
 
 
 def _outputs_of(call: fx.Node) -> Sequence[object]:

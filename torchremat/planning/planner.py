@@ -204,16 +204,8 @@ class Planner:
             known = self.evaluate(near, solution.lower_bound_seconds, nbytes)
             if self.peak_of(known) <= nbytes and (saved is None or known.saved_bytes <= saved):
                 return Search(replace(known, gap_reason=_TAKEN_OVER))
-        lowest = above or self.evaluate(
-            drop_limit_operator(self.step.problem, solution.lowest), budget=nbytes
-        )
-        error = functools.partial(
-            self._build_budget_error, nbytes=nbytes, solution=solution, above=above
-        )
-        if problems[0] is not self._orders[0]:
-            excess = solution.least_peak - room
-            error = functools.partial(_build_saved_error, saved, nbytes=nbytes, excess=excess)
-        return Search(lowest, error)
+        excess = None if problems[0] is self._orders[0] else solution.least_peak - room
+        return _give_up(self, solution, above, nbytes, saved, excess)
 
     def _find_relative(self, budget: Budget, *, is_prompt: bool) -> Search:
         """The schedule of least peak, or of the least that adds so much time at most."""
@@ -325,6 +317,24 @@ class Planner:
         order = (*solution.lowest.forward, *solution.lowest.backward)
         call = self.step.calls[order[max(range(len(live)), key=live.__getitem__)]]
         return "" if call is None else f"At that peak runs {_describe_call(call)}. "
+
+
+def _give_up(
+    planner: Planner,
+    solution: Solution,
+    above: PlannedStep | None,
+    nbytes: int,
+    saved: int | None,
+    excess: int | None,
+) -> Search:
+    """The step of least peak with an error; `excess`: how many bytes more must be saved, if so."""
+    lowest = drop_limit_operator(planner.step.problem, solution.lowest)
+    error = functools.partial(
+        planner._build_budget_error, nbytes=nbytes, solution=solution, above=above
+    )
+    if excess is not None:
+        error = functools.partial(_build_saved_error, saved, nbytes=nbytes, excess=excess)
+    return Search(above or planner.evaluate(lowest, budget=nbytes), error)
 
 
 def _search_above(

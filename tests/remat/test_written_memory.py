@@ -240,7 +240,7 @@ def test_it_takes_no_more_than_plain_pytorch(name, policy):
 @pytest.mark.parametrize("name", [*STEPS, *GIVEN])
 def test_of_many_sizes_it_takes_no_more_either(name, policy):
     body = (STEPS | GIVEN)[name]
-    fun = tr.checkpoint(body, policy=policy)
+    fun = tr.checkpoint(lambda *args: body(*args), policy=policy)  # its traces are no other test's
     for rows in (ROWS, 80, 96, 128):
         expected, plain = run(body, name in GIVEN, rows)
         found, peak = run(fun, name in GIVEN, rows)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from torchremat.checkpoint_policies import memory_budget
+from torchremat.compile.dynamo import fragments
 from torchremat.errors import BudgetError, BudgetWarning
 
 WIDTH = 32
@@ -173,6 +174,19 @@ def test_other_sizes_evaluation_and_accumulation(tmp_path):
         for _ in range(2):
             model(x).backward()
         assert all(map(torch.equal, found, [p.grad for p in model.parameters()]))
+
+
+def test_calls_without_a_backward_pass_are_not_noted_for_ever(monkeypatch):
+    monkeypatch.setattr(fragments, "_MOST_CALLS", 5)
+    model = Broken()
+    options = {"policy": "budget:60%", "codegen": "eager"}
+    run = torch.compile(model, backend="torchremat", options=options)
+    x = torch.randn(64, WIDTH)
+    for _ in range(4):
+        assert torch.equal(run(x), model(x))
+    job = fragments.job_of(options, lambda: pytest.fail("it has a job"))
+    assert not job.is_noting
+    assert torch.equal(run(x), model(x))
 
 
 def test_what_it_compiled_is_freed():

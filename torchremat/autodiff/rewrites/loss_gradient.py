@@ -27,6 +27,7 @@ LEAST_NBYTES = 1 << 20
 
 
 def merge_loss_gradients(graph: fx.Graph) -> None:
+    """Let one operator make each gradient of cross-entropy in the backward pass of `graph`."""
     for node in graph.find_nodes(
         op="call_function", target=aten._log_softmax_backward_data.default
     ):

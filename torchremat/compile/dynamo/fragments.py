@@ -34,6 +34,9 @@ from torchremat.policies.policy import Policy
 
 _logger = logging.getLogger("torchremat")
 
+# Calls of graphs before a backward pass, of which no step has so many. Chosen by hand.
+_MOST_CALLS = 4096
+
 Compile = Callable[[fx.GraphModule, Sequence[Any], Policy], Callable[..., Any]]
 TraceJoint = Callable[[fx.GraphModule, Sequence[Any]], Joint]
 
@@ -136,8 +139,11 @@ class FragmentJob:
             self.is_noting = False
             if len(self._calls) > 1:
                 self._divide()
-        else:
+        elif len(self._calls) < _MOST_CALLS:
             self._calls.append(fragment)
+        else:  # a model that is only evaluated, with gradients enabled
+            self.is_noting = False
+            self._calls.clear()
 
     def watch(self, results: Any) -> None:
         """Note when the backward pass of a graph with these results begins."""

@@ -1,10 +1,12 @@
+import re
+
 import pytest
 import torch
 
 import torchremat as tr
 from torchremat import checkpoint_policies as cp
 from torchremat import policy
-from torchremat.errors import PolicyError, PolicyValueError
+from torchremat.errors import BudgetSpellingError, PolicyError, PolicyValueError
 from torchremat.policies.policy import as_policy
 from torchremat.policies.spelling import list_spellings
 
@@ -32,6 +34,9 @@ _NAME_A = cp.save_only_these_names("a")
         ("~(dots&names:a)|full", ~(cp.dots_saveable & _NAME_A) | cp.nothing_saveable),
         ("dots&(full|~names:a)", cp.dots_saveable & (cp.nothing_saveable | ~_NAME_A)),
         ("~(dots|names:a)", ~(cp.dots_saveable | _NAME_A)),
+        ("budget:8GiB+offload", cp.memory_budget("8GiB", offload=True)),
+        ("budget:time:+5%+offload", cp.memory_budget("time:+5%", offload=True)),
+        ("saved:2MiB+offload", cp.memory_budget(saved="2MiB", offload=True)),
         ("full|full|none", cp.nothing_saveable | cp.nothing_saveable | cp.everything_saveable),
     ],
 )
@@ -136,3 +141,10 @@ def test_unknown_ops_in_a_spelling():
 def test_only_strings_are_spellings(given):
     with pytest.raises(PolicyError, match=r"reads the spelling of a policy, a str.*was given a "):
         policy(given)
+
+
+@pytest.mark.parametrize("limit", ["8GiB,4GiB", "", "8GiB+onload"])
+@pytest.mark.parametrize("word", ["budget", "saved"])
+def test_what_is_no_limit(word, limit):
+    with pytest.raises(BudgetSpellingError, match=rf"'{re.escape(limit)}' is no budget"):
+        policy(f"{word}:{limit}+offload")

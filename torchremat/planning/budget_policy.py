@@ -1,5 +1,6 @@
 """Policies that decide on a whole graph: a budget of peak memory, and the replay of a plan."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -91,12 +92,13 @@ class MemoryBudget(_Planned):
     @property
     def spelling(self) -> str | None:
         """The policy as text; `None` for two limits, or if an option is another than usual."""
-        unspelt = (self.solver, self.cost_model, self.offload, self.on_infeasible, self.resident)
-        if unspelt != ("auto", None, False, "best", 0):
+        unspelt = (self.solver, self.cost_model, self.on_infeasible, self.resident)
+        if unspelt != ("auto", None, "best", 0):
             return None
+        options = _OFFLOAD if self.offload else ""
         if self.budget is None:
-            return f"saved:{_with_unit(self.saved)}"
-        return None if self.saved is not None else f"budget:{_with_unit(self.budget)}"
+            return f"saved:{_with_unit(self.saved)}{options}"
+        return None if self.saved is not None else f"budget:{_with_unit(self.budget)}{options}"
 
     def __repr__(self) -> str:
         options = [repr(self.budget)] if self.budget is not None else []
@@ -306,9 +308,26 @@ def _check_resident(resident: Any, budget: Any) -> None:
         )
 
 
-def limit_saved(saved: int | str) -> Policy:
-    """`memory_budget(saved=saved)`, which is spelled `"saved:200MiB"`."""
-    return memory_budget(saved=saved)
+_OFFLOAD = "+offload"
+
+
+def _read_offload(items: Sequence[str]) -> tuple[str, bool]:
+    """A limit without the option that may follow it, and whether that does."""
+    text = ",".join(items)
+    limit = text.removesuffix(_OFFLOAD)
+    return limit.rstrip(), limit != text
+
+
+def read_budget(*items: str) -> Policy:
+    """The policy that is spelled `"budget:8GiB"`, or `"budget:8GiB+offload"`."""
+    budget, offload = _read_offload(items)
+    return memory_budget(budget, offload=offload)
+
+
+def read_saved(*items: str) -> Policy:
+    """The policy that is spelled `"saved:200MiB"`, or `"saved:200MiB+offload"`."""
+    saved, offload = _read_offload(items)
+    return memory_budget(saved=saved, offload=offload)
 
 
 @dataclass(frozen=True, repr=False)
@@ -384,6 +403,6 @@ def from_plan(plan: Plan | str) -> Policy:
     return FromPlan(loaded.to_json(), str(plan))
 
 
-register_spelling("budget", memory_budget, "8GiB", function="memory_budget")
-register_spelling("saved", limit_saved, "200MiB")
+register_spelling("budget", read_budget, "8GiB", function="memory_budget")
+register_spelling("saved", read_saved, "200MiB")
 register_spelling("plan", from_plan, "file.json", function="from_plan")

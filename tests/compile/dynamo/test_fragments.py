@@ -146,15 +146,50 @@ def test_one_graph_has_the_budget_from_the_first_step(tmp_path):
         check(Summed(9), torch.randn(1024, WIDTH), "budget:1%", tmp_path)
 
 
-def test_a_budget_that_cannot_be_met(tmp_path):
-    x = torch.randn(512, WIDTH)
-    with pytest.warns(BudgetWarning, match=r"over the 3 graphs between graph breaks") as caught:
-        check(Broken(), x, memory_budget(50_000), tmp_path)
-    assert len(caught) == 1
-    torch._dynamo.reset()
-    policy = memory_budget(50_000, on_infeasible="error")
-    with pytest.raises(BudgetError):
-        check(Broken(), x, policy, tmp_path)
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_a_budget_that_cannot_be_met_raises_before_there_is_a_gradient(autocasts, tmp_path):
+    model, x = Broken(), torch.randn(512, WIDTH)
+
+    def compile_for(policy):
+        torch._dynamo.reset()
+        options = {"policy": policy, "codegen": "eager"}
+        return torch.compile(model, backend="torchremat", options=options)
+
+    def find_loss(run):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            return run(x).float().sum()
+
+    loss = find_loss(compile_for(memory_budget(50_000)))
+    with pytest.raises(BudgetError, match=r"over the 3 graphs between graph breaks") as caught:
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+
+    least = caught.value.least_bytes
+    run = compile_for(memory_budget(least, on_infeasible="error"))
+    plain_loss = find_loss(model)
+    plain = torch.autograd.grad(plain_loss, list(model.parameters()))
+    for _ in range(3):
+        model.zero_grad()
+        loss = find_loss(run)
+        loss.backward()
+        assert torch.equal(loss, plain_loss)
+        assert all(map(torch.equal, (p.grad for p in model.parameters()), plain))
+    del loss, plain_loss, plain
+    model.zero_grad()
+    _, peak = peak_of(lambda: find_loss(run).backward(), tmp_path)
+    assert peak <= least
+
+
+def test_a_budget_that_cannot_be_met_later_is_a_warning(tmp_path):
+    model = Broken()
+    options = {"policy": memory_budget(1_000_000), "codegen": "eager"}
+    run = torch.compile(model, backend="torchremat", options=options)
+    for _ in range(2):
+        run(torch.randn(64, WIDTH)).backward()
+    with pytest.warns(BudgetWarning, match=r"between graph breaks") as caught:
+        for _ in range(4):
+            run(torch.randn(4096, WIDTH)).backward()
+    assert len([w for w in caught if w.category is BudgetWarning]) == 1
 
 
 def test_other_sizes_evaluation_and_accumulation(tmp_path):

@@ -73,13 +73,13 @@ class DividedBudget:
     Attributes:
         limit: the bytes of the budget.
         plain_peak: the peak of the step without rematerialisation.
-        is_met: whether the shares are known to keep within the limit.
+        least_peak: the least peak that was found, where the shares do not keep within the limit.
         shares: by the keys of the graphs.
     """
 
     limit: int
     plain_peak: int
-    is_met: bool
+    least_peak: int | None
     shares: Mapping[Hashable, GraphShare]
 
 
@@ -112,7 +112,11 @@ def divide_budget(
     else:
         limit = budget.bytes_of(max(plain, largest))
         points = step.points(step.find_fewest_downs(limit))
-    return DividedBudget(limit, plain, step.fits(points, limit), step.shares(points))
+        if not step.fits(points, limit):
+            points = {key: graphs[key].lowest for key in step.calls}
+    least = step.peak(points)
+    is_met = least <= limit or step.fits(points, limit)
+    return DividedBudget(limit, plain, None if is_met else least, step.shares(points))
 
 
 class _Step:

@@ -1,19 +1,23 @@
 """The graphs of one `torch.compile`, between graph breaks, under one budget.
 
     step 1    each graph is compiled as Dynamo meets it; their order is noted
-    step 2    the graphs are known: the budget is divided, and they are compiled for their shares
+              the backward pass begins: the graphs are known, and the budget is divided
+    step 2    they are compiled for their shares
 
 A graph that is alone has the whole budget from the first step on. Once there are more, those that
-are met later save as little as can be until the budget is divided.
+are met later save as little as can be until the budget is divided. A budget that cannot be met is
+an error when the first backward pass begins, before there is a gradient.
 """
 
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
@@ -31,6 +35,7 @@ from torchremat.planning.budget import Budget
 from torchremat.planning.budget_policy import MemoryBudget
 from torchremat.policies.builtin import everything_saveable, nothing_saveable
 from torchremat.policies.policy import Policy
+from torchremat.tracing.ambient_state import AmbientState
 
 _logger = logging.getLogger("torchremat")
 
@@ -55,7 +60,8 @@ class Fragment:
         self.job = job
         self.compile_with = compile_with
         # the inputs themselves are tensors of the user's, which nobody should keep
-        self.inputs, self._again = _torch.keep_compile_context(inputs)
+        self.inputs, self._enter_context = _torch.keep_compile_context(inputs)
+        self._state = AmbientState.now()
         leaves = (i for i in inputs if isinstance(i, Tensor) and i.is_leaf and i.requires_grad)
         self.gradient_bytes = sum(_torch.hint_of(i.numel()) * i.element_size() for i in leaves)
         self._module = fx.GraphModule(module, copy.deepcopy(module.graph))
@@ -78,6 +84,12 @@ class Fragment:
     def trace(self, trace_joint: TraceJoint) -> Joint:
         with self._again():
             return trace_joint(self.copy_module(), self.inputs)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """As when Dynamo captured the graph; a backward pass may be under way."""
+        with self._enter_context(), self._state.restore(), torch.enable_grad():
+            yield
 
     def ask_for(self, policy: Policy) -> None:
         """Let the next call compile for `policy`, unless the graph is compiled for it."""
@@ -107,7 +119,8 @@ class FragmentJob:
         self._trace_joint = trace_joint
         self._fragments: list[Fragment] = []
         self._calls: list[Fragment] = []
-        self._backward_has_begun = False
+        self._is_partial = False
+        """Whether the noted calls are of the end of a step only."""
         self._budget = Budget.of(policy.budget)  # type: ignore[arg-type]
         self._largest = 0
         self._has_warned = False
@@ -125,21 +138,16 @@ class FragmentJob:
                 raise
             self._if_alone = error  # of a larger step, the budget may be met
             fragment = Fragment(self, module, inputs, compile_with, nothing_saveable)
+        if not self.is_noting:  # the graphs before this one were not noted in this step
+            self.is_noting, self._is_partial = True, bool(self._fragments)
         self._fragments.append(fragment)
-        if self._backward_has_begun or not self.is_noting:
-            self._calls.clear()
-        self.is_noting, self._backward_has_begun = True, False
         return fragment
 
     def note_call(self, fragment: Fragment) -> None:
-        """A graph is about to run: divide the budget if a whole step was noted before."""
+        """A graph is about to run."""
         if not self.is_noting:
             return
-        if self._backward_has_begun and self._calls:
-            self.is_noting = False
-            if len(self._calls) > 1:
-                self._divide()
-        elif len(self._calls) < _MOST_CALLS:
+        if len(self._calls) < _MOST_CALLS:
             self._calls.append(fragment)
         else:  # a model that is only evaluated, with gradients enabled
             self.is_noting = False
@@ -153,16 +161,25 @@ class FragmentJob:
             first.grad_fn.register_prehook(self._note_backward)
 
     def _note_backward(self, _: Any) -> None:
-        self._backward_has_begun = True
+        if not self.is_noting or not self._calls:
+            return
+        calls, self._calls = self._calls, []
         error, self._if_alone = self._if_alone, None
-        if error is not None and len(self._calls) == 1:
+        if self._is_partial:
+            self._is_partial = False
+            return
+        self.is_noting = False
+        if len(calls) > 1:
+            self._divide(calls)
+        elif error is not None:
             raise error
 
-    def _divide(self) -> None:
-        calls, self._calls = self._calls, []
+    def _divide(self, calls: Sequence[Fragment]) -> None:
         costs = {f: self._costs_of(f) for f in dict.fromkeys(calls)}
         resident, largest = self.policy.resident_bytes, self._largest
         found = divide_budget(self._budget, calls, costs, resident=resident, largest=largest)
+        if not self._largest and found.least_peak is not None:
+            raise self._build_budget_error(found, found.least_peak, len(costs))
         self._largest = max(self._largest, found.plain_peak)
         for fragment in costs:
             fragment.ask_for(self._policy_of(found.shares[fragment], found))
@@ -172,6 +189,15 @@ class FragmentJob:
             human_bytes(found.limit),
             len(costs),
             human_bytes(found.plain_peak),
+        )
+
+    def _build_budget_error(self, found: DividedBudget, least: int, count: int) -> BudgetError:
+        return BudgetError(
+            f"{self.policy!r}: a peak of {human_bytes(found.limit)} cannot be met over the {count} "
+            f"graphs between graph breaks. The least that was found is {human_bytes(least)} "
+            f"({least} bytes), of {human_bytes(found.plain_peak)} without rematerialisation. Give "
+            f"a budget of at least {least}, a smaller batch, or a model with fewer graph breaks",
+            least,
         )
 
     def _costs_of(self, fragment: Fragment) -> GraphCosts:

@@ -77,7 +77,7 @@ from .pytrees import (
     tree_flatten_with_path, tree_map, tree_unflatten,
 )  # fmt: skip
 from .replacements import GLOBAL_MODULE_HOOKS, is_own_hook
-from .shape_env import (
+from .symbols.shape_env import (
     NAMES_IN_SIZES, AskingShapeEnv, ShapeEnv, TensorGuards, asks_for_zero_or_one, assert_later,
     assume_sizes, greatest_value, grows_with_symbols,
     guards_of, hint_of, is_condition, is_equation, linear_form, names_in_size,

@@ -42,7 +42,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .functorch import functorch_is_active
 from .patches import dual_level_as_functorch_level, enter_trace
-from .shape_env import AskingShapeEnv
+from .symbols.known_results import KnownResults
+from .symbols.shape_env import AskingShapeEnv
 from .versions import slice_rule
 
 aten = torch.ops.aten
@@ -97,6 +98,8 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
         allow_fallback_kernels=True, shape_env=shapes or fixed, static_shapes=shapes is None
     )
     reference = weakref.ref(mode)
+    answers_by_hints = shapes is not None and not isinstance(shapes, AskingShapeEnv)
+    known = KnownResults() if answers_by_hints else None
 
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mode = reference()
@@ -122,8 +125,14 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
         # than eager PyTorch does, before they are recorded.
         if shapes is None:
             return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
-        with enable_python_dispatcher(), disable_fake_tensor_cache(mode):  # type: ignore[arg-type]
-            return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
+
+        def find_anew() -> Any:
+            with enable_python_dispatcher(), disable_fake_tensor_cache(mode):  # type: ignore[arg-type]
+                return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
+
+        if known is None:
+            return find_anew()
+        return known.find(mode, func, (args, kwargs or {}), find_anew)  # type: ignore[arg-type]
 
     mode.dispatch = dispatch  # type: ignore[method-assign]
     return mode

@@ -10,6 +10,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import SymInt
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
+from torch._guards import SLoc
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
@@ -22,17 +23,29 @@ NAMES_IN_SIZES = dict(SYMPY_INTERP)
 """The names in the expressions of `print_size` and `guards_of`, besides symbols."""
 
 
-def new_shape_env() -> ShapeEnv:
-    """Make an environment of symbols for sizes, which notes what a trace assumes of them.
+class TracingShapeEnv(ShapeEnv):
+    """An environment of symbols for sizes, which notes what a trace assumes of them.
 
     Equal sizes get symbols of their own: that a batch is as large as a sequence is long is chance.
     """
-    return ShapeEnv(
-        allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
-    )
+
+    def __init__(self) -> None:
+        super().__init__(
+            allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
+        )
+
+    def _get_stack_summary(
+        self, is_debug: bool = False, framework_loc: str | None = None
+    ) -> tuple[SLoc, str]:
+        """Where something was assumed, which nobody asks: to find out imports much of PyTorch."""
+        return SLoc(framework_loc, None), ""
 
 
-class AskingShapeEnv(ShapeEnv):
+def new_shape_env() -> ShapeEnv:
+    return TracingShapeEnv()
+
+
+class AskingShapeEnv(TracingShapeEnv):
     """An environment that answers no question about its symbols by their hints.
 
     A plain `ShapeEnv` answers a question about a size (`n > 128`, `int(n)`) with the hint, and
@@ -45,9 +58,7 @@ class AskingShapeEnv(ShapeEnv):
         self, answer: Callable[[Any, Any], Any], prepare: Callable[[Any, Sequence[Any]], None]
     ) -> None:
         """`prepare` is called with each operator and its arguments before its result is found."""
-        super().__init__(
-            allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
-        )
+        super().__init__()
         self._answer = answer
         self.prepare = prepare
         self._hints: dict[Any, int] = {}

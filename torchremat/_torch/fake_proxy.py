@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,39 +104,46 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
 
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mode = reference()
+        assert mode is not None, "it is active"
         if func in _QUESTIONS and (answer := getattr(mode, "answer", None)) is not None:
             value = answer(func, args)
             if value is not None:
                 return value
         if func is _GROUPED_MM:
-            with mode:  # type: ignore[union-attr]
+            with mode:
                 return _make_grouped_mm(*args, **(kwargs or {}))
         if isinstance(shapes, AskingShapeEnv):
             shapes.prepare(func, args)
             if slice_rule.IS_NEEDED and func is aten.slice.Tensor:
-                with mode, enable_python_dispatcher():  # type: ignore[union-attr]
+                with mode, enable_python_dispatcher():
                     part = slice_rule.slice_fake(*args, **(kwargs or {}))
                 if part is not None:
                     return part
-        if func is _ZEROS_LAID_OUT_AS:
-            with disable_fake_tensor_cache(mode):  # type: ignore[arg-type]
-                return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
-        # For symbols operators find PyTorch's rules for symbolic sizes, written in Python. Turned
-        # on for a whole trace, as `make_fx` does, the rules would also decompose other operators
-        # than eager PyTorch does, before they are recorded.
+        call = partial(FakeTensorMode.dispatch, mode, func, types, args, kwargs)
         if shapes is None:
-            return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
-
-        def find_anew() -> Any:
-            with enable_python_dispatcher(), disable_fake_tensor_cache(mode):  # type: ignore[arg-type]
-                return FakeTensorMode.dispatch(mode, func, types, args, kwargs)  # type: ignore[arg-type]
-
+            return _without_cache(mode, call) if func is _ZEROS_LAID_OUT_AS else call()
+        find_anew = partial(_apply_symbolic_rules, mode, call)
         if known is None:
             return find_anew()
-        return known.find(mode, func, (args, kwargs or {}), find_anew)  # type: ignore[arg-type]
+        return known.find(mode, func, (args, kwargs or {}), find_anew)
 
     mode.dispatch = dispatch  # type: ignore[method-assign]
     return mode
+
+
+def _without_cache(mode: FakeTensorMode, call: Callable[[], Any]) -> Any:
+    with disable_fake_tensor_cache(mode):
+        return call()
+
+
+def _apply_symbolic_rules(mode: FakeTensorMode, call: Callable[[], Any]) -> Any:
+    """Let operators find PyTorch's rules for symbolic sizes, written in Python.
+
+    Turned on for a whole trace, as `make_fx` does, the rules would also decompose other operators
+    than eager PyTorch does, before they are recorded.
+    """
+    with enable_python_dispatcher(), disable_fake_tensor_cache(mode):
+        return call()
 
 
 _QUESTIONS = (aten.equal.default, aten._local_scalar_dense.default)

@@ -341,7 +341,7 @@ class PlannedFunction:
         return Figures(
             timeline.peak + self.resident,
             timeline.saved_bytes,
-            step.problem.seconds_of(range(len(step.problem.operators))),
+            step.problem.step_seconds,
             sum(map(self.model.flops, calls)),
             self._count_reserved(timeline),
         )

@@ -25,6 +25,7 @@ from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit
 from torchremat.planning.planner import Planner, Search
+from torchremat.planning.problem.backward_order import floor_of, reorder_backward
 from torchremat.planning.problem.problem import Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluator
@@ -130,6 +131,12 @@ class BudgetOptions(Protocol):
     def on_infeasible(self) -> str: ...
 
     def planner(self, joint: Joint, *, fuses: bool) -> Planner: ...
+
+
+def _count_floor(planner: Planner) -> int:
+    """The bytes that the forward pass needs in its order; to ask other orders takes long."""
+    least = floor_of(reorder_backward(planner.step.problem))
+    return least + planner.resident + planner.step.copied_nbytes
 
 
 class BudgetJob:
@@ -256,7 +263,7 @@ class BudgetJob:
             for growth in _GROWTH:
                 sizes = {name: int(size * growth) for name, size in self._most.items()}
                 larger = graph.planner.at(sizes)
-                if self.limit is None or larger.floor <= self.limit:
+                if self.limit is None or _count_floor(larger) <= self.limit:
                     found = self._search(larger, is_prompt=True)
                     if found.error is None:
                         return self._keep(larger, found)

@@ -221,7 +221,7 @@ class Planner:
     def plain_seconds(self) -> float:
         """The time of the step without rematerialisation."""
         problem = self.step.problem
-        return problem.seconds_of(range(len(problem.operators)))
+        return problem.step_seconds
 
     def find_lowest(self, seconds: float | None = None) -> PlannedStep:
         """The schedule of least peak that is found within `seconds`, whatever time it adds."""

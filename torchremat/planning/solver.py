@@ -10,6 +10,7 @@ An `Incumbent` has the best schedule that the simulation accepted so far, and th
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,8 +22,8 @@ from torchremat.planning.problem.problem import Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.backward_search import BackwardFrontier, BackwardSearch, Limits
-from torchremat.planning.search.clock import NEVER, Deadline, TimeSlice, WorkTimer
-from torchremat.planning.search.eviction import RULES, Evictor, try_evictions
+from torchremat.planning.search.clock import Deadline, TimeSlice, WorkTimer
+from torchremat.planning.search.eviction import Evictor, try_evictions
 from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.least_peak import (
     find_lowest_by_eviction,
@@ -30,7 +31,8 @@ from torchremat.planning.search.least_peak import (
     is_too_small,
 )
 from torchremat.planning.search.local_search import LocalSearch
-from torchremat.planning.search.min_cut import cut_saved_sets
+from torchremat.planning.search.min_cut import SECONDS_OF_CUT, cut_saved_sets
+from torchremat.planning.search.prompt_search import search_promptly
 from torchremat.planning.search.solution import build_solution
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 
@@ -66,6 +68,9 @@ _EASIER = (1.04, 1.1, 1.2)
 _LOW = 1.06
 # The searches after the first run only where the best is further from its bound: 3 %, by hand.
 _FAR = 0.03
+# Of the time of a step, what is not worth a prompt search of another order of the forward pass,
+# which takes as long as that of the first. Chosen by hand.
+_PROMPT_ORDERS = 0.03
 # Values times steps of the largest problem that is searched from the last step to the first. The
 # sets of values grow with both. Chosen by hand; docs/explanation/planner.md names it.
 _MOST_SEARCHED = 20_000
@@ -90,8 +95,6 @@ _DESCENT_SHARE = 0.1
 _ANY_GAP = 1e6
 # Schedules above the budget that are repaired, and answers of one search that are simulated.
 _MOST_STARTS = 4
-# Nominal seconds of one minimum cut for each operator of the problem: measured.
-_SECONDS_OF_CUT = 5e-5
 # The gap of an optimum, with what HiGHS leaves open.
 _SAFE_GAP = 1e-6
 
@@ -176,8 +179,9 @@ def solve_orders(
     """The best `solve` of `problems`, which differ in their order as those of `orders_of` do.
 
     If in one of them nothing need be recomputed, it is the first of these. Else those that order
-    the forward pass anew are all searched, and orders that need more than `budget` are left out.
-    If none has an answer, it is that of the least peak.
+    the forward pass anew are all searched, by a prompt search unless an answer is near its bound.
+    Orders that need more than `budget` are left out. If none has an answer, it is that of the
+    least peak.
     """
     plain = (p for p in problems if Evaluator(p, budget)(Decisions(p.needed)).fits)
     first = next(plain, None)
@@ -186,12 +190,18 @@ def solve_orders(
     problems = [p for p in problems if find_lowest_need(p) <= budget] or problems
     anew = [problem for problem in problems if problem.numbers is not None]
     solutions = _solve_given([p for p in problems if p.numbers is None], budget, options)
-    solutions += [_solve_renumbered(problem, budget, options) for problem in anew]
+    if options is None or not options.is_prompt or not _any_is_near(solutions, problems):
+        solutions += [_solve_renumbered(problem, budget, options) for problem in anew]
     if all(solution.schedule is None for solution in solutions):
         return min(solutions, key=lambda solution: solution.least_peak)
     best = min(solutions, key=lambda solution: (solution.added_seconds, solution.peak))
     bound = min(solution.lower_bound_seconds for solution in solutions)
     return replace(best, lower_bound_seconds=bound)  # in another order, one might add less
+
+
+def _any_is_near(solutions: Sequence[Solution], problems: Sequence[Problem]) -> bool:
+    found = (s.added_seconds - s.lower_bound_seconds for s in solutions if s.schedule is not None)
+    return min(found, default=math.inf) <= _PROMPT_ORDERS * problems[0].step_seconds
 
 
 def _solve_given(
@@ -229,8 +239,7 @@ def _search(
     if incumbent.note(evaluator(Decisions(problem.needed))).fits:
         return incumbent
     near = _begin(evaluator, incumbent, options.near)
-    floor = floor_of(problem)
-    is_large = len(problem.known) > _MOST_WHOLE
+    floor, is_large = floor_of(problem), len(problem.known) > _MOST_WHOLE
     if budget >= floor:
         has_integers = is_large and options.solver != "local"
         WholeRounds(evaluator, incumbent).run(has_integers=has_integers)
@@ -238,7 +247,7 @@ def _search(
         return incumbent
     if options.is_prompt and not problem.offloadable:
         if budget >= floor and not incumbent.is_near(_FAR):
-            _search_promptly(evaluator, incumbent, near, clock.deadline(1.0))
+            search_promptly(evaluator, incumbent, near, clock.deadline(1.0))
         return incumbent
     share = _EVICTION_SHARE if is_small else _LARGE_SHARE
     if budget < floor or not _start(evaluator, incumbent, clock.deadline(share)):
@@ -290,30 +299,6 @@ def _begin(evaluator: Evaluator, incumbent: Incumbent, near: Schedule | None) ->
     return found
 
 
-def _search_promptly(
-    evaluator: Evaluator, incumbent: Incumbent, near: Evaluated | None, deadline: Deadline
-) -> None:
-    """The answers that take little time: of 1,800 operators 2 s, and 28 s find none better."""
-    problem = evaluator.problem
-    for saved in cut_saved_sets(problem):
-        incumbent.clock.timer.charge(_SECONDS_OF_CUT * len(problem.operators))
-        incumbent.note(evaluator(Decisions(saved)))
-        if deadline.is_over:
-            break
-    for start in (problem.known, evaluator.fixed):
-        for rule in RULES:
-            if incumbent.best is None or not deadline.is_over:
-                evictor = Evictor(problem, deadline if incumbent.best else NEVER)
-                for trial in try_evictions(evaluator, evictor, start, (rule,)):
-                    incumbent.note(trial)
-        if incumbent.best is not None:
-            break
-    if incumbent.best is None and near is not None:
-        incumbent.note(LocalSearch(evaluator, deadline).repair(near))
-    if incumbent.best is not None:
-        incumbent.note(LocalSearch(evaluator, deadline).improve(incumbent.best))
-
-
 def _start(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> bool:
     """Look for some schedule that fits; whether it is not proved that there is none."""
     problem = evaluator.problem
@@ -348,7 +333,7 @@ def _search_without_link(
 
 def _cut(evaluator: Evaluator, incumbent: Incumbent) -> None:
     for number, saved in enumerate(cut_saved_sets(evaluator.problem)):
-        incumbent.clock.timer.charge(_SECONDS_OF_CUT * len(evaluator.problem.operators))
+        incumbent.clock.timer.charge(SECONDS_OF_CUT * len(evaluator.problem.operators))
         incumbent.note(evaluator(Decisions(saved)))
         if incumbent.clock.elapsed_fraction > 1 and number > _LEAST_CUTS:
             break

@@ -115,6 +115,24 @@ TRACES = (
         until="2.11",
     ),
     PrivatePart(
+        "torch._guards: SLoc",
+        "The line at which a guard was made, here none: nobody reads it.",
+        "None: to look for the line imports torch.export and networkx.",
+        "The first trace with sizes as symbols would take half a second more.",
+    ),
+    PrivatePart(
+        "torch._subclasses.fake_tensor: in_kernel_invocation_manager",
+        "To make a fake tensor of metadata that is known.",
+        "None: FakeTensor has no public constructor.",
+        "Traces with sizes as symbols would take half as long again.",
+    ),
+    PrivatePart(
+        "torch.Tensor: _is_zerotensor",
+        "To see tensors without memory, which forward mode makes.",
+        "None is public.",
+        "As above: the results of no operator could be kept.",
+    ),
+    PrivatePart(
         "torch.fx.experimental.sym_node: SymNode",
         "The number inside of a size, to print guards of it under another name.",
         "torch.SymInt has no public constructor.",

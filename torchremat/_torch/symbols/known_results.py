@@ -27,7 +27,7 @@ class _UntoldError(Exception):
 
 
 class _TensorForm(NamedTuple):
-    """All that a new fake tensor is made of.
+    """The metadata of which a new fake tensor is made.
 
     Attributes:
         view_of: the position among the tensor arguments of the one whose memory it shares.
@@ -44,7 +44,7 @@ class _TensorForm(NamedTuple):
 class KnownResults:
     """The results that one mode has found, by operator and arguments.
 
-    What the rules asked of symbols when a result was found, its guards, holds for the whole trace.
+    The guards that a rule made when it found a result hold for the whole trace.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class KnownResults:
 
 def _returns_new_metadata(func: Any) -> bool:
     """Whether results are tensors that only the metadata of arguments decides on."""
-    if not isinstance(func, OpOverload) or not torch._library.utils.is_builtin(func):
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return False
     schema = func._schema
     return (

@@ -132,6 +132,11 @@ class Problem:
     def seconds_of(self, operators: Iterable[int]) -> float:
         return sum(self.operators[o].seconds for o in operators)
 
+    @cached_property
+    def step_seconds(self) -> float:
+        """The time of a step in which nothing is recomputed."""
+        return self.seconds_of(range(len(self.operators)))
+
     def copy_seconds(self, values: Iterable[int]) -> float:
         assert self.host_bytes_per_second is not None
         return sum(self.nbytes[v] for v in values) / self.host_bytes_per_second
@@ -190,15 +195,21 @@ def costs_of(problem: Problem, schedule: Schedule) -> Costs:
 
 def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
     """`costs_of` a schedule that was checked, or made by `replay_of`."""
-    live = _count_live(problem, schedule)
-    _add_lasting(problem, schedule, live)
+    live = count_live(problem, schedule)
     counts = Counter((*schedule.forward, *schedule.backward))
     added = sum((counts[o] - 1) * op.seconds for o, op in enumerate(problem.operators) if counts[o])
     link = _link_seconds(problem, schedule) if schedule.offloaded else 0.0
     return Costs(tuple(live), added + link, link)
 
 
-def _count_live(problem: Problem, schedule: Schedule) -> list[int]:
+def count_live(problem: Problem, schedule: Schedule) -> list[int]:
+    """The bytes alive at each operator."""
+    live = _count_passing(problem, schedule)
+    _add_lasting(problem, schedule, live)
+    return live
+
+
+def _count_passing(problem: Problem, schedule: Schedule) -> list[int]:
     """The bytes alive at each operator, without outputs, gradients and constants."""
     num_forward = len(schedule.forward)
     order = (*schedule.forward, *schedule.backward)

@@ -7,7 +7,9 @@ forward x -> y -> z            y is recomputed before dy, and freed after it
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchremat.planning.problem.problem import Part, Problem, Schedule, costs_unchecked
+import numpy as np
+
+from torchremat.planning.problem.problem import Part, Problem, Schedule, count_live
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,22 @@ class Replay:
 
 def replay_of(problem: Problem, decisions: Decisions) -> Replay:
     """Recompute everything as late as it can be, for one step in the order of the forward pass."""
+    order, steps = backward_order(problem, decisions)
+    forward = forward_order(problem, decisions.saved, decisions.offloaded)
+    return Replay(schedule_of(decisions, forward, order), steps)
+
+
+def schedule_of(
+    decisions: Decisions, forward: tuple[int, ...], backward: tuple[int, ...]
+) -> Schedule:
+    saved, offloaded = tuple(sorted(decisions.saved)), tuple(sorted(decisions.offloaded))
+    return Schedule(saved, forward, backward, offloaded)
+
+
+def backward_order(
+    problem: Problem, decisions: Decisions
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The operators of the backward pass, and the step that each runs for, or is."""
     operators = problem.operators
     known = problem.known
     drops, early = decisions.drops, decisions.early
@@ -67,13 +85,7 @@ def replay_of(problem: Problem, decisions: Decisions) -> Replay:
             away.difference_update(operators[o].reads)
         if step in drops:
             there -= drops[step] - away if away else drops[step]
-    schedule = Schedule(
-        tuple(sorted(decisions.saved)),
-        forward_order(problem, decisions.saved, decisions.offloaded),
-        tuple(order),
-        tuple(sorted(decisions.offloaded)),
-    )
-    return Replay(schedule, tuple(steps))
+    return tuple(order), tuple(steps)
 
 
 def _find_missing(problem: Problem, wanted: list[int], there: set[int]) -> list[int]:
@@ -91,15 +103,15 @@ def _find_missing(problem: Problem, wanted: list[int], there: set[int]) -> list[
     return order
 
 
-def values_used(problem: Problem, schedule: Schedule) -> frozenset[int]:
+def values_used(problem: Problem, decisions: Decisions, backward: Iterable[int]) -> frozenset[int]:
     """The saved or offloaded values that the backward pass reads before it recomputes them."""
     operators = problem.operators
     made: set[int] = set()
     used: set[int] = set()
-    for o in schedule.backward:
+    for o in backward:
         used.update(v for v in operators[o].reads if v not in made)
         made.update(operators[o].writes)
-    return frozenset(used.intersection((*schedule.saved, *schedule.offloaded)))
+    return frozenset(used.intersection(decisions.saved_or_offloaded))
 
 
 # Operators to place times places, up to which each place is tried. One more operator takes a pass
@@ -140,38 +152,32 @@ def _insert_early(problem: Problem, extra: set[int]) -> tuple[int, ...]:
 
 
 def _find_place(problem: Problem, order: list[int], o: int, saved: frozenset[int]) -> int:
+    """Where in the forward pass `o` runs with the least peak, the first of such places."""
     operators, nbytes = problem.operators, problem.nbytes
     op = operators[o]
-    live = list(costs_unchecked(problem, Schedule(tuple(saved), tuple(order), ())).live)
-    lasting = saved | problem.outputs | problem.written
+    live = np.array(count_live(problem, Schedule(tuple(saved), tuple(order), ())), np.int64)
+    num = len(order)
     last = {v: i for i, p in enumerate(order) for v in (*operators[p].reads, *operators[p].writes)}
-    last.update((v, len(order)) for v in lasting if v in last)
+    lasting = saved | problem.outputs | problem.written
+    last.update((v, num) for v in lasting if v in last)
     made = {v: i for i, p in enumerate(order) for v in operators[p].writes}
     least = max((made[v] + 1 for v in op.reads), default=0)
-    own = sum(nbytes[v] for v in op.writes)
-    kept = sum(nbytes[v] for v in op.writes if v in saved)
-    later = _suffix_maxima(live)  # what `o` writes comes on top, if it is saved
-    ends: dict[int, int] = {}  # bytes that are freed after each position
+    freed = np.zeros(num + 1, np.int64)  # after each position
     for v, i in last.items():
-        ends[i] = ends.get(i, 0) + nbytes[v]
-    best, best_peak, before = least, None, 0
-    for i in range(least, len(order) + 1):
-        late = sum(nbytes[v] for v in op.reads if last[v] < i - 1)
-        if i:
-            before = max(before, live[i - 1] + late)
-        inside = operators[order[i - 1]].nbytes_inside if i else 0
-        between = live[i - 1] - inside - ends.get(i - 1, 0) if i else problem.constant
-        ends_here = sum(nbytes[v] for v in op.reads if last[v] < i)
-        during = between + ends_here + own + op.nbytes_inside
-        peak = max(before, during, later[i] + kept)
-        if best_peak is None or peak < best_peak:
-            best, best_peak = i, peak
-    return best
-
-
-def _suffix_maxima(numbers: list[int]) -> list[int]:
-    """The largest from each position on; 0 at the end."""
-    found = [0]
-    for number in reversed(numbers):
-        found.append(max(found[-1], number))
-    return found[::-1]
+        freed[i] += nbytes[v]
+    late, ended = np.zeros(num + 1, np.int64), np.zeros(num + 1, np.int64)
+    for v in op.reads:  # alive for longer at each place, and only until there
+        late[last[v] + 2 :] += nbytes[v]
+        ended[last[v] + 1 :] += nbytes[v]
+    inside = np.array([operators[p].nbytes_inside for p in order], np.int64)
+    before = np.zeros(num + 1, np.int64)
+    before[1:] = live + late[1:]
+    before[:least] = 0
+    between = np.full(num + 1, problem.constant, np.int64)
+    between[1:] = live - inside - freed[:-1]
+    during = between + ended + sum(nbytes[v] for v in op.writes) + op.nbytes_inside
+    after = np.zeros(num + 1, np.int64)  # what `o` writes comes on top, if it is saved
+    after[:-1] = np.maximum.accumulate(live[::-1])[::-1]
+    kept = sum(nbytes[v] for v in op.writes if v in saved)
+    peaks = np.maximum(np.maximum(np.maximum.accumulate(before), during), after + kept)
+    return least + int(np.argmin(peaks[least:]))

@@ -7,8 +7,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.planning.problem.problem import Costs, Part, Problem, costs_unchecked
-from torchremat.planning.problem.replay import Decisions, Replay, replay_of, values_used
+from torchremat.planning.problem.problem import Costs, Part, Problem, costs_unchecked, count_live
+from torchremat.planning.problem.replay import (
+    Decisions,
+    Replay,
+    backward_order,
+    forward_order,
+    schedule_of,
+    values_used,
+)
 
 Floats = NDArray[np.float64]
 
@@ -80,28 +87,51 @@ class Evaluator:
         return frozenset(once) | (self.problem.outputs & self.problem.known)
 
     def __call__(self, decisions: Decisions) -> Evaluated:
+        return self._finish(*self._settle(decisions))
+
+    def try_for_less(self, decisions: Decisions, seconds: float) -> Evaluated | None:
+        """Try `decisions`; `None` unless they fit and add less than `seconds`.
+
+        Most tries end with the backward pass: operators of either pass only add to the forward.
+        """
+        decisions, order, steps = self._settle(decisions)
+        if not decisions.offloaded:
+            schedule = schedule_of(decisions, self.problem.forward, order)
+            if max(count_live(self.problem, schedule)) > self.budget:
+                self._charge(len(schedule.forward) + len(order))
+                return None
+        trial = self._finish(decisions, order, steps)
+        return trial if trial.fits and trial.costs.added_seconds < seconds else None
+
+    def _settle(self, decisions: Decisions) -> tuple[Decisions, tuple[int, ...], tuple[int, ...]]:
+        """`decisions` without what is saved in vain, and their backward pass."""
         self.count += 1
-        replay = replay_of(self.problem, decisions)
-        used = values_used(self.problem, replay.schedule)
+        order, steps = backward_order(self.problem, decisions)
+        used = values_used(self.problem, decisions, order)
         if used != decisions.saved_or_offloaded:
             decisions = Decisions(
                 used & decisions.saved, decisions.drops, decisions.early, used & decisions.offloaded
             )
-            replay = replay_of(self.problem, decisions)
+            order, steps = backward_order(self.problem, decisions)
+        return decisions, order, steps
+
+    def _finish(
+        self, decisions: Decisions, order: tuple[int, ...], steps: tuple[int, ...]
+    ) -> Evaluated:
+        forward = forward_order(self.problem, decisions.saved, decisions.offloaded)
+        replay = Replay(schedule_of(decisions, forward, order), steps)
         costs = costs_unchecked(self.problem, replay.schedule)
-        if self.charge is not None:
-            self.charge(self._seconds_of(replay))
+        early = len(forward) - len(self.problem.forward)  # each was tried at many places
+        self._charge(len(forward) + len(order), early * len(forward))
         budget = self.budget
         excess = sum(live - budget for live in costs.live if live > budget)
         if not self._is_allowed(replay):
             excess += FORBIDDEN
         return Evaluated(decisions, replay, costs, excess)
 
-    def _seconds_of(self, replay: Replay) -> float:
-        forward, backward = replay.schedule.forward, replay.schedule.backward
-        early = len(forward) - len(self.problem.forward)  # each was tried at many places
-        operators = len(forward) + len(backward)
-        return _SECONDS_OF_ONE * operators + _SECONDS_OF_PLACE * early * len(forward)
+    def _charge(self, operators: int, places: int = 0) -> None:
+        if self.charge is not None:
+            self.charge(_SECONDS_OF_ONE * operators + _SECONDS_OF_PLACE * places)
 
     def _is_allowed(self, replay: Replay) -> bool:
         if not self._once and not self._draws:

@@ -62,8 +62,8 @@ class LocalSearch:
         for decisions in self._savings(current):
             if self._is_late():
                 return None
-            trial = self.evaluator(decisions)
-            if trial.fits and trial.costs.added_seconds < least:
+            trial = self.evaluator.try_for_less(decisions, least)
+            if trial is not None:
                 return trial
         return None
 

@@ -51,7 +51,7 @@ class SolverOptions:
         """Seconds that are not worth a search: 0 where a search is short."""
         if self.gap is not None or len(problem.operators) <= _MOST_EXACT:
             return 0.0
-        return _LITTLE * problem.seconds_of(range(len(problem.operators)))
+        return _LITTLE * problem.step_seconds
 
     def seconds_for(self, problem: Problem) -> float:
         if self.seconds is not None:

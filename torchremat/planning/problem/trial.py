@@ -7,7 +7,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.planning.problem.problem import Costs, Part, Problem, costs_unchecked, count_live
+from torchremat.planning.problem.problem import (
+    Costs,
+    Part,
+    Problem,
+    costs_unchecked,
+    count_live,
+)
 from torchremat.planning.problem.replay import (
     Decisions,
     Replay,
@@ -92,13 +98,14 @@ class Evaluator:
     def try_for_less(self, decisions: Decisions, seconds: float) -> Evaluated | None:
         """Try `decisions`; `None` unless they fit and add less than `seconds`.
 
-        Most tries end with the backward pass: operators of either pass only add to the forward.
+        Most tries end with the peak of the backward pass, which the forward pass does not change.
         """
         decisions, order, steps = self._settle(decisions)
         if not decisions.offloaded:
-            schedule = schedule_of(decisions, self.problem.forward, order)
-            if max(count_live(self.problem, schedule)) > self.budget:
-                self._charge(len(schedule.forward) + len(order))
+            forward = self.problem.forward  # in whatever order: its own bytes are not looked at
+            live = count_live(self.problem, schedule_of(decisions, forward, order))
+            if max(live[len(forward) :], default=0) > self.budget:
+                self._charge(len(live))
                 return None
         trial = self._finish(decisions, order, steps)
         return trial if trial.fits and trial.costs.added_seconds < seconds else None

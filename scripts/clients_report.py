@@ -22,6 +22,7 @@ LIBRARIES = (
     "lightning",
     "litgpt",
     "torchtitan",
+    "opacus",
 )
 COLUMNS = ("own", "full", "dots", "budget")
 HOW_MEASURED = """
@@ -35,6 +36,9 @@ TRL's losses hold a buffer that is most of the peak, whatever the model saves: i
 They loop over as many chunks as a batch has tokens. So a model as a whole has a trace for each
 number of tokens. After four traces its calls run on tapes, which cost more in steps of 20 ms.
 
+Opacus keeps what each layer reads, for the gradients of each example. What a wrapped model
+recomputes comes on top, so that wrapping saves nothing there.
+
 ## How it was measured
 
     scripts/test_clients.sh
@@ -47,8 +51,6 @@ thread of a CPU, shared with much other work: times differ by half and more from
 
 What is not among them:
 
-- Opacus. Over wrapped layers its hooks give LayerNorms no gradients of each example, and its
-  optimizer raises. Leave modules unwrapped that it watches.
 - The trainers of litgpt and torchtitan. Their models train in a loop of PyTorch, torchtitan's with
   the attention that it has for images: FlexAttention has no backward pass on a CPU.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains with the clients of the extra `clients` (transformers, TRL, PEFT, Lightning), with litgpt and
-# torchtitan, in an environment of its own (.venv-clients), and writes docs/measured/clients.md of the
-# trainings that ended. It takes about 20 minutes.
+# Trains with the clients of the extra `clients` (transformers, TRL, PEFT, Lightning, Opacus), with
+# litgpt and torchtitan, in an environment of its own (.venv-clients), and writes
+# docs/measured/clients.md of the trainings that ended. It takes about 20 minutes.
 #   scripts/test_clients.sh                    all of tests/clients, and the page
 #   scripts/test_clients.sh tests/clients/test_trainer.py -k bf16   some of it, and no page
 set -eu
@@ -14,7 +14,7 @@ if [ "$(cat $venv/.wanted 2>/dev/null)" != "$wanted" ]; then
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     # pinned, or a dependency may bring another release
     $venv/bin/python -m pip install -qq "torch==2.13.*"
-    $venv/bin/python -m pip install -qq "torch==2.13.*" -e ".[test,clients]"
+    $venv/bin/python -m pip install -qq "torch==2.13.*" -e ".[test,clients,triton]"
     $venv/bin/python -m pip install -qq --no-deps litgpt torchtitan
     printf '%s\n' "$wanted" >$venv/.wanted
 fi

@@ -5,6 +5,7 @@ a trace that went stale would show.
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -534,6 +535,49 @@ def test_backward_hooks_get_the_gradients_of_each_step(way):
         return log, found
 
     assert_same(run("plain"), run(way))
+
+
+@pytest.mark.parametrize("policy", ["full", "none", "budget:99%"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_backward_hook_sees_the_outputs_where_no_input_needs_a_gradient(policy, in_place):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+        def forward(self, tokens):
+            x = self.linear(self.embedding(tokens))
+            return x.mul_(2) if in_place else x * 2
+
+    def gradients(wraps):
+        torch.manual_seed(0)
+        net, log = Net(), []
+        net.embedding.register_full_backward_hook(lambda m, grads, outs: log.append((grads, outs)))
+        if wraps:
+            tr.nn.wrap(net, policy)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            tokens = torch.randint(7, (2, 5))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch tells that no input needs a gradient
+                net(tokens).sin().sum().backward()
+        return [*log, [p.grad for p in net.parameters()]]
+
+    found, expected = gradients(True), gradients(False)
+    assert len(found) == len(expected) == 4
+    assert all(grads == (None,) for grads, _ in found[:3])
+    assert all(torch.equal(a[1][0], b[1][0]) for a, b in zip(found[:3], expected[:3], strict=True))
+    assert all(map(torch.equal, found[3], expected[3]))
+
+
+def test_a_backward_hook_may_not_return_a_gradient_that_no_input_needs():
+    net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3))
+    net[0].register_full_backward_hook(lambda m, grads, outs: (outs[0],))
+    tr.nn.wrap(net, "full")
+    with pytest.warns(UserWarning, match="no inputs require"):
+        out = net(torch.tensor([1, 2]))
+    with pytest.raises(RuntimeError, match="returned a gradient of an input, and none needs one"):
+        out.sum().backward()
 
 
 def test_a_backward_hook_that_gives_too_many_gradients():

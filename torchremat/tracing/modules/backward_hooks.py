@@ -29,11 +29,20 @@ class HookCall:
 
     `run` calls it with all of them. The call gives these back, or what the hook gives in their
     place. A call in a graph must not be left out, and is not: the gradients pass through it.
+    A hook that `only_looks` replaces none, and nobody reads what its call gives. In a trace those
+    who read the tensors later read them from the call.
     """
 
     def __init__(
-        self, run: Callable[[Gradients], Any], name: str, present: Sequence[bool], num_inputs: int
+        self,
+        run: Callable[[Gradients], Any],
+        name: str,
+        present: Sequence[bool],
+        num_inputs: int,
+        *,
+        only_looks: bool = False,
     ) -> None:
+        self.only_looks = only_looks
         self._run = run
         self._present = tuple(present)
         self._num_inputs = num_inputs
@@ -71,8 +80,10 @@ def _record_call(call: HookCall, tensors: Sequence[Tensor], tracer: Any) -> tupl
     count = sum(call._present[: call._num_inputs])
     proxies = tuple(_torch.proxy_of(tensor, tracer) for tensor in tensors)
     proxy = tracer.create_proxy("call_function", call, proxies, {})
-    with _torch.untraced():
-        results = tuple(torch.empty_like(t).detach() for t in tensors[:count])
+    results = tuple(tensors[:count])
+    if not call.only_looks:
+        with _torch.untraced():
+            results = tuple(torch.empty_like(t).detach() for t in results)
     _torch.track(results, proxy, tracer)
     return results
 
@@ -111,11 +122,32 @@ def _make_stand_in(hook: Callable[..., Any]) -> Callable[..., Any]:
             rest = (grads[count:],) if len(grads) > count else ()
             return hook(module, grads[:count], *rest)
 
+        if outputs and all(g is None for g in inputs):
+            _record_look(run, _name_of(hook), inputs, outputs)
+            return None
         call = HookCall(run, _name_of(hook), [g is not None for g in given], count)
         results = iter(call(*(g for g in given if g is not None)))
         return tuple(None if g is None else next(results) for g in inputs)
 
     return stand_in
+
+
+def _record_look(
+    run: Callable[[Gradients], Any], name: str, inputs: Gradients, outputs: Gradients
+) -> None:
+    """Call the hook of a module whose inputs need no gradient: it is given those of the outputs."""
+
+    def look(grads: Gradients) -> None:
+        found = run((*inputs, *grads))
+        if found is not None and any(g is not None for g in found):
+            raise RuntimeError(
+                f"the backward hook {name} returned a gradient of an input, and none needs one"
+            )
+
+    present = [g is not None for g in outputs]
+    HookCall(look, name, present, len(outputs), only_looks=True)(
+        *(g for g in outputs if g is not None)
+    )
 
 
 def _name_of(hook: Callable[..., Any]) -> str:

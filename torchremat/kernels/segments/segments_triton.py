@@ -18,6 +18,9 @@ depends on its size alone.
 # constant is decided while it is compiled, in an `if` of its own
 # ruff: noqa: PLR0913, PLR0917, SIM102
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -165,6 +168,19 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, result.to(out.dtype.element_ty), mask=cols < num_cols)
 
 
+def constants_of(dtype: torch.dtype, num_cols: int, reduction: str) -> dict[str, Any]:
+    """The constants of both kernels, but for `LONG_ROWS`."""
+    block_cols = min(triton.next_power_of_2(num_cols), 128)
+    return {
+        "IDENTITY": str(identity_of(dtype, reduction)),
+        "FLOATING": dtype.is_floating_point,
+        "HALF": accumulator_dtype(dtype) != dtype,
+        "REDUCTION": reduction,
+        "BLOCK_ROWS": min(_BLOCK_SIZE // block_cols, 128),
+        "BLOCK_COLS": block_cols,
+    }
+
+
 def launch_reduction(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
     num_segments = offsets.shape[0] - 1
     out = data.new_empty((num_segments, *data.shape[1:]))
@@ -173,24 +189,15 @@ def launch_reduction(data: Tensor, offsets: Tensor, reduction: str) -> Tensor:
     num_cols = out.numel() // num_segments
     rows = data.reshape(data.shape[0], num_cols)  # a view unless strides forbid it
     sizes = (rows.shape[0], num_cols, rows.stride(0), rows.stride(1))
-    block_cols = min(triton.next_power_of_2(num_cols), 128)
-    num_blocks = triton.cdiv(num_cols, block_cols)
-    accumulator = accumulator_dtype(data.dtype)
-    constants = {
-        "IDENTITY": str(identity_of(data.dtype, reduction)),
-        "FLOATING": data.dtype.is_floating_point,
-        "HALF": accumulator != data.dtype,
-        "REDUCTION": reduction,
-        "BLOCK_ROWS": min(_BLOCK_SIZE // block_cols, 128),
-        "BLOCK_COLS": block_cols,
-    }
+    constants = constants_of(data.dtype, num_cols, reduction)
+    num_blocks = triton.cdiv(num_cols, constants["BLOCK_COLS"])
     # PyTorch 2.11 wraps no kernel that is interpreted
     on_pieces = piece_kernel if IS_INTERPRETED else wrap_triton(piece_kernel)
     on_segments = segment_kernel if IS_INTERPRETED else wrap_triton(segment_kernel)
     partials, long_rows = out, 0  # without pieces, the kernel reads no partial result
     if data.shape[0] > CUT_ABOVE:
         num_pieces, long_rows = data.shape[0] // LONG, LONG
-        partials = data.new_empty((num_pieces, num_cols), dtype=accumulator)
+        partials = data.new_empty((num_pieces, num_cols), dtype=accumulator_dtype(data.dtype))
         on_pieces[num_pieces, num_blocks](
             rows, offsets, partials, num_segments, *sizes, **constants, LONG_ROWS=LONG
         )

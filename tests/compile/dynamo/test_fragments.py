@@ -211,17 +211,49 @@ def test_other_sizes_evaluation_and_accumulation(tmp_path):
         assert all(map(torch.equal, found, [p.grad for p in model.parameters()]))
 
 
-def test_calls_without_a_backward_pass_are_not_noted_for_ever(monkeypatch):
-    monkeypatch.setattr(fragments, "_MOST_CALLS", 5)
-    model = Broken()
+class Branching(Broken):
+    """Its middle part runs only where it is told to."""
+
+    def forward(self, x, is_long):
+        x = self.parts[0](x)
+        torch._dynamo.graph_break()
+        if is_long:
+            x = self.parts[1](x)
+            torch._dynamo.graph_break()
+        return self.parts[2](x).sum()
+
+
+def test_a_graph_that_joins_later_shares_the_budget_of_the_whole_step(tmp_path):
+    model, x = Branching(), torch.randn(512, WIDTH)
+    step_of(model, lambda x: model(x, True), x)()
+    expected, plain = peak_of(step_of(model, lambda x: model(x, True), x), tmp_path)
+    limit = int(0.6 * plain)
+    options = {"policy": memory_budget(limit), "codegen": "eager"}
+    run = torch.compile(model, backend="torchremat", options=options)
+    for _ in range(3):
+        step_of(model, lambda x: run(x, False), x)()
+    for i in range(4):
+        found, peak = peak_of(step_of(model, lambda x: run(x, True), x), tmp_path)
+        assert all(map(torch.equal, found, expected))
+        assert peak <= limit or i == 0  # the first graph has run when the new one is met
+
+
+def test_calls_without_a_backward_pass_do_not_count(tmp_path):
+    model, x = Broken(), torch.randn(512, WIDTH)
+    step_of(model, model, x)()
+    expected, plain = peak_of(step_of(model, model, x), tmp_path)
     options = {"policy": "budget:60%", "codegen": "eager"}
     run = torch.compile(model, backend="torchremat", options=options)
-    x = torch.randn(64, WIDTH)
-    for _ in range(4):
-        assert torch.equal(run(x), model(x))
+    for _ in range(100):
+        run(x)  # evaluated, with gradients enabled
     job = fragments.job_of(options, lambda: pytest.fail("it has a job"))
-    assert not job.is_noting
-    assert torch.equal(run(x), model(x))
+    assert len(job._calls) <= 2 * fragments._FIRST_LOOK
+    step_of(model, run, x)()
+    assert not job.has_new
+    for _ in range(2):
+        found, peak = peak_of(step_of(model, run, x), tmp_path)
+        assert all(map(torch.equal, found, expected))
+        assert peak <= 0.6 * plain
 
 
 def test_what_it_compiled_is_freed():

@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ from torchremat.tracing.ambient_state import AmbientState
 
 _logger = logging.getLogger("torchremat")
 
-# Calls of graphs before a backward pass, of which no step has so many. Chosen by hand.
-_MOST_CALLS = 4096
+# Calls that are noted before those are looked for whose backward pass can come no more.
+_FIRST_LOOK = 64
 
 Compile = Callable[[fx.GraphModule, Sequence[Any], Policy], Callable[..., Any]]
 TraceJoint = Callable[[fx.GraphModule, Sequence[Any]], Joint]
@@ -70,12 +70,10 @@ class Fragment:
         self._wanted: Policy | None = None
 
     def __call__(self, *args: Any) -> Any:
-        self.job.note_call(self)
         if self._wanted is not None:
             self._compile_again(self._wanted)
         results = self._run(*args)
-        if self.job.is_noting:
-            self.job.watch(results)
+        self.job.note_call(self, results)
         return results
 
     def copy_module(self) -> fx.GraphModule:
@@ -106,21 +104,31 @@ class Fragment:
         self.policy = policy
 
 
+@dataclass(frozen=True, eq=False)
+class _GraphCall:
+    """A call of a graph, which lives as a hook of its backward pass."""
+
+    job: "FragmentJob"
+    fragment: Fragment
+
+    def __call__(self, _: Any) -> None:
+        self.job.note_backward()
+
+
 class FragmentJob:
     """The graphs of one `torch.compile` and their budget.
 
     Attributes:
-        is_noting: whether the calls of a step are being noted, since a graph is new.
+        has_new: whether a graph was added since the budget was divided.
     """
 
     def __init__(self, policy: MemoryBudget, trace_joint: TraceJoint, *, fuses: bool) -> None:
         self.policy, self.fuses = policy, fuses
-        self.is_noting = False
+        self.has_new = False
         self._trace_joint = trace_joint
         self._fragments: list[Fragment] = []
-        self._calls: list[Fragment] = []
-        self._is_partial = False
-        """Whether the noted calls are of the end of a step only."""
+        self._calls: list[weakref.ref[_GraphCall]] = []
+        self._next_look = _FIRST_LOOK
         self._budget = Budget.of(policy.budget)  # type: ignore[arg-type]
         self._largest = 0
         self._has_warned = False
@@ -138,37 +146,31 @@ class FragmentJob:
                 raise
             self._if_alone = error  # of a larger step, the budget may be met
             fragment = Fragment(self, module, inputs, compile_with, nothing_saveable)
-        if not self.is_noting:  # the graphs before this one were not noted in this step
-            self.is_noting, self._is_partial = True, bool(self._fragments)
         self._fragments.append(fragment)
+        self.has_new = True
         return fragment
 
-    def note_call(self, fragment: Fragment) -> None:
-        """A graph is about to run."""
-        if not self.is_noting:
-            return
-        if len(self._calls) < _MOST_CALLS:
-            self._calls.append(fragment)
-        else:  # a model that is only evaluated, with gradients enabled
-            self.is_noting = False
-            self._calls.clear()
-
-    def watch(self, results: Any) -> None:
-        """Note when the backward pass of a graph with these results begins."""
+    def note_call(self, fragment: Fragment, results: Any) -> None:
+        """A graph has run: its call counts for as long as autograd has what it saved."""
         tensors = (r for r in results if isinstance(r, Tensor) and r.grad_fn is not None)
         first = next(tensors, None)
-        if first is not None and first.grad_fn is not None:
-            first.grad_fn.register_prehook(self._note_backward)
+        if first is None or first.grad_fn is None:
+            return
+        call = _GraphCall(self, fragment)
+        first.grad_fn.register_prehook(call)
+        if len(self._calls) >= self._next_look:
+            self._calls = [c for c in self._calls if c() is not None]
+            self._next_look = 2 * len(self._calls) + _FIRST_LOOK
+        self._calls.append(weakref.ref(call))
 
-    def _note_backward(self, _: Any) -> None:
-        if not self.is_noting or not self._calls:
+    def note_backward(self) -> None:
+        """The backward pass of a step begins, or that of another of its graphs."""
+        calls = [call.fragment for c in self._calls if (call := c()) is not None]
+        self._calls.clear()
+        if not self.has_new or not calls:
             return
-        calls, self._calls = self._calls, []
+        self.has_new = False
         error, self._if_alone = self._if_alone, None
-        if self._is_partial:
-            self._is_partial = False
-            return
-        self.is_noting = False
         if len(calls) > 1:
             self._divide(calls)
         elif error is not None:

@@ -66,7 +66,8 @@ def _without_old_code():
 
 def peak_of(step, tmp_path):
     """The allocator tells the profiler of each block. A counting mode would turn Dynamo off."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    options = {"profile_memory": True, "acc_events": True}  # 2.11 warns without the second
+    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
         found = step()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -38,7 +38,7 @@ class TracingShapeEnv(ShapeEnv):
         self, is_debug: bool = False, framework_loc: str | None = None
     ) -> tuple[SLoc, str]:
         """Where something was assumed, which nobody asks: to find out imports much of PyTorch."""
-        return SLoc(framework_loc, None), ""
+        return SLoc(framework_loc or "a trace", None), ""
 
 
 def new_shape_env() -> ShapeEnv:

@@ -18,12 +18,14 @@ from torchremat.errors import ArgumentValueError, AxisError, AxisTypeError
 
 
 def check_randomness(randomness: Any) -> None:
+    """Raise unless `randomness` is one of the words that `vmap` takes."""
     known = ("error", "different", "same")
     if randomness not in known:
         raise ArgumentValueError(f"randomness must be one of {known}, but it is {randomness!r}")
 
 
 def check_axes(in_axes: Any, out_axes: Any, caller: str = "vmap") -> None:
+    """Raise unless axes are integers, `None` or specs, alone or in containers."""
     if not (in_axes is None or _is_axis(in_axes) or isinstance(in_axes, tuple)):
         raise AxisTypeError(
             f"{caller} in_axes must be an int, None, or a tuple of entries corresponding to the "
@@ -44,6 +46,8 @@ def _is_axis(axis: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class MappedLeaves:
+    """The leaves of the arguments of a mapped function, with the axis of each."""
+
     fun: Callable[..., Any]
     leaves: list[Any]
     axes: list[Any]

@@ -17,6 +17,7 @@ Groups = Sequence[Sequence[int]] | None
 def find_names(
     function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups
 ) -> tuple[AxisName, ...]:
+    """Find the axes that `axis_name` stands for; groups need a single one."""
     names = as_names(axis_name)
     parts = tuple(part for name in names for part in parts_of(name))  # raises if there is none
     if groups is not None and len(names) == 1 and len(parts) != 1:
@@ -35,6 +36,7 @@ def find_names(
 def map_leaves(
     function: str, mapping: Callable[[Any], Any], x: T, *, only_tensors: bool = False
 ) -> T:
+    """Apply `mapping` to the leaves of a tree, which are tensors and numbers."""
     kinds = (Tensor,) if only_tensors else (Tensor, int, float, complex)
 
     def map_leaf(leaf: Any) -> Any:
@@ -52,6 +54,7 @@ def map_leaves(
 
 
 def check_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
+    """Check that groups hold each index once; give them as a parameter of an operator."""
     if groups is None:
         return {}
     size = axis_frame(name).size
@@ -66,11 +69,13 @@ def check_groups(function: str, name: AxisName, groups: Groups) -> dict[str, Any
 
 
 def check_group_sizes(function: str, name: AxisName, groups: Groups) -> dict[str, Any]:
+    """Check groups that must be equally large; give them, and how large they are."""
     given = check_groups(function, name, groups)
     return given | {"axis_size": find_group_size(function, name, groups)}
 
 
 def find_group_size(function: str, axis_name: AxisName | Sequence[AxisName], groups: Groups) -> int:
+    """Count the examples that take part together."""
     if groups is None:
         return math.prod(axis_frame(name).size for name in as_names(axis_name))
     sizes = {len(group) for group in groups}

@@ -156,6 +156,7 @@ def _make_out_of_reach_error(name: str, axis_name: AxisName) -> AxisNameError:
 
 
 def check_size(name: str, axis_name: AxisName, size: int, params: Params) -> None:
+    """Raise if the axis has another size than the one that was traced."""
     groups, perm = params.get("axis_index_groups"), params.get("perm")
     if groups is not None:
         traced = sum(map(len, groups))

@@ -57,6 +57,7 @@ class _Body:
 
 
 def run_body(module: fx.GraphModule, operands: Sequence[Value], batch: Batch) -> list[Value]:
+    """Run the body of a checkpoint on ragged operands, by a function for their layouts."""
     symbols = batch.sizes.symbols
     extents = [(name, e.known_longest) for name, e in symbols.items() if isinstance(e, RaggedSize)]
     names = {*symbols_in(module)}

@@ -139,6 +139,7 @@ def _run_node(node: fx.Node, env: dict[fx.Node, Any], batch: Batch, run_body: Bo
 
 
 def run_call(call: RaggedCall) -> Any:
+    """Run one operator on ragged values, and check the sizes of its result."""
     result = _run_by_rule(call)
     check_sizes(call, result)
     return result

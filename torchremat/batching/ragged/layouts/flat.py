@@ -13,6 +13,7 @@ from torchremat.batching.ragged.layouts.take_rows_op import take_rows
 
 
 def flat_pile_data(value: Padded) -> Tensor:
+    """Lay the elements of `value` one after another, without padding."""
     whole = find_numel(value.sizes)
     source = _places_in_padded(value.sizes, whole)
     rows = value.data.reshape(-1)

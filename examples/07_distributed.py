@@ -9,6 +9,10 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+
+# Before a group exists: its default arguments would keep the group, whose threads then run while
+# the process ends, and may abort it.
+import torch.distributed.nn.functional
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -830,7 +830,8 @@ def guards():
 
 
 @check(
-    "NAMES_IN_SIZES", "ShapeEnv", "assume_sizes", "guards_of", "hint_of", "names_in_size",
+    "NAMES_IN_SIZES", "ShapeEnv", "are_known_equal", "assume_sizes", "guards_of", "hint_of",
+    "names_in_size",
     "new_shape_env", "new_symbol", "num_guards", "print_size", "settle_size", "shape_env_of",
 )  # fmt: skip
 def sizes():
@@ -842,6 +843,8 @@ def sizes():
     assert len(_torch.names_in_size(half)) == 2
     assert _torch.hint_of(half) == 9
     before = _torch.num_guards(shapes)
+    assert not _torch.are_known_equal(a, b) and _torch.are_known_equal(a * 2, a + a)
+    assert _torch.num_guards(shapes) == before
     assert a == b
     assert _torch.num_guards(shapes) > before
     (name,) = _torch.names_in_size(half)  # b is a now

@@ -35,11 +35,8 @@ def drop_cotangents(joint: Joint, wanted: Sequence[int], *, may_add_zeros: bool 
     a user wrote, which returns a constant. Unless `may_add_zeros`, also where an operator would
     read zeros: autograd has a shorter formula there, or none.
     """
-    graph = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    for node in joint.module.graph.nodes:
-        nodes[node] = graph.node_copy(node, nodes.__getitem__)
-    copy = _with_nodes(joint, fx.GraphModule(joint.module, graph), nodes)
+    copy, _ = joint.copy()
+    graph = copy.module.graph
     missing = {ct for i, ct in enumerate(copy.cotangents) if ct is not None and i not in wanted}
     given = {ct for ct in copy.cotangents if ct is not None}
     zeros = _Zeros(missing, given, may_add_zeros=may_add_zeros)
@@ -66,22 +63,6 @@ def _erase_dead(joint: Joint, missing: Collection[fx.Node]) -> None:
         is_backward = node.op == "call_function" and not is_forward(node) and not node.is_impure()
         if (node in missing or is_backward) and not node.users:
             graph.erase_node(node)
-
-
-def _with_nodes(joint: Joint, module: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> Joint:
-    def translate(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(nodes[e] if isinstance(e, fx.Node) else e for e in entries)
-
-    return replace(
-        joint,
-        module=module,
-        inputs=translate(joint.inputs),
-        outputs=translate(joint.outputs),
-        mutations=tuple((i, nodes[value]) for i, value in joint.mutations),
-        cotangents=translate(joint.cotangents),
-        gradients=translate(joint.gradients),
-        parts=tuple((i, nodes[value]) for i, value in joint.parts),
-    )
 
 
 class _Zeros:

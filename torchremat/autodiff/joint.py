@@ -8,7 +8,7 @@
 It is what AOTAutograd traces. The backward operators are autograd's own, on fake tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ class Joint:
     that gets none. `mutations` pairs the position of an input that the function writes to with its
     new value. `opened`: checkpoints inside were opened, as no other trace of the function has them.
     `by_compiler`: AOTAutograd has traced it. `runs_own_backward`: a user wrote part of the backward
-    pass, as a `torch.autograd.Function`.
+    pass, as a `torch.autograd.Function`. `untiled`: the same without tiles, if this one has some.
     """
 
     module: fx.GraphModule
@@ -51,6 +51,7 @@ class Joint:
     by_compiler: bool = False
     parts: tuple[Part, ...] = ()
     runs_own_backward: bool = False
+    untiled: "Joint | None" = None
 
     @property
     def returned_gradients(self) -> list[fx.Node]:
@@ -62,6 +63,31 @@ class Joint:
     @property
     def forward_nodes(self) -> list[fx.Node]:
         return [node for node in self.module.graph.nodes if is_forward(node)]
+
+    def copy(self) -> tuple["Joint", dict[fx.Node, fx.Node]]:
+        """A joint graph of copies, and the copy of each node."""
+        graph = fx.Graph()
+        nodes: dict[fx.Node, fx.Node] = {}
+        for node in self.module.graph.nodes:
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        copied = replace(self, module=fx.GraphModule(self.module, graph))
+        return copied.translate(nodes), nodes
+
+    def translate(self, nodes: Mapping[fx.Node, fx.Node]) -> "Joint":
+        """The joint graph with other nodes in the places of those that `nodes` has."""
+
+        def translate_all(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(nodes.get(e, e) if isinstance(e, fx.Node) else e for e in entries)
+
+        return replace(
+            self,
+            inputs=translate_all(self.inputs),
+            outputs=translate_all(self.outputs),
+            mutations=tuple((i, nodes.get(value, value)) for i, value in self.mutations),
+            cotangents=translate_all(self.cotangents),
+            gradients=translate_all(self.gradients),
+            parts=tuple((i, nodes.get(value, value)) for i, value in self.parts),
+        )
 
     def find_live_forward_nodes(self) -> list[fx.Node]:
         written = [value for _, value in self.mutations]

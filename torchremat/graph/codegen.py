@@ -270,7 +270,7 @@ class _CodeWriter:
             return f"({value!r})"
         if isinstance(value, _PLAIN_LITERALS):
             return repr(value)
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             items = self._tuple(value)
             return f"[{items[1:-1]}]" if isinstance(value, list) else items
         return self._bind(value)

@@ -24,7 +24,7 @@ from torchremat.parallel.process_failures import (
     wait_for,
 )
 from torchremat.planning.plan import Plan
-from torchremat.planning.shared_solve import let_processes_share
+from torchremat.planning.search.shared_solve import let_processes_share
 from torchremat.planning.step.fingerprint import find_difference
 
 _PREFIX = "torchremat/plan"

@@ -15,6 +15,7 @@ checkpoint. It uses `remat` and the rooms below it. Begin with `api.py`, then `p
 True
 """
 
+from torchremat.autodiff.tiles.tile_joint import Tiling
 from torchremat.planning import cost_model
 from torchremat.planning.api import Pareto, ParetoPoint, pareto, plan
 from torchremat.planning.cost_model import CostModel
@@ -30,6 +31,7 @@ __all__ = [
     "Pareto",
     "ParetoPoint",
     "Plan",
+    "Tiling",
     "Timeline",
     "cost_model",
     "estimate",

@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.tiles.tiled_op import tiled_p
 from torchremat.core.formatting import human_bytes, human_seconds, table
 from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
+from torchremat.graph.nodes import body_of, is_forward, is_view
 from torchremat.planning.budget import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_tensors
@@ -28,6 +31,7 @@ from torchremat.planning.step.traced_step import (
     region_of,
     timeline_of,
 )
+from torchremat.planning.tile_choice import choose_tiles
 from torchremat.policies.builtin import everything_saveable
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
@@ -43,6 +47,7 @@ def plan(
     cost_model: CostModel | None = None,
     device: str | torch.device | None = None,
     offload: bool = False,
+    tile: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Choose which values are saved and which recomputed, so that the peak keeps within `budget`.
@@ -68,6 +73,8 @@ def plan(
             this machine if they are on the meta device.
         offload: whether values may be copied to the host and back, where the device has a link to
             one. `from_plan` runs such a plan in eager mode; a compiler saves what it offloads.
+        tile: whether operators that are independent along rows may run for some rows at a time, so
+            that logits, say, are never whole. Sums over tiles round otherwise than one sum.
         **kwargs: keyword arguments of `fun_or_module`.
 
     Returns:
@@ -91,6 +98,8 @@ def plan(
     refuse_misspelt(plan, fun_or_module, kwargs)
     asked = Budget.of(budget)
     planning = _prepare(fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload)
+    if tile:
+        return planning.plan_in_tiles(asked, f"plan(budget={budget!r}, tile=True)")
     return planning.plan(asked, f"plan(budget={budget!r})")
 
 
@@ -281,8 +290,17 @@ class PlannedFunction:
         self.joint = region.joint_for(region.usual_outputs)
         self.resident = sum(resident)
         self._resident_tensors = resident
-        self.planner = Planner(
-            self.joint, cost_model=model, solver=solver, resident=self.resident, offload=offload
+        self._solver = solver
+        self._offload = offload
+        self.planner = self._make_planner(self.joint)
+
+    def _make_planner(self, joint: Joint) -> Planner:
+        return Planner(
+            joint,
+            cost_model=self.model,
+            solver=self._solver,
+            resident=self.resident,
+            offload=self._offload,
         )
 
     def even_budgets(self, count: int) -> list[Budget]:
@@ -299,8 +317,29 @@ class PlannedFunction:
         return [Budget(nbytes=most - step) for step in steps]
 
     def plan(self, budget: Budget, asked: str, near: Schedule | None = None) -> Plan:
-        planned = self.planner.plan(budget, asked, near=near)
-        program = FunctionProgram(self.region, FixedSchedule(planned.graph_schedule))
+        return self._describe(self.planner.plan(budget, asked, near=near))
+
+    def plan_in_tiles(self, budget: Budget, asked: str) -> Plan:
+        """The plan of the step with as many tiles as make it take the least time."""
+        chosen = choose_tiles(self.planner, budget, None, self._make_planner, is_prompt=False)
+        if chosen.found.error is not None:
+            raise chosen.found.error(asked)
+        made = self._describe(chosen.found.planned)
+        if chosen.tiling is None:
+            return made
+        added = chosen.added_seconds
+        bound = min(made.lower_bound_seconds + chosen.tile_seconds, added)
+        return replace(
+            made,
+            recompute_seconds=added,
+            lower_bound_seconds=bound,
+            tiling=chosen.tiling,
+            decisions={**made.decisions, **_find_tiled_values(chosen.planner.joint)},
+        )
+
+    def _describe(self, planned: PlannedStep) -> Plan:
+        joint = planned.step.joint
+        program = FunctionProgram(self.region, FixedSchedule(planned.graph_schedule, joint))
         timeline = timeline_of(program)
         peak = timeline.peak
         if planned.offloaded:  # which counts a copy as done by the next operator of some weight
@@ -316,8 +355,8 @@ class PlannedFunction:
             lower_bound_seconds=min(planned.lower_bound_seconds, planned.costs.added_seconds),
             decisions=_decisions(planned),
             device=repr(self.model),
-            order=order_of(planned.graph_schedule, self.joint),
-            graph=self._lines,
+            order=order_of(planned.graph_schedule, joint),
+            graph=lines_of(joint.module.graph),
             offloaded_bytes=timeline.offloaded_bytes,
             link_seconds=planned.costs.link_seconds,
             graphs=(forward.module, backward.module),
@@ -328,10 +367,6 @@ class PlannedFunction:
 
     def _count_reserved(self, timeline: Timeline) -> int:
         return timeline.count_reserved_bytes(self._resident_tensors)
-
-    @functools.cached_property
-    def _lines(self) -> tuple[str, ...]:
-        return lines_of(self.joint.module.graph)
 
     @functools.cached_property
     def baseline(self) -> Figures:
@@ -356,6 +391,16 @@ class PlannedFunction:
             for o, count in runs.items()
             if count > 1 and (call := calls[o]) is not None
         )
+
+
+def _find_tiled_values(joint: Joint) -> dict[str, str]:
+    """`tiled` for each value of the forward pass that only tiles make."""
+    calls = joint.module.graph.find_nodes(op="call_function", target=tiled_p)
+    inside = [n for call in calls if is_forward(call) for n in body_of(call).graph.nodes]
+    made = [
+        n for n in inside if is_forward(n) and not is_view(n) and isinstance(n.meta["val"], Tensor)
+    ]
+    return {n.name: "tiled" for n in made}
 
 
 def _decisions(planned: PlannedStep) -> dict[str, str]:

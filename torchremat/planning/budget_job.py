@@ -9,6 +9,7 @@ A plan is numbers of operators. It is transferred to other sizes, where only byt
 another trace of the function that has the same operators.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.tiles.tile_joint import Tiling, tile_joint
 from torchremat.core.formatting import human_bytes, human_seconds
 from torchremat.core.source import warn_user
 from torchremat.errors import BudgetWarning
@@ -33,6 +35,7 @@ from torchremat.planning.step.known_sizes import KnownSizes
 from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import differentiates, forward_only
+from torchremat.planning.tile_choice import choose_tiles
 
 _logger = logging.getLogger("torchremat")
 
@@ -102,10 +105,17 @@ class _Graph:
     joint: Joint
     fuses: bool
     planner: Planner
+    untiled: Planner
+    """The planner of the same without tiles, of whose bytes a budget may be a part."""
     schedules: dict[Schedule, GraphSchedule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.forget_sizes()
+
+    @property
+    def planners(self) -> tuple[Planner, Planner]:
+        """With tiles and without."""
+        return self.planner, self.untiled
 
     def forget_sizes(self) -> None:
         """Forget what was chosen for sizes, since the budget is another."""
@@ -129,6 +139,8 @@ class BudgetOptions(Protocol):
     def solver(self) -> str: ...
     @property
     def on_infeasible(self) -> str: ...
+    @property
+    def tile(self) -> bool: ...
 
     def planner(self, joint: Joint, *, fuses: bool) -> Planner: ...
 
@@ -164,10 +176,45 @@ class BudgetJob:
         self._has_warned = False
         self._made: list[MadePlan] = []
         self._graphs: list[_Graph] = []
+        self._tiled: dict[Joint, Joint] = {}
+        self._tiling: Tiling | None = None
         self._hopeless: int | None = None
         """The plain peak from which on steps are known not to keep within the budget."""
         self._most: dict[str, int] = {}
         """The largest value of each symbol that was met."""
+
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+        """The joint graph with as many tiles as the budget needs; as it is without `tile`.
+
+        The number that was chosen for one trace stays for the others of the function.
+        """
+        if not self.policy.tile or not differentiates(joint):
+            return joint
+        if joint not in self._tiled:
+            while len(self._tiled) >= _MOST_GRAPHS:
+                self._tiled.pop(next(iter(self._tiled)))
+            if self._tiling is None and not self._is_declared:
+                self._tiling = self._choose_tiling(joint, sizes)
+            tiled = None if self._tiling is None else tile_joint(joint, self._tiling)
+            self._tiled[joint] = tiled or joint
+        return self._tiled[joint]
+
+    def _choose_tiling(self, joint: Joint, sizes: Sizes | None) -> Tiling | None:
+        """How many tiles there are: enough for steps that are larger, if sizes vary."""
+        budget = self.budget if self.limit is None else Budget(nbytes=self.limit)
+        chosen = None
+        for growth in (1.0,) if sizes is None else _GROWTH:
+            make = functools.partial(self._planner_at, sizes=sizes, growth=growth)
+            chosen = choose_tiles(make(joint), budget, self.saved, make, is_prompt=self._is_prompt)
+            if chosen.found.error is None:
+                break
+        return None if chosen is None else chosen.tiling
+
+    def _planner_at(self, joint: Joint, sizes: Sizes | None, growth: float) -> Planner:
+        planner = self.policy.planner(joint, fuses=False)
+        if sizes is None:
+            return planner
+        return planner.at({name: int(size * growth) for name, size in sizes.items()})
 
     def schedule(self, joint: Joint, *, fuses: bool, sizes: Sizes | None) -> GraphSchedule:
         """The schedule for a step: of a plan that was made, if one keeps within the budget."""
@@ -177,11 +224,13 @@ class BudgetJob:
         known = None if sizes is None else graph.known_sizes.find(sizes)
         if known is not None:
             return graph.graph_schedule(known)
-        planner = graph.planner if sizes is None else graph.planner.at(sizes)
+        planner, untiled = (p if sizes is None else p.at(sizes) for p in graph.planners)
         for name, size in (sizes or {}).items():
             self._most[name] = max(size, self._most.get(name, 0))
         limit = self.limit
-        schedule = self._fix_limit(planner) or self._choose(planner) or self._make(graph, planner)
+        schedule = (
+            self._fix_limit(planner, untiled) or self._choose(planner) or self._make(graph, planner)
+        )
         if self.limit != limit:
             for each in self._graphs:
                 each.forget_sizes()
@@ -196,19 +245,22 @@ class BudgetJob:
         for graph in self._graphs:
             if graph.joint is joint and graph.fuses is fuses:
                 return graph
-        self._graphs.insert(0, _Graph(joint, fuses, self.policy.planner(joint, fuses=fuses)))
+        planner = untiled = self.policy.planner(joint, fuses=fuses)
+        if joint.untiled is not None:
+            untiled = self.policy.planner(joint.untiled, fuses=fuses)
+        self._graphs.insert(0, _Graph(joint, fuses, planner, untiled))
         del self._graphs[_MOST_GRAPHS:]
         return self._graphs[0]
 
     # --- bytes ---
 
-    def _fix_limit(self, planner: Planner) -> Schedule | None:
+    def _fix_limit(self, planner: Planner, untiled: Planner) -> Schedule | None:
         """Fix the bytes of a relative budget, if this step is the largest so far.
 
         Gives the schedule where a search for the bytes finds one.
         """
         budget = self.budget
-        plain = planner.plain.peak_bytes
+        plain = untiled.plain.peak_bytes
         if budget is None or not budget.is_relative or self._is_declared:
             return None
         if self.largest is not None and plain <= self.largest:
@@ -216,7 +268,7 @@ class BudgetJob:
         self.largest = plain
         self._resident = planner.resident
         if budget.fraction is not None:
-            self.limit = planner.bytes_of(budget)
+            self.limit = untiled.bytes_of(budget)
             return None
         known = min(self._fitting(planner, 1 << 62), key=planner.peak_of, default=None)
         if known is not None and self._adds_little(planner, known):

@@ -6,9 +6,10 @@ from functools import cached_property
 from typing import Any
 
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.tiles.tile_joint import tile_joint
 from torchremat.core.formatting import human_bytes
 from torchremat.core.source import warn_user
-from torchremat.errors import BudgetWarning, PolicyError, PolicyValueError
+from torchremat.errors import BudgetWarning, PlanError, PolicyError, PolicyValueError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit, plain_number
@@ -21,7 +22,8 @@ from torchremat.planning.step.fingerprint import find_growth, lines_of
 from torchremat.planning.step.order import misfit
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
 from torchremat.planning.tapes.tape_budget import TapeBudgetJob, TapeOptions
-from torchremat.policies.policy import FailedOperator, Policy
+from torchremat.policies.failed_operator import FailedOperator
+from torchremat.policies.policy import Policy
 from torchremat.policies.spelling import register_spelling
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tape.limited_calls import LimitingPolicy, TapeJob
@@ -48,13 +50,14 @@ class MemoryBudget(_Planned):
     saved: int | str | None = None
     on_infeasible: str = "best"
     resident: int | str = 0
+    tile: bool = False
 
     @property
     def _limits(self) -> tuple[Any, ...]:
         """The limits however they are written: `"1GiB"` is as many bytes as `2**30`."""
         budget = None if self.budget is None else Budget.of(self.budget)
         saved = None if self.saved is None else bytes_of_limit(self.saved)
-        options = (self.solver, self.cost_model, self.offload, self.on_infeasible)
+        options = (self.solver, self.cost_model, self.offload, self.on_infeasible, self.tile)
         return (budget, saved, self.resident_bytes, *options)
 
     @property
@@ -80,6 +83,14 @@ class MemoryBudget(_Planned):
             resident=self.resident_bytes,
         )
 
+    @property
+    def wants_tiles(self) -> bool:  # type: ignore[override]
+        return self.tile
+
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+        """The joint graph with as many tiles as let the budget cost least; without `tile` as is."""
+        return self.begin_job().prepare_joint(joint, sizes)
+
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
     ) -> GraphSchedule:
@@ -95,7 +106,7 @@ class MemoryBudget(_Planned):
         unspelt = (self.solver, self.cost_model, self.on_infeasible, self.resident)
         if unspelt != ("auto", None, "best", 0):
             return None
-        options = _OFFLOAD if self.offload else ""
+        options = (_TILE if self.tile else "") + (_OFFLOAD if self.offload else "")
         if self.budget is None:
             return f"saved:{_with_unit(self.saved)}{options}"
         return None if self.saved is not None else f"budget:{_with_unit(self.budget)}{options}"
@@ -110,6 +121,8 @@ class MemoryBudget(_Planned):
             options.append(f"cost_model={self.cost_model!r}")
         if self.offload:
             options.append("offload=True")
+        if self.tile:
+            options.append("tile=True")
         if self.on_infeasible != "best":
             options.append(f"on_infeasible={self.on_infeasible!r}")
         if self.resident:
@@ -123,6 +136,13 @@ class BudgetInJob(_Planned):
 
     policy: MemoryBudget
     job: BudgetJob
+
+    @property
+    def wants_tiles(self) -> bool:  # type: ignore[override]
+        return self.policy.tile
+
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+        return self.job.prepare_joint(joint, sizes)
 
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
@@ -198,6 +218,7 @@ def memory_budget(
     offload: bool = False,
     on_infeasible: str = "best",
     resident: int | str = 0,
+    tile: bool = False,
 ) -> Policy:
     """Keep the peak memory of the forward and the backward pass within `budget`.
 
@@ -238,6 +259,8 @@ def memory_budget(
         resident: bytes (an `int`, or text such as `"12GiB"`) that are there beside the step and
             count: the budget is of a whole device then. `measure.resident_bytes` counts those of
             models, optimizers and accumulated gradients.
+        tile: whether operators that are independent along rows may run for some rows at a time, as
+            in `tr.plan`. Compilers and tapes run them whole.
 
     Raises:
         TypeError: if `budget` is neither a number nor text, or `cost_model` is none; if neither
@@ -267,12 +290,7 @@ def memory_budget(
             "or of what is saved for the backward pass, memory_budget(saved='200MiB')"
         )
     if saved is not None:
-        bytes_of_limit(saved, "saved")
-        if budget is not None and Budget.of(budget).is_searched:
-            raise PolicyError(
-                f"memory_budget({budget!r}, saved={saved!r}): a search for the least memory takes "
-                "no limit on what is saved: leave out saved, or give the budget as bytes"
-            )
+        _check_saved(saved, budget)
     _check_resident(resident, budget)
     check_solver(solver)
     if cost_model is not None and not isinstance(cost_model, CostModel):
@@ -287,7 +305,16 @@ def memory_budget(
             f"memory_budget(on_infeasible={on_infeasible!r}): it is 'best' (a later step that "
             "cannot be met runs with the least peak, with a warning) or 'error'"
         )
-    return MemoryBudget(budget, solver, cost_model, offload, saved, on_infeasible, resident)
+    return MemoryBudget(budget, solver, cost_model, offload, saved, on_infeasible, resident, tile)
+
+
+def _check_saved(saved: Any, budget: Any) -> None:
+    bytes_of_limit(saved, "saved")
+    if budget is not None and Budget.of(budget).is_searched:
+        raise PolicyError(
+            f"memory_budget({budget!r}, saved={saved!r}): a search for the least memory takes "
+            "no limit on what is saved: leave out saved, or give the budget as bytes"
+        )
 
 
 def _check_resident(resident: Any, budget: Any) -> None:
@@ -308,26 +335,28 @@ def _check_resident(resident: Any, budget: Any) -> None:
         )
 
 
-_OFFLOAD = "+offload"
+_TILE, _OFFLOAD = "+tile", "+offload"
 
 
-def _read_offload(items: Sequence[str]) -> tuple[str, bool]:
-    """A limit without the option that may follow it, and whether that does."""
-    text = ",".join(items)
-    limit = text.removesuffix(_OFFLOAD)
-    return limit.rstrip(), limit != text
+def _read_options(items: Sequence[str]) -> tuple[str, set[str]]:
+    """A limit without the options that may follow it, and these."""
+    limit, found = ",".join(items).rstrip(), set()
+    while option := next(filter(limit.endswith, (_TILE, _OFFLOAD)), None):
+        limit = limit.removesuffix(option).rstrip()
+        found.add(option)
+    return limit, found
 
 
 def read_budget(*items: str) -> Policy:
-    """The policy that is spelled `"budget:8GiB"`, or `"budget:8GiB+offload"`."""
-    budget, offload = _read_offload(items)
-    return memory_budget(budget, offload=offload)
+    """The policy that is spelled `"budget:8GiB"`, or `"budget:8GiB+tile+offload"`."""
+    budget, options = _read_options(items)
+    return memory_budget(budget, tile=_TILE in options, offload=_OFFLOAD in options)
 
 
 def read_saved(*items: str) -> Policy:
-    """The policy that is spelled `"saved:200MiB"`, or `"saved:200MiB+offload"`."""
-    saved, offload = _read_offload(items)
-    return memory_budget(saved=saved, offload=offload)
+    """The policy that is spelled `"saved:200MiB"`, or `"saved:200MiB+tile+offload"`."""
+    saved, options = _read_options(items)
+    return memory_budget(saved=saved, tile=_TILE in options, offload=_OFFLOAD in options)
 
 
 @dataclass(frozen=True, repr=False)
@@ -340,6 +369,11 @@ class FromPlan(_Planned):
 
     serves_many_sizes = False
 
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+        """The joint graph with the tiles of the plan."""
+        tiling = self._plan.tiling
+        return joint if tiling is None else tile_joint(joint, tiling) or joint
+
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
     ) -> GraphSchedule:
@@ -347,6 +381,11 @@ class FromPlan(_Planned):
         if not differentiates(joint):
             return forward_only(joint)
         plan = self._plan
+        if plan.tiling is not None and joint.untiled is None:
+            raise PlanError(
+                f"{self!r}: the plan has tiles, and this graph has none: a compiler runs it, or it "
+                "is another function. Make a plan for it, without tile=True for a compiler"
+            )
         schedule = plan.graph_schedule(joint)
         lines = lines_of(joint.module.graph)
         growth = 1.0 if joint.by_compiler else find_growth(plan.graph, lines)

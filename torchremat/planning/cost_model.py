@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from torchremat import _torch
+from torchremat.autodiff.tiles.tiled_op import TileLayout, tiled_p
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.nodes import inner_graphs_of, is_item, is_view
 from torchremat.graph.ops import op_name
@@ -205,7 +206,11 @@ def _count_bytes(work: Work) -> int:
 
 
 def _num_rounds(node: fx.Node) -> int:
-    """How many times the body of `node` runs: as often as `scan` and `map` have slices."""
+    """How many times the body of `node` runs: as often as there are tiles, or slices to scan."""
+    if node.target is tiled_p:
+        layout = node.args[1]
+        assert isinstance(layout, TileLayout)
+        return layout.num_tiles
     if op_name(node.target) not in ("higher_order.scan", "higher_order.map_impl"):
         return 1
     index = 2 if op_name(node.target) == "higher_order.scan" else 1

@@ -10,7 +10,7 @@ from torchremat.graph.notes import notes_of
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import LiveValue, Timeline
 from torchremat.planning.step.traced_step import graphs_of
-from torchremat.policies.policy import FailedOperator
+from torchremat.policies.failed_operator import FailedOperator
 from torchremat.remat.program.function_program import FunctionProgram
 
 # Values that the message names, the largest first; the rest is one line.

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.tiles.tile_joint import Tiling
 from torchremat.core.formatting import human_bytes, human_seconds, percent, table
 from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import PlanError
@@ -18,7 +19,7 @@ from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
-from torchremat.planning.plan_file import FORMAT, VERSION, parse_plan
+from torchremat.planning.plan_file import DECISIONS, FORMAT, VERSION, parse_plan
 from torchremat.planning.step.fingerprint import fingerprint_of
 from torchremat.planning.step.order import Order, schedule_of
 
@@ -57,13 +58,14 @@ class Plan(ShownInNotebook):
         lower_bound_seconds: no schedule that keeps within the budget adds less, with the backward
             pass in this order and a forward pass that runs nothing twice.
         decisions: for each value of the forward pass that the backward pass needs, by the name of
-            its node: `saved`, `recomputed` or `offloaded`.
+            its node: `saved`, `recomputed` or `offloaded`; `tiled` for one that is never whole.
         device: the cost model of the times, as text.
         offloaded_bytes: the bytes that are copied to the host.
         link_seconds: the time in which the step waits for copies to the host and back.
         reserved_bytes: what PyTorch's caching allocator would take from a GPU for the peak; 0 in
             files of an earlier torchremat.
         gap_reason: why `gap` is large; empty up to 5 %.
+        tiling: how many tiles there are; `None` without tiles.
     """
 
     budget: int
@@ -82,6 +84,7 @@ class Plan(ShownInNotebook):
     link_seconds: float = 0.0
     reserved_bytes: int = 0
     gap_reason: str = ""
+    tiling: Tiling | None = None
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
     """The model of the times; `None` for a plan that was loaded."""
@@ -147,7 +150,7 @@ class Plan(ShownInNotebook):
             *self._of_the_link(),
             ("flops", f"{base.flops + self.recompute_flops:.4g}", f"{base.flops:.4g}", ""),
         ]  # fmt: skip
-        counts = {what: 0 for what in ("saved", "recomputed", "offloaded")}
+        counts = {what: 0 for what in DECISIONS}
         for decision in self.decisions.values():
             counts[decision] += 1
         said = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
@@ -196,6 +199,7 @@ class Plan(ShownInNotebook):
             "lower_bound_seconds": self.lower_bound_seconds,
             "device": self.device,
             **{name: getattr(self, name) for name in _LATER_FIELDS},
+            "tiling": None if self.tiling is None else asdict(self.tiling),
             "decisions": dict(self.decisions),
             "order": asdict(self.order),
             "graph": list(self.graph),
@@ -212,6 +216,7 @@ class Plan(ShownInNotebook):
             graph=tuple(content["graph"]),
             **{name: content[name] for name in _PLAIN_FIELDS},
             **{name: content[name] for name in _LATER_FIELDS if name in content},
+            tiling=Tiling(**content["tiling"]) if content.get("tiling") else None,
         )
 
     def save(self, path: "str | os.PathLike[str]") -> None:

@@ -17,7 +17,7 @@ FORMAT = "torchremat plan"
 # The version of the files, which changes when older ones cannot be read: they are refused.
 VERSION = 1
 
-DECISIONS = ("saved", "recomputed", "offloaded")
+DECISIONS = ("saved", "recomputed", "offloaded", "tiled")
 
 Where = tuple[str | int, ...]
 """The keys and positions that lead to a value."""
@@ -72,6 +72,7 @@ _OF_BASELINE = ("peak_bytes", "saved_bytes", "seconds", "flops", "reserved_bytes
 _OF_ORDER = ("saved", "forward", "backward", "offloaded")
 _LATER = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason")
 """They are not in the first files of this version."""
+_NUM_TILES = ("tiling", "num_tiles")
 # of 64 bits, as sizes are in PyTorch
 _MOST = 2**63 - 1
 
@@ -91,6 +92,7 @@ class _Check:
         for name in ("device", "fingerprint", "gap_reason"):
             self._check(_is_text, "text", name)
         self._refuse_others(("baseline",), _OF_BASELINE)
+        self._check_tiling()
         self._check_lists()
         self._refuse_others(("order",), _OF_ORDER)
         self._check_decisions()
@@ -104,6 +106,13 @@ class _Check:
             if name not in known:
                 value = self.content[where[0]][name]
                 self._refuse((*where, name), value, f"there are only {', '.join(known)}")
+
+    def _check_tiling(self) -> None:
+        if self.content.get("tiling") is None:
+            return
+        self._check(lambda value: _is_count(value) and value, "a number of tiles", *_NUM_TILES)
+        self._check(lambda value: isinstance(value, bool), "true or false", "tiling", "again")
+        self._refuse_others(("tiling",), ("num_tiles", "again"))
 
     def _check_lists(self) -> None:
         self._check(_is_list_of(_is_text), "a list of lines of text", "graph")

@@ -23,8 +23,8 @@ from torchremat.planning.problem.backward_order import floor_of
 from torchremat.planning.problem.orders import orders_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule, costs_of
 from torchremat.planning.problem.replay import replay_of
+from torchremat.planning.search.shared_solve import solve_once, text_of
 from torchremat.planning.search.solver_options import Solution, SolverOptions
-from torchremat.planning.shared_solve import solve_once, text_of
 from torchremat.planning.solver import solve_orders
 from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.planned_step import PlannedStep

@@ -16,8 +16,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-from torch import fx
-
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.core.avals import Aval
@@ -26,6 +24,7 @@ from torchremat.errors import PolicyError, PolicyFailedError, TorchrematError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.checkpoint_name import name_p
+from torchremat.policies.failed_operator import FailedOperator
 from torchremat.policies.spelling import is_policy_maker, parse_spelling
 from torchremat.policies.verdicts import (
     Answer,
@@ -74,19 +73,6 @@ _value_in_question: ContextVar[Value | None] = ContextVar("_value_in_question", 
 
 # each message of `Policy.find_unmatched` has this between the item and the names that exist
 MATCHES_NOTHING = " matches nothing in what was traced"
-
-
-@dataclass(frozen=True, slots=True)
-class FailedOperator:
-    """The operator at which memory ran out.
-
-    Attributes:
-        phase: of the step: `"forward"` or `"backward"`.
-        node: its node; `None` if it is not known, as behind a compiler.
-    """
-
-    phase: str
-    node: fx.Node | None
 
 
 class Policy:
@@ -154,6 +140,13 @@ class Policy:
         `fuses`: a compiler runs it, which fuses pointwise work with its readers into one kernel.
         """
         raise AssertionError(f"{self!r} decides on one value at a time")
+
+    wants_tiles: ClassVar[bool] = False
+    """Whether `prepare_joint` may put tiles into a graph."""
+
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+        """The joint graph that the policy decides on: `joint`, or the same with tiles in it."""
+        return joint
 
     def begin_job(self) -> "Policy":
         """The policy for the calls of one function, in which it may remember what it decided."""

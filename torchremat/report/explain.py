@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
+from torchremat.autodiff.tiles.tiled_op import describe_tiles, tiled_p
 from torchremat.core.avals import Aval
 from torchremat.core.source import name_of
 from torchremat.errors import TraceError
@@ -159,7 +160,9 @@ def report_of(observation: Observation) -> Report:
     for call in observation.scope.calls:
         program = program_of(call)
         if call.kwargs["call"] in observation.live_calls and program is not None:
-            found.add_replayed(observation.scope.whole_inside(call), program)
+            inside = observation.scope.whole_inside(call)
+            found.add_replayed(inside, program)
+            found.add_tiled(inside, program)
     inputs.sort(key=lambda pair: observation.inputs.index(pair[0]))
     return Report((*(row for _, row in inputs), *found.sort()))
 
@@ -181,6 +184,7 @@ def report_of_programs(
         found = _Rows(ValueLabels.of(scope))
         found.add_residuals(scope, program)
         found.add_replayed(scope, program)
+        found.add_tiled(scope, program)
         rows += _program_inputs(name, program)
         rows += found.sort()
     graphs = tuple((name, p) for name, p in programs if isinstance(p, FunctionProgram))
@@ -231,6 +235,17 @@ class _Rows:
         needed = tuple(spec.requires_grad for spec in program.region.specs)
         backward = program.backward(given, needed, with_states=bool(program.replayed_random))
         self._add_replays(scope, backward.module, program)
+
+    def add_tiled(self, scope: Scope, program: FunctionProgram) -> None:
+        """The values of the forward pass of which there is a tile at a time, with its bytes."""
+        graph = program.root_joint.module.graph
+        for call in graph.find_nodes(op="call_function", target=tiled_p):
+            decision = Decision("tiled", describe_tiles(call))
+            for node in body_of(call).graph.nodes:
+                if is_computed(node) and is_forward(node):
+                    value = ScopedValue(node, scope)
+                    if value.aval is not None:
+                        self._add(value, decision, value.aval.nbytes, value.aval)
 
     def _add_replays(
         self, scope: Scope, backward: fx.GraphModule, program: FunctionProgram | None

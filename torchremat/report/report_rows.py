@@ -25,7 +25,7 @@ SAVED: tuple[Outcome, ...] = ("saved", "constant")
 """Decisions that cost memory of the device: inputs and parameters are there anyway."""
 
 DECISIONS: tuple[Outcome, ...] = (
-    "saved", "offloaded", "constant", "recomputed", "input", "parameter",
+    "saved", "offloaded", "constant", "recomputed", "tiled", "input", "parameter",
 )  # fmt: skip
 
 _TITLES = {"input": "inputs", "parameter": "parameters", "constant": "constants"}
@@ -44,7 +44,8 @@ class Row:
         shape: its shape.
         dtype: its dtype.
         nbytes: the bytes of its storage, which may be more than its shape needs.
-        decision: `saved`, `recomputed`, `offloaded`, `input`, `parameter` or `constant`.
+        decision: `saved`, `recomputed`, `offloaded`, `tiled`, `input`, `parameter` or `constant`.
+            Of a `tiled` value there is one tile at a time, whose shape and bytes these are.
         reason: which policy decided so, or why it had to be.
         way: `graph`, or `tape` for what a function did that cannot be one graph.
     """

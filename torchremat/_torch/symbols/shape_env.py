@@ -12,7 +12,7 @@ from torch import SymInt
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._guards import SLoc
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, statically_known_true
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.utils._sympy.functions import CeilToInt, FloorDiv, Max, Min
 from torch.utils._sympy.numbers import int_oo
@@ -221,6 +221,13 @@ def settle_size(size: Any) -> Any:
     """`size`, as a number if a trace assumed that it is one."""
     constant = size.node.maybe_as_int()
     return size if constant is None else constant
+
+
+def are_known_equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all values of their symbols that a trace allows."""
+    if not isinstance(a, torch.SymInt) and not isinstance(b, torch.SymInt):
+        return bool(a == b)
+    return str(a) == str(b) or statically_known_true(a == b)
 
 
 class _AssumedSizes:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from torchremat.autodiff.tiles.tiled_op import TileLayout, split_products
 from torchremat.errors import GraphError
 from torchremat.graph.nodes import (
     all_items,
@@ -261,7 +262,10 @@ class MemoryInterpreter:
 def peak_inside(node: fx.Node, device_type: str | None = None) -> int:
     """The most bytes of what the graphs inside `node` make at one time; 0 if there are none."""
     peaks = [0]
-    for body in inner_graphs_of(node):
+    bodies = inner_graphs_of(node)
+    if bodies and isinstance(layout := node.args[1], TileLayout):
+        bodies = [split_products(body, layout) for body in bodies]
+    for body in bodies:
         interpreter = MemoryInterpreter(device_type)
         interpreter.run(body, [None] * len(body.graph.find_nodes(op="placeholder")))
         peaks += [point[2] for point in interpreter.points]

@@ -78,7 +78,7 @@ def _check_decisions(decisions: Mapping[str, str], joint: Joint, schedule: Graph
         node = nodes.get(name)
         is_saved, is_away = node in schedule.saved, node in schedule.offloaded
         found = "saved" if is_saved else "offloaded" if is_away else "recomputed"
-        if node is not None and said != found:
+        if node is not None and said not in (found, "tiled"):
             raise PlanError(
                 f"the plan was changed: decisions.{name} is {said!r}, and by its order it is "
                 f"{found}. Make it again with tr.plan"

@@ -47,8 +47,13 @@ class WholeGraphPolicy(Policy):
 
 
 class FixedSchedule(WholeGraphPolicy):
-    def __init__(self, schedule: GraphSchedule) -> None:
+    def __init__(self, schedule: GraphSchedule, joint: Joint | None = None) -> None:
         self._schedule = schedule
+        self._joint = joint
+
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+        """The joint graph of the schedule, if it is another."""
+        return self._joint or joint
 
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None

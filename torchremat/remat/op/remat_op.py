@@ -26,7 +26,7 @@ from torchremat.graph.codegen import (
 from torchremat.graph.nodes import BodyOperator
 from torchremat.graph.notes import graph_notes_of, note_graph
 from torchremat.graph.symbolic_sizes import Interpreter, Sizes
-from torchremat.policies.policy import FailedOperator
+from torchremat.policies.failed_operator import FailedOperator
 from torchremat.remat.program.compiled_graph import CompiledGraph
 from torchremat.remat.program.program import Program
 from torchremat.tracing.ambient_state import without_autocast

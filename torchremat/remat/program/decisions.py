@@ -12,9 +12,10 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals, find_residuals
+from torchremat.autodiff.tiles.tiled_op import tiled_p
 from torchremat.core.avals import Aval
 from torchremat.core.source import warn_user
-from torchremat.errors import OffloadWarning, UnmatchedWarning
+from torchremat.errors import BudgetWarning, OffloadWarning, UnmatchedWarning
 from torchremat.graph.nodes import (
     base_of,
     call_of,
@@ -37,7 +38,7 @@ from torchremat.remat.program.random_replay import state_nbytes
 from torchremat.remat.program.written_outputs import find_written_residuals, is_read_by_derivative
 from torchremat.tracing.modules.module_paths import below
 
-Outcome = Literal["saved", "recomputed", "offloaded", "input", "parameter", "constant"]
+Outcome = Literal["saved", "recomputed", "offloaded", "tiled", "input", "parameter", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,10 @@ class PolicyDecisions:
 
     def _decide_planned(self, node: fx.Node, schedule: GraphSchedule) -> Decision:
         forced = reason_not_replayable(node)
+        if node in schedule.saved and call_of(node).target is tiled_p:
+            return Decision(
+                "saved", f"{self.policy} keeps it: the tiles of the forward pass make it"
+            )
         if node in schedule.saved:
             reason = forced or reason_to_save(node) or "to compute it again would take longer"
             return Decision("saved", f"{self.policy} keeps it: {reason}")
@@ -239,7 +244,14 @@ class PolicyDecisions:
                 "saved on their device. Without the compiler they are offloaded",
                 OffloadWarning,
             )
-        return bool(self.not_moved) or (is_compiled and self.offloads)
+        is_whole = is_compiled and self.policy.wants_tiles
+        if is_whole:
+            warn_user(
+                f"{self.policy}: graphs that are compiled run without tiles, so that more has to "
+                "be recomputed. Without the compiler they run in tiles",
+                BudgetWarning,
+            )
+        return bool(self.not_moved) or is_whole or (is_compiled and self.offloads)
 
     def warn_of_unmatched(self) -> bool:
         values = list(self.values.values())

@@ -228,13 +228,14 @@ class Program(ABC):
         """The nodes of `joint` for `values` of the root joint graph.
 
         There is none for a value inside a checkpoint within this one, nor for one that only the
-        backward pass has.
+        backward pass or tiles have.
         """
         root = self.root_joint
         if root is None or joint is root:
             return list(values)
         forward = [node for node in values if node.op == "placeholder" or is_forward(node)]
-        pairs = match_forward(root, joint, forward, strict=not root.opened)
+        strict = not root.opened and root.untiled is None
+        pairs = match_forward(root, joint, forward, strict=strict)
         return [pairs.get(node) for node in values]
 
 

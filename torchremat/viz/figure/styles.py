@@ -31,6 +31,7 @@ STYLES: Mapping[str, Look] = {
     "saved": Look("#2f7fc1", "#ffffff"),
     "offloaded": Look("#c58bb8", "#20121d", "dots", "slanted"),
     "recomputed": Look("#f2b84b", "#2b1d00", "diagonal", "cut", "dashed"),
+    "tiled": Look("#8fb7a0", "#0b2216", "vertical", "cut"),
     "temporary": Look("#e4e7eb", "#1f2933"),
     "output": Look("#3b4654", "#ffffff", border="double"),
     "gradient": Look("#dd6f4f", "#2a0b02", "horizontal", border="double"),

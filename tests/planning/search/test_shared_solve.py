@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from torchremat.core.upper_rooms import load_rooms
-from torchremat.planning import plan, shared_solve
+from torchremat.planning import plan
+from torchremat.planning.search import shared_solve
 
 
 def chain(x, w):

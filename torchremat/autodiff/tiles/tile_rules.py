@@ -1,0 +1,344 @@
+"""Rules of operators: how rows go through them, and what they are in a tile.
+
+A rule infers how all tensors of a call lie in tiles from what is known of some. So a region grows
+from a value to those that read it, and to those that it is computed from. An operator without a
+rule ends a region: it reads the whole of a value.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.autodiff.tiles.cuts import (
+    SUM,
+    WHOLE,
+    Assignment,
+    Cut,
+    Cuts,
+    Rows,
+    broadcast_cut,
+    find_rows,
+    have_equal,
+    merge_dims,
+    product,
+    result_rows,
+    shape_of,
+)
+from torchremat.autodiff.tiles.shape_rules import (
+    Expand,
+    Permutation,
+    Reshape,
+    order_of_permute,
+    order_of_transpose,
+)
+from torchremat.autodiff.tiles.tile_rule import TileRule, ToBody
+from torchremat.graph.symbolic_sizes import literal_size
+
+aten = torch.ops.aten
+
+
+class Elementwise(TileRule):
+    def __init__(self, linear_in: Sequence[int] = (), *, any_of: bool = False) -> None:
+        self.linear_in = tuple(linear_in)
+        self.any_of = any_of
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        shape = shape_of(node)
+        found = find_rows(known, [node, *node.all_input_nodes])
+        if found is None:
+            return None
+        source, rows = found
+        own = rows if source is node else result_rows(shape_of(source), shape, rows)
+        if own is None:
+            return None
+        pairs: list[tuple[fx.Node, Cut]] = [(node, own)]
+        for operand in node.all_input_nodes:
+            cut = broadcast_cut(shape_of(operand), shape, own)
+            if cut is None:
+                return None
+            pairs.append((operand, cut))
+        return pairs
+
+
+class Sum(Elementwise):
+    """An elementwise operator that is linear where all of its terms depend on a cotangent."""
+
+    def _is_linear_in_all(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:
+        terms = [node.args[i] for i in self.linear_in]
+        return all(isinstance(t, fx.Node) and t in late for t in terms)
+
+
+class Select(Elementwise):
+    """`where` and `masked_fill`, linear where what is chosen otherwise is zero."""
+
+    def _is_linear_in_all(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:
+        if node.target is aten.masked_fill.Scalar:
+            return _is_zero(node.args[2])
+        return all(a in late or _is_zero(a) for a in node.args[1:3])
+
+
+def _is_zero(value: Any) -> bool:
+    if not isinstance(value, fx.Node):
+        return bool(value == 0)
+    fills = (aten.full.default, aten.scalar_tensor.default)
+    if value.target in fills:
+        return bool(value.args[-1] == 0)
+    return value.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+class MatrixProduct(TileRule):
+    """`mm` and `bmm`, whose batch may be rows too."""
+
+    linear_in = (0, 1)
+    any_of = True
+
+    def __init__(self, num_batch_dims: int) -> None:
+        n = num_batch_dims
+        self._forms = [
+            *[(Rows(d), Rows(d), Rows(d)) for d in range(n)],
+            (Rows(n), Rows(n), WHOLE),
+            (Rows(n + 1), WHOLE, Rows(n + 1)),
+            (SUM, Rows(n + 1), Rows(n)),
+        ]
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        a, b = node.args
+        operands = (node, a, b)
+        for form in self._forms:
+            fits = [known[x] == cut for x, cut in zip(operands, form, strict=True) if x in known]  # type: ignore[index]
+            if fits and all(fits):
+                return list(zip(operands, form, strict=True))  # type: ignore[arg-type]
+        return None
+
+
+class AddedProduct(TileRule):
+    """`addmm`, a linear layer with a bias."""
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        bias, a, b = node.args
+        assert isinstance(bias, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        for rows, cut_a, cut_b in ((Rows(0), Rows(0), WHOLE), (Rows(1), WHOLE, Rows(1))):
+            wanted = [(node, rows), (a, cut_a), (b, cut_b)]
+            fits = [known[x] == cut for x, cut in wanted if x in known]
+            cut = broadcast_cut(shape_of(bias), shape_of(node), rows)
+            if fits and all(fits) and cut is not None:
+                return [*wanted, (bias, cut)]
+        return None
+
+
+class ByRow(TileRule):
+    """An operator along a dim that is no row: a softmax, or its derivative."""
+
+    def __init__(self, dim_position: int, linear_in: Sequence[int] = ()) -> None:
+        self._dim_position = dim_position
+        self.linear_in = tuple(linear_in)
+
+    def _dim(self, node: fx.Node) -> int:
+        dim = node.args[self._dim_position]
+        assert isinstance(dim, int)
+        return dim % len(shape_of(node))
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        operands = [node, *node.all_input_nodes]
+        found = find_rows(known, operands)
+        alike = all(have_equal(shape_of(x), shape_of(node)) for x in operands)
+        if found is None or not alike or found[1].start <= self._dim(node) < found[1].end:
+            return None
+        return [(operand, found[1]) for operand in operands]
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        rows = cuts[node]
+        assert isinstance(rows, Rows)
+        args = list(to_body(node.args))
+        (args[self._dim_position],) = merge_dims([self._dim(node)], len(shape_of(node)), rows)
+        return node.target, tuple(args), to_body(node.kwargs)
+
+
+class Reduction(TileRule):
+    """A reduction over dims that are no rows; one that adds may be over all of the rows too."""
+
+    def __init__(self, *, adds: bool = False, is_linear: bool = False) -> None:
+        self._adds = adds
+        self.linear_in = (0,) if is_linear else ()
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        source = node.args[0]
+        rows = known.get(source)  # type: ignore[arg-type]
+        if not isinstance(source, fx.Node) or not isinstance(rows, Rows):
+            return None
+        dims = _find_reduced_dims(node, len(shape_of(source)))
+        inside = [d for d in dims if rows.start <= d < rows.end]
+        if inside:
+            is_sum = self._adds and len(inside) == rows.count
+            return [(node, SUM), (source, rows)] if is_sum else None
+        gone = 0 if _keeps_dims(node) else sum(d < rows.start for d in dims)
+        return [(node, rows.shift(-gone)), (source, rows)]
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        rows, num_dims = cuts[source], len(shape_of(source))
+        assert isinstance(rows, Rows)
+        args = list(to_body(node.args))
+        if len(args) > 1 and isinstance(args[1], list | tuple):
+            dims = _find_reduced_dims(node, num_dims)
+            outside = [d for d in dims if not rows.start <= d < rows.end]
+            merged = merge_dims(outside, num_dims, rows)
+            args[1] = merged if len(outside) == len(dims) else [*merged, rows.start]
+        return node.target, tuple(args), to_body(node.kwargs)
+
+
+class Mean(Reduction):
+    """The mean of all elements: tiles add up, and the sum is divided at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(adds=True, is_linear=True)
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        return aten.sum.default, to_body(node.args), to_body(node.kwargs)
+
+    def finish(self, node: fx.Node, total: fx.Node) -> tuple[Any, Any] | None:
+        count = product(shape_of(node.args[0]))
+        return aten.div.Scalar, (total, literal_size(count))
+
+
+def _find_reduced_dims(node: fx.Node, num_dims: int) -> list[int]:
+    given = node.args[1] if len(node.args) > 1 else None
+    dims = [given] if isinstance(given, int) else given
+    if not isinstance(dims, list | tuple) or not dims:
+        return list(range(num_dims))
+    return [int(d) % num_dims for d in dims]
+
+
+def _keeps_dims(node: fx.Node) -> bool:
+    return bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim"))
+
+
+class Gather(TileRule):
+    """`gather` along a dim that is no row, with an index of as many rows."""
+
+    linear_in = (0,)
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        source, dim, index = node.args[:3]
+        assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
+        found = find_rows(known, [node, source, index])
+        if found is None or found[1].start <= dim % len(shape_of(source)) < found[1].end:
+            return None
+        rows = found[1]
+        before, after = (shape_of(x)[rows.start : rows.end] for x in (source, index))
+        if not have_equal(before, after):
+            return None
+        return [(node, rows), (source, rows), (index, rows)]
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        source, dim, index = node.args[:3]
+        rows = cuts[node]
+        assert isinstance(rows, Rows) and isinstance(dim, int)
+        (own,) = merge_dims([dim], len(shape_of(node)), rows)
+        return node.target, (to_body(source), own, to_body(index)), {}
+
+
+class ScatterAdd(TileRule):
+    """`scatter_add` to zeros along a dim that is no row: what the derivative of `gather` does."""
+
+    linear_in = (0, 3)
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        zeros, dim, index, source = node.args
+        assert isinstance(index, fx.Node) and isinstance(source, fx.Node) and isinstance(dim, int)
+        found = find_rows(known, [node, index, source])
+        own = dim % len(shape_of(node))
+        if found is None or not _is_zero(zeros) or found[1].start <= own < found[1].end:
+            return None
+        rows = found[1]
+        sizes = [shape_of(x)[rows.start : rows.end] for x in (node, index, source)]
+        alike = have_equal(sizes[0], sizes[1]) and have_equal(sizes[0], sizes[2])
+        return [(node, rows), (index, rows), (source, rows)] if alike else None
+
+    def _is_linear_in_all(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:
+        return _is_zero(node.args[0])
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        _, dim, index, source = node.args
+        rows, shape = cuts[node], shape_of(node)
+        assert isinstance(rows, Rows) and isinstance(dim, int)
+        (own,) = merge_dims([dim], len(shape), rows)
+        tile = to_body(source)
+        column: Tensor = tile.meta["val"].narrow(own, 0, 1)
+        first = to_body.insert(aten.slice.Tensor, (tile, own, 0, 1), column)
+        zeros = to_body.insert(aten.zeros_like.default, (first,), column.new_empty(column.shape))
+        sizes = [-1] * column.dim()
+        sizes[own] = shape[dim]
+        whole = to_body.insert(aten.expand.default, (zeros, sizes), zeros.meta["val"].expand(sizes))
+        return node.target, (whole, own, to_body(index), tile), {}
+
+
+_LINEAR: Mapping[Any, Elementwise] = {
+    **dict.fromkeys(
+        (aten.neg.default, aten.clone.default, aten._to_copy.default, aten.div.Tensor,
+         aten.div.Scalar, aten.mul.Scalar, aten.alias.default, aten.detach.default),
+        Elementwise((0,)),
+    ),
+    aten.mul.Tensor: Elementwise((0, 1), any_of=True),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), Sum((0, 1))),
+    aten.where.self: Select((1, 2)),
+    aten.masked_fill.Scalar: Select((0,)),
+    # the derivatives of activations, of which some have no tag
+    **dict.fromkeys(
+        (aten.gelu_backward.default, aten.silu_backward.default, aten.tanh_backward.default,
+         aten.threshold_backward.default, aten.sigmoid_backward.default,
+         aten.leaky_relu_backward.default, aten.elu_backward.default,
+         aten.hardtanh_backward.default, aten.softplus_backward.default),
+        Elementwise((0,)),
+    ),
+}  # fmt: skip
+
+RULES: dict[Any, TileRule] = {
+    **_LINEAR,
+    aten.mm.default: MatrixProduct(0),
+    aten.bmm.default: MatrixProduct(1),
+    aten.addmm.default: AddedProduct(),
+    aten.t.default: Permutation(order_of_transpose),
+    aten.transpose.int: Permutation(order_of_transpose),
+    aten.permute.default: Permutation(order_of_permute),
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+         aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default),
+        Reshape(),
+    ),
+    **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), ByRow(1)),
+    **dict.fromkeys(
+        (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default),
+        ByRow(2, (0,)),
+    ),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), Reduction(adds=True, is_linear=True)),
+    **dict.fromkeys(
+        (aten.amax.default, aten.amin.default, aten.logsumexp.default, aten.any.dim), Reduction()
+    ),
+    aten.mean.dim: Reduction(is_linear=True),
+    aten.mean.default: Mean(),
+    aten.gather.default: Gather(),
+    aten.scatter_add.default: ScatterAdd(),
+    aten.expand.default: Expand(),
+}  # fmt: skip
+
+_POINTWISE = Elementwise()
+
+
+def rule_of(node: fx.Node) -> TileRule | None:
+    """The rule of the operator of `node`; `None` if it has none, draws or writes."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, _torch.OpOverload):
+        return None
+    if target in RULES:
+        return RULES[target]
+    tags = target.tags
+    if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
+        return None
+    if _torch.schema_of(target).is_mutable or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    return _POINTWISE

@@ -175,6 +175,9 @@ def _insert_weight_sum(loss: fx.Node, before: fx.Node) -> fx.Node:
     assert isinstance(target, fx.Node)
     graph = loss.graph
     dtype = loss.meta["val"][1].dtype
+    known = None if weight is not None else _find_count(target, ignore_index, dtype)
+    if known is not None:
+        return known
 
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = graph.call_function(op, args, kwargs)
@@ -191,3 +194,11 @@ def _insert_weight_sum(loss: fx.Node, before: fx.Node) -> fx.Node:
         rows = call(aten.index.Tensor, weight, [call(aten.where.self, counted, target, zeros)])
         kept = call(aten.mul.Tensor, rows, call(aten._to_copy.default, counted, dtype=dtype))
         return call(aten.sum.default, kept)
+
+
+def _find_count(target: fx.Node, ignore_index: Any, dtype: torch.dtype) -> fx.Node | None:
+    """The number of rows that are not ignored, if it has been inserted before."""
+    counted = [n for n in target.users if n.target is aten.ne.Scalar and n.args[1] == ignore_index]
+    sums = [n for c in counted for n in c.users if n.target is aten.sum.default]
+    casts = [n for s in sums for n in s.users if n.target is aten._to_copy.default]
+    return next((n for n in casts if n.meta["val"].dtype is dtype), None)

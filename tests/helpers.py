@@ -1,17 +1,20 @@
 """Shared by the tests: counts of operators, equality to the bit, what is still alive."""
 
 import gc
+import json
 import random
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -271,3 +274,27 @@ def nothing_left_behind() -> Iterator[None]:
         after = state_of_pytorch()
         changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
         assert not changed, f"left behind: {changed}"
+
+
+def peak_of(step, tmp_path, *, counts_workspaces=True):
+    """The allocator tells the profiler of each block. A counting mode would turn Dynamo off."""
+    options = {"profile_memory": True, "acc_events": True}  # 2.11 warns without the second
+    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
+        found = step()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    blocks = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    changes = [(block["args"]["Addr"], block["args"]["Bytes"]) for block in blocks]
+    left = changes if counts_workspaces else without_workspaces(changes)
+    return found, max(accumulate(nbytes for _, nbytes in left))
+
+
+def without_workspaces(changes):
+    """Leave out a block that is freed before there is another: some CPUs' kernels take one."""
+    left = []
+    for address, nbytes in changes:
+        if left and left[-1] == (address, -nbytes):
+            left.pop()
+        else:
+            left.append((address, nbytes))
+    return left

@@ -1,15 +1,13 @@
 """One budget for the graphs between graph breaks."""
 
 import gc
-import json
 import weakref
-from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers import peak_of
 from torchremat.checkpoint_policies import memory_budget
 from torchremat.compile.dynamo import fragments
 from torchremat.errors import BudgetError, BudgetWarning
@@ -63,29 +61,6 @@ def _without_old_code():
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
-
-
-def peak_of(step, tmp_path):
-    """The allocator tells the profiler of each block. A counting mode would turn Dynamo off."""
-    options = {"profile_memory": True, "acc_events": True}  # 2.11 warns without the second
-    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
-        found = step()
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    blocks = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
-    changes = [(block["args"]["Addr"], block["args"]["Bytes"]) for block in blocks]
-    return found, max(accumulate(nbytes for _, nbytes in without_workspaces(changes)))
-
-
-def without_workspaces(changes):
-    """Leave out a block that is freed before there is another: some CPUs' kernels take one."""
-    left = []
-    for address, nbytes in changes:
-        if left and left[-1] == (address, -nbytes):
-            left.pop()
-        else:
-            left.append((address, nbytes))
-    return left
 
 
 def step_of(model, run, x):
@@ -189,7 +164,11 @@ def test_a_budget_that_cannot_be_met_raises_before_there_is_a_gradient(autocasts
         assert all(map(torch.equal, (p.grad for p in model.parameters()), plain))
     del loss, plain_loss, plain
     model.zero_grad()
-    _, peak = peak_of(lambda: find_loss(run).backward(), tmp_path)
+
+    def step():
+        find_loss(run).backward()
+
+    _, peak = peak_of(step, tmp_path, counts_workspaces=not autocasts)
     assert peak <= least
 
 

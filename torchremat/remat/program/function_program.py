@@ -71,9 +71,10 @@ class FunctionProgram(Program):
             joint = _joint_under(policy, region, module_prefix)
             if sizes is None and region.dynamic is not None:
                 sizes = region.dynamic.traced_sizes
-            if compiler is None:  # which would know no operator that runs tiles
+            if compiler is None or sizes is None:  # a compiler is given each tile, of one size
+                fuses = compiler is not None and compiler.fuses
                 with _torch.isolate():
-                    joint = policy.prepare_joint(joint, sizes)
+                    joint = policy.prepare_joint(joint, fuses=fuses, sizes=sizes)
             chosen = joint, self._decide(joint, self._find_schedule(joint, sizes))
             if sizes is not None and policy.is_whole_graph:
                 self.by_sizes = {tuple(sizes.values()): self}

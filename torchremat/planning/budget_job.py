@@ -183,7 +183,7 @@ class BudgetJob:
         self._most: dict[str, int] = {}
         """The largest value of each symbol that was met."""
 
-    def prepare_joint(self, joint: Joint, *, fuses: bool, sizes: Sizes | None) -> Joint:
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
         """The joint graph with as many tiles as the budget needs; as it is without `tile`.
 
         The number that was chosen for one trace stays for the others of the function.
@@ -194,26 +194,24 @@ class BudgetJob:
             while len(self._tiled) >= _MOST_GRAPHS:
                 self._tiled.pop(next(iter(self._tiled)))
             if self._tiling is None and not self._is_declared:
-                self._tiling = self._choose_tiling(joint, sizes, fuses=fuses)
+                self._tiling = self._choose_tiling(joint, sizes)
             tiled = None if self._tiling is None else tile_joint(joint, self._tiling)
             self._tiled[joint] = tiled or joint
         return self._tiled[joint]
 
-    def _choose_tiling(self, joint: Joint, sizes: Sizes | None, *, fuses: bool) -> Tiling | None:
+    def _choose_tiling(self, joint: Joint, sizes: Sizes | None) -> Tiling | None:
         """How many tiles there are: enough for steps that are larger, if sizes vary."""
         budget = self.budget if self.limit is None else Budget(nbytes=self.limit)
         chosen = None
         for growth in (1.0,) if sizes is None else _GROWTH:
-            make = functools.partial(self._planner_at, fuses=fuses, sizes=sizes, growth=growth)
+            make = functools.partial(self._planner_at, sizes=sizes, growth=growth)
             chosen = choose_tiles(make(joint), budget, self.saved, make, is_prompt=self._is_prompt)
             if chosen.found.error is None:
                 break
         return None if chosen is None else chosen.tiling
 
-    def _planner_at(
-        self, joint: Joint, *, fuses: bool, sizes: Sizes | None, growth: float
-    ) -> Planner:
-        planner = self.policy.planner(joint, fuses=fuses)
+    def _planner_at(self, joint: Joint, sizes: Sizes | None, growth: float) -> Planner:
+        planner = self.policy.planner(joint, fuses=False)
         if sizes is None:
             return planner
         return planner.at({name: int(size * growth) for name, size in sizes.items()})

@@ -87,9 +87,9 @@ class MemoryBudget(_Planned):
     def wants_tiles(self) -> bool:  # type: ignore[override]
         return self.tile
 
-    def prepare_joint(self, joint: Joint, *, fuses: bool, sizes: Sizes | None) -> Joint:
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
         """The joint graph with as many tiles as let the budget cost least; without `tile` as is."""
-        return self.begin_job().prepare_joint(joint, fuses=fuses, sizes=sizes)
+        return self.begin_job().prepare_joint(joint, sizes)
 
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
@@ -141,8 +141,8 @@ class BudgetInJob(_Planned):
     def wants_tiles(self) -> bool:  # type: ignore[override]
         return self.policy.tile
 
-    def prepare_joint(self, joint: Joint, *, fuses: bool, sizes: Sizes | None) -> Joint:
-        return self.job.prepare_joint(joint, fuses=fuses, sizes=sizes)
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+        return self.job.prepare_joint(joint, sizes)
 
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
@@ -260,7 +260,7 @@ def memory_budget(
             count: the budget is of a whole device then. `measure.resident_bytes` counts those of
             models, optimizers and accumulated gradients.
         tile: whether operators that are independent along rows may run for some rows at a time, as
-            in `tr.plan`. Tapes, and compiled graphs for many sizes, run them whole.
+            in `tr.plan`. Compilers and tapes run them whole.
 
     Raises:
         TypeError: if `budget` is neither a number nor text, or `cost_model` is none; if neither
@@ -369,7 +369,7 @@ class FromPlan(_Planned):
 
     serves_many_sizes = False
 
-    def prepare_joint(self, joint: Joint, *, fuses: bool, sizes: Sizes | None) -> Joint:
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
         """The joint graph with the tiles of the plan."""
         tiling = self._plan.tiling
         return joint if tiling is None else tile_joint(joint, tiling) or joint
@@ -383,8 +383,8 @@ class FromPlan(_Planned):
         plan = self._plan
         if plan.tiling is not None and joint.untiled is None:
             raise PlanError(
-                f"{self!r}: the plan has tiles, and this graph has none: it is another function, "
-                "or its sizes vary behind a compiler. Make a plan for it"
+                f"{self!r}: the plan has tiles, and this graph has none: a compiler runs it, or it "
+                "is another function. Make a plan for it, without tile=True for a compiler"
             )
         schedule = plan.graph_schedule(joint)
         lines = lines_of(joint.module.graph)

@@ -144,7 +144,7 @@ class Policy:
     wants_tiles: ClassVar[bool] = False
     """Whether `prepare_joint` may put tiles into a graph."""
 
-    def prepare_joint(self, joint: Joint, *, fuses: bool, sizes: Sizes | None) -> Joint:
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
         """The joint graph that the policy decides on: `joint`, or the same with tiles in it."""
         return joint
 

@@ -27,11 +27,10 @@ from torchremat.compile.dynamo.scheduled_joint import erase_marks, schedule_join
 from torchremat.graph.codegen import compile_graph
 from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
 from torchremat.graph.notes import note, notes_of
-from torchremat.graph.symbolic_sizes import shapes_in
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import Policy
 from torchremat.policies.replay_rules import reason_not_replayable
-from torchremat.remat.program.decisions import PolicyDecisions
+from torchremat.remat.program.decisions import PolicyDecisions, warn_of_whole_values
 from torchremat.tracing.functionalize import drop_running_statistics
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of
 
@@ -105,8 +104,7 @@ def decide(
     to give them the state that they drew from.
     """
     joint, copies = _read_joint(module, num_forward_outputs)
-    if shapes_in(joint.module) is None:  # each tile has a size of its own
-        joint = policy.prepare_joint(joint, fuses=fuses, sizes=None)
+    warn_of_whole_values(policy)
     schedule = policy.schedule(joint, fuses=fuses, sizes=None) if policy.is_whole_graph else None
     decisions = PolicyDecisions(joint, policy, schedule=schedule)
     decisions.warn_of_unmatched()

@@ -18,7 +18,6 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
-from torchremat.autodiff.tiles.unroll import unroll_tiles
 from torchremat.compile.dynamo.input_copies import drop_copies_for, writes_input
 from torchremat.graph.nodes import is_forward, is_item
 from torchremat.graph.notes import note
@@ -71,7 +70,6 @@ def schedule_joint(
     drop_copies_for(builder.graph, lambda user: _run_of(user) is not None)
     module = fx.GraphModule(joint.module, builder.graph)
     module.meta.update(joint.module.meta)
-    unroll_tiles(module)
     return module
 
 

@@ -51,7 +51,7 @@ class FixedSchedule(WholeGraphPolicy):
         self._schedule = schedule
         self._joint = joint
 
-    def prepare_joint(self, joint: Joint, *, fuses: bool, sizes: Sizes | None) -> Joint:
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
         """The joint graph of the schedule, if it is another."""
         return self._joint or joint
 

@@ -10,7 +10,6 @@ from torch import fx
 
 from torchremat import config
 from torchremat.autodiff.joint import Joint
-from torchremat.autodiff.tiles.unroll import unroll_tiles
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, StagedRunner, compile_graph, compile_in_stages
@@ -86,7 +85,6 @@ class CompiledGraph:
             simplify(module.graph)
             move_views_before_writes(module.graph)
             if compiler:
-                unroll_tiles(module)
                 return cls.around(module, compiler(module))
             return cls(module, GraphFunctions(module, name))
 

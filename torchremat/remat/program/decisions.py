@@ -28,7 +28,6 @@ from torchremat.graph.nodes import (
 from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
-from torchremat.graph.symbolic_sizes import shapes_in
 from torchremat.graph.write_forms import value_after_writes, values_after_writes
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
@@ -68,7 +67,6 @@ class PolicyDecisions:
         self.policy = policy
         self.module_prefix = module_prefix
         self._by_compiler = joint.by_compiler
-        self._varies = policy.wants_tiles and shapes_in(joint.module) is not None
         self.values: dict[fx.Node, Value] = {}
         self.by_value: dict[fx.Node, Decision] = {}
         if schedule is None and policy.is_whole_graph:
@@ -246,14 +244,7 @@ class PolicyDecisions:
                 "saved on their device. Without the compiler they are offloaded",
                 OffloadWarning,
             )
-        is_whole = is_compiled and self._varies
-        if is_whole:
-            warn_user(
-                f"{self.policy}: a compiled graph for many sizes runs without tiles, so that more "
-                "has to be recomputed. Without the compiler, or of one size, it runs in tiles",
-                BudgetWarning,
-            )
-        return bool(self.not_moved) or is_whole or (is_compiled and self.offloads)
+        return bool(self.not_moved) or (is_compiled and self.offloads)
 
     def warn_of_unmatched(self) -> bool:
         values = list(self.values.values())
@@ -274,6 +265,19 @@ class PolicyDecisions:
                 UnmatchedWarning,
             )
         return True
+
+
+def warn_of_whole_values(policy: Policy) -> None:
+    """Warn, at the user's line, that a graph which is compiled has no tiles, if there may be some.
+
+    It comes before a schedule, which may not exist without tiles.
+    """
+    if policy.wants_tiles:
+        warn_user(
+            f"{policy}: graphs that are compiled run without tiles, so that more has to be "
+            "recomputed, or the budget cannot be met. Without the compiler they run in tiles",
+            BudgetWarning,
+        )
 
 
 _SPARES_COPY = Decision(

@@ -27,7 +27,7 @@ from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.graph_nodes import memory_of, put_out_copies
 from torchremat.remat.program.compiled_graph import CompiledGraph, copy_inputs_among_last
 from torchremat.remat.program.compilers import Compiler
-from torchremat.remat.program.decisions import PolicyDecisions
+from torchremat.remat.program.decisions import PolicyDecisions, warn_of_whole_values
 from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nested, rejoin_opened
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import output_generator_states
@@ -71,10 +71,11 @@ class FunctionProgram(Program):
             joint = _joint_under(policy, region, module_prefix)
             if sizes is None and region.dynamic is not None:
                 sizes = region.dynamic.traced_sizes
-            if compiler is None or sizes is None:  # a compiler is given each tile, of one size
-                fuses = compiler is not None and compiler.fuses
+            if compiler is None:  # which would know no operator that runs tiles
                 with _torch.isolate():
-                    joint = policy.prepare_joint(joint, fuses=fuses, sizes=sizes)
+                    joint = policy.prepare_joint(joint, sizes)
+            else:
+                warn_of_whole_values(policy)
             chosen = joint, self._decide(joint, self._find_schedule(joint, sizes))
             if sizes is not None and policy.is_whole_graph:
                 self.by_sizes = {tuple(sizes.values()): self}

@@ -1,24 +1,28 @@
 """A step in tiles: its peak and its time, beside logits that are cut by hand.
 
-A GPT with a large vocabulary takes training steps on this machine. The peak is of what a step
-makes, by `LiveBytes`; seconds are of this process's processor. The ways take turns, and ratios are
-the median over rounds. Then plans of four layers shaped like Llama 3 8B, on the meta device, say
-what tiles are worth on an H100.
+A GPT with a large vocabulary takes training steps on this machine. The peak is what the allocator
+tells PyTorch's profiler; seconds are of this process's processor. The ways take turns, and ratios
+are the median over rounds. One way is `torch.compile` with inductor's own chunks of the logits
+(`torch._inductor.config.auto_chunker`, off by default). Then plans of four layers shaped like
+Llama 3 8B, on the meta device, say what tiles are worth on an H100.
 
     python scripts/bench_tiles.py
-    python scripts/bench_tiles.py --width 256 --tokens 512 --rounds 9
+    python scripts/bench_tiles.py --batch 4 --rounds 9
 """
 
 import argparse
 import copy
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -28,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torchremat as tr
+from tests.helpers import peak_of
 from tests.planning import llama
 from torchremat.errors import BudgetError
-from torchremat.measure import LiveBytes
 
 NUM_CHUNKS = 16
 """Into so many the logits are cut by hand."""
@@ -94,6 +98,12 @@ def checkpoint_blocks(model: GPT) -> GPT:
     return model
 
 
+def compile_in_chunks(model: GPT) -> nn.Module:
+    torch._inductor.config.auto_chunker.enable = True
+    model.compile()
+    return model
+
+
 def wrap(policy: str) -> Callable[[GPT], nn.Module]:
     return lambda model: tr.nn.wrap(model, policy)
 
@@ -114,6 +124,7 @@ def make_ways(budgets: list[str]) -> list[Way]:
         Way("plain PyTorch", lambda model: model),
         Way("torch.utils.checkpoint, each block", checkpoint_blocks),
         Way(f"the same, and logits cut in {NUM_CHUNKS} by hand", cut_by_hand),
+        Way("torch.compile with inductor's chunks", compile_in_chunks),
         *(Way(f'"{text}"', wrap(text)) for text in budgets),
     ]
 
@@ -133,9 +144,9 @@ def measure(ways: list[Way], model: GPT, tokens: Tensor, rounds: int) -> None:
         except BudgetError as error:
             way.refusal = f"{error.least_bytes / 2**20:.0f} MiB at least"
             continue
-        with LiveBytes() as memory:
-            take_step(way.model, tokens)
-        way.peak = memory.peak
+        take_step(way.model, tokens)
+        with tempfile.TemporaryDirectory() as folder:
+            _, way.peak = peak_of(partial(take_step, way.model, tokens), Path(folder))
     for _ in range(rounds):
         for way in ways:
             if not way.refusal and way.model is not None:
@@ -190,7 +201,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budgets", nargs="+", default=[

@@ -8,7 +8,7 @@ A region grows from `logp`, along rows, to what reads it and to large values tha
 ends at values that are much smaller: they are inputs and results of tiles.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,14 +19,14 @@ from torchremat.autodiff.tiles import loss_rules  # noqa: F401 its rules are reg
 from torchremat.autodiff.tiles.cuts import Cut, Rows, num_rows, shape_of
 from torchremat.autodiff.tiles.tile_rule import TileRule
 from torchremat.autodiff.tiles.tile_rules import rule_of
-from torchremat.graph.nodes import ancestors, base_of, call_of, is_item, is_view
+from torchremat.graph.nodes import base_of, call_of, is_item, is_view
 
 # A value this many times smaller than that from which a region grows ends the region. A hidden
 # layer is 3.5 or 4 times as wide as the stream that it is added to, and half precision is half.
 _MUCH_SMALLER = 3
 # Numbers for each row are this many times smaller than rows, if not more.
 _STATISTICS = 64
-# More operators than this between a region and itself are another part of the model.
+# From so many small values on, what a region leads to is another part of the model.
 _MOST_BETWEEN = 50
 
 
@@ -126,22 +126,35 @@ class _Growth:
     def _take_between(self) -> None:
         """Take in what leads from the region back into it, such as statistics of its rows."""
         region = self.region
-        after = _find_after(region.members)
-        above = ancestors(region.inputs, stop=lambda n: n not in after)
-        between = [n for n in after if n in above and n not in region.members]
-        most = count_bytes(region.seed) // _STATISTICS
-        if (
-            not between
-            or len(between) > _MOST_BETWEEN
-            or any(count_bytes(n) > most for n in between)
-        ):
+        between = self._find_between()
+        if not 0 < len(between) <= _MOST_BETWEEN:
             return
         members, cuts = dict(region.members), dict(region.cuts)
-        for node in between:
+        for node in sorted(between):
             self._add(node)
         if not all(n in region.members for n in between):
             region.members, region.cuts = members, cuts
         region.forget_borders()
+
+    def _find_between(self) -> set[fx.Node]:
+        """The small values outside that are computed of members, and of which members are."""
+        members = self.region.members
+        most = count_bytes(self.region.seed) // _STATISTICS
+        after: set[fx.Node] = set()
+        stack = [user for member in members for user in member.users]
+        while stack and len(after) <= _MOST_BETWEEN:
+            node = stack.pop()
+            if node not in members and node not in after and 0 < count_bytes(node) <= most:
+                after.add(node)
+                stack += node.users
+        found: set[fx.Node] = set()
+        stack = [n for n in after if any(user in members for user in n.users)]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += [n for n in node.all_input_nodes if n in after]
+        return found
 
     def _add(self, node: fx.Node) -> None:
         """Take `node` into the region, if its operator lets rows through as they lie."""
@@ -157,18 +170,6 @@ class _Growth:
         region.members[node] = rule
         region.members.update((n, None) for n, _ in pairs if is_item(n) and n.args[0] is node)
         self._queue += [n for n, cut in pairs if isinstance(cut, Rows)]
-
-
-def _find_after(members: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """The nodes that are computed of `members`, themselves too, in their order."""
-    found = dict.fromkeys(members)
-    if not found:
-        return found
-    for node in next(iter(found)).graph.nodes:
-        if any(n in found for n in node.all_input_nodes):
-            found[node] = None
-    order = [n for n in next(iter(found)).graph.nodes if n in found]
-    return dict.fromkeys(order)
 
 
 def _agree(pairs: Sequence[tuple[fx.Node, Cut]]) -> bool:

@@ -82,6 +82,18 @@ def _read_instead(region: TileRegion, copies: dict[fx.Node, fx.Node]) -> None:
     region.forget_borders()
 
 
+def may_split(region: TileRegion, late: Collection[fx.Node]) -> bool:
+    """Whether `split_by_pass` gives two regions that read nothing of what they make themselves.
+
+    What the second one reads may be computed of results of the first.
+    """
+    early = {m for m in region.members if m not in late}
+    read_early = [n for n in region.inputs if any(user in early for user in n.users)]
+    return ancestors(read_early).isdisjoint(early) and ancestors(region.inputs).isdisjoint(
+        m for m in region.members if m in late
+    )
+
+
 def split_by_pass(region: TileRegion, late: Collection[fx.Node]) -> list[TileRegion]:
     """The region as one of the forward and one of the backward pass.
 

@@ -22,10 +22,16 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.tiles.growth import TileRegion, count_bytes, find_seeds, grow_from
 from torchremat.autodiff.tiles.loss_rules import compute_weight_sums
-from torchremat.autodiff.tiles.one_pass import find_late, is_sound, make_early, split_by_pass
+from torchremat.autodiff.tiles.one_pass import (
+    find_late,
+    is_sound,
+    make_early,
+    may_split,
+    split_by_pass,
+)
 from torchremat.autodiff.tiles.scale_op import scale_gradient
 from torchremat.autodiff.tiles.tiled_op import tiled_p
-from torchremat.autodiff.tiles.write_region import NoTilesError, write_region
+from torchremat.autodiff.tiles.write_region import NoTilesError, has_scattered_rows, write_region
 from torchremat.graph.inplace import is_mutable
 from torchremat.graph.nodes import is_item
 from torchremat.graph.notes import notes_of, set_notes
@@ -70,7 +76,9 @@ class _Tiler:
         self.tiling = tiling
         self.num_regions = 0
         self._skipped = skipped
-        self._erased: set[fx.Node] = set()
+        self._done: set[fx.Node] = set()
+        """The members of regions: those that are cut, and those that cannot be."""
+        self._late = find_late(joint)
 
     def run(self) -> str | None:
         """Cut all regions. Returns the name of a value whose region turns out not to be cut.
@@ -78,9 +86,10 @@ class _Tiler:
         The graph has changed then, and is of no use.
         """
         for seed in self._find_seeds():
-            region = None if seed in self._erased else grow_from(seed)
+            region = None if seed in self._done else grow_from(seed)
             if region is None:
                 continue
+            self._done.update(region.members)
             try:
                 self._cut(region)
             except NoTilesError:
@@ -100,18 +109,16 @@ class _Tiler:
         return [seed for seed in worth if seed.name not in self._skipped]
 
     def _cut(self, region: TileRegion) -> None:
-        late = find_late(self.joint)
-        if not is_sound(region):
-            parts = split_by_pass(region, late) if self.tiling.again else []
-            if len(parts) > 1 and all(map(is_sound, parts)):
-                self._write(parts, late)
-            elif len(parts) > 1:
-                raise NoTilesError
+        late = self._late
+        if has_scattered_rows(region):
             return
-        cotangent = make_early(self.joint, region, late)
+        cotangent = make_early(self.joint, region, late) if is_sound(region) else None
         if cotangent is not None:
             self._write([region], late, cotangent)
-        elif self.tiling.again or late.isdisjoint(region.members):
+        elif late.isdisjoint(region.members):
+            if is_sound(region):
+                self._write([region], late)
+        elif self.tiling.again and may_split(region, late):
             self._write(split_by_pass(region, late), late)
 
     def _write(
@@ -130,6 +137,7 @@ class _Tiler:
         self.num_regions += len(regions)
         self._erase_unread({m for region in regions for m in region.members})
         sort_graph(self.joint.module.graph)
+        self._late = find_late(self.joint)
 
     def _erase_unread(self, members: Collection[fx.Node]) -> None:
         """Erase what only tiles compute now."""
@@ -138,7 +146,7 @@ class _Tiler:
         for node in reversed(list(graph.nodes)):
             if node in unread and node.op == "call_function" and not node.users:
                 graph.erase_node(node)
-                self._erased.add(node)
+                self._done.add(node)
 
 
 def _scale(node: fx.Node, made: fx.Node, cotangent: fx.Node) -> fx.Node:

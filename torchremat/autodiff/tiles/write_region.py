@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class NoTilesError(Exception):
-    """The region cannot be written: a size in it varies, or rows do not lie side by side."""
+    """The region cannot be written: a size in it varies, or operators would change places."""
 
 
 def write_region(region: TileRegion, num_tiles: int, *, is_forward: bool) -> dict[fx.Node, fx.Node]:
@@ -27,7 +27,6 @@ def write_region(region: TileRegion, num_tiles: int, *, is_forward: bool) -> dic
     It stands where the first member does, perhaps before what it reads. Returns the new node for
     each result; nodes that read them are the caller's to change. Raises `NoTilesError`.
     """
-    _refuse_scattered_rows(region)
     body = _BodyWriter(region, num_tiles)
     results = {node: body.add_result(node) for node in region.results}
     module = body.finish()
@@ -67,14 +66,16 @@ def _merge_result(region: TileRegion, node: fx.Node) -> Tensor:
     return value.new_empty(merge_rows(value.shape, cut, region.num_rows))
 
 
-def _refuse_scattered_rows(region: TileRegion) -> None:
+def has_scattered_rows(region: TileRegion) -> bool:
+    """Whether rows of several dims of an input do not lie side by side, as one dim would."""
     for node in region.inputs:
         cut, value = region.cuts[node], node.meta["val"]
         if not isinstance(cut, Rows):
             continue
         for d in range(cut.start, cut.end - 1):
             if not is_equal(value.stride(d), value.stride(d + 1) * value.shape[d + 1]):
-                raise NoTilesError
+                return True
+    return False
 
 
 class _Result:
@@ -121,7 +122,7 @@ class _BodyWriter:
             copy = self.nodes[node] = self.graph.placeholder(node.name)
             copy.meta = dict(node.meta)
             copy.meta["val"] = self._tile_of(node)
-        needed = ancestors(region.results)
+        needed = ancestors(region.results, stop=lambda n: n not in region.members)
         for node in region.seed.graph.nodes:
             if node in region.members and node in needed:
                 self._copy(node)

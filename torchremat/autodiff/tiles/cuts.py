@@ -58,6 +58,7 @@ def shape_of(node: Any) -> tuple[Any, ...]:
 
 
 def product(sizes: Iterable[Any]) -> Any:
+    """The product of sizes, which may be symbols; 1 of none."""
     found: Any = 1
     for size in sizes:
         found = found * size
@@ -70,10 +71,12 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def have_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes have as many dims, and equal sizes."""
     return len(a) == len(b) and all(map(is_equal, a, b))
 
 
 def num_rows(node: fx.Node, rows: Rows) -> Any:
+    """How many rows the value of `node` has."""
     return product(shape_of(node)[rows.start : rows.end])
 
 

@@ -22,6 +22,8 @@ aten = torch.ops.aten
 
 
 class Permutation(TileRule):
+    """`t`, `transpose` and `permute`: rows move with their dims, if these stay neighbours."""
+
     linear_in = (0,)
 
     def __init__(self, order: Callable[[fx.Node, int], Sequence[int]]) -> None:
@@ -70,6 +72,7 @@ def _swap(num_dims: int, a: int, b: int) -> list[int]:
 
 
 def order_of_transpose(node: fx.Node, num_dims: int) -> list[int]:
+    """For each dim of the result of `t` or `transpose`, the dim of the input that it is."""
     if node.target is aten.t.default:
         return list(range(num_dims))[::-1]
     a, b = node.args[1:3]
@@ -78,6 +81,7 @@ def order_of_transpose(node: fx.Node, num_dims: int) -> list[int]:
 
 
 def order_of_permute(node: fx.Node, num_dims: int) -> list[int]:
+    """For each dim of the result of `permute`, the dim of the input that it is."""
     dims = node.args[1]
     assert isinstance(dims, list | tuple)
     return [int(d) % num_dims for d in dims]  # type: ignore[arg-type]

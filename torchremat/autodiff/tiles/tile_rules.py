@@ -41,6 +41,8 @@ aten = torch.ops.aten
 
 
 class Elementwise(TileRule):
+    """An elementwise operator: its rows are those of its operands, which may be broadcast."""
+
     def __init__(self, linear_in: Sequence[int] = (), *, any_of: bool = False) -> None:
         self.linear_in = tuple(linear_in)
         self.any_of = any_of

@@ -21,6 +21,7 @@ def flat_pile_data(value: Padded) -> Tensor:
 
 
 def pad_flat(data: Tensor, sizes: Sequence[Any]) -> Padded:
+    """Pad examples that lie one after another in `data`, each of these `sizes`, some ragged."""
     whole = find_numel(sizes)
     whole.known_total = data.shape[0]
     place = _places_in_padded(sizes, whole)
@@ -34,6 +35,7 @@ def pad_flat(data: Tensor, sizes: Sequence[Any]) -> Padded:
 
 
 def find_numel(sizes: Sequence[Any]) -> RaggedSize:
+    """How many elements each example of these sizes has."""
     lengths: Any = 1
     for size in sizes:
         lengths = lengths * (size.lengths if isinstance(size, RaggedSize) else size)

@@ -23,6 +23,8 @@ from torchremat.kernels.segments.segments import segment_expand
 
 @dataclass(frozen=True, eq=False)
 class Shared:
+    """A value that every example has, without a dim for the batch."""
+
     data: Tensor
 
     @property
@@ -57,6 +59,8 @@ class Padded:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
+    """A value whose examples lie one after another along `dim`, each as long as `extent` says."""
+
     data: Tensor
     dim: int
     extent: RaggedSize
@@ -76,6 +80,7 @@ Value = Shared | Padded | Packed
 
 
 def is_ragged(value: Any) -> bool:
+    """Whether the examples of a value differ in a size."""
     return isinstance(value, Packed) or (isinstance(value, Padded) and value.is_ragged)
 
 

@@ -186,11 +186,12 @@ def test_derivatives_of_higher_order_and_kept_graphs(model):
         return list(torch.autograd.grad(slope.square().sum() * 1e4, [x, model.head.weight]))
 
     assert_close(second(run), second(model))
-    loss = run(x, target)
-    kept = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
-    assert torch.equal(*kept)
-    scaled = torch.autograd.grad(3 * run(x, target), x)[0]
-    torch.testing.assert_close(scaled, 3 * kept[0])
+    loss = 3 * run(x, target)  # a gradient that is scaled twice is another
+    first, again = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    last = torch.autograd.grad(loss, x)[0]
+    assert torch.equal(first, again) and torch.equal(first, last)
+    (plain,) = torch.autograd.grad(model(x, target), x)
+    torch.testing.assert_close(first, 3 * plain)
 
 
 def test_under_torch_func(model):

@@ -18,6 +18,8 @@ _library = torch.library.Library("torchremat", "FRAGMENT")
 def _scale(unit: Tensor, cotangent: Tensor) -> Tensor:
     if _torch.keeps_graph_after_backward():
         return torch.mul(unit, cotangent)
+    # so autograd raises, if a backward pass that was interrupted here is begun again
+    torch.autograd.graph.increment_version(unit)
     # an alias: autograd takes over a gradient that nobody else holds, and copies others
     return unit.mul_(cotangent).detach()
 

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .functorch import functorch_is_active
+from .kernel_strides import has_other_strides, lay_out_as_kernel
 from .patches import dual_level_as_functorch_level, enter_trace
 from .symbols.known_results import KnownResults
 from .symbols.shape_env import AskingShapeEnv
@@ -120,6 +121,8 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
                 if part is not None:
                     return part
         call = partial(FakeTensorMode.dispatch, mode, func, types, args, kwargs)
+        if has_other_strides(func):
+            call = partial(_lay_out, mode, func, args, call)
         if shapes is None:
             return _without_cache(mode, call) if func is _ZEROS_LAID_OUT_AS else call()
         find_anew = partial(_apply_symbolic_rules, mode, call)
@@ -129,6 +132,12 @@ def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:
 
     mode.dispatch = dispatch  # type: ignore[method-assign]
     return mode
+
+
+def _lay_out(mode: FakeTensorMode, func: Any, args: Any, call: Callable[[], Any]) -> Any:
+    result = call()
+    with mode:
+        return lay_out_as_kernel(func, args, result)
 
 
 def _without_cache(mode: FakeTensorMode, call: Callable[[], Any]) -> Any:

@@ -87,7 +87,7 @@ class Mapped(Checkpointed):
     def _is_traced(self, call: Call, args: Any, kwargs: Any) -> bool:
         """A call that cannot be traced, since Python asks for values, runs as the first time."""
         own = self._trace_cache
-        if call.key in own.untraceable_keys:
+        if (call.key,) in own.untraceable_keys:
             return False
         if call.key not in own.seen_keys:
             if len(own.seen_keys) < _MOST_KINDS:
@@ -101,10 +101,10 @@ class Mapped(Checkpointed):
                 trace, _ = self.prepare(call, args, kwargs)
             except Exception as error:
                 _log.debug("%r stays untraced: %s", self, error)
-                own.untraceable_keys.add(call.key)
+                own.untraceable_keys.add((call.key,))
                 return False
         if trace.escapes:  # what a level left is no tensor of the graph
-            own.untraceable_keys.add(call.key)
+            own.untraceable_keys.add((call.key,))
         return not trace.escapes
 
 

@@ -34,6 +34,7 @@ from torchremat.remat.tracing.guards import (
     StartingPoint,
     VariableGuard,
 )
+from torchremat.remat.tracing.refused_kinds import RefusedKinds
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.checks.checks import CheckError
 from torchremat.tracing.dtensors import CotangentPlacements
@@ -274,9 +275,9 @@ class Traces:
         """Kinds of calls that were met once, where only what repeats is traced."""
         self.jobs: dict[PolicyKey, Policy] = {}
         """Policies that remember, over all calls, what they decided."""
-        self.untraceable_keys: set[Any] = set()
+        self.untraceable_keys = RefusedKinds()
         """Kinds of calls that are not traced again, since they could not be."""
-        self.changing_keys: set[Any] = set()
+        self.changing_keys = RefusedKinds()
         """Kinds of calls of which one changed attributes; they are traced once more."""
         self.read_spots: set[Spot] = set()
         """Places that the function changes and reads: each value there has a trace."""

@@ -7,7 +7,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv-clients
-wanted=$(sed -n '/^clients =/,/^docs =/p' setup.cfg)
+wanted=$(sed -n '/^clients =/,/^zoo =/p' setup.cfg)
 if [ "$(cat $venv/.wanted 2>/dev/null)" != "$wanted" ]; then
     echo "torchremat: making $venv"
     "${PYTHON:-python3}" -m venv --clear $venv

@@ -23,6 +23,7 @@ from torchremat.remat.escapes.read_watch import Spot
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.program.shared_graphs import SharedGraphs
+from torchremat.remat.tape.refused_kinds import RefusedKinds
 from torchremat.remat.tape.taped_call import TapedCalls
 from torchremat.remat.tracing.calls import AnyNumber, Call, Result, differing_numbers
 from torchremat.remat.tracing.code_guard import CodeGuard, plain_variables_of
@@ -34,7 +35,6 @@ from torchremat.remat.tracing.guards import (
     StartingPoint,
     VariableGuard,
 )
-from torchremat.remat.tracing.refused_kinds import RefusedKinds
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.checks.checks import CheckError
 from torchremat.tracing.dtensors import CotangentPlacements

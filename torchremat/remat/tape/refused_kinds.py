@@ -1,8 +1,8 @@
-"""Which kinds of calls are not traced again, since they could not be one graph.
+"""Kinds of calls that are not traced again, since they could not be one graph.
 
-A kind has the static values of a call. One that is made anew for each call, such as a cache or a
-dict of tensors, is equal to no other, so that a refusal would be forgotten at once. It would also
-stay alive with its tensors. Of such a value the type is remembered.
+A kind has the static values of a call. A cache or a dict of tensors may be new in each call, and is
+then equal to no other: its refusal would be forgotten at once. It would also stay alive with its
+tensors. Of such a value the type is remembered.
 """
 
 from collections.abc import Hashable

@@ -102,8 +102,8 @@ def test_each_spelling_that_errors_show_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("dot", r"policy\('dot'\): 'dot' is no policy, nearest: 'dots'.*Spellings are none, full"),
-        ("name:a", r"'name' is no policy, nearest: 'names'"),
+        ("dot", r"policy\('dot'\): unknown policy 'dot', nearest: 'dots'.*Spellings are none, full"),
+        ("name:a", r"unknown policy 'name', nearest: 'names'"),
         ("Dots", r"nearest: 'dots'"),
         ("", r"a term is empty"),
         ("dots|", r"policy\('dots\|'\): a term is empty.*joined with \|"),
@@ -115,8 +115,8 @@ def test_each_spelling_that_errors_show_is_read(tmp_path, monkeypatch):
         ("dots&", r"a term is empty"),
         ("(dots|full", r"a '\(' has no '\)'"),
         ("(dots)full", r"'full' follows a '\)' without \| or &"),
-        ("dots)", r"'dots\)' is no policy"),
-        ("50%", r"'50%' is no policy; a budget of peak memory is written 'budget:50%'"),
+        ("dots)", r"unknown policy 'dots\)'"),
+        ("50%", r"unknown policy '50%'; a budget of peak memory is written 'budget:50%'"),
         ("24 GiB", r"is written 'budget:24 GiB'"),
         ("0.5", r"is written 'budget:0.5'"),
         ("xyzzy", r"there are: 'budget', 'dots', 'dots_with_no_batch_dims_saveable' and \d+ more"),

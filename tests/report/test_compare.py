@@ -153,7 +153,7 @@ def test_policies_must_be_a_list(policies):
 
 
 def test_bad_input():
-    with pytest.raises(TypeError, match="is no policy"):
+    with pytest.raises(TypeError, match="unknown policy"):
         tr.compare(deep, *arguments(), policies=[3])
     with pytest.raises(TypeError, match="function of tensors"):
         tr.compare(3, *arguments(), policies=["dots"])

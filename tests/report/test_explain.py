@@ -822,7 +822,7 @@ def test_bad_input():
         tr.explain(None, torch.ones(3), policy="dots")
     with pytest.raises(TypeError, match="nothing to differentiate"):
         tr.explain(torch.sin, torch.tensor(3), policy="dots")
-    with pytest.raises(TypeError, match="is no policy"):
+    with pytest.raises(TypeError, match="unknown policy"):
         tr.explain(torch.sin, torch.ones(3), policy=3)
     with pytest.raises(ValueError, match="dots"):
         tr.explain(torch.sin, torch.ones(3), policy="dotz")

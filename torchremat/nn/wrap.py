@@ -168,6 +168,18 @@ def unwrap(module: AnyModule) -> AnyModule:
     return module
 
 
+def _describe_no_report(module: nn.Module) -> str:
+    if "_orig_mod" in dict(module.named_children()):
+        return (
+            "a compiled model reports by an option of its backend: torch.compile(model, "
+            "backend='torchremat', options={'policy': ..., 'report': print})"
+        )
+    return (
+        f"nothing in {type(module).__name__} is wrapped; torchremat.nn.wrap(model, policy, "
+        "select=...) does it"
+    )
+
+
 def report(module: nn.Module) -> Report:
     """Report what the last step saved, recomputed and offloaded, per wrapped module in `module`.
 
@@ -187,10 +199,7 @@ def report(module: nn.Module) -> Report:
     """
     found = [(n, f) for n, m in module.named_modules() if (f := remat_forward_of(m)) is not None]
     if not found:
-        raise NoMatchError(
-            f"nothing in {type(module).__name__} is wrapped; torchremat.nn.wrap(model, policy, "
-            "select=...) does it"
-        )
+        raise NoMatchError(_describe_no_report(module))
     programs: list[tuple[str, FunctionProgram | TapeSummary]] = []
     for name, forward in found:
         program = forward.last_program

@@ -11,10 +11,13 @@ remembers its value while it runs, and a function that wraps `p` answers what `p
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
+
+import torch
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
@@ -409,9 +412,9 @@ def as_policy(given: PolicyLike | None) -> Policy:
         raise PolicyError(
             f"{name} was given as a policy: it makes one when it is called, as in {name}('...')"
         )
-    if isinstance(given, type | _Operator) or not callable(given):
+    if isinstance(given, type | types.BuiltinFunctionType | _Operator) or not callable(given):
         raise PolicyError(
-            f"{given!r} ({type(given).__name__}) is no policy. A policy is one of "
+            f"unknown policy {given!r} ({type(given).__name__}). A policy is one of "
             "checkpoint_policies, a spelling of one ('dots', 'names:attn'), a callable "
             f"policy(op, *avals, **params), or None to save nothing{_suggest_policy(given)}"
         )
@@ -424,6 +427,8 @@ _Operator = _torch.OpOverload | _torch.OpOverloadPacket | _torch.HigherOrderOper
 def _suggest_policy(given: object) -> str:
     if isinstance(given, _Operator):
         return f". To save what an operator computes, write save_ops({given})"
+    if isinstance(given, types.BuiltinFunctionType) and hasattr(torch.ops.aten, given.__name__):
+        return f". To save what an operator computes, write save_ops('aten.{given.__name__}')"
     if isinstance(given, int | float) and not isinstance(given, bool):
         return f". For a budget of peak memory, write memory_budget({given})"
     if isinstance(given, list | tuple | set) and given:

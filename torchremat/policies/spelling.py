@@ -143,8 +143,8 @@ def _find_entry(word: str) -> SpellingEntry | None:
 
 def _describe_unknown(term: str, word: str) -> str:
     if re.fullmatch(r"\d*\.?\d+ *(%|[A-Za-z]*)", term):
-        return f"{term!r} is no policy; a budget of peak memory is written 'budget:{term}'"
-    return f"{word!r} is no policy, {nearest_names(word, _entries)}"
+        return f"unknown policy {term!r}; a budget of peak memory is written 'budget:{term}'"
+    return f"unknown policy {word!r}, {nearest_names(word, _entries)}"
 
 
 def _make_error(text: str, problem: str) -> PolicyValueError:

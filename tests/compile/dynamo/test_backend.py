@@ -269,7 +269,7 @@ def test_the_policy_looks_inside_a_checkpoint() -> None:
         ({"policy": "dotz"}, "nearest: 'dots'"),
         ({"policy": "dots", "codegen": "inducter"}, "nearest: 'inductor'"),
         ({"mode": "max-autotun"}, "nearest: 'max-autotune'"),
-        ({"policy": 3}, "is no policy"),
+        ({"policy": 3}, "unknown policy"),
         ({"policy": "dots", "report": 3}, "is not callable"),
         ({"max_autotune": "yes"}, "this setting of inductor is bool, not str"),
     ],

@@ -56,7 +56,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 
 html_math_renderer = "mathml"
-highlight_language = "none"  # what is printed is no Python
+highlight_language = "none"  # what is printed is not Python
 
 # --- looks ---------------------------------------------------------------------------------------
 

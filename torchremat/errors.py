@@ -111,10 +111,10 @@ class TraceError(TorchrematError, TypeError):
     """An argument or result of a function to trace is not a tree of tensors and scalars.
 
     Raised when a function is called or traced with sparse or nested tensors, or with nothing to
-    differentiate. Also raised for an object that is no tensor, number, string or `None`, nor a
+    differentiate. Also raised for an object that is not a tensor, number, string or `None`, nor a
     tree of them.
 
-    Cure: name what is no tensor in `static_argnums` or `static_argnames`, register its type as
+    Cure: name what is not a tensor in `static_argnums` or `static_argnames`, register its type as
     a tree, or pass the tensors that it holds.
     """
 
@@ -131,7 +131,7 @@ class ParallelModuleError(TraceError):
 
 
 class PolicyError(TorchrematError, TypeError):
-    """A policy is no policy, or answered something that is no verdict.
+    """The policy is unknown, or answered something that is not a verdict.
 
     Raised where a policy is made or given; for its answers, when a function is traced.
 
@@ -427,7 +427,7 @@ class OptionError(TorchrematError, ValueError):
     """An option does not exist, or has a value that it cannot have.
 
     Raised by `jit`, `nn.wrap(compile=...)` and the backend `"torchremat"` of `torch.compile`. Also
-    raised where an attribute of `torchremat.config` is set that is no setting.
+    raised where an attribute of `torchremat.config` is set that is not a setting.
 
     Cure: take one of the nearest names that the message gives.
     """
@@ -462,7 +462,7 @@ class AxisError(TorchrematError, ValueError):
 
 
 class AxisTypeError(TorchrematError, TypeError):
-    """An argument for an axis of `vmap` is no axis, or the value has no axes.
+    """An argument for an axis of `vmap` is not an axis, or the value has no axes.
 
     Raised by `vmap` and its kin.
 
@@ -482,7 +482,7 @@ class RegistrationError(TorchrematError, ValueError):
 
 
 class RegistrationTypeError(RegistrationError, TypeError):
-    """A rule is registered for what is no operator.
+    """A rule is registered for what is not an operator.
 
     Raised by `primitive_batchers` and its kin, `defvectorized`, `defbroadcasting`, `defreducer`.
 

@@ -1,4 +1,4 @@
-"""Trees of axes: prefixes are spread over leaves, and what is no prefix is shown."""
+"""Trees of axes: prefixes are spread over leaves, and what is not a prefix is shown."""
 
 import re
 from collections import OrderedDict, namedtuple

@@ -148,7 +148,7 @@ def test_code_for_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_a_device_is_no_option() -> None:
     options = {"policy": "full", "device": "cuda"}
-    with pytest.raises(OptionError, match="'device': ...} is no option of the backend"):
+    with pytest.raises(OptionError, match="'device': ...} is not an option of the backend"):
         torch.compile(f, backend="torchremat", options=options)(torch.ones(3, 3))
 
 

@@ -138,7 +138,7 @@ def test_what_inductor_compiled_is_compiled_in_a_checkpoint() -> None:
 def test_no_such_backend_is_told() -> None:
     with pytest.raises(OptionError, match="nearest: 'inductor'"):
         tr.nn.wrap(nn.Linear(2, 2), compile="inducter")
-    with pytest.raises(ValueError, match="is no backend"):
+    with pytest.raises(ValueError, match="is not a backend"):
         lower(tr.make_graph(torch.sin)(torch.ones(2)).graph_module, "xla")
 
 

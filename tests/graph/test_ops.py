@@ -199,10 +199,10 @@ def test_names_of_ops_have_one_normal_form(spec):
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        (3, r"3 \(int\) is no operator. An operator is an overload"),
-        (None, r"None \(NoneType\) is no operator"),
+        (3, r"3 \(int\) is not an operator. An operator is an overload"),
+        (None, r"None \(NoneType\) is not an operator"),
         (torch.mm, r"for the Python function mm write 'aten.mm'"),
-        (["aten.mm"], r"\(list\) is no operator"),
+        (["aten.mm"], r"\(list\) is not an operator"),
     ],
 )
 def test_what_is_no_op_is_a_type_error(spec, match):

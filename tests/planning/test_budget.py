@@ -38,16 +38,16 @@ def test_budgets_that_depend_on_the_step(text, budget):
 
 
 MISSPELT = [
-    ("8", r"'8' is no budget: it has no unit: write '8GiB', or '8B' if bytes are meant"),
-    ("8Gi", r"'Gi' is no unit, nearest: 'GiB'"),
-    ("8GiBs", r"'GiBs' is no unit, nearest: 'GiB'"),
-    ("leest", r"it is no number with a unit; nearest: 'least'"),
-    ("times:+10%", r"it is no number with a unit; nearest: 'time'"),
+    ("8", r"'8' is not a budget: it has no unit: write '8GiB', or '8B' if bytes are meant"),
+    ("8Gi", r"'Gi' is not a unit, nearest: 'GiB'"),
+    ("8GiBs", r"'GiBs' is not a unit, nearest: 'GiB'"),
+    ("leest", r"it is not a number with a unit; nearest: 'least'"),
+    ("times:+10%", r"it is not a number with a unit; nearest: 'time'"),
     ("time:10%", r"write 'time:\+10%' for 10 % more time"),
     ("time:+10", r"write 'time:\+10%' for 10 % more time"),
     ("time:-5%", r"no recomputation takes less time than none: write 'time:\+0%'"),
     ("time:", r"after 'time:' comes how much more, as in 'time:\+10%'"),
-    ("8,5GiB", r"it is no number with a unit"),
+    ("8,5GiB", r"it is not a number with a unit"),
     ("-1GiB", r"a budget is positive"),
     ("150%", r"a fraction of the peak without rematerialisation is in \(0, 1\]"),
 ]

@@ -253,9 +253,9 @@ def _changed(**changes):
     [
         (
             lambda text: text[: len(text) // 2],
-            r"plan.json is no plan: it is no JSON, or was cut off",
+            r"plan.json is not a plan: it is not JSON, or was cut off",
         ),
-        (lambda text: "[1, 2]", r"is no plan of torchremat, though it is JSON"),
+        (lambda text: "[1, 2]", r"is not a plan of torchremat, though it is JSON"),
         (_changed(version=99), r"of version 99, and this torchremat reads version 1"),
         (_changed(graph=["x"]), r"was changed: its fingerprint does not fit"),
         (_changed(baseline={}), r"lacks something"),
@@ -274,8 +274,8 @@ def test_a_file_that_is_no_plan_is_refused(plan, tmp_path, spoil, match):
 @pytest.mark.parametrize(
     ("budget", "match"),
     [
-        ("2GBi", r"'GBi' is no unit, nearest: 'GiB'"),
-        ("much", r"it is no number with a unit"),
+        ("2GBi", r"'GBi' is not a unit, nearest: 'GiB'"),
+        ("much", r"it is not a number with a unit"),
         ("100", r"it has no unit: write '100GiB', or '100B'"),
         (-1, r"positive number of bytes, but it is -1"),
         ("-1GiB", r"a budget is positive"),

@@ -142,7 +142,7 @@ def test_options_are_checked():
         memory_budget(saved="1MiB", resident="2MiB")
     with pytest.raises(PolicyValueError, match="nothing is left for the step"):
         memory_budget("1MiB", resident="2MiB")
-    with pytest.raises(TypeError, match="resident=0.5 is no number of bytes"):
+    with pytest.raises(TypeError, match="resident=0.5 is not a number of bytes"):
         memory_budget("1MiB", resident=0.5)
     with pytest.raises(ArgumentTypeError, match="there is no tensor in it"):
         resident_bytes(torch.optim.AdamW)

@@ -106,7 +106,7 @@ def test_limits_are_spelt_printed_and_pickled(policy, text):
 def test_limits_that_are_none_are_refused():
     with pytest.raises(PolicyError, match="limits nothing"):
         memory_budget()
-    with pytest.raises(TypeError, match="is no number of bytes"):
+    with pytest.raises(TypeError, match="is not a number of bytes"):
         memory_budget(saved="50%")
     with pytest.raises(ValueError, match="has no unit"):
         memory_budget(saved="8")

@@ -94,7 +94,7 @@ def test_combinations():
         (lambda: names([1], []), PolicyError, "was given 1"),
         (lambda: names([], None), PolicyError, "takes a list"),
         (lambda: names([], ["a"], "device", "device"), PolicyValueError, "moves nothing"),
-        (lambda: names([], ["a"], "device", "disk"), PolicyValueError, "'disk' is no place"),
+        (lambda: names([], ["a"], "device", "disk"), PolicyValueError, "'disk' is not a place"),
         (lambda: cp.offload_dot_with_no_batch_dims("gpu", "device"), PolicyValueError, "'gpu'"),
         (lambda: cp.offload_dot_with_no_batch_dims("device", 1), PolicyError, "dst=1 is a int"),
     ],

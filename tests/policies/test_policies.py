@@ -273,7 +273,10 @@ def test_as_policy():
         (3, r"unknown policy 3 \(int\). A policy is one of checkpoint_policies"),
         (True, r"unknown policy True \(bool\)"),
         (Saveable, r"unknown policy <class"),
-        (["dots"], r"unknown policy \['dots'\] \(list\).*joined with \|, as in 'dots\|names:attn'$"),
+        (
+            ["dots"],
+            r"unknown policy \['dots'\] \(list\).*joined with \|, as in 'dots\|names:attn'$",
+        ),
         (0.5, r"unknown policy 0.5 \(float\).*budget of peak memory, write memory_budget\(0.5\)$"),
         (torch.ops.aten.mm.default, r"write save_ops\(aten.mm.default\)$"),
         (torch.ops.aten.mm, r"write save_ops\(aten.mm\)$"),
@@ -354,7 +357,7 @@ def test_names_and_patterns_are_strings(make):
 
 @pytest.mark.parametrize("make", [cp.save_ops, cp.recompute_ops])
 def test_ops_are_ops(make):
-    with pytest.raises(PolicyError, match=r"3 \(int\) is no operator"):
+    with pytest.raises(PolicyError, match=r"3 \(int\) is not an operator"):
         make("aten.mm", 3)
     with pytest.raises(PolicyValueError, match=r"'' names no operator"):
         make("")

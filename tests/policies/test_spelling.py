@@ -102,7 +102,10 @@ def test_each_spelling_that_errors_show_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("dot", r"policy\('dot'\): unknown policy 'dot', nearest: 'dots'.*Spellings are none, full"),
+        (
+            "dot",
+            r"policy\('dot'\): unknown policy 'dot', nearest: 'dots'.*Spellings are none, full",
+        ),
         ("name:a", r"unknown policy 'name', nearest: 'names'"),
         ("Dots", r"nearest: 'dots'"),
         ("", r"a term is empty"),
@@ -146,5 +149,5 @@ def test_only_strings_are_spellings(given):
 @pytest.mark.parametrize("limit", ["8GiB,4GiB", "", "8GiB+onload"])
 @pytest.mark.parametrize("word", ["budget", "saved"])
 def test_what_is_no_limit(word, limit):
-    with pytest.raises(BudgetSpellingError, match=rf"'{re.escape(limit)}' is no budget"):
+    with pytest.raises(BudgetSpellingError, match=rf"'{re.escape(limit)}' is not a budget"):
         policy(f"{word}:{limit}+offload")

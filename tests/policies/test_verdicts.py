@@ -84,8 +84,13 @@ def test_complement():
     ("src", "dst", "error", "match"),
     [
         ("device", "device", PolicyValueError, r"moves nothing.*tr.Saveable"),
-        ("device", "host", PolicyValueError, r"dst='host' is no place.*torch.device\('cuda:0'\)"),
-        ("cpu", "device", PolicyValueError, r"src='cpu' is no place"),
+        (
+            "device",
+            "host",
+            PolicyValueError,
+            r"dst='host' is not a place.*torch.device\('cuda:0'\)",
+        ),
+        ("cpu", "device", PolicyValueError, r"src='cpu' is not a place"),
         (0, "device", PolicyError, r"src=0 is a int; a place is 'device', 'pinned_host'"),
     ],
 )

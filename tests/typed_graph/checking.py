@@ -137,7 +137,7 @@ class _Checker:
         else:
             for value in _flat(node.args[0]):
                 if isinstance(value, fx.Node) and not isinstance(value.meta.get("val"), Tensor):
-                    self.fail(value, f"the output {value.name} is no tensor")
+                    self.fail(value, f"the output {value.name} is not a tensor")
 
     def _check_attribute(self, node: fx.Node) -> Any:
         try:

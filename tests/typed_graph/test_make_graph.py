@@ -511,7 +511,7 @@ def _item_out_of_range(graph, nodes):
         (_cannot_run, "cannot run on what it reads"),
         (_no_aval, "has no aval"),
         (_a_method, "is a call_method, not one of"),
-        (_tuple_as_output, "the output topk is no tensor"),
+        (_tuple_as_output, "the output topk is not a tensor"),
         (_text_as_output, "'text' is neither a value nor a number"),
         (_missing_output, "the graph has 0 outputs, its structure 1"),
         (_wrong_const, r"is f32\[5\], but noted as f32\[3\]"),

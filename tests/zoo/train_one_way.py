@@ -231,7 +231,7 @@ def judge(found: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> tuple[str
 
 
 def _size(tensor: Tensor) -> float:
-    """The largest entry; infinite if one is no number."""
+    """The largest entry; infinite if one is not a number."""
     if not tensor.numel():
         return 0.0
     return float(torch.nan_to_num(tensor.double().abs(), nan=torch.inf).max())

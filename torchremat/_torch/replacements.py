@@ -173,7 +173,7 @@ _MODULES_OF_TRACKERS = (
 
 
 class AttributeReader:
-    """Reads an attribute of a module. It is no function, which Dynamo would refuse."""
+    """Reads an attribute of a module. It is not a function, which Dynamo would refuse."""
 
     def __init__(self, plain: Callable[[Any, str], Any], notes: Values) -> None:
         self._plain = plain

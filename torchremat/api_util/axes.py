@@ -31,7 +31,7 @@ def flatten_axes(
         A list of as many axes as the tree has leaves.
 
     Raises:
-        ValueError: if `axis_tree` is no prefix of the tree, with every place where it is not.
+        ValueError: if `axis_tree` is not a prefix of the tree, with every place where it is not.
 
     After `jax.api_util.flatten_axes`.
 
@@ -114,7 +114,7 @@ class _TreeLevel:
 
 
 def _prefix_axes(path: str, axes: Any, tree: Any) -> tuple[list[Any], list[str]]:
-    """Find an axis for each leaf of `tree`, and describe where `axes` is no prefix of it."""
+    """Find an axis for each leaf of `tree`, and describe where `axes` is not a prefix of it."""
     found: list[Any] = []
     wrong: list[str] = []
     for where, given, wanted in _find_places(path, axes, tree):

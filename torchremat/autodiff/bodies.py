@@ -119,7 +119,7 @@ class _OperatorInterpreter(Interpreter):
             # a product with it has a tangent of another layout, which views of the product refuse
             target = torch.ops.aten.zeros.default
         elif target in VIEWS_BY_SHAPE:
-            # `x.contiguous()` is no operator where x was contiguous, and mapped it may not be
+            # `x.contiguous()` is not an operator where x was contiguous, and mapped it may not be
             target = torch.ops.aten.reshape.default
         return super().call_function(target, args, kwargs)
 

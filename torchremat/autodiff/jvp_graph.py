@@ -45,7 +45,7 @@ def jvp_graph(g: TypedGraph, nonzero_tangents: Sequence[bool] | None = None) -> 
         ValueError: if `nonzero_tangents` has not one entry for each input, or gives a tangent to
             an input that can have none.
         GraphError: (a `ValueError`) if `g` writes to its inputs or constants.
-        TypeError: if an entry is no bool.
+        TypeError: if an entry is not a bool.
 
     After `jax.interpreters.ad.jvp_jaxpr`.
 

@@ -58,7 +58,7 @@ def transpose_graph(g: TypedGraph, linear: Sequence[bool] | None = None) -> Type
         ValueError: if `linear` has not one entry for each input, or names one that can have no
             derivative.
         GraphError: (a `ValueError`) if the graph is not linear in these inputs, or writes.
-        TypeError: if an entry is no bool.
+        TypeError: if an entry is not a bool.
 
     After `jax.linear_transpose`.
 

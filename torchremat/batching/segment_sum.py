@@ -26,7 +26,7 @@ def segment_sum(
 
     Raises:
         SegmentError: (a `ValueError`) for lengths that do not fit, or not just one of the three.
-        SegmentTypeError: (a `TypeError`) for what is no tensor, and for dtypes without a sum.
+        SegmentTypeError: (a `TypeError`) for what is not a tensor, and for dtypes without a sum.
 
     It is one operator, with derivatives of every kind and order and a rule for `vmap`.
 

@@ -132,7 +132,9 @@ def _add_dim(mesh: Any, placements: Sequence[Any], dim: int, names: Sequence[Any
 def _axis_of(mesh: Any, name: Any) -> int:
     names = mesh.mesh_dim_names or ()
     if name not in names:
-        raise AxisError(f"spmd_axis_name={name!r} is no axis of the mesh, whose axes are {names}")
+        raise AxisError(
+            f"spmd_axis_name={name!r} is not an axis of the mesh, whose axes are {names}"
+        )
     return names.index(name)
 
 

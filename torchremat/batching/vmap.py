@@ -103,7 +103,7 @@ class Mapped(Checkpointed):
                 _log.debug("%r stays untraced: %s", self, error)
                 own.untraceable_keys.add((call.key,))
                 return False
-        if trace.escapes:  # what a level left is no tensor of the graph
+        if trace.escapes:  # what a level left is not a tensor of the graph
             own.untraceable_keys.add((call.key,))
         return not trace.escapes
 

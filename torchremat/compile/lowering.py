@@ -27,7 +27,7 @@ def check_backend(backend: object, what: str = "backend") -> None:
     """Raise `OptionError` if `backend` is none."""
     if backend not in BACKENDS:
         near = nearest_names(str(backend), BACKENDS)
-        raise OptionError(f"{what}={backend!r} is no backend; {near}")
+        raise OptionError(f"{what}={backend!r} is not a backend; {near}")
 
 
 def lower(module: fx.GraphModule, backend: str) -> Runner:

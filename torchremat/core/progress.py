@@ -16,7 +16,8 @@ AFTER_SECONDS = 2.0
 def show_progress(title: str) -> Iterator[Callable[[float], None]]:
     """A function to tell what fraction of the work is done; it shows a bar after two seconds.
 
-    At the end a line says how long it took. Nothing is shown where standard error is no terminal.
+    At the end a line says how long it took. Nothing is shown where standard error is not
+    a terminal.
 
     >>> with show_progress("planning") as tell:
     ...     tell(0.5)

@@ -127,9 +127,9 @@ class _Rules:
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """The part of the residuals that is no tensor, and the avals of outputs and inputs.
+    """The part of the residuals that is not a tensor, and the avals of outputs and inputs.
 
-    A leaf of the result that is no tensor stands among `outputs` itself.
+    A leaf of the result that is not a tensor stands among `outputs` itself.
     """
 
     residuals: Structure

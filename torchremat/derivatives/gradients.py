@@ -57,7 +57,7 @@ def grad(
         `has_aux`, a pair of it and the auxiliary data.
 
     Raises:
-        TypeError: if the result is no scalar or not real, an argument has no derivatives or
+        TypeError: if the result is not a scalar or not real, an argument has no derivatives or
             `argnums` is out of range.
 
     For a complex argument x + iy it is, as in JAX, df/dx - i df/dy, the conjugate of what

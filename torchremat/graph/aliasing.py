@@ -28,7 +28,7 @@ def lies_alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def tensors_lie_alike(value: Any, other: Any) -> bool:
-    """Whether two tensors have one dtype and layout; what is no tensor is like none."""
+    """Whether two tensors have one dtype and layout; what is not a tensor is like none."""
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     return value.dtype == other.dtype and _layout(value) == _layout(other)

@@ -28,7 +28,7 @@ class Notes:
         is_looped: it is one call of an operator that `vmap` ran in a loop.
         is_rerun: a rule of the user's for tangents ran it, and a second derivative runs it again.
         is_for_output: PyTorch's functionalisation added it after the last operator, so that an
-            output is a view of what was written. It has no phase, and is no forward operator.
+            output is a view of what was written. It has no phase, and is not a forward operator.
         written_by: the operator of the user's code that wrote to a tensor, where the graph has one
             that gives a new tensor.
         label: what the user calls an input.

@@ -214,7 +214,7 @@ def as_op_matcher(spec: object) -> OpMatcher:
             )
         return OpMatcher(_normal_name(spec))
     raise PolicyError(
-        f"{spec!r} ({type(spec).__name__}) is no operator. An operator is an overload "
+        f"{spec!r} ({type(spec).__name__}) is not an operator. An operator is an overload "
         "(torch.ops.aten.mm.default), a packet (torch.ops.aten.mm) or a string ('aten.mm')"
         + _python_function_cure(spec)
     )

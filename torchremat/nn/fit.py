@@ -166,7 +166,7 @@ def fit(
     Where the function can be traced with a symbol for the size, one such trace serves all sizes.
     The size that was found is then traced by itself, and planned.
 
-    What depends on values is not seen: an index out of range is no refusal of a size.
+    What depends on values is not seen: an index out of range is not a refusal of a size.
 
     All bytes count: parameters, buffers, arguments, the optimizer's state, and the step with its
     gradients. What an optimizer allocates while it updates, and workspaces of kernels, do not.
@@ -194,8 +194,8 @@ def fit(
 
     Raises:
         BudgetError: (a `RuntimeError`) with the least memory that would do, if nothing fits.
-        TypeError: if `memory` is no number of bytes, `maximize` no text, or `apply` is given for a
-            function; and where `plan` raises it.
+        TypeError: if `memory` is not a number of bytes, `maximize` is not text, or `apply` is given
+            for a function; and where `plan` raises it.
         ValueError: if there is no such dimension, with the nearest names, or if the dimensions of
             `maximize` differ in size; and where `plan` raises it.
 

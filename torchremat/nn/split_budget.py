@@ -165,8 +165,8 @@ def split_budget(
     limit = Budget.of(budget)
     if limit.added is not None:
         raise BudgetSpellingError(
-            f"split_budget(budget={budget!r}): a time is no budget that is divided. Give bytes, a "
-            "fraction or 'least'; the split says what time it adds (recompute_seconds)"
+            f"split_budget(budget={budget!r}): a time is not a budget that is divided. Give bytes, "
+            "a fraction or 'least'; the split says what time it adds (recompute_seconds)"
         )
     layers = _Layers(module, select, args, kwargs, {"cost_model": cost_model, "device": device})
     most = layers.peak(_Steps(0))

@@ -71,7 +71,7 @@ def wrap(
         example: the arguments of the largest step, `(args, kwargs)`, of which shapes, dtypes and
             devices matter: the longest batch of a training. It is traced now, not run. Budgets
             that depend on a step (`"60%"`) become bytes by it, and are planned for it. A model
-            that is no graph ignores it, with a `BudgetWarning`.
+            that is not a graph ignores it, with a `BudgetWarning`.
 
     Returns:
         `module`.

@@ -65,7 +65,7 @@ class Budget:
         given = plain_number(given)
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise BudgetTypeError(
-                f"{given!r} ({type(given).__name__}) is no budget: a budget is {_FORMS}"
+                f"{given!r} ({type(given).__name__}) is not a budget: a budget is {_FORMS}"
             )
         if isinstance(given, int):
             if given <= 0:
@@ -120,8 +120,8 @@ def bytes_of_limit(given: int | str, option: str = "saved") -> int:
     nbytes = Budget.of(given).nbytes
     if nbytes is None:
         raise BudgetTypeError(
-            f"{option}={given!r} is no number of bytes: give bytes ('200MiB', an int), or a budget "
-            "of peak memory, memory_budget('50%')"
+            f"{option}={given!r} is not a number of bytes: give bytes ('200MiB', an int), or a "
+            "budget of peak memory, memory_budget('50%')"
         )
     return nbytes
 
@@ -139,8 +139,8 @@ def _read(text: str) -> Budget:
     match = _QUANTITY.fullmatch(given)
     if match is None:
         word = given.partition(":")[0].strip()
-        near = f"it is no number with a unit; {nearest_names(word, ('least', 'time'))}"
-        raise _unreadable_error(text, near if word.isalpha() else "it is no number with a unit")
+        near = f"it is not a number with a unit; {nearest_names(word, ('least', 'time'))}"
+        raise _unreadable_error(text, near if word.isalpha() else "it is not a number with a unit")
     number, unit = float(match[1]), match[2]
     if unit == "%":
         return Budget(fraction=_fraction(number / 100, text))
@@ -152,7 +152,9 @@ def _read(text: str) -> Budget:
             f"it has no unit: write '{match[1]}GiB', or '{match[1]}B' if bytes are meant",
         )
     if unit.casefold() not in _UNITS:
-        raise _unreadable_error(text, f"{unit!r} is no unit, {nearest_names(unit, _SHOWN_UNITS)}")
+        raise _unreadable_error(
+            text, f"{unit!r} is not a unit, {nearest_names(unit, _SHOWN_UNITS)}"
+        )
     nbytes = int(number * _UNITS[unit.casefold()])
     if nbytes <= 0:
         raise _unreadable_error(text, "a budget is positive")
@@ -183,4 +185,4 @@ def _fraction(value: float, given: object) -> float:
 
 
 def _unreadable_error(text: str, why: str) -> BudgetSpellingError:
-    return BudgetSpellingError(f"{text!r} is no budget: {why}. A budget is {_FORMS}")
+    return BudgetSpellingError(f"{text!r} is not a budget: {why}. A budget is {_FORMS}")

@@ -84,7 +84,7 @@ class CostModel:
             return device
         if not isinstance(device, str | torch.device | Rates | None):
             raise ArgumentTypeError(
-                f"{device!r} ({type(device).__name__}) is no device: a cost model is made of a "
+                f"{device!r} ({type(device).__name__}) is not a device: a cost model is made of a "
                 "name ('h100'), a torch.device, Rates, or another CostModel"
             )
         convolution = torch.backends.cudnn.conv  # type: ignore[attr-defined]
@@ -233,7 +233,7 @@ def measure(device: "str | torch.device | None" = None, *, again: bool = False) 
         again: measure though there are rates.
 
     Raises:
-        ValueError: for `meta`, where nothing runs, and for what is no device.
+        ValueError: for `meta`, where nothing runs, and for what is not a device.
         RuntimeError: for a device that this machine does not have.
 
     >>> measure("meta")

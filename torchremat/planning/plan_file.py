@@ -26,7 +26,7 @@ Where = tuple[str | int, ...]
 def parse_plan(text: str, file: str) -> dict[str, Any]:
     """The content of a plan that was written as JSON.
 
-    Raises `PlanError` for what is no plan, is of another version, or says what no plan can.
+    Raises `PlanError` for what is not a plan, is of another version, or says what no plan can.
 
     >>> parse_plan('{"format": "torchremat plan", "version": 9}', "plan.json")
     Traceback (most recent call last):
@@ -38,12 +38,12 @@ def parse_plan(text: str, file: str) -> dict[str, Any]:
         )
     except json.JSONDecodeError as error:
         raise PlanError(
-            f"{file} is no plan: it is no JSON, or was cut off ({error}). Save it again"
+            f"{file} is not a plan: it is not JSON, or was cut off ({error}). Save it again"
         ) from error
     except (RecursionError, ValueError) as error:  # nested too deeply; no number, or a huge one
-        raise PlanError(f"{file} is no plan: {error}") from error
+        raise PlanError(f"{file} is not a plan: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise PlanError(f"{file} is no plan of torchremat, though it is JSON")
+        raise PlanError(f"{file} is not a plan of torchremat, though it is JSON")
     version = content.get("version")
     if type(version) is not int or version != VERSION:
         raise PlanError(
@@ -55,7 +55,7 @@ def parse_plan(text: str, file: str) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no figure of a plan")
+    raise ValueError(f"{name} is not a figure of a plan")
 
 
 def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -280,8 +280,8 @@ def save_ops(*ops: object) -> Policy:
     """Only what these operators compute may be saved.
 
     An operator is an overload, a packet or a string. `aten.mm` finds the `addmm` of a biased
-    `nn.Linear` too. Raises `PolicyError` (a `TypeError`) for what is no operator. A name that no
-    operator has matches nothing, which gives an `UnmatchedWarning` with the nearest names.
+    `nn.Linear` too. Raises `PolicyError` (a `TypeError`) for what is not an operator. A name that
+    no operator has matches nothing, which gives an `UnmatchedWarning` with the nearest names.
 
     >>> import torch
     >>> save_ops(torch.ops.aten.mm, "aten::bmm")

@@ -44,7 +44,7 @@ def checkpoint_name(x: T, name: str) -> T:
         the value under an older variable. It costs nothing at run time.
 
     Raises:
-        TypeError: if `name` is no string.
+        TypeError: if `name` is not a string.
 
     After `jax.ad_checkpoint.checkpoint_name`.
 

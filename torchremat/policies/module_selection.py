@@ -54,8 +54,8 @@ def select_modules(root: nn.Module, select: Select | None) -> list[tuple[str, nn
     a position: their values are then recomputed twice.
 
     Raises `NoMatchError` (a `ValueError`) with the nearest names if a term, or the whole, matches
-    nothing. Raises `ValueError` for text that is no selection or a position that is out of range,
-    and `TypeError` for any other object.
+    nothing. Raises `ValueError` for text that is not a selection or a position that is out of
+    range, and `TypeError` for any other object.
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(5))})
     >>> [name for name, _ in select_modules(model, "first:3, last:1, !layers.0")]

@@ -103,7 +103,7 @@ class Policy:
     def decide(self, value: Value) -> Verdict:
         """Whether `value` may be saved: as the product of its operator, or under one of its names.
 
-        Raises `PolicyError` (a `TypeError`) if the policy answers with what is no verdict.
+        Raises `PolicyError` (a `TypeError`) if the policy answers with what is not a verdict.
         """
         token = _value_in_question.set(value)
         try:
@@ -381,7 +381,7 @@ def policy(spelling: str) -> Policy:
     saved if one of them lets it be saved; with `&`, if all of them do. `~` before one reverses it.
     `~` binds closest, then `&`; parentheses group.
 
-    Raises `PolicyError` (a `TypeError`) if `spelling` is no string, `PolicyValueError` (a
+    Raises `PolicyError` (a `TypeError`) if `spelling` is not a string, `PolicyValueError` (a
     `ValueError`) with the nearest spellings if it is unknown.
 
     >>> policy("dots | names:attn")

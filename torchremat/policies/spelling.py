@@ -59,7 +59,7 @@ def spell(word: str, items: Sequence[str]) -> str | None:
 def parse_spelling(text: str) -> Any:
     """The policy that `text` stands for.
 
-    Raises `PolicyError` (a `TypeError`) if `text` is no string, and `PolicyValueError` (a
+    Raises `PolicyError` (a `TypeError`) if `text` is not a string, and `PolicyValueError` (a
     `ValueError`) if it is not in the language.
     """
     if not isinstance(text, str):

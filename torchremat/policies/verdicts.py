@@ -166,7 +166,7 @@ def _check_place(end: str, place: object) -> None:
         raise PolicyError(f"Offloadable: {end}={place!r} is a {type(place).__name__}; {rule}")
     if place not in _PLACES:
         raise PolicyValueError(
-            f"Offloadable: {end}={place!r} is no place; {rule}, such as torch.device('cuda:0')"
+            f"Offloadable: {end}={place!r} is not a place; {rule}, such as torch.device('cuda:0')"
         )
 
 

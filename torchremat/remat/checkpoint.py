@@ -55,7 +55,7 @@ def checkpoint(
     Raises:
         TypeError: for a `fun`, `policy`, `prevent_cse` or `static_argnums` of another type.
         ConcretizationError: (a `TypeError`, at the first call) if Python needs the value of a
-            traced tensor that is no mask.
+            traced tensor that is not a mask.
         EffectError: (a `RuntimeError`, at the first call) for what a graph cannot replay: random
             numbers of Python or NumPy, a counter that a module's `forward` changes, a tensor that
             is left where none can be written. In attributes, lists, dicts and closures it can: a

@@ -46,7 +46,7 @@ class TapeFallback:
     def _call_refused(
         self, error: Exception | None, args: Any, kwargs: Any, kind: tuple[Any, ...] | None = None
     ) -> Any:
-        """Call a function that is no graph, as calls of this `kind` are; or raise `error`."""
+        """Call a function that is not a graph, as calls of this `kind` are; or raise `error`."""
         if error is None:
             return self.fun(*args, **kwargs)
         policy = find_policy(self.fun, self.policy, error) if self.may_write_tape else None

@@ -119,7 +119,7 @@ def compare(
 
     Raises:
         TypeError: if `f` is not callable, or no `nn.Module` where `select` is given; if `policies`
-            is no list of policies; if there is nothing to differentiate.
+            is not a list of policies; if there is nothing to differentiate.
         ValueError: where `nn.wrap` raises it: `NoMatchError` if `select` matches nothing.
 
     >>> import torch

@@ -61,7 +61,7 @@ def meta_as_cpu() -> Iterator[None]:
 
 
 def _default_device() -> torch.device:
-    """The default device; PyTorch makes a tensor to find it, which is no part of a trace."""
+    """The default device; PyTorch makes a tensor to find it, which is not a part of a trace."""
     with _torch.isolate():
         return torch.get_default_device()
 

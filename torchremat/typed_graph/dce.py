@@ -31,7 +31,7 @@ def dce_graph(g: TypedGraph, used_outputs: Sequence[bool]) -> tuple[TypedGraph, 
 
     Raises:
         ValueError: if `used_outputs` has not one entry for each output.
-        TypeError: if an entry is no bool.
+        TypeError: if an entry is not a bool.
 
     After `jax.interpreters.partial_eval.dce_jaxpr`.
 

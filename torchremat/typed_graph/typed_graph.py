@@ -97,7 +97,7 @@ class TypedGraph(ShownInNotebook):
 
     @property
     def out_tree(self) -> _torch.TreeSpec:
-        """The structure of the result; a Python value that is no number is an empty tuple."""
+        """The structure of the result; a Python value that is not a number is an empty tuple."""
         return self.out_structure.spec
 
     @cached_property
@@ -163,7 +163,7 @@ def eval_graph(g: TypedGraph, /, *args: Any, **kwargs: Any) -> Any:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        # not `graph_module(...)`: it is no module of the user's, whose hooks and name would be seen
+        # not `graph_module(...)`: the user's modules alone have hooks and a name that are seen
         results = g.graph_module.forward(*operands)
     with torch.no_grad():
         for i, value in zip(g.writes, results[len(g.outputs) :], strict=True):

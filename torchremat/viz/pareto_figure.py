@@ -55,7 +55,7 @@ def pareto(
         The path of the picture.
 
     Raises:
-        TypeError: if a point is no pair of numbers and no `ParetoPoint`.
+        TypeError: if a point is not a pair of numbers and no `ParetoPoint`.
         ValueError: if there are no points, or the suffix is another.
         ImportError: for `.png` without matplotlib.
         OSError: if the path cannot be written.

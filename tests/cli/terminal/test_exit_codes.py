@@ -44,7 +44,7 @@ def test_version():
         (["grpah", MODEL], "Did you mean 'graph'"),
         (["plan", MODEL], "Missing option '--budget'"),
         (["plan", MODEL, "--budget", "5"], "'5B' if bytes are meant"),
-        (["plan", MODEL, "--budget", "2GiBB"], "'GiBB' is no unit, nearest: "),
+        (["plan", MODEL, "--budget", "2GiBB"], "'GiBB' is not a unit, nearest: "),
         (["plan", MODEL, "--budget", "50%", "--save", "no/plan.json"], "there is no folder no"),
         (["plan", MODEL, "--budget", "50%", "--on", "h1000"], "nearest: 'h100'"),
         (["plan", MODEL, "--budget", "50%", "--optimizer", "adamm"], "nearest: 'Adam'"),

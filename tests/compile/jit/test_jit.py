@@ -238,7 +238,7 @@ def test_lower_shows_graphs_and_code_and_runs_nothing(backend):
     ("options", "error", "message"),
     [
         ({"backend": "indctor"}, ValueError, "nearest: 'inductor'"),
-        ({"backend": "xla"}, ValueError, "backend='xla' is no backend"),
+        ({"backend": "xla"}, ValueError, "backend='xla' is not a backend"),
         ({"policy": "dotz"}, ValueError, "dotz"),
         ({"static_argnums": ["x"]}, TypeError, "static_argnums must be an int or a tuple of ints"),
         ({"static_argnums": 5}, ValueError, "but only accepts 1 positional arguments"),

@@ -346,7 +346,7 @@ def test_it_equals_what_runs_at_each_operator(model):
     fun = tr.checkpoint(body, policy="dots")
     _, memory = measured(lambda: (fun(),), wrt)
     timeline = simulate(*program_of(fun))
-    seen = [p for p in timeline if "generator_state" not in p.name]  # which is no operator
+    seen = [p for p in timeline if "generator_state" not in p.name]  # which is not an operator
     del memory.counts[sum(p.phase == "forward" for p in seen)]  # of ones_like, the cotangent
     assert memory.counts == [p.live for p in seen]
 

@@ -75,7 +75,7 @@ def test_the_outer_policy_decides(inner, outer, mm, tanh):
 
 
 def kept(fun, args):
-    """The bits of what autograd keeps that is no argument."""
+    """The bits of what autograd keeps that is not an argument."""
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
         fun(*args)

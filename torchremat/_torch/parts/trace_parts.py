@@ -12,7 +12,7 @@ TRACES = (
     ),
     PrivatePart(
         "torch._subclasses.fake_tensor: disable_fake_tensor_cache",
-        "The cache of fake results forgets the storage offset of what is no view.",
+        "The cache of fake results forgets the storage offset of what is not a view.",
         "None for one operator.",
         "Forward mode over a slice under vmap would raise PyTorch's internal assert.",
     ),

@@ -31,7 +31,7 @@ _MOST_BETWEEN = 50
 
 
 def count_bytes(node: fx.Node) -> int:
-    """The bytes of the memory that a value lies in; 0 if it is no tensor."""
+    """The bytes of the memory that a value lies in; 0 if it is not a tensor."""
     shape, value = shape_of(base_of(node)), base_of(node).meta.get("val")
     if value is None or not hasattr(value, "dtype"):
         return 0

@@ -132,7 +132,7 @@ class AddedProduct(TileRule):
 
 
 class ByRow(TileRule):
-    """An operator along a dim that is no row: a softmax, or its derivative."""
+    """An operator along a dim that is not a row: a softmax, or its derivative."""
 
     def __init__(self, dim_position: int, linear_in: Sequence[int] = ()) -> None:
         self._dim_position = dim_position
@@ -220,7 +220,7 @@ def _keeps_dims(node: fx.Node) -> bool:
 
 
 class Gather(TileRule):
-    """`gather` along a dim that is no row, with an index of as many rows."""
+    """`gather` along a dim that is not a row, with an index of as many rows."""
 
     linear_in = (0,)
 
@@ -245,7 +245,7 @@ class Gather(TileRule):
 
 
 class ScatterAdd(TileRule):
-    """`scatter_add` to zeros along a dim that is no row: what the derivative of `gather` does."""
+    """`scatter_add` to zeros along a dim that is not a row, as the derivative of `gather`."""
 
     linear_in = (0, 3)
 

@@ -46,7 +46,7 @@ def psum_scatter(
     Raises:
         NameError: if nothing around binds a name.
         ValueError: if the dimension is of another size, or the groups do not fit the axis.
-        TypeError: for a leaf that is no tensor.
+        TypeError: for a leaf that is not a tensor.
 
     After `jax.lax.psum_scatter`.
 
@@ -138,7 +138,7 @@ def all_to_all(
     Raises:
         NameError: if nothing around binds a name.
         ValueError: if the dimension is of another size, or the groups do not fit the axis.
-        TypeError: for a leaf that is no tensor.
+        TypeError: for a leaf that is not a tensor.
 
     After `jax.lax.all_to_all`.
 

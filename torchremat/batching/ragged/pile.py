@@ -272,7 +272,7 @@ def _flatten_entries(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _PileForm:
-    """The part of a pile that is no tensor: `("#1", 5)` is the shape with the first lengths."""
+    """The part of a pile that is not a tensor: `("#1", 5)` is the shape with the first lengths."""
 
     shape: tuple[Any, ...]
     ragged: tuple[tuple[int, int], ...]

@@ -47,7 +47,7 @@ def read_policy(text: str) -> Policy:
 
 
 def check_budget(text: str) -> None:
-    """`click.BadParameter` if `text` is no budget."""
+    """`click.BadParameter` if `text` is not a budget."""
     with option_errors("--budget"):
         Budget.of(text)
 
@@ -135,7 +135,7 @@ def read_optimizer(text: str | None) -> type[torch.optim.Optimizer] | None:
         found: Any = find_name(*split_target(text))[1]
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
             return found
-        raise click.BadParameter(f"{text} is no optimizer's class", param_hint="'--optimizer'")
+        raise click.BadParameter(f"{text} is not an optimizer's class", param_hint="'--optimizer'")
     try:
         return find_optimizer(text)
     except ValueError as error:

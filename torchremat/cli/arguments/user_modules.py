@@ -85,7 +85,7 @@ def _load_file(where: str) -> ModuleType:
     name = path.stem if path.stem not in sys.modules else f"_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise click.UsageError(f"{where} is no Python file: its name is to end in .py")
+        raise click.UsageError(f"{where} is not a Python file: its name is to end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look there
     _let_import_from(path.parent)

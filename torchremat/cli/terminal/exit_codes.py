@@ -122,7 +122,7 @@ def _discard_output() -> None:
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
-        sys.stdout = io.StringIO()  # it is no file
+        sys.stdout = io.StringIO()  # it is not a file
 
 
 @contextmanager

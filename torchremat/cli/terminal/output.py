@@ -79,7 +79,7 @@ def write_json(content: Any, path: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print a line on standard error: it is no part of the result."""
+    """Print a line on standard error: it is not a part of the result."""
     click.echo(text, err=True)
 
 

@@ -87,7 +87,8 @@ class BackendOptions:
         report = rest.pop("report", None)
         if codegen not in CODEGENS:
             raise OptionError(
-                f"codegen={codegen!r} is no code generator; {nearest_names(str(codegen), CODEGENS)}"
+                f"codegen={codegen!r} is not a code generator; "
+                f"{nearest_names(str(codegen), CODEGENS)}"
             )
         if report is not None and not callable(report):
             raise OptionError(f"report={report!r} is not callable: it is called with each Report")
@@ -109,7 +110,7 @@ def _read_mode(mode: str | None) -> dict[str, Any]:
     modes = _torch.inductor_modes()
     if mode not in modes:
         raise OptionError(
-            f"mode={mode!r} is no mode of torch.compile; {nearest_names(str(mode), modes)}"
+            f"mode={mode!r} is not a mode of torch.compile; {nearest_names(str(mode), modes)}"
         )
     return dict(modes[mode])
 
@@ -118,14 +119,14 @@ def _read_setting(key: object, value: object) -> tuple[str, object]:
     name = str(key).replace("-", "_")
     if name in ("budget", "activation_memory_budget"):
         raise OptionError(
-            f"options={{{key!r}: {value!r}}} is no option of the backend 'torchremat': a budget is "
-            f"a policy, options={{'policy': memory_budget({value!r})}}"
+            f"options={{{key!r}: {value!r}}} is not an option of the backend 'torchremat': a "
+            f"budget is a policy, options={{'policy': memory_budget({value!r})}}"
         )
     known = _torch.inductor_option_names()
     if name not in known:
         names = [*OWN_OPTIONS, *get_close_matches(name, known)]
         raise OptionError(
-            f"options={{{key!r}: ...}} is no option of the backend 'torchremat', "
+            f"options={{{key!r}: ...}} is not an option of the backend 'torchremat', "
             f"{nearest_names(name, names)}. There are "
             f"{', '.join(map(repr, OWN_OPTIONS))} and the settings of inductor"
         )

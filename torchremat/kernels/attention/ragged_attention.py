@@ -53,7 +53,7 @@ def ragged_attention(
 
     Raises:
         SegmentError: for shapes that do not fit, and for offsets that decrease or leave the rows.
-        SegmentTypeError: for what is no tensor, and for dtypes that are not floating or differ.
+        SegmentTypeError: for what is not a tensor, and for dtypes that are not floating or differ.
 
     `torch.nn.functional.scaled_dot_product_attention` for each segment, with its `is_causal`, and
     `torch.nn.attention.varlen.varlen_attn` with derivatives of every kind and order. The offsets

@@ -217,7 +217,7 @@ def rates_of(device: "str | torch.device | None") -> Rates:
     says so.
 
     Raises:
-        ValueError: for a name that is no device's.
+        ValueError: for a name that is not a device's.
         RuntimeError: for a device that this machine does not have.
 
     >>> rates_of("NVIDIA A100-SXM4-80GB").name

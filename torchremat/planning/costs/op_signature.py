@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Stands in the arguments of a `OpSignature` for what is no number, dtype or the like."""
+    """Stands in the arguments of a `OpSignature` for what is not a number, dtype or the like."""
 
     kind: str
 
@@ -62,7 +62,7 @@ class Opaque:
 class OpSignature(NamedTuple):
     """A call of an operator as a value that hashes: all that its cost depends on.
 
-    `inputs` are those of `node.all_input_nodes`, each once, `None` for one that is no tensor.
+    `inputs` are those of `node.all_input_nodes`, each once, `None` for one that is not a tensor.
     """
 
     target: Any
@@ -137,7 +137,7 @@ def signature_of_call(
 ) -> OpSignature:
     """The signature of a call that ran, where tensors have a size, a stride and a dtype.
 
-    `geometry_of` gives these of an argument, and `None` for one that is no tensor.
+    `geometry_of` gives these of an argument, and `None` for one that is not a tensor.
 
     >>> from collections import namedtuple
     >>> Lies = namedtuple("Lies", "size stride dtype")

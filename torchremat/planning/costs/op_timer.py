@@ -82,11 +82,11 @@ class NodeTimer:
 
 def _why_not(call: OpSignature, device: torch.device) -> str | None:
     if not isinstance(call.target, _torch.OpOverload):
-        return "it is no operator"
+        return "it is not an operator"
     if any(word in call.target.namespace for word in _COLLECTIVES):
         return "it needs other processes"
     if _has_opaque((call.args, call.kwargs)):
-        return "it has an argument that is no tensor, number or the like"
+        return "it has an argument that is not a tensor, number or the like"
     layouts = [*call.tensors(), *call.outputs()]
     if any(0 in layout.shape for layout in layouts):
         return "it has a tensor without elements, where no index is in range"

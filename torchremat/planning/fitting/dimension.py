@@ -132,7 +132,7 @@ def _find_numbered(name: str, bound: BoundCall) -> _Found:
             known = [f"{text}.{d}" for text, t in tensors.items() for d in range(t.dim())]
             near = nearest_names(part.strip(), [*NAMED_DIMENSIONS, *known])
             raise ArgumentValueError(
-                f"maximize={name!r}: {part.strip()!r} is no dimension of the arguments of "
+                f"maximize={name!r}: {part.strip()!r} is not a dimension of the arguments of "
                 f"{bound.name}; {near}. Give {_FORMS}"
             )
         tensor = tensors[label]

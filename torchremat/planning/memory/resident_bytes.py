@@ -39,7 +39,7 @@ def parameter_nbytes(region: Region) -> int:
 def state_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
     """The bytes of each tensor in the state of `optimizer` for what gets a gradient.
 
-    Raises `TypeError` for what is no optimizer.
+    Raises `TypeError` for what is not an optimizer.
     """
     if optimizer is None:
         return []

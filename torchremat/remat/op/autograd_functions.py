@@ -311,7 +311,7 @@ def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> Rest | None:
 
 
 def _test_edges(ctx: Any, test: EdgeTest) -> tuple[bool, ...]:
-    """For each input, what `test` says of the edge to it; one that is no tensor has none."""
+    """For each input, what `test` says of the edge to it; one that is not a tensor has none."""
     program: Program = ctx.program
     flags = spread_over_slots(program, ctx, test) if ctx.stages else test(ctx.next_functions)
     if program.gradient_slots:

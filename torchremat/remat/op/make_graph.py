@@ -54,7 +54,7 @@ def make_graph(
         pair of it and a tree of avals.
 
     Raises:
-        TypeError: if `fun` cannot be called; if an argument or result is no tree of tensors and
+        TypeError: if `fun` cannot be called; if an argument or result is not a tree of tensors and
             Python values. Also if Python needs the value of a traced tensor.
         EffectError: (a `RuntimeError`) if `fun` writes, under `no_grad`, to a value that may have
             a gradient.
@@ -102,7 +102,7 @@ def trace_graph(
     module_prefix: str = "",
 ) -> TypedGraph:
     """Trace `fun` for such a call. `lenient` lets any object be a Python value, as modules do."""
-    flatten_call(args, kwargs, statics, lenient=lenient)  # raises for what is no argument
+    flatten_call(args, kwargs, statics, lenient=lenient)  # raises for what is not an argument
     opaque = wrap_statics(args, kwargs, statics)
     in_structure = Structure.of(opaque).freeze_statics()
     tensors = in_structure.flatten(opaque)

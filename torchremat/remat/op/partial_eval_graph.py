@@ -59,7 +59,7 @@ def partial_eval_graph(
     Raises:
         ValueError: if `unknown_ins` has not one entry for each input; `GraphError`, if `g` writes
             to its inputs or constants.
-        TypeError: if an entry is no bool, or `policy` is no policy.
+        TypeError: if an entry is not a bool, or `policy` is not a policy.
 
     After `jax.interpreters.partial_eval.partial_eval_jaxpr_custom`.
 

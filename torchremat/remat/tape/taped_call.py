@@ -150,7 +150,7 @@ _noted: set[tuple[str, str]] = set()
 
 
 def note_refusal(name: str, error: Exception, asked: Policy, policy: Policy) -> None:
-    """Log, once for each function and reason, that it is no graph and why."""
+    """Log, once for each function and reason, that it is not a graph and why."""
     line = source_of_error(error)
     text = str(error).strip().partition("\n")[0]
     if (name, text) in _noted:

@@ -166,7 +166,7 @@ def _flatten_tree(
             key.append(WrapHashably(leaf))
         else:
             raise TraceError(
-                f"{where()} holds {leaf!r} of type {type(leaf).__name__}, which is no tensor, "
+                f"{where()} holds {leaf!r} of type {type(leaf).__name__}, which is not a tensor, "
                 "number, string or None, nor a tree of them. Name the argument in `static_argnums` "
                 "or `static_argnames` if the function may be traced anew for each value. Or "
                 "register the type as a tree with torch.utils._pytree.register_pytree_node."
@@ -252,7 +252,7 @@ class Result:
             else:
                 raise TraceError(
                     f"{describe()} returned a value of type {type(leaf).__name__} ({leaf!r}), "
-                    "which is no tensor, number, string or None, nor a tree of them. Return "
+                    "which is not a tensor, number, string or None, nor a tree of them. Return "
                     "tensors, and make other objects of them outside the checkpoint."
                 )
         self.is_tensor = isinstance(value, Tensor)

@@ -24,7 +24,7 @@ from torchremat.core.upper_rooms import load_rooms
 from torchremat.errors import AxisNameError
 
 AxisName = Any
-"""The name that a user gives an axis: any hashable value that is no tuple, mostly a string."""
+"""The name that a user gives an axis: any hashable value that is not a tuple, mostly a string."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,7 @@ def _count_nonzero(call: RaggedCall) -> Any:
 
 
 def _safe_shift(batch: Batch, value: Value, dims: Sequence[int]) -> Value:
-    """The greatest entry along `dims`, or 0 where that is no number, as a constant."""
+    """The greatest entry along `dims`, or 0 where that is not a number, as a constant."""
 
     def finite(x: Tensor) -> Tensor:
         return torch.where(x.isfinite(), x, 0)

@@ -118,8 +118,8 @@ def compare(
         A `Comparison`; `print` shows it as a table.
 
     Raises:
-        TypeError: if `f` is not callable, or no `nn.Module` where `select` is given; if `policies`
-            is not a list of policies; if there is nothing to differentiate.
+        TypeError: if `f` is not callable, or not an `nn.Module` where `select` is given; if
+            `policies` is not a list. Also if there is nothing to differentiate.
         ValueError: where `nn.wrap` raises it: `NoMatchError` if `select` matches nothing.
 
     >>> import torch

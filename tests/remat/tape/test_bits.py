@@ -195,3 +195,25 @@ def test_a_policy_saves_what_it_names():
     tokens = 6 * 8 * 2
     assert full < named < plain
     assert named - full == tokens * 16 * 4
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_recurrent_network_has_the_workspace_of_its_grad_mode(kind, is_frozen):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = kind(8, 8, batch_first=True), kind(8, 8, batch_first=True)
+
+        def forward(self, x):
+            with torch.set_grad_enabled(not is_frozen):
+                y = self.first(x)[0].sin()
+            y = self.second(x * y)[0]
+            return y if y.sum() > -1e9 else -y
+
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(3, 5, 8, requires_grad=True)
+    inputs = (x, *model.second.parameters())
+    expected = torch.autograd.grad(model(x).pow(2).sum(), inputs)
+    found = torch.autograd.grad(wrap(model)(x).pow(2).sum(), inputs)
+    assert all(map(torch.equal, found, expected))

@@ -43,6 +43,28 @@ class Geometry(NamedTuple):
             return tensor
         return tensor.as_strided(self.size, self.stride, self.offset)
 
+    def is_apart_from(self, other: "Geometry") -> bool:
+        """Whether it is sure that no element lies in both: two chunks of one tensor, say.
+
+        Both are boxes of one grid: the strides are the same, each a multiple of the next.
+        """
+        if self.dtype is not other.dtype or self.stride != other.stride:
+            return False
+        grid = sorted(zip(self.stride, self.size, other.size, strict=True), reverse=True)
+        mine, theirs, is_apart = self.offset, other.offset, False
+        row = None
+        for stride, my_size, their_size in grid:
+            if stride == 0 or (row is not None and row % stride):
+                return False
+            my_start, mine = divmod(mine, stride)
+            their_start, theirs = divmod(theirs, stride)
+            my_end, their_end = my_start + my_size, their_start + their_size
+            if row is not None and max(my_end, their_end) * stride > row:
+                return False  # it goes on in the next row
+            is_apart |= my_end <= their_start or their_end <= my_start
+            row = stride
+        return is_apart and mine == theirs == 0
+
     def empty_in(self, storage: torch.UntypedStorage) -> Tensor:
         """A new tensor that lies so in `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -140,13 +162,17 @@ class Blank(NamedTuple):
 class Entry:
     """One operator of a tape."""
 
-    __slots__ = ("args", "index", "kwargs", "makes", "op", "reads", "state", "writes")
+    __slots__ = (
+        "args", "index", "is_grad_enabled", "kwargs", "makes", "op", "reads", "state", "writes",
+    )  # fmt: skip
 
     def __init__(self, index: int, op: Any, args: Any, kwargs: Any) -> None:
         self.index = index
         self.op = op
         self.args = args
         self.kwargs = kwargs
+        self.is_grad_enabled = torch.is_grad_enabled()
+        """Some kernels go by it: recurrent networks have a workspace for gradients alone."""
         self.reads: tuple[Content, ...] = ()
         self.makes: list[tuple[int, weakref.ref[Content]]] = []
         """Contents of new storages, with the number of the tensor among the results.

@@ -5,13 +5,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchremat import _torch
 from torchremat.core.source import Source
 from torchremat.errors import EffectError, RecomputationError
 from torchremat.remat.program.random_replay import replay_random
-from torchremat.remat.tape.contents import Blank, Content, Entry, Read, copy_storage
+from torchremat.remat.tape.contents import (
+    Blank,
+    Content,
+    Entry,
+    Geometry,
+    Read,
+    copy_storage,
+)
 from torchremat.remat.tape.operator_facts import tensors_in
 from torchremat.remat.tape.tape import Tape, TapedTensor
 from torchremat.tracing.ambient_state import without_autocast
@@ -60,10 +68,16 @@ class Rerun:
         self._done: set[int] = set()
         self._is_stale = False
         """Whether autograd has freed something that it never took."""
-        self._references = [
-            weakref.ref(p, self._make_note(id(p))) for p in tape.list_packed()
-            if not p.content.is_saved
-        ]  # fmt: skip
+        packed = [p for p in tape.list_packed() if not p.content.is_saved]
+        self._references = [weakref.ref(p, self._make_note(id(p))) for p in packed]
+        self._regions: dict[int, list[Geometry]] = {}
+        """The parts of a content that autograd has, is to have or had: they may be saved anew."""
+        for p in packed:
+            self._regions.setdefault(id(p.content), []).append(p.geometry)
+        self._in_same_memory: dict[int, list[int]] = {}
+        """The older contents of the memory of a content, as far as autograd has parts of them."""
+        self._overwritten: set[int] = set()
+        """Contents of which only these parts are left."""
         self._count()
 
     def _make_note(self, number: int) -> Callable[[object], None]:
@@ -86,10 +100,16 @@ class Rerun:
         packed = [p for ref in self._references if (p := ref()) is not None]
         wanted = [p.content for p in packed if id(p) not in self._taken]
         self._waiting: Counter[int] = Counter(map(id, wanted))
+        self._readers: Counter[int] = Counter()
         for entry in self._find_missing(wanted):
-            self._waiting.update(id(content) for content in entry.reads)
+            self._expect(entry)
         for number in [n for n in self._tensors if self._waiting[n] <= 0]:
             del self._tensors[number]
+
+    def _expect(self, entry: Entry) -> None:
+        for content in entry.reads:
+            self._waiting[id(content)] += 1
+            self._readers[id(content)] += 1
 
     def take(self, packed: TapedTensor) -> Tensor:
         if self._is_stale:
@@ -111,17 +131,22 @@ class Rerun:
             assert entry is not None, "what no operator makes is saved"
             if entry.index not in entries:
                 entries[entry.index] = entry
-                stack += [c for c in entry.reads if not c.is_saved and id(c) not in self._tensors]
+                stack += [c for c in entry.reads if not c.is_saved and not self._is_whole(c)]
         return [entries[index] for index in sorted(entries)]
+
+    def _is_whole(self, content: Content) -> bool:
+        return id(content) in self._tensors and id(content) not in self._overwritten
 
     def _run_for(self, content: Content) -> None:
         order = self._find_missing([content])
         for entry in order:
             if entry.index in self._done:  # it was freed, and is needed again
-                self._waiting.update(id(c) for c in entry.reads)
+                self._expect(entry)
         self._waiting[id(content)] += 1  # until it is taken
-        with without_autocast(), _torch.below_autograd():
+        with without_autocast(), torch.enable_grad(), _torch.below_autograd():
             for entry in order:
+                if torch.is_grad_enabled() is not entry.is_grad_enabled:
+                    torch.set_grad_enabled(entry.is_grad_enabled)
                 self._run(entry)
         self._waiting[id(content)] -= 1
 
@@ -140,12 +165,16 @@ class Rerun:
             self._put(made(), found[number])
         for given, written in entry.writes:
             self._put(written(), built.tensors[id(given)])
+            if isinstance(given, Read) and not built.is_copied(given.content):
+                self._note_same_memory(given.content, written())
         for content in entry.reads:
+            self._readers[id(content)] -= 1
             self._release(content)
 
     def _put(self, content: Content | None, tensor: Tensor) -> None:
         if content is not None and not content.is_saved and self._waiting[id(content)] > 0:
             self._tensors[id(content)] = tensor
+            self._overwritten.discard(id(content))
 
     def _release(self, content: Content) -> None:
         self._waiting[id(content)] -= 1
@@ -157,9 +186,23 @@ class Rerun:
             return _read_held(content)
         return self._tensors[id(content)]
 
-    def is_needed_after(self, content: Content) -> bool:
-        """Whether somebody else reads `content` after the operator that is to overwrite it."""
-        return content.is_saved or content.is_packed or self._waiting[id(content)] > 1
+    def is_needed_after(self, read: Read) -> bool:
+        """Whether somebody else needs what the operator that reads `read` is to overwrite."""
+        content = read.content
+        if content.is_saved or self._readers[id(content)] > 1:
+            return True
+        older = self._in_same_memory.get(id(content), [])
+        regions = [region for n in (id(content), *older) for region in self._regions.get(n, ())]
+        return any(self._readers[number] for number in older) or any(
+            not region.is_apart_from(read.geometry) for region in regions
+        )
+
+    def _note_same_memory(self, old: Content, new: Content | None) -> None:
+        self._overwritten.add(id(old))
+        older = [*self._in_same_memory.pop(id(old), ()), id(old)]
+        older = [number for number in older if number in self._regions]
+        if older and new is not None:
+            self._in_same_memory[id(new)] = older
 
 
 class _Arguments:
@@ -172,8 +215,11 @@ class _Arguments:
         for given, _ in entry.writes:
             if isinstance(given, Read):
                 content = given.content
-                if id(content) not in self._copies and replay.is_needed_after(content):
+                if id(content) not in self._copies and replay.is_needed_after(given):
                     self._copies[id(content)] = copy_storage(replay.tensor_of(content))
+
+    def is_copied(self, content: Content) -> bool:
+        return id(content) in self._copies
 
     def of(self, value: Any) -> Any:
         kind = type(value)

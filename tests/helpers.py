@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 IS_2_11 = torch.__version__.startswith("2.11.")
 IS_BEFORE_2_13 = IS_2_11 or torch.__version__.startswith("2.12.")
@@ -298,3 +302,32 @@ def without_workspaces(changes):
         else:
             left.append((address, nbytes))
     return left
+
+
+class _Hands(torch.autograd.Function):
+    """Takes tensors, and hands on the cotangents of a list, where it leaves those of scalars."""
+
+    @staticmethod
+    def forward(ctx, cotangents, *outputs):
+        ctx.cotangents = cotangents
+        return _make_nothing()
+
+    @staticmethod
+    def backward(ctx, _):
+        given = tuple(ctx.cotangents)
+        ctx.cotangents[:] = [ct for ct in given if ct.ndim == 0]
+        return None, *given
+
+
+def _make_nothing():
+    with _disable_current_modes():
+        return torch.empty(0)
+
+
+def gradients_handed_on(outputs, wrt, cotangents):
+    """`torch.autograd.grad`, whose caller holds the cotangents of scalars alone, as for a loss.
+
+    The list `cotangents` has no other afterwards, as in the midst of a larger backward pass.
+    """
+    root = _Hands.apply(cotangents, *outputs)
+    return torch.autograd.grad(root, wrt, _make_nothing(), allow_unused=True)

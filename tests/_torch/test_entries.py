@@ -8,6 +8,7 @@ import copy
 import importlib.util
 import inspect
 import sys
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -541,6 +542,32 @@ def operators():
     assert [a.kwarg_only for a in arguments] == [False, False, True]
     assert arguments[2].default_value == 1
     assert _torch.get_boxed_call(aten.add.Tensor)(torch.ones(1), torch.ones(1)) == 2
+
+
+@check("FREES_COTANGENTS")
+def cotangents_that_are_freed():
+    class Double(torch.autograd.Function):
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, *given):
+            assert isinstance(given[0], list) is _torch.FREES_COTANGENTS
+            (cotangent,) = given[0] if _torch.FREES_COTANGENTS else given
+            alive.append(weakref.ref(cotangent.untyped_storage()))
+            if _torch.FREES_COTANGENTS:
+                given[0].clear()
+            gradient = 2 * cotangent
+            del cotangent
+            alive.append(alive[0]() is not None)
+            return gradient
+
+    alive = []
+    Double.apply(torch.ones(2, requires_grad=True)).square().sum().backward()
+    assert alive[1] is not _torch.FREES_COTANGENTS
 
 
 @check("below_autograd", "is_below_autograd", "DispatchKey")

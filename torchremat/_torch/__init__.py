@@ -20,11 +20,11 @@ from .distributed import (
     current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,
 )  # fmt: skip
 from .engine import (
-    FunctionHandler, attributes_of, backward_hooks_of, backward_pass_id, below_autograd,
-    call_after_backward, cotangents_of, direct_apply, edges_that_run, forward_hooks_of,
-    has_saved_tensors_hooks, in_dual_level, is_below_autograd, is_function_of_user,
-    keeps_graph_after_backward, next_node_number, node_class_of, node_number_of, run_backward,
-    set_saved_tensors_hooks_aside, wrap_tensor_hooks,
+    FREES_COTANGENTS, FunctionHandler, attributes_of, backward_hooks_of, backward_pass_id,
+    below_autograd, call_after_backward, cotangents_of, direct_apply, edges_that_run,
+    forward_hooks_of, has_saved_tensors_hooks, in_dual_level, is_below_autograd,
+    is_function_of_user, keeps_graph_after_backward, next_node_number, node_class_of,
+    node_number_of, run_backward, set_saved_tensors_hooks_aside, wrap_tensor_hooks,
 )  # fmt: skip
 from .fake_proxy import (
     DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, ZERO_TENSOR,

@@ -163,6 +163,11 @@ below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 """A context in which autograd records nothing and notes no views; half the price of `no_grad`."""
 
 
+# A function that has the attribute takes its cotangents in a list, out of which it may free each
+# after its last reader. Before PyTorch had it, they were alive until the function returned.
+FREES_COTANGENTS = hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
 def is_below_autograd() -> bool:
     key = DispatchKey.AutogradFunctionality  # what those of all devices have in common
     excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(key)

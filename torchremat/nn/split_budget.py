@@ -34,6 +34,7 @@ from torchremat.planning.estimate import Estimate, estimate
 from torchremat.planning.planner import Planner
 from torchremat.planning.saved_curve import SavedPoint, trace_saved_curve
 from torchremat.planning.step.fingerprint import lines_of
+from torchremat.planning.step.problem_builder import cotangent_nbytes
 from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
 from torchremat.policies.builtin import everything_saveable, nothing_saveable
 from torchremat.policies.module_selection import Select, select_modules
@@ -356,7 +357,7 @@ class _Curve:
             lines = lines_of(joint.module.graph)
             if lines not in cache:
                 planner = Planner(joint, cost_model=model)
-                nbytes = planner.step.problem.backward_constant
+                nbytes = cotangent_nbytes(planner.joint)
                 cache[lines] = cls(tuple(trace_saved_curve(planner)), nbytes)
             found.append(cache[lines])
         return max(found, key=lambda curve: curve.points[0].saved_bytes)

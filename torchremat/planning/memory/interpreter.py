@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from torchremat import _torch
 from torchremat.autodiff.tiles.tiled_op import TileLayout, split_products
 from torchremat.errors import GraphError
 from torchremat.graph.nodes import (
@@ -60,6 +61,14 @@ def storages_in(memory: Memory) -> list[Storage]:
     return [storage for part in memory for storage in storages_in(part)]
 
 
+def is_freed_at_last_reader(cotangent: fx.Node) -> bool:
+    """Whether a cotangent is freed while the backward pass runs.
+
+    That of a scalar is not: it is what `loss.backward()` begins with, which autograd holds.
+    """
+    return _torch.FREES_COTANGENTS and bool(value_of(cotangent).ndim)
+
+
 class MemoryInterpreter:
     def __init__(self, device_type: str | None) -> None:
         self.device_type = device_type
@@ -87,7 +96,7 @@ class MemoryInterpreter:
         return storage
 
     def cotangent(self, placeholder: fx.Node) -> Storage:
-        """The memory of a cotangent, which autograd holds while the backward pass runs."""
+        """The memory of a cotangent, which autograd holds and hands over."""
         value = value_of(placeholder)
         nbytes = nbytes_of(placeholder, value) if self._counts(value) else 0
         return self.allocate(placeholder.name, nbytes, "cotangent")

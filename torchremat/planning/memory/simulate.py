@@ -6,7 +6,7 @@ the operator that makes one until the last tensor in it is dropped.
     forward         alive         backward           alive
     y = mm(x, w)    y             c = cos(y)         s, y, ct, c      s is an output,
     s = sin(y)      y, s          g = mul(ct, c)     s, ct, c, g      y was saved,
-    return s, y                   dw = mm(xT, g)     s, ct, g, dw     ct is alive to the end
+    return s, y                   dw = mm(xT, g)     s, g, dw         ct was read for the last time
 
 Inputs and parameters, which outlive the step, are not counted. An offloaded value is alive until it
 is copied, and again from when it begins to come back.
@@ -22,7 +22,11 @@ from torch import fx
 from torchremat.errors import ArgumentTypeError, GraphError
 from torchremat.graph.nodes import results_of
 from torchremat.graph.notes import roles_of
-from torchremat.planning.memory.interpreter import MemoryInterpreter, storages_in
+from torchremat.planning.memory.interpreter import (
+    MemoryInterpreter,
+    is_freed_at_last_reader,
+    storages_in,
+)
 from torchremat.planning.memory.timeline import Timeline
 
 
@@ -38,13 +42,14 @@ def simulate(
     the allocator, apart from the workspaces of kernels. Sizes that vary count as when traced.
 
     A placeholder of the backward graph with the name of a node of the forward graph is that value.
-    Any other is a cotangent, alive through the whole backward pass. Results of the forward graph
-    that the backward graph does not take are outputs, alive to the end of the step, and so are
-    gradients. A result that is there once more than it is taken is an output too. Where the modules
-    have noted roles, these decide: of the forward module, for each result, `"output"`, `"write"` or
-    `"residual"`. A `"write"` is the new value of an input, alive to the end of the forward pass. Of
-    the backward module they are, for each placeholder, `"input"`, `"residual"` (in the same order)
-    or `"cotangent"`.
+    Any other is a cotangent. It is alive to its last reader; that of a scalar, a loss, through the
+    whole backward pass, since autograd holds it. Results of the forward graph that the backward
+    graph does not take are outputs, alive to the end of the step, and so are gradients. A result
+    that is there once more than it is taken is an output too. Where the modules have noted roles,
+    these decide: of the forward module, for each result, `"output"`, `"write"` or `"residual"`. A
+    `"write"` is the new value of an input, alive to the end of the forward pass. Of the backward
+    module they are, for each placeholder, `"input"`, `"residual"` (in the same order) or
+    `"cotangent"`.
 
     Args:
         forward_graph: from inputs to a tuple of outputs and what the backward graph reads. It has
@@ -96,6 +101,10 @@ def simulate(
         ]
         interpreter.hold(operands)
         interpreter.release(residuals)
+        placed = zip(links.placeholders, links.sources, operands, strict=True)
+        for node, source, memory in placed:
+            if source is None and is_freed_at_last_reader(node):
+                interpreter.release(memory)
         interpreter.hold(interpreter.run(backward_graph, operands), "gradient")
     return interpreter.timeline(sum(saved.values()), sum(away.values()))
 

@@ -22,7 +22,7 @@ from torchremat.graph.nodes import (
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.graph.write_forms import writes_into_first
-from torchremat.planning.memory.interpreter import peak_inside
+from torchremat.planning.memory.interpreter import is_freed_at_last_reader, peak_inside
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
@@ -43,7 +43,8 @@ class NumericStep:
 
     Attributes:
         problem: the same in numbers.
-        calls: the node of each operator; `None` for the one at the end, which reads gradients.
+        calls: the node of each operator; `None` for those in which cotangents arrive, and in which
+            gradients are read.
         values: the node of each value; `None` for an output of an operator that nobody takes.
     """
 
@@ -164,8 +165,13 @@ class _ProblemBuilder:
         joint = self.joint
         parts = _parts(joint)
         calls = [n for n in joint.module.graph.nodes if n in parts]
-        for node in sorted(calls, key=lambda n: parts[n] is not Part.FORWARD):
-            self._add(node, parts[node])
+        for node in calls:
+            if parts[node] is Part.FORWARD:
+                self._add(node, Part.FORWARD)
+        self._add_arrival()
+        for node in calls:
+            if parts[node] is not Part.FORWARD:
+                self._add(node, parts[node])
         gradients = list(self._values_of(joint.returned_gradients))
         self.operators.append(Operator(tuple(gradients), (), 0.0, Part.BACKWARD))
         self.calls.append(None)
@@ -177,10 +183,23 @@ class _ProblemBuilder:
             gradients=frozenset(gradients) & late,
             written=frozenset(self._values_of(value for _, value in joint.mutations)),
             backward_constant=sum(
-                nbytes_of(ct, ct.meta["val"]) for ct in joint.cotangents if ct is not None
+                _nbytes_of_cotangent(ct)
+                for ct in _list_cotangents(joint)
+                if not is_freed_at_last_reader(ct)
             ),
         )
         return NumericStep(joint, problem, tuple(self.calls), tuple(self.values))
+
+    def _add_arrival(self) -> None:
+        """Let the backward pass begin with an operator that makes the cotangents."""
+        arrived = [ct for ct in _list_cotangents(self.joint) if is_freed_at_last_reader(ct)]
+        for ct in arrived:
+            self.numbers[ct, 0] = len(self.nbytes)
+            self.nbytes.append(_nbytes_of_cotangent(ct))
+            self.values.append(None)
+        writes = tuple(self.numbers[ct, 0] for ct in arrived)
+        self.operators.append(Operator((), writes, 0.0, Part.BACKWARD, repeatable=False))
+        self.calls.append(None)
 
     def _add(self, call: fx.Node, part: Part) -> None:
         reads = tuple(self._values_of(nodes_read_by(call)))
@@ -218,6 +237,19 @@ class _ProblemBuilder:
             if number is not None and number not in seen:
                 seen.add(number)
                 yield number
+
+
+def cotangent_nbytes(joint: Joint) -> int:
+    """The bytes of the gradients that autograd hands to the backward pass."""
+    return sum(map(_nbytes_of_cotangent, _list_cotangents(joint)))
+
+
+def _list_cotangents(joint: Joint) -> list[fx.Node]:
+    return [ct for ct in joint.cotangents if ct is not None]
+
+
+def _nbytes_of_cotangent(ct: fx.Node) -> int:
+    return nbytes_of(ct, ct.meta["val"])
 
 
 def _nbytes_inside(call: fx.Node, written: int) -> int:

@@ -100,6 +100,8 @@ def _apply_at_level(
 class Checkpoint(torch.autograd.Function):
     """A program under plain autograd: what a user sees as `grad_fn=<CheckpointBackward>`."""
 
+    boxed_grads_call = True  # else autograd holds the cotangents until the backward pass returns
+
     @staticmethod
     def forward(
         ctx: Any, program: Program, sizes: Sizes | None, owner: object, *inputs: Tensor
@@ -110,8 +112,8 @@ class Checkpoint(torch.autograd.Function):
         return _run_and_save(ctx, program, sizes, owner, inputs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        rest = _apply_vjp(ctx, cotangents)
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        rest = _apply_vjp(ctx, _take_cotangents(given))
         if rest is None:
             return (None,) * len(ctx.needs_input_grad)
         return (None, None, None, *rest())
@@ -119,6 +121,8 @@ class Checkpoint(torch.autograd.Function):
 
 class StagedCheckpoint(torch.autograd.Function):
     """A program whose gradients are handed out by a chain of nodes, of which this is the first."""
+
+    boxed_grads_call = True
 
     @staticmethod
     def forward(
@@ -134,8 +138,8 @@ class StagedCheckpoint(torch.autograd.Function):
         return _run_and_save(ctx, program, sizes, owner, inputs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        rest = _apply_vjp(ctx, cotangents)
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        rest = _apply_vjp(ctx, _take_cotangents(given))
         if rest is None:
             return (None,) * len(ctx.needs_input_grad)
         now = rest()
@@ -279,14 +283,24 @@ class FunctionalCheckpoint(torch.autograd.Function):
         return _tangents_of_outputs(ctx, tangents[3:])
 
 
-def _apply_vjp(ctx: Any, cotangents: Sequence[Tensor | None]) -> Rest | None:
-    """Return what hands out the gradients; `None` if no output has a cotangent."""
+def _take_cotangents(given: tuple[Any, ...]) -> list[Tensor | None]:
+    """Take what autograd hands over: cotangents, or one list of them, which is empty afterwards."""
+    if len(given) != 1 or not isinstance(given[0], list):
+        return list(given)  # PyTorch 2.12 and older have no `boxed_grads_call`
+    cotangents = given[0].copy()
+    given[0].clear()
+    return cotangents
+
+
+def _apply_vjp(ctx: Any, cotangents: list[Tensor | None]) -> Rest | None:
+    """Empty `cotangents`; return what hands out the gradients, `None` if no output has one."""
     program: Program = ctx.program
     given = tuple(cotangents[i] is not None for i in program.differentiable)
     if not any(given):
         return None
     saved = list(ctx.saved_tensors)
     chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
+    cotangents.clear()
     if torch.is_grad_enabled():
         return in_order(ctx.stages, _apply_vjp_differentiably(ctx, given, saved, chosen))
     ctx.maybe_clear_saved_tensors()

@@ -111,8 +111,7 @@ def estimate(
         fun_or_module: a function of trees of tensors, or an `nn.Module`; on any device, the meta
             device too.
         *args: its arguments; only their shapes, dtypes and devices matter.
-        policy: what may be saved, see `checkpoint`. With `None` the checkpoints inside decide: the
-            peak may then be higher by the cotangent of one, which autograd frees when it ends.
+        policy: what may be saved, see `checkpoint`. With `None` the checkpoints inside decide.
         select: puts the policy on these modules of the model, as `nn.wrap` does, in place of the
             whole; the model stays as it is. `policy=None` then saves nothing but their inputs.
         optimizer: an optimizer or its class; the bytes of its state are counted.

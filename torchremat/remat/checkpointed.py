@@ -159,7 +159,10 @@ class Checkpointed(TapeFallback):
             return checkpoint_in_compiler(self.fun, self.policy, *args, **kwargs)
         call = read_call(args, kwargs, self.statics, lenient=self.lenient)
         if not isinstance(call, Call):
-            return self._call_refused(call, args, kwargs)
+            try:
+                return self._call_refused(call, args, kwargs)
+            finally:
+                del call  # its traceback refers to this frame, and to the arguments
         trace = self._trace_cache.recent
         if trace is not None and trace.key == call.key:
             captured, sizes = trace.captured.current(), None
@@ -210,7 +213,10 @@ class Checkpointed(TapeFallback):
             except Exception as error:
                 refusal = error
         if refusal is not None:
-            return self._call_refused(refusal, args, kwargs, kind)
+            try:
+                return self._call_refused(refusal, args, kwargs, kind)
+            finally:
+                del refusal  # as above
         captured = trace.captured.current()
         assert captured is not None, "the trace has just been made, or found to fit"
         tensors = [*call.tensors, *captured]

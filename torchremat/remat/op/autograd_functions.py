@@ -286,7 +286,7 @@ class FunctionalCheckpoint(torch.autograd.Function):
 def _take_cotangents(given: tuple[Any, ...]) -> list[Tensor | None]:
     """Take what autograd hands over: cotangents, or one list of them, which is empty afterwards."""
     if len(given) != 1 or not isinstance(given[0], list):
-        return list(given)  # PyTorch 2.12 and older have no `boxed_grads_call`
+        return list(given)  # by an older PyTorch, without `boxed_grads_call`
     cotangents = given[0].copy()
     given[0].clear()
     return cotangents

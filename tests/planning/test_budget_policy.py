@@ -324,7 +324,7 @@ def test_the_report_says_who_keeps_what_only_the_backward_pass_needs():
 
     report = tr.explain(f, torch.ones(1024), policy=memory_budget("80%"))
     assert {row.reason.partition(": ")[0] for row in report if row.decision == "saved"} == {
-        "budget:80% keeps it"
+        "budget:80% saves it"
     }
     sources = {row.op: row.source and row.source.function for row in report if row.op}
     assert set(sources.values()) <= {"f", None}

@@ -436,7 +436,7 @@ def test_a_gpu_that_nobody_knows_is_said_to_be_like_another(caplog):
 
 
 def test_names_of_no_device_are_refused():
-    with pytest.raises(ValueError, match="'h1000' is no known device; nearest: 'h100'"):
+    with pytest.raises(ValueError, match="'h1000' is not a known device; nearest: 'h100'"):
         CostModel.of("h1000")
     with pytest.raises(TypeError, match=r"3 \(int\) is not a device: .* or another CostModel"):
         CostModel.of(3)

@@ -321,7 +321,7 @@ def _decision_of(program: FunctionProgram, residual: fx.Node) -> Decision:
     schedule = program.decisions.schedule
     if decision is None and schedule is not None and residual in schedule.saved:
         return Decision(
-            "saved", f"{program.decisions.policy} keeps it: only the backward pass has a use for it"
+            "saved", f"{program.decisions.policy} saves it: only the backward pass has a use for it"
         )
     if decision is None:
         return Decision("saved", "a copy, made before the function writes to it")

@@ -18,8 +18,8 @@ class MeasuredStep:
     """A forward and a backward pass of `call` that leave no gradients behind.
 
     The inputs that `observation` of the same call differentiates get a gradient. The backward pass
-    begins at the sum of all floating-point outputs. As in a plan, the caller keeps the outputs and
-    their gradients, which count.
+    begins at the sum of all floating-point outputs. As in a plan, the caller has the outputs to the
+    end of the step. Their gradients are handed over, as in the midst of a larger backward pass.
 
     >>> from torchremat.report.observe import observe_saved
     >>> call = BoundCall(lambda x: torch.sin(torch.sin(x)).sum(), (torch.ones(256),), {})
@@ -96,17 +96,33 @@ class MeasuredStep:
     def _gradients(self, outputs: list[Tensor], wrt: list[Tensor]) -> tuple[Tensor | None, ...]:
         if not outputs:
             return ()
+        cotangents = [_ones_of(output) for output in outputs]
+        end: Tensor = _HandOver.apply(cotangents, *outputs)  # type: ignore[no-untyped-call]
+        del outputs
         return torch.autograd.grad(
-            outputs,
-            [*wrt, *self._closed_over],
-            grad_outputs=[_ones_of(output) for output in outputs],
-            allow_unused=True,
+            end, [*wrt, *self._closed_over], torch.empty_like(end), allow_unused=True
         )
 
     def _wait(self) -> None:
         for device in self._devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+
+
+class _HandOver(torch.autograd.Function):
+    """Hands the gradients in a list to autograd; those of scalars stay there, as that of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, cotangents: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.cotangents = cotangents
+        return torch.empty(0, device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        given = tuple(ctx.cotangents)
+        if _torch.FREES_COTANGENTS:
+            ctx.cotangents[:] = [ct for ct in given if not ct.ndim]
+        return None, *given
 
 
 @contextmanager

@@ -356,7 +356,7 @@ def test_lengths_that_differ_do_not_fit():
 def test_a_pile_needs_pile_axis():
     with pytest.raises(RaggedTypeError, match="pile input without using pile_axis in_axes spec"):
         run_ragged(lambda xs: xs, [pile_of(NONEMPTY, 5)], [0], 3)
-    with pytest.raises(RaggedTypeError, match="which is no Pile but Tensor"):
+    with pytest.raises(RaggedTypeError, match="which is not a Pile but Tensor"):
         run_ragged(lambda xs: xs, [torch.ones(3)], [pile_axis], 3)
 
 

@@ -214,8 +214,8 @@ def test_reports_say_why(mixture):
     again = [row for row in found if row.decision == "recomputed"]
     assert saved
     assert again
-    assert all("budget:50% keeps it: to compute it again" in row.reason for row in saved)
-    assert all(row.reason == "budget:50% computes it again" for row in again)
+    assert all("budget:50% saves it: to recompute it" in row.reason for row in saved)
+    assert all(row.reason == "budget:50% recomputes it" for row in again)
     assert {row.way for row in found} == {"tape"}
 
 

@@ -224,7 +224,7 @@ def rates_of(device: "str | torch.device | None") -> Rates:
     'NVIDIA A100 80GB SXM'
     >>> rates_of("h1000")
     Traceback (most recent call last):
-    torchremat.errors.ArgumentValueError: 'h1000' is no known device; nearest: 'h100', ...
+    torchremat.errors.ArgumentValueError: 'h1000' is not a known device; nearest: 'h100', ...
     """
     if isinstance(device, str):
         found = _find_known(device)
@@ -297,7 +297,7 @@ def _parse_device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError:
         raise ArgumentValueError(
-            f"{name!r} is no known device; {nearest_names(name, KNOWN_DEVICES)}. A device is a "
+            f"{name!r} is not a known device; {nearest_names(name, KNOWN_DEVICES)}. A device is a "
             "short name of torchremat.planning.costs.device_rates.KNOWN_DEVICES, the name of a "
             "GPU as PyTorch gives it, or 'cpu', 'cuda', 'cuda:1', ..."
         ) from None

@@ -91,7 +91,7 @@ class PolicyDecisions:
         if self.schedule is not None:
             return self._decide_planned(node, self.schedule)
         if is_staged_residual(node):
-            return Decision("recomputed", "a checkpoint inside keeps it while it is replayed")
+            return Decision("recomputed", "a checkpoint inside saves it while it is replayed")
         if self._by_compiler:
             verdict = decide_for_compiler(self.policy, value)
         else:
@@ -121,17 +121,17 @@ class PolicyDecisions:
         forced = reason_not_replayable(node)
         if node in schedule.saved and call_of(node).target is tiled_p:
             return Decision(
-                "saved", f"{self.policy} keeps it: the tiles of the forward pass make it"
+                "saved", f"{self.policy} saves it: the tiles of the forward pass make it"
             )
         if node in schedule.saved:
-            reason = forced or reason_to_save(node) or "to compute it again would take longer"
-            return Decision("saved", f"{self.policy} keeps it: {reason}")
+            reason = forced or reason_to_save(node) or "to recompute it would take longer"
+            return Decision("saved", f"{self.policy} saves it: {reason}")
         if node in schedule.offloaded:
             return Decision("offloaded", f"{self.policy}", "pinned_host")
         if forced is not None:  # it is replayed from the generator's state
             self.forced.add(node)
             return Decision("saved", forced)
-        return Decision("recomputed", f"{self.policy} computes it again")
+        return Decision("recomputed", f"{self.policy} recomputes it")
 
     def save_after_writes(self, joint: Joint) -> None:
         """Save what the user's code writes to as it is after that, so that no copy is needed.

@@ -37,8 +37,8 @@ class Keeper:
         self.call = call
         self.live = 0
         """Bytes of storages that operators of the call made, and that are alive."""
-        self._saved_reason = f"{policy} keeps it: to compute it again would take longer"
-        self._again_reason = f"{policy} computes it again"
+        self._saved_reason = f"{policy} saves it: to recompute it would take longer"
+        self._again_reason = f"{policy} recomputes it"
         self.tape = tape
         self._first_node = _torch.next_node_number()
         self.made: list[Content] = []

@@ -319,5 +319,5 @@ function summaryOf(totals, side) {
   const said = named.filter(([kind]) => totals[kind])
     .map(([kind, text]) => `${humanBytes(totals[kind])} ${text}`);
   if (said.length) return said.join(" · ");
-  return totals.temporary ? `${humanBytes(totals.temporary)} temporary` : "nothing kept";
+  return totals.temporary ? `${humanBytes(totals.temporary)} temporary` : "nothing saved";
 }

@@ -110,12 +110,12 @@ function modulesOf(app, view) {
   const rowFor = (module, totals) => ({
     text: module.path || "outside any module", nbytes: held(totals) + (totals.offloaded ?? 0),
     note: `${humanBytes(held(totals))} saved, ${onHost(totals)}`
-      + `${humanBytes(totals.recomputed ?? 0)} computed again`,
+      + `${humanBytes(totals.recomputed ?? 0)} recomputed`,
     click: () => app.showModule(view, module) });
   visit(view.tree.root);
   const found = rows.filter((row) => row.nbytes).sort((a, b) => b.nbytes - a.nbytes);
-  return section("Kept, by module", found.length ? limited(found, 14)
-    : element("p", { class: "quiet" }, "nothing is kept"));
+  return section("Saved, by module", found.length ? limited(found, 14)
+    : element("p", { class: "quiet" }, "nothing is saved"));
 }
 
 function reasonsOf(app, view) {

@@ -7,9 +7,9 @@ from functools import cached_property
 from torchremat.planning.memory.timeline import Timeline
 
 KINDS: Mapping[str, str] = {
-    "saved": "kept from the forward pass for the backward pass",
-    "offloaded": "kept on the host for the backward pass",
-    "recomputed": "computed again in the backward pass",
+    "saved": "saved in the forward pass for the backward pass",
+    "offloaded": "saved on the host for the backward pass",
+    "recomputed": "computed once more in the backward pass",
     "temporary": "freed once it is read",
     "output": "what the step gives",
     "gradient": "a gradient that the step gives",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchremat as tr
-from tests.helpers import assert_same
+from tests.helpers import assert_same, gradients_handed_on
 from tests.remat.offload.programs import DOTS, GPT, chain, gpt, grads, layers, names, train
 from torchremat import config
 from torchremat.checkpoint_policies import from_plan
@@ -176,11 +176,11 @@ def test_a_plan_has_waited_for_a_copy_by_the_end_of_the_next_operator(late):
     with LiveBytes() as memory:
         out = f(x)
     assert not late.begun
-    ones = torch.ones_like(out)
-    memory.add(ones)
+    given = [torch.ones_like(out)]
+    memory.add(given)
     with memory:
-        got = torch.autograd.grad(out, parameters, ones)
-    assert_same(got, torch.autograd.grad(model(x), parameters, ones))
+        got = gradients_handed_on([out], parameters, given)
+    assert_same(got, torch.autograd.grad(model(x), parameters, torch.ones_like(out)))
     assert memory.peak == found.timeline().peak <= found.budget
     assert not late.faults
 

@@ -194,15 +194,7 @@ class Checkpointed(TapeFallback):
         if self.policy.applies_to_nested and is_opened():  # the policy around decides on everything
             return self.fun(*args, **kwargs)
         if is_traced_whole():
-            return call_in_graph(
-                self.fun,
-                args,
-                kwargs,
-                self.statics,
-                policy=self.policy,
-                lenient=self.lenient,
-                module_prefix=self.module_prefix,
-            )
+            return self._call_in_graph(args, kwargs)
         kind = (call.key, *current_state())
         if self._is_untraceable(kind) or self._stops_tracing(call):
             return self._call_taped(args, kwargs)
@@ -231,6 +223,17 @@ class Checkpointed(TapeFallback):
             self._trace_cache.recent = trace
         sizes = None if trace.dynamic is None else trace.dynamic.sizes(tensors)
         return self._run_trace((trace, program, tensors, sizes), call, args, kwargs)
+
+    def _call_in_graph(self, args: Any, kwargs: Any) -> Any:
+        return call_in_graph(
+            self.fun,
+            args,
+            kwargs,
+            self.statics,
+            policy=self.policy,
+            lenient=self.lenient,
+            module_prefix=self.module_prefix,
+        )
 
     def _run_trace(self, found: Found, call: Call, args: Any, kwargs: Any) -> Any:
         trace, program, tensors, sizes = found

@@ -48,7 +48,10 @@ def test_version():
         (["plan", MODEL, "--budget", "50%", "--save", "no/plan.json"], "there is no folder no"),
         (["plan", MODEL, "--budget", "50%", "--on", "h1000"], "nearest: 'h100'"),
         (["plan", MODEL, "--budget", "50%", "--optimizer", "adamm"], "nearest: 'Adam'"),
-        (["plan", MODEL, "--budget", "50%", "--optimizer", "model:Net"], "is not an optimizer's class"),
+        (
+            ["plan", MODEL, "--budget", "50%", "--optimizer", "model:Net"],
+            "is not an optimizer's class",
+        ),
         (["plan", MODEL, "--budget", "50%", "--device", "gpuu"], "gpuu"),
         (["plan", "model.py:mak", "--budget", "50%"], "nearest: 'make'"),
         (["residuals", MODEL, "--policy", "dosts"], "nearest: 'dots'"),

@@ -117,3 +117,49 @@ def test_functions_go_on_being_traced(monkeypatch):
             f(x).sum().backward()
             assert_same(x.grad, x.detach().cos())
     assert "run as they are" not in str(caught[0].message)
+
+
+class Cache:
+    """A container that is made anew in each call, and equal to no other."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class WithCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, cache):
+        return (self.linear(x) * cache.scale).sin()
+
+
+def test_an_argument_that_is_another_object_in_each_call():
+    torch.manual_seed(0)
+    plain = WithCache()
+    model = tr.nn.wrap(copy.deepcopy(plain))
+    with pytest.warns(RetraceWarning, match=r"another object in each call \(Cache\)") as told:
+        for i in range(3 * FEW_TRACES):
+            x = torch.randn(4, 8)
+            found = torch.autograd.grad(model(x, Cache(i)).sum(), model.linear.weight)
+            expected = torch.autograd.grad(plain(x, Cache(i)).sum(), plain.linear.weight)
+            assert_same(found, expected)
+    assert len(told) == 1
+    assert tr.nn.report(model).traces == FEW_TRACES
+
+
+def test_objects_that_are_equal_to_earlier_ones_are_traced():
+    class Scale(Cache):
+        def __eq__(self, other):
+            return self.scale == other.scale
+
+        def __hash__(self):
+            return hash(self.scale)
+
+    model, x = tr.nn.wrap(WithCache()), torch.randn(4, 8)
+    for i in range(6):
+        model(x, Scale(i % 2)).sum().backward()
+    report = tr.nn.report(model)
+    assert report.traces == 2
+    assert {row.way for row in report} == {"graph"}

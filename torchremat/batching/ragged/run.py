@@ -198,6 +198,6 @@ def _describe_wrong_axis(value: Any, axis: Any, position: int) -> str:
             f"({value.aval}), and its entry of in_axes is {axis!r}; give it pile_axis"
         )
     return (
-        f"pile_axis in in_axes for input {position}, which is not a Pile but {type(value).__name__}: "
-        "make one with Pile.from_list, or give an int"
+        f"pile_axis in in_axes for input {position}, which is not a Pile but "
+        f"{type(value).__name__}: make one with Pile.from_list, or give an int"
     )

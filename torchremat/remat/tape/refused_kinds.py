@@ -50,7 +50,16 @@ class RefusedKinds:
 
 def _forget_passing_values(kind: Kind) -> Hashable:
     key, *state = kind
-    return tuple(type(k.val) if _is_passing(k) else k for k in key), *state
+    return forget_passing_values(key), *state
+
+
+def forget_passing_values(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key of a call, with types in place of values that no other call has an equal of.
+
+    >>> forget_passing_values((WrapHashably(object()), "text"))
+    (<class 'object'>, 'text')
+    """
+    return tuple(type(k.val) if _is_passing(k) else k for k in key)
 
 
 def _forget_values(kind: Kind) -> Hashable:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchremat.remat.tape.refused_kinds import forget_passing_values
 from torchremat.remat.tracing.calls import Call, differing_numbers
 from torchremat.remat.tracing.trace_cache import (
     FEW_TRACES,
@@ -38,6 +39,7 @@ def find_why_retraced(
         (*_for_numbers(similar, call, specs), MANY_TRACES),
         (*_for_state(similar, call, specs, function), MANY_TRACES),
         (*_for_sizes(similar, call, specs, known), few),
+        (*_for_objects(similar, call, specs), FEW_TRACES if may_stop else MANY_TRACES),
         (*_for_values(similar, call, specs), MANY_TRACES),
         (len(similar), _SEVERAL, 2 * MANY_TRACES),
     ):
@@ -68,6 +70,23 @@ def _for_numbers(
     return len(keys), (
         "different Python numbers among its arguments. Each new number costs a trace: pass a "
         "tensor instead (torch.tensor(value)), if the function only computes with it."
+    )
+
+
+def _for_objects(
+    traces: Sequence[Trace], call: Call, specs: Sequence[InputSpec]
+) -> tuple[int, str]:
+    asked = forget_passing_values(call.key)
+    found = [
+        t
+        for t in traces
+        if t.specs == specs and t.key != call.key and forget_passing_values(t.key) == asked
+    ]
+    kinds = sorted({kind.__name__ for kind in asked if isinstance(kind, type)})
+    return len(found), (
+        f"an argument that is another object in each call ({', '.join(kinds)}), and equal to none "
+        "before. A trace is for the object that it saw: pass the tensors in it, hand the same "
+        "object over, or give its class __eq__ and __hash__."
     )
 
 

@@ -11,8 +11,10 @@ export HF_HUB_OFFLINE=1  # models are made from configurations; nothing is downl
 if [ $# -eq 0 ]; then
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
-    .venv/bin/mypy
     .venv/bin/lint-imports --no-logo
+    .venv/bin/mypy &
+    types=$!
     bash scripts/docs.sh
+    wait $types
 fi
-exec .venv/bin/python -m pytest -n 2 "$@"
+exec .venv/bin/python -m pytest -n 2 --dist worksteal "$@"

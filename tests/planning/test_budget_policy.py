@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import torchremat as tr
 from tests.helpers import assert_same
@@ -349,3 +350,13 @@ def test_what_an_inner_checkpoint_makes_as_it_runs_counts():
     least = refused.value.least_bytes
     assert least > 2 * 256 * 512 * 4
     assert tr.plan(model, x, budget=least).peak_bytes <= least
+
+
+def test_an_error_says_what_gradients_take_of_a_small_model():
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(8, 64)
+    with pytest.raises(BudgetError, match=r"Gradients take 16.0 KiB by the end of the step"):
+        tr.plan(model, x, budget="30%")
+    model, x = nn.Sequential(*(nn.Linear(4, 4), nn.Tanh()) * 4), torch.randn(4096, 4)
+    with pytest.raises(BudgetError) as caught:
+        tr.plan(model, x, budget="5%")
+    assert "Gradients" not in str(caught.value)

@@ -68,6 +68,8 @@ _TIME_ACCURACY = 0.01
 _FARTHER_DOWN = (0.1, 0.25, 0.5, 0.75)
 # What a bound says of the problem is not so of what runs.
 _COUNTED_TWICE = "writes in place are counted as new memory where schedules are compared"
+# The part of the least peak from which an error says what takes it; chosen by hand.
+_MUCH = 0.1
 # The search for these sizes found no plan within the budget, and the one of other sizes is.
 _TAKEN_OVER = "the plan was made for other sizes, and the search for these found none"
 
@@ -302,11 +304,13 @@ class Planner:
         plain = self.plain.peak_bytes + self.resident
         least = min(least, plain, *([] if above is None else [self.peak_of(above)]))
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
+        gradients = _describe_gradients(self.step.problem, least)
         return BudgetError(
             f"{asked}: a peak of {human_bytes(nbytes)} cannot be met. The least that was found is "
             f"{human_bytes(least)} ({least} bytes{besides}), of {human_bytes(plain)} without "
-            f"rematerialisation. {self._describe_peak(solution)}Give a budget of at least {least}, "
-            "a smaller batch, or smaller parts (nn.wrap with select=...)",
+            f"rematerialisation. {self._describe_peak(solution)}{gradients}Give a "
+            f"budget of at least {least}, a smaller batch, or smaller parts (nn.wrap with "
+            "select=...)",
             least,
         )
 
@@ -386,6 +390,14 @@ def _build_saved_error(saved: int | None, asked: str, *, nbytes: int, excess: in
         f"{excess} bytes more be saved, and the peak be as much higher",
         nbytes + excess,
     )
+
+
+def _describe_gradients(problem: Problem, least: int) -> str:
+    """Say what gradients take, which no plan changes, where it is much of the least peak."""
+    nbytes = sum(problem.nbytes[v] for v in problem.gradients)
+    if nbytes < _MUCH * least:
+        return ""
+    return f"Gradients take {human_bytes(nbytes)} by the end of the step, whatever is saved. "
 
 
 def _describe_call(call: fx.Node) -> str:

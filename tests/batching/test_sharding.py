@@ -69,7 +69,7 @@ def test_gradients_flow_through_a_constraint(mesh):
     ("name", "placements", "text"),
     [
         ("data", [Shard(0), Replicate()], "spread over it already"),
-        ("date", [Replicate(), Replicate()], "no axis of the mesh"),
+        ("date", [Replicate(), Replicate()], "is not an axis of the mesh"),
         ("data", [Replicate()], "a placement for each axis"),
     ],
 )

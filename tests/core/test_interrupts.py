@@ -30,7 +30,7 @@ def interrupt_steps(num_interrupts, seed):
 
 
 def test_random_interrupts_leave_a_clean_state():
-    assert interrupt_steps(20, seed=0) > 0
+    assert interrupt_steps(12, seed=0) > 0
 
 
 @pytest.mark.slow

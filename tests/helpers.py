@@ -315,7 +315,8 @@ class _Hands(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         given = tuple(ctx.cotangents)
-        ctx.cotangents[:] = [ct for ct in given if ct.ndim == 0]
+        if hasattr(torch.autograd.Function, "boxed_grads_call"):  # else autograd holds all of them
+            ctx.cotangents[:] = [ct for ct in given if ct.ndim == 0]
         return None, *given
 
 
@@ -327,7 +328,8 @@ def _make_nothing():
 def gradients_handed_on(outputs, wrt, cotangents):
     """`torch.autograd.grad`, whose caller holds the cotangents of scalars alone, as for a loss.
 
-    The list `cotangents` has no other afterwards, as in the midst of a larger backward pass.
+    The list `cotangents` has no other afterwards, as in the midst of a larger backward pass. An
+    older PyTorch holds all of them while a function of ours runs, and so does the caller there.
     """
     root = _Hands.apply(cotangents, *outputs)
     return torch.autograd.grad(root, wrt, _make_nothing(), allow_unused=True)

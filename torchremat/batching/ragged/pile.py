@@ -217,6 +217,7 @@ class Pile:
 
 
 def round_up_to_power(length: int) -> int:
+    """Round a length up to a power of 2; 0 stays 0."""
     return 1 << max(length - 1, 0).bit_length() if length else 1
 
 

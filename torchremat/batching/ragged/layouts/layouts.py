@@ -85,6 +85,7 @@ def is_ragged(value: Any) -> bool:
 
 
 def batch(data: Tensor) -> Padded:
+    """Take a tensor `[axis_size, ...]` whose elements are of one size."""
     return Padded(data, (None,) * (data.dim() - 1))
 
 
@@ -96,6 +97,7 @@ def as_rows(values: Tensor, extent: RaggedSize) -> Tensor:
 
 
 def pad(value: Value, axis_size: int) -> Padded:
+    """Lay the elements side by side, `[axis_size, ...]`, each as long as the longest."""
     if isinstance(value, Padded):
         return value
     if isinstance(value, Shared):
@@ -124,6 +126,7 @@ def pack(value: Padded) -> Padded | Packed:
 
 
 def fill_beyond_ends(value: Padded, dims: Sequence[int], fill: Any) -> Tensor:
+    """Write `fill` past the end of each element along `dims`, into a new tensor."""
     data = value.data
     for dim in dims:
         extent = value.extents[dim]

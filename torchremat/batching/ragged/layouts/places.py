@@ -86,6 +86,7 @@ class Along:
 
 
 def count_of(size: Any) -> Any:
+    """Count the places along a size: of a ragged one, those of the longest element."""
     return size.longest if isinstance(size, RaggedSize) else size
 
 

@@ -32,6 +32,8 @@ read_mode = _ReadMode()
 
 @dataclass(eq=False)
 class RaggedSize:
+    """A size that differs from element to element: one extent of a batch."""
+
     text: str
     """The size as an expression: equal texts are equal extents in one run."""
     lengths: Tensor

@@ -31,6 +31,7 @@ def _from_start(lengths: Tensor, place: int) -> Tensor:
 
 
 def select_place(value: Packed, place: int, source: Any) -> Padded:
+    """Select one place of each element, from its end if negative; `source` is for errors."""
     lengths = value.extent.lengths
     places = _from_start(lengths, place)
     index = value.extent.offsets[:-1] + places
@@ -85,6 +86,7 @@ def _flat_index(leading: int, extent: RaggedSize) -> tuple[Tensor, Tensor]:
 
 
 def flat_rows(value: Packed) -> Tensor:
+    """Concatenate all numbers of the elements, element by element: `[total]`."""
     leading = prod(value.data.shape[: value.dim])
     trailing = prod(value.data.shape[value.dim + 1 :])
     data = value.data.reshape(leading * value.extent.total, trailing)
@@ -94,6 +96,7 @@ def flat_rows(value: Packed) -> Tensor:
 
 
 def from_flat_rows(rows: Tensor, sizes: tuple[Any, ...], dim: int) -> Packed:
+    """Undo `flat_rows`, for elements of `sizes` whose dimension `dim` is ragged."""
     extent: RaggedSize = sizes[dim]
     leading, trailing = prod(sizes[:dim]), prod(sizes[dim + 1 :])
     data = rows.reshape(leading * extent.total, trailing)

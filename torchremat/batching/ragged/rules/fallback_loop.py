@@ -14,6 +14,7 @@ from torchremat.errors import LoopWarning, RaggedError
 
 
 def run_one_by_one(call: RaggedCall) -> Any:
+    """Run an operator for each element by itself, with a `LoopWarning`."""
     count = call.batch.axis_size
     warn_user(
         f"{call.name}, at {call.source}, has no rule for elements of different sizes: it runs for "
@@ -42,6 +43,7 @@ def _run_one(call: RaggedCall, i: int) -> Any:
 
 
 def element(value: Value, i: int) -> Tensor:
+    """The element number `i`, of its own size: a view."""
     if isinstance(value, Shared):
         return value.data
     if isinstance(value, Packed):
@@ -68,6 +70,7 @@ def _join_elements(call: RaggedCall, elements: Sequence[Tensor], result: Any) ->
 
 
 def make_value(elements: Sequence[Tensor], sizes: tuple[Any, ...]) -> Value:
+    """Join elements of `sizes`: stacked, concatenated or padded, by how many are ragged."""
     places = [d for d, size in enumerate(sizes) if isinstance(size, RaggedSize)]
     if not places:
         return Padded(torch.stack(list(elements)), (None,) * len(sizes))

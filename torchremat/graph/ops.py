@@ -125,6 +125,8 @@ def draws_by_shape(op: object) -> bool:
 # what finds an op finds these too: `nn.Linear` is an mm, and with a bias an addmm
 _FOUND_WITH = {"aten.mm": frozenset({"aten.addmm"})}
 
+_AMONG_PROCESSES = ("_c10d_functional.", "c10d_functional.", "_dtensor.", "c10d.")
+
 
 def op_name(op: object) -> str:
     """The full name of an op, as `torch.ops` spells it.
@@ -145,6 +147,12 @@ def packet_name(op: object) -> str:
     if isinstance(op, OpOverload):
         return str(op.name()).partition(".")[0].replace("::", ".")
     return op_name(op)
+
+
+def communicates(op: object, kwargs: Mapping[str, object]) -> bool:
+    """Whether a call of `op` is a collective, which all processes run in one order."""
+    over_processes = "group" in kwargs and getattr(op, "is_over_axis", False)
+    return over_processes or packet_name(op).startswith(_AMONG_PROCESSES)
 
 
 def is_dot(op: object) -> bool:

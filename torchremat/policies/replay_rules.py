@@ -17,7 +17,7 @@ from torchremat.graph.nodes import (
     item_index,
     results_of,
 )
-from torchremat.graph.ops import packet_name
+from torchremat.graph.ops import communicates, packet_name
 
 
 def reason_not_replayable(node: fx.Node) -> str | None:
@@ -68,8 +68,6 @@ _ADDING_IN_ANY_ORDER = frozenset({
 # driver "gelsy" do anyway.
 _WITH_GAPS = {"aten._ctc_loss": (1,), "aten.mkldnn_rnn_layer": (3,)}
 
-_AMONG_PROCESSES = ("_c10d_functional.", "c10d_functional.", "_dtensor.", "c10d.")
-
 
 def selects(op: object) -> bool:
     return packet_name(op) in _SELECTING or str(op) in _SELECTING_BY_DIM
@@ -110,12 +108,6 @@ def reason_to_save_results(
     ):
         return "it adds with atomics, in an order that varies"
     return None
-
-
-def communicates(op: object, kwargs: Mapping[str, object]) -> bool:
-    """Whether a call of `op` is a collective, which all processes run in one order."""
-    over_processes = "group" in kwargs and getattr(op, "is_over_axis", False)
-    return over_processes or packet_name(op).startswith(_AMONG_PROCESSES)
 
 
 def _draws(body: fx.GraphModule) -> bool:

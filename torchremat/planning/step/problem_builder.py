@@ -19,6 +19,7 @@ from torchremat.graph.nodes import (
     is_view,
     nodes_read_by,
 )
+from torchremat.graph.ops import communicates
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.graph.write_forms import writes_into_first
@@ -28,7 +29,6 @@ from torchremat.planning.problem.problem import Operator, Part, Problem, Schedul
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.step.exact_peak import ExactPeaks
 from torchremat.policies.replay_rules import (
-    communicates,
     draws_anywhere,
     draws_in_forward,
     reason_not_replayable,

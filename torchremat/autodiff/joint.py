@@ -106,7 +106,6 @@ class TraceOptions:
     PyTorch has two for some operators. With `whole_calls`, a checkpoint or a user's
     `autograd.Function` is one operator, whose derivative is its own. With `opens_calls` a
     checkpoint is what its function does. `on_checkpoint` handles those of `torch.utils.checkpoint`.
-    With `keeps_order` no operator of the backward pass moves: it stands for plain PyTorch's.
     """
 
     with_gradients: bool
@@ -116,7 +115,6 @@ class TraceOptions:
     whole_calls: bool = False
     create_graph: bool = False
     opens_calls: bool = False
-    keeps_order: bool = False
     on_checkpoint: _torch.CheckpointHandler | None = None
 
 

@@ -4,7 +4,7 @@
 and `erase_unread` change a graph in place; `add_body` gives one of its nodes a body.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,18 @@ def slice_graph(
     *,
     lazy: Callable[[fx.Node], bool] | None = None,
     always_run: Callable[[fx.Node], bool] | None = None,
+    order: Iterable[fx.Node] | None = None,
 ) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs`, values of `module`'s graph.
 
     Nodes, placeholders too, have the names of those that they are copied from. Outputs are nodes
-    or literals. Operators keep their order. But those for which `lazy` is true come just before
-    their first use, and so the values that they recompute live briefly. Those for which
-    `always_run` is true stay though no output needs them. Raises `UnavailableError` if an output
-    needs an input of `module` that is not among `inputs`.
+    or literals. Operators keep their order, or have that of the nodes in `order`. But those for
+    which `lazy` is true come just before their first use, and so the values that they recompute
+    live briefly. Those for which `always_run` is true stay though no output needs them. Raises
+    `UnavailableError` if an output needs an input of `module` that is not among `inputs`.
     """
-    return _Slicer(module, inputs, lazy).run(outputs, always_run or (lambda node: False))
+    nodes = list(module.graph.nodes if order is None else order)
+    return _Slicer(module, inputs, lazy).run(nodes, outputs, always_run or (lambda node: False))
 
 
 class UnavailableError(Exception):
@@ -62,9 +64,13 @@ class _Slicer:
                 copy.meta = dict(node.meta)
                 self.copies[node] = copy
 
-    def run(self, outputs: Sequence[Any], always_run: Callable[[fx.Node], bool]) -> fx.GraphModule:
+    def run(
+        self,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[Any],
+        always_run: Callable[[fx.Node], bool],
+    ) -> fx.GraphModule:
         wanted = [node for node in outputs if isinstance(node, fx.Node)]
-        nodes = self.module.graph.nodes
         roots = [*wanted, *filter(always_run, nodes)]
         needed = ancestors(roots, stop=self.copies.__contains__, reads=nodes_read_by)
         for node in nodes:

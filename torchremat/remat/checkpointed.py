@@ -396,7 +396,6 @@ def _trace_options(
         grad_enabled=grad_enabled,
         only_usual=only_usual,
         opens_calls=policy.is_whole_graph,
-        keeps_order=policy.honours_others,
         on_checkpoint=call_foreign if policy.honours_others else None,
     )
 

@@ -6,16 +6,12 @@ the user wrote, and saves no more than without it.
 
 from torch import fx
 
-from torchremat.autodiff.rewrites.early_gradients import run_gradients_early
 from torchremat.autodiff.rewrites.loss_gradient import merge_loss_gradients
 
 
-def rewrite_joint(graph: fx.Graph, *, keeps_order: bool) -> None:
+def rewrite_joint(graph: fx.Graph) -> None:
     """Apply the rules to a joint graph in place: nodes of its results stay what they are.
 
-    It is for graphs that run. A derivative of a derivative is traced without them. `keeps_order`:
-    without those that change the order.
+    It is for graphs that run. A derivative of a derivative is traced without them.
     """
     merge_loss_gradients(graph)
-    if not keeps_order:
-        run_gradients_early(graph)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from torchremat import config
+from torchremat.autodiff.early_gradients import order_gradients_early
 from torchremat.autodiff.joint import Joint
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import EffectError
@@ -107,6 +108,22 @@ class BackwardInputs:
 _PLAIN_INPUTS = BackwardInputs()
 
 
+@dataclass(frozen=True)
+class BackwardOrder:
+    """The order of a backward pass without a schedule.
+
+    Attributes:
+        at_once: what is recomputed runs before all others, else just before it is needed.
+        is_autograds: the others run as autograd runs them, else as `order_gradients_early` says.
+    """
+
+    at_once: bool = False
+    is_autograds: bool = True
+
+
+_AUTOGRADS_ORDER = BackwardOrder()
+
+
 def compile_backward(
     joint: Joint,
     inputs: Sequence[fx.Node | None],
@@ -116,24 +133,25 @@ def compile_backward(
     form: BackwardInputs = _PLAIN_INPUTS,
     schedule: GraphSchedule | None = None,
     compiler: Compiler | None = None,
-    at_once: bool = False,
+    order: BackwardOrder = _AUTOGRADS_ORDER,
 ) -> CompiledGraph:
     """The graph from `inputs` to `outputs`, values of `joint`: a backward pass.
 
-    Operators run as `schedule` says, else in the order of the joint graph. Those of the forward
-    pass run just before they are needed, or `at_once`: before all others.
+    Operators run as `schedule` says, else in `order`.
     """
     if schedule is None:
-        lazy = None if at_once else is_forward
+        lazy = None if order.at_once else is_forward
         try:
-            module = slice_graph(joint.module, inputs, outputs, lazy=lazy)
+            graph = joint.module.graph
+            nodes = list(graph.nodes) if order.is_autograds else order_gradients_early(graph)
+            module = slice_graph(joint.module, inputs, outputs, lazy=lazy, order=nodes)
         except UnavailableError:  # of what must not run again, not even the inputs are saved
             _refuse_replay(slice_graph(joint.module, [*inputs, *joint.inputs], outputs).graph)
             raise
     else:
         drawn = set(form.draws.values())
-        order = [call for call in schedule.backward if call not in drawn]
-        module = build_scheduled_graph(joint.module, inputs, outputs, order)
+        calls = [call for call in schedule.backward if call not in drawn]
+        module = build_scheduled_graph(joint.module, inputs, outputs, calls)
     prune_bodies(module)
     _refuse_replay(module.graph)
     accept_any_layout(module.graph)

@@ -255,6 +255,7 @@ class FunctionProgram(Program):
             self.prevent_cse,
             self.compiler,
             self.policy.recomputes_at_once,
+            self.policy.honours_others,
             config.offload_prefetch,
         )
         return graphs.compile_once(key, make, self)

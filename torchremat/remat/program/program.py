@@ -30,7 +30,12 @@ from torchremat.graph.notes import graph_notes_of, note
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.policies.policy import Policy
 from torchremat.remat.offload.graph_nodes import memory_of
-from torchremat.remat.program.compiled_graph import BackwardInputs, CompiledGraph, compile_backward
+from torchremat.remat.program.compiled_graph import (
+    BackwardInputs,
+    BackwardOrder,
+    CompiledGraph,
+    compile_backward,
+)
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.region import Mask, Region
 from torchremat.remat.program.written_outputs import WrittenOutput
@@ -187,7 +192,7 @@ class Program(ABC):
             form=BackwardInputs(roles, draws, copies),
             schedule=self.schedule if joint is self.root_joint else None,
             compiler=self.compiler,
-            at_once=self.policy.recomputes_at_once,
+            order=BackwardOrder(self.policy.recomputes_at_once, self.policy.honours_others),
         )
         if copies:
             self.fetched_first[:] = graph_notes_of(compiled.module).fetched_first

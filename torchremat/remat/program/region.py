@@ -66,7 +66,8 @@ class Region:
     ) -> "Region":
         """Trace `body` now; what it closes over becomes further inputs."""
         joint, tracing = trace_joint(body, specs, names, paths, options, warns=True)
-        _rewrite(joint, options)
+        if not options.create_graph:
+            rewrite_joint(joint.module.graph)
         captured = [InputSpec.of(t, any_level=True) for t in tracing.captured]
         labels = [f"{_CAPTURED}{i}" for i in range(len(captured))]
         return cls(
@@ -128,7 +129,7 @@ class Region:
         if not (options.create_graph or self.joint.runs_own_backward):  # which may ask what is None
             with suppress(NotLinearError):
                 joint = drop_cotangents(self.joint, wanted, may_add_zeros=False)
-                _rewrite(joint, options)
+                rewrite_joint(joint.module.graph)
                 return joint
         try:
             return self._trace(options)
@@ -146,7 +147,8 @@ class Region:
             first = self.forward_of.joint
         if first is not None:  # raises if the function now computes something else
             match_forward(first, joint, first.find_live_forward_nodes())
-        _rewrite(joint, options)
+        if not options.create_graph:
+            rewrite_joint(joint.module.graph)
         return joint
 
     def holds(self, sizes: Sizes) -> bool:
@@ -189,8 +191,3 @@ class VmapAxis:
     size: int
     randomness: str
     name: AxisName = None
-
-
-def _rewrite(joint: Joint, options: TraceOptions) -> None:
-    if not options.create_graph:
-        rewrite_joint(joint.module.graph, keeps_order=options.keeps_order)

@@ -8,7 +8,6 @@ together, and where `x` is recomputed, `dx` waits while that runs. In the other 
 Each operator computes the same numbers.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,15 +18,16 @@ from torchremat.graph.nodes import base_of, is_forward, is_item, is_view, nodes_
 from torchremat.graph.ops import communicates
 
 
-def run_gradients_early(graph: fx.Graph) -> None:
-    """Move operators of a joint graph that only one gradient needs up, where that takes no memory.
+def order_gradients_early(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a joint graph; those that only one gradient needs come as early as is good.
 
-    Such an operator moves before another that frees no more bytes than it does, and no more than
-    it needs itself. Then no more than before is alive beside either of them.
+    Such an operator moves before another that would free nothing by then. So no more than before is
+    alive beside either of them, whatever the sizes are. Results are in the order that they had.
     """
     order = _Order(graph)
     for node in order.find_ends():
         order.move_up(node)
+    return order.nodes
 
 
 class _Order:
@@ -66,29 +66,21 @@ class _Order:
         self.nodes[start : end + 1] = [*block, *passed]
         for i in range(start, end + 1):
             self.place[self.nodes[i]] = i
-        if passed:
-            for member in block:
-                passed[0].prepend(member)
 
     def _may_swap(self, before: fx.Node, node: fx.Node) -> bool:
         if not _is_movable(before):
             return False
         if before not in self.values:
             return True
-        delayed = self._count_freed(before, node)
-        if delayed > _nbytes(before):
+        if self._list_freed(before, node):
             return False
-        gain = self._count_freed(node, before) - delayed
-        return gain > 0 or (gain == 0 and self.result[before] is None)
+        return self.result[before] is None or bool(self._list_freed(node, before))
 
-    def _count_freed(self, node: fx.Node, other: fx.Node) -> int:
-        """The bytes of what `node` is the last to read, of what `other` does not read."""
-        freed = 0
-        for value in self.values[node]:
-            readers = self.readers[value]
-            if other not in readers and max(readers, key=self.place.__getitem__) is node:
-                freed += _nbytes(value)
-        return freed
+    def _list_freed(self, node: fx.Node, other: fx.Node) -> list[fx.Node]:
+        """The values that `node` is the last to read, of those that `other` does not read."""
+        place = self.place.__getitem__
+        values = [value for value in self.values[node] if other not in self.readers[value]]
+        return [value for value in values if max(self.readers[value], key=place) is node]
 
 
 def _find_only_results(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node | None]:
@@ -124,13 +116,3 @@ def _values_read_by(node: fx.Node) -> list[fx.Node]:
 
 def _is_result(node: fx.Node) -> bool:
     return any(user.op == "output" for user in node.users)
-
-
-def _nbytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    tensors = value if isinstance(value, tuple | list) else [value]
-    return sum(
-        math.prod(map(_torch.hint_of, tensor.shape)) * tensor.dtype.itemsize
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-    )

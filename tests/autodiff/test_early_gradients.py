@@ -6,45 +6,32 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchremat as tr
-from torchremat.autodiff.rewrites.early_gradients import run_gradients_early
+from torchremat.autodiff.early_gradients import order_gradients_early
 from torchremat.graph.nodes import base_of, is_forward, is_view
 from torchremat.graph.notes import note
 from torchremat.measure import LiveBytes
-from torchremat.planning.step.traced_step import region_of
+from torchremat.planning.step.traced_step import graphs_of, region_of
 from torchremat.policies.builtin import everything_saveable, plain_autograd
+from torchremat.remat.program.function_program import FunctionProgram
 
 aten = torch.ops.aten
-
-
-def order_of(f, *args, **kwargs):
-    graph = region_of(f, args, {}, **kwargs).joint.module.graph
-    return [n for n in graph.nodes if n.op == "call_function" and not is_forward(n)]
 
 
 def layer(x, w, b):
     return F.linear(2 * x, w, b)
 
 
-ARGUMENTS = torch.ones(8, 4), torch.ones(4, 4), torch.ones(4)
-
-
 def test_the_gradient_of_a_weight_comes_before_what_passes_it_by():
+    arguments = torch.ones(8, 4), torch.ones(4, 4), torch.ones(4)
+    region = region_of(layer, arguments, {})
+
     def products(policy):
-        order = order_of(layer, *ARGUMENTS, policy=policy)
-        return [tuple(n.meta["val"].shape) for n in order if n.target is aten.mm.default]
+        _, backward = graphs_of(FunctionProgram(region, policy))
+        nodes = backward.module.graph.find_nodes(op="call_function", target=aten.mm.default)
+        return [tuple(n.meta["val"].shape) for n in nodes]
 
     assert products(plain_autograd) == [(8, 4), (4, 4)]
     assert products(everything_saveable) == [(4, 4), (8, 4)]
-
-
-def test_gradients_are_handed_out_in_the_order_of_plain_autograd():
-    def results(policy):
-        twice = lambda x, w, b: layer(layer(x, w, b), w, b)  # noqa: E731
-        joint = region_of(twice, ARGUMENTS, {}, policy=policy).joint
-        names = [n.name for n in joint.module.graph.nodes]
-        return sorted(range(3), key=lambda i: names.index(joint.gradients[i].name))
-
-    assert results(plain_autograd) == results(everything_saveable)
 
 
 class Block(nn.Module):
@@ -106,15 +93,16 @@ def graphs(draw):
     return graph
 
 
-def peak_of(graph):
+def peak_of(order):
     """The most bytes alive at one time, where all values of the forward pass are saved."""
-    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    nodes = [n for n in order if n.op == "call_function"]
     last = {}
     for i, node in enumerate(nodes):
         for source in node.all_input_nodes:
+            assert source.op == "placeholder" or source in last, "it is read before it is made"
             last[base_of(source)] = i
         last.setdefault(node, i)
-    for node in graph.output_node().all_input_nodes:
+    for node in order[-1].all_input_nodes:
         last[base_of(node)] = len(nodes)
     alive = {n for n in nodes if is_forward(n)}
     peak = 0
@@ -129,13 +117,9 @@ def peak_of(graph):
 
 @settings(max_examples=200)
 @given(graphs())
-def test_no_peak_rises(graph):
-    before, results = peak_of(graph), graph.output_node().args[0]
-    places = [list(graph.nodes).index(node) for node in results]
-    run_gradients_early(graph)
-    graph.lint()
-    assert peak_of(graph) <= before
-    now = [list(graph.nodes).index(node) for node in results]
-    assert sorted(range(len(now)), key=now.__getitem__) == sorted(
-        range(len(now)), key=places.__getitem__
-    )
+def test_no_peak_rises_and_results_keep_their_order(graph):
+    before, results = list(graph.nodes), graph.output_node().all_input_nodes
+    after = order_gradients_early(graph)
+    assert sorted(after) == sorted(before) and after[-1] is before[-1]
+    assert peak_of(after) <= peak_of(before)
+    assert sorted(results, key=after.index) == sorted(results, key=before.index)

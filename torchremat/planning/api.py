@@ -32,7 +32,7 @@ from torchremat.planning.step.traced_step import (
     timeline_of,
 )
 from torchremat.planning.tile_choice import choose_tiles
-from torchremat.policies.builtin import everything_saveable
+from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.input_labels import refuse_misspelt
@@ -370,7 +370,7 @@ class PlannedFunction:
 
     @functools.cached_property
     def baseline(self) -> Figures:
-        timeline = timeline_of(FunctionProgram(self.region, everything_saveable))
+        timeline = timeline_of(FunctionProgram(self.region, plain_autograd))
         step = self.planner.step
         calls = [call for call in step.calls if call is not None]
         return Figures(

@@ -6,9 +6,9 @@ import random
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -24,6 +24,14 @@ from torch.utils._python_dispatch import (
 
 IS_2_11 = torch.__version__.startswith("2.11.")
 IS_BEFORE_2_13 = IS_2_11 or torch.__version__.startswith("2.12.")
+
+
+def one_in(step: int, *lists: Iterable[Any]) -> list[Any]:
+    """The combinations of the entries; every `step`th alone runs without scripts/test_slow.sh."""
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] if i % step else [])
+        for i, case in enumerate(product(*lists))
+    ]
 
 
 def skip_in_2_11(defect: str) -> None:

@@ -1150,6 +1150,7 @@ def partition_of_inductor():
     assert all(isinstance(node, torch.fx.Node) for node in asked)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_reads_what_another_writes_is_fused_with_it_if_allowed():
     asked = []
 

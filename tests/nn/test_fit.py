@@ -199,6 +199,7 @@ def test_a_function_that_needs_the_very_size_is_traced_at_each():
         tr.fit(fixed, torch.ones(found.size + 1, 64), w, memory="100KiB")
 
 
+@pytest.mark.slow
 def test_a_trace_with_a_symbol_serves_though_its_graph_has_other_operators():
     skip_before_2_13(
         "torch.matmul of batches reads sizes as numbers, so that each length is traced"

@@ -234,6 +234,7 @@ def test_graphs_that_are_compiled_have_no_tiles_and_say_so(model):
         tr.checkpoint(model, policy="budget:97%+tile")(*args).backward()
 
 
+@pytest.mark.slow
 def test_four_layers_of_a_large_model():
     """Four layers of Llama 3 8B at 8,192 tokens: 14.2 GiB, and 7.8 GiB at least without tiles."""
     loss, _ = llama.llama_loss(4)

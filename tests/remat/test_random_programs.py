@@ -16,7 +16,7 @@ NESTED = ("checkpoint", "writer", "checkpoint draw", "checkpoints draw")
 
 programs = st.tuples(st.integers(0, 10**6), st.integers(5, 40))
 choices = st.lists(st.booleans(), min_size=1, max_size=40)
-quick = settings(max_examples=18, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 few = settings(quick, max_examples=10)
 slow = settings(
     max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck)

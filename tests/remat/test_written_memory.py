@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import torchremat as tr
-from tests.helpers import assert_same
+from tests.helpers import assert_same, one_in
 from torchremat.measure import LiveBytes
 from torchremat.planning import simulate
 
@@ -236,8 +236,7 @@ def test_it_takes_no_more_than_plain_pytorch(name, policy):
     assert simulated_peak(fun) == peak
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [*STEPS, *GIVEN])
+@pytest.mark.parametrize(("name", "policy"), one_in(3, [*STEPS, *GIVEN], POLICIES))
 def test_of_many_sizes_it_takes_no_more_either(name, policy):
     body = (STEPS | GIVEN)[name]
     fun = tr.checkpoint(lambda *args: body(*args), policy=policy)  # its traces are no other test's

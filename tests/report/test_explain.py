@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import torchremat as tr
 import torchremat.nn
-from tests.helpers import OpCounter
+from tests.helpers import OpCounter, one_in
 from torchremat.measure import HeldBytes
 from torchremat.report.explain import report_of_programs
 
@@ -158,8 +158,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("policy", [None, "full", "none", "dots", "names:hidden"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "policy"), one_in(3, CASES, [None, "full", "none", "dots", "names:hidden"])
+)
 @pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")
 def test_total_is_what_autograd_holds(case, policy):
     torch.manual_seed(0)
@@ -412,8 +413,7 @@ def test_the_count_of_what_autograd_holds():
     assert bytes_in_autograd(f, [], (x,), {}) == 2 * 32 + 48
 
 
-@pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "policy"), one_in(3, MODELS, EVERY_POLICY))
 @pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")
 def test_total_of_a_model_under_a_policy(model, policy):
     torch.manual_seed(0)

@@ -117,6 +117,7 @@ def test_nothing_is_made_in_two_layouts(model: nn.Module) -> None:
     assert all(stride_of_channels == 1 for *_, stride_of_channels, _, _ in wide)
 
 
+@pytest.mark.slow
 def test_the_forward_pass_of_a_plan_copies_no_statistics() -> None:
     reports: list[Report] = []
     f, x = compiled(UNet(), "budget:60%", "inductor", report=reports.append), images()

@@ -18,6 +18,7 @@ from tests.helpers import (
     bits,
     leaves_of,
     nothing_left_behind,
+    one_in,
 )
 
 D = torch.double
@@ -156,8 +157,7 @@ TRANSFORMS = {
 CLOSE = {"grad(grad(grad))"}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "policy"), one_in(3, TRANSFORMS, POLICIES))
 def test_transformations_of_a_checkpoint(name, policy):
     transform = TRANSFORMS[name]
     expected = transform(loss)(inputs())

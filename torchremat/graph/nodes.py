@@ -131,11 +131,13 @@ def all_items(node: fx.Node) -> dict[int, fx.Node]:
 def base_of(node: fx.Node) -> fx.Node:
     """The value in whose memory `node` lies: itself, unless it is a view.
 
-    With `t = transpose(w)` and `s = select(t, 0)`, the base of `s` is `w`.
+    With `t = transpose(w)` and `s = select(t, 0)`, the base of `s` is `w`. A view of a number, as
+    in `conj(2j)`, is its own.
     """
     while is_view(node):
         source = node.args[0]
-        assert isinstance(source, fx.Node)
+        if not isinstance(source, fx.Node):
+            break
         node = source
     return node
 

@@ -29,6 +29,7 @@ _LABELS = {
 
 
 def contract(batch: Batch, kind: str, a: Value, b: Value) -> Value:
+    """Multiply two values as the product `kind` of `_LABELS` does, or as `mv` and `dot` do."""
     if kind in ("mv", "dot"):
         terms = map_entries(batch, torch.mul, [a, b])
         return reduce_value(batch, "sum", terms, [terms.rank - 1], False)
@@ -141,6 +142,7 @@ def _outer(call: RaggedCall) -> Any:
 
 
 def unsqueeze_value(value: Value, dim: int) -> Value:
+    """Insert a dimension of size 1 before dimension `dim` of each element."""
     if isinstance(value, Shared):
         return Shared(value.data.unsqueeze(dim))
     if isinstance(value, Packed):

@@ -40,6 +40,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 @dataclass(eq=False)
 class Batch:
+    """The batch of a call: its number of elements, their sizes, and what random numbers do."""
+
     axis_size: int
     sizes: Sizes
     randomness: str = "error"
@@ -172,6 +174,7 @@ def run_on_padded(call: RaggedCall, fill: Callable[[Padded], Tensor] | None = No
 
 
 def as_padded(data: Tensor, sizes: tuple[Any, ...]) -> Value:
+    """Take padded data `[axis_size, ...]` for elements of `sizes`; pack it where it can be."""
     extents = tuple(size if isinstance(size, RaggedSize) else None for size in sizes)
     return pack(Padded(data, extents))
 
@@ -221,6 +224,7 @@ def _as_value(output: Tensor, dim: int | None) -> Value:
 
 
 def run_dense(call: RaggedCall) -> Any:
+    """Run a call none of whose values is ragged: once if no value has the batch, else by `vmap`."""
     if is_collective(call):
         return run_mapped_call(call, place=_as_value)
     draws = torch.Tag.nondeterministic_seeded in getattr(call.op, "tags", ())
@@ -271,6 +275,7 @@ def _describe(sizes: Sequence[Any]) -> str:
 
 
 def is_collective(call: RaggedCall) -> bool:
+    """Whether the call goes over the named axis of the batch."""
     return call.batch.axis_name is not None and "axis_name" in call.kwargs
 
 

@@ -19,6 +19,7 @@ from torchremat.graph.symbolic_sizes import Size
 
 
 def broadcast_sizes(operands: Sequence[Value]) -> tuple[Any, ...]:
+    """The sizes of an element after broadcasting; a ragged size is never 1."""
     rank = max(v.rank for v in operands)
     sizes: list[Any] = [1] * rank
     for value in operands:
@@ -82,6 +83,7 @@ def _with_rank(value: Value, rank: int, axis_size: int) -> Tensor:
 
 
 def pointwise(call: RaggedCall) -> Any:
+    """Run an operator that treats each number by itself, on broadcast operands."""
     call.check_random()
     operands: list[Value] = []
     replaced = False
@@ -147,6 +149,7 @@ def _drop_tag(call: RaggedCall) -> Any:
 
 
 def broadcast_to(batch: Batch, value: Value, sizes: tuple[Any, ...]) -> Value:
+    """Expand each element to `sizes`."""
     rank = len(sizes)
     places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
 

@@ -47,6 +47,7 @@ _WITHIN["prod"] = _prod
 
 
 def identity_of(kind: str, dtype: torch.dtype) -> Any:
+    """The number that changes no result of this reduction: 0 for a sum."""
     if kind in ("sum", "prod"):
         return int(kind == "prod")
     if dtype == torch.bool:
@@ -58,6 +59,7 @@ def identity_of(kind: str, dtype: torch.dtype) -> Any:
 
 
 def reduce_value(batch: Batch, kind: str, value: Value, dims: Sequence[int], keep: bool) -> Value:
+    """Reduce each element along `dims`, which stay with size 1 if `keep`."""
     if isinstance(value, Packed) and kind in _SEGMENTS and value.dim in dims:
         others = [d for d in dims if d != value.dim]
         data = _WITHIN[kind](value.data, others) if others else value.data
@@ -88,6 +90,7 @@ def reduce_value(batch: Batch, kind: str, value: Value, dims: Sequence[int], kee
 
 
 def count_of(batch: Batch, value: Value, dims: Sequence[int], dtype: torch.dtype) -> Any:
+    """Count what is reduced along `dims`: a number, or one for each element where it differs."""
     count: Any = 1
     for dim in dims:
         size = value.sizes[dim]

@@ -20,7 +20,8 @@ __all__ = [
     "PyTorchVersionError", "PyTorchVersionWarning", "RaggedError", "RaggedTypeError",
     "RecomputationError", "RegistrationError", "RegistrationTypeError", "RetraceError",
     "RetraceWarning", "RuleError", "RuleTypeError", "RuleValueError", "SegmentError",
-    "SegmentTypeError", "SelectionWarning", "TorchrematError", "TraceError", "UnmatchedWarning",
+    "SegmentTypeError", "SelectionWarning", "StepInBackwardError", "TorchrematError", "TraceError",
+    "UnmatchedWarning",
 ]  # fmt: skip
 
 
@@ -191,6 +192,16 @@ class RecomputationError(TorchrematError, RuntimeError):
 
     Cure: save that value (`save_modules`, `save_only_these_names`), or use a deterministic
     operator (`torch.use_deterministic_algorithms`).
+    """
+
+
+class StepInBackwardError(TorchrematError, RuntimeError):
+    """An optimizer cannot update its parameters in the backward pass, or its gradients are gone.
+
+    Raised by `optim.step_in_backward` for an optimizer that needs all gradients at once. Raised
+    later for code that reads a consumed gradient, and for a setting that changed too late.
+
+    Cure: the message has it: `max_norm=`, `accumulate=`, or `step()` after the backward pass.
     """
 
 

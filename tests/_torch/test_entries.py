@@ -189,6 +189,16 @@ def keeps_graph():
     assert seen == [True, False]
 
 
+@check("step_without_hooks")
+def step_of_the_class():
+    x = torch.ones(1, requires_grad=True)
+    x.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([x], lr=0.5)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook ran"))
+    _torch.step_without_hooks(optimizer)
+    assert x.item() == 0.5
+
+
 @check("backward_pass_id", "call_after_backward")
 def passes_of_the_engine():
     def hook(_):

@@ -24,7 +24,8 @@ from .engine import (
     below_autograd, call_after_backward, cotangents_of, direct_apply, edges_that_run,
     forward_hooks_of, has_saved_tensors_hooks, in_dual_level, is_below_autograd,
     is_function_of_user, keeps_graph_after_backward, next_node_number, node_class_of,
-    node_number_of, run_backward, set_saved_tensors_hooks_aside, wrap_tensor_hooks,
+    node_number_of, run_backward, set_saved_tensors_hooks_aside, step_without_hooks,
+    wrap_tensor_hooks,
 )  # fmt: skip
 from .fake_proxy import (
     DATA_DEPENDENT_ERRORS, PLAIN_TORCH_FUNCTIONS, RECURRENT, SWITCHES, ZERO_TENSOR,

@@ -318,3 +318,11 @@ def receive_diverted(plain: Callable[..., Any], handlers: _Handlers) -> Any:
         return handlers()[-1](_SingleLevelFunction if has_levels else cls, args, go_on)
 
     return call
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The `step` that the class of `optimizer` defines, without the hooks around it."""
+    step = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchremat import _torch
 from torchremat.core.storages import storages_in
 from torchremat.errors import ArgumentTypeError, OptionError, nearest_names
+from torchremat.optim.per_parameter import copy_optimizer
 from torchremat.remat.program.region import Region
 from torchremat.tracing.dtensors import local_tensor
 
@@ -56,7 +57,7 @@ def state_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
     copy = (
         _make_optimizer(optimizer, parameters)
         if isinstance(optimizer, type)
-        else _copy_optimizer(optimizer, [{"params": parameters}])
+        else _copy_on_meta(optimizer, [{"params": parameters}])
     )
     return _state_after_step(copy)
 
@@ -133,7 +134,7 @@ def _without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         }
         for group in optimizer.param_groups
     ]
-    return _copy_optimizer(optimizer, groups)
+    return _copy_on_meta(optimizer, groups)
 
 
 def _state_after_step(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -178,20 +179,12 @@ def _make_optimizer(
     return kind(parameters, **settings)
 
 
-def _copy_optimizer(
+def _copy_on_meta(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """An optimizer with the settings of another, but those that forbid meta tensors.
-
-    Its class does not make it, since the settings that an optimizer has are not always those that
-    its class takes: `AdamW` has `decoupled_weight_decay`, and takes none.
-    """
-    copy = object.__new__(type(optimizer))
-    copy.__dict__.update(vars(optimizer))
+    """A copy without the settings that forbid meta tensors."""
     plain = {k: False for k in _NOT_ON_META if k in optimizer.defaults}
-    groups = [group | plain for group in groups]
-    torch.optim.Optimizer.__init__(copy, groups, optimizer.defaults | plain)
-    return copy
+    return copy_optimizer(optimizer, [group | plain for group in groups], **plain)
 
 
 _NOT_ON_META = ("fused", "foreach", "capturable")

@@ -7,7 +7,8 @@ JAX's, with its names (`jax.checkpoint_policies`), and others that PyTorch's use
 dots_saveable | save_only_these_names('attn')
 """
 
-from torchremat.planning.budget_policy import from_plan, memory_budget
+from torchremat.planning.budget_policy import memory_budget
+from torchremat.planning.from_plan import from_plan
 from torchremat.policies.builtin import (
     checkpoint_dots,
     checkpoint_dots_with_no_batch_dims,

@@ -151,6 +151,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*counts on updates in the backward pass")
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=150)
 @given(st.data())
 def test_a_spoilt_file_is_refused_or_trains_to_the_same_bits(data):

@@ -8,6 +8,7 @@ An optimizer that is given the gradient `dw` may also write to `w`: whoever asks
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -21,6 +22,21 @@ Groups = tuple[tuple[int, ...], ...]
 
 Targets = tuple[tuple[int, int], ...]
 """Positions of a result and of an input: who is given the result may write to the input."""
+
+
+@dataclass(frozen=True)
+class Consumption:
+    """Gradients that updates consume as soon as a backward graph hands them out.
+
+    Attributes:
+        groups: how the graph hands out its results.
+        targets: the inputs that an update writes to.
+        nbytes: for the position of each consumed result, the bytes that its update needs.
+    """
+
+    groups: Groups
+    targets: Targets
+    nbytes: Mapping[int, int]
 
 
 def find_hand_outs(
@@ -45,6 +61,29 @@ def find_hand_outs(
         latest = len(nodes) - 1 if is_last else max([latest, *ready])
         found.setdefault(nodes[latest], []).append(number)
     return found
+
+
+def find_consumed(
+    module: fx.GraphModule, consumption: Consumption | None, reuse: Reuse
+) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+    """The gradients that are consumed after each node, with the bytes of their updates.
+
+    A gradient that is also a later result is not consumed.
+    """
+    if consumption is None:
+        return {}
+    groups, results = consumption.groups, results_of(module)
+    hand_outs = find_hand_outs(module, groups, consumption.targets, reuse)
+    last = {results[i]: i for group in groups for i in group}
+    return {
+        node: [
+            (results[i], consumption.nbytes[i])
+            for number in numbers
+            for i in groups[number]
+            if i in consumption.nbytes and isinstance(results[i], fx.Node) and last[results[i]] == i
+        ]
+        for node, numbers in hand_outs.items()
+    }
 
 
 def _last_read(value: Any, place: Mapping[fx.Node, int], reuse: Reuse) -> int:

@@ -104,6 +104,7 @@ class GraphNotes:
             their new values among the results.
         fetched_first: of a backward graph, the positions of the offloaded inputs whose copies to
             the device start before its first operator.
+        consumption: of a backward graph, which gradients updates consume while it runs.
     """
 
     program: Any = None
@@ -114,6 +115,7 @@ class GraphNotes:
     runner: Any = None
     new_values: Mapping[int, int] | None = None
     fetched_first: Sequence[int] = ()
+    consumption: Any = None
 
     @property
     def checkpoint_policy(self) -> Any:

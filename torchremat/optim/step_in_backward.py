@@ -17,7 +17,11 @@ from torch import Tensor, distributed
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from torchremat.errors import ArgumentTypeError, ArgumentValueError, StepInBackwardError
+from torchremat.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    StepInBackwardError,
+)
 from torchremat.optim.per_parameter import find_objection, update_parameter
 from torchremat.optim.spent_gradient import SpentGradient, spend
 

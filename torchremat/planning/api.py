@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, fx
@@ -15,9 +16,10 @@ from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
 from torchremat.graph.nodes import body_of, is_forward, is_view
 from torchremat.planning.budget import Budget, BudgetLike
-from torchremat.planning.cost_model import CostModel
+from torchremat.planning.cost_model import CostModel, choose_cost_model
 from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_tensors
 from torchremat.planning.memory.timeline import Timeline
+from torchremat.planning.memory.update_bytes import find_updates, steps_already
 from torchremat.planning.plan import Figures, Plan
 from torchremat.planning.planner import Planner
 from torchremat.planning.problem.problem import Part, Schedule
@@ -26,12 +28,15 @@ from torchremat.planning.step.order import order_of
 from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.traced_step import (
     FixedSchedule,
+    Updates,
     WholeGraphPolicy,
     graphs_of,
+    note_updates,
     region_of,
     timeline_of,
 )
 from torchremat.planning.tile_choice import choose_tiles
+from torchremat.planning.whole_step import plan_with_updates
 from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
@@ -98,9 +103,14 @@ def plan(
     refuse_misspelt(plan, fun_or_module, kwargs)
     asked = Budget.of(budget)
     planning = _prepare(fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload)
-    if tile:
-        return planning.plan_in_tiles(asked, f"plan(budget={budget!r}, tile=True)")
-    return planning.plan(asked, f"plan(budget={budget!r})")
+    request = f"plan(budget={budget!r}{', tile=True' if tile else ''})"
+    if not steps_already(optimizer):
+        try:
+            return planning.plan(asked, request, tile=tile)
+        except BudgetError:
+            if not find_updates(planning.region, optimizer):
+                raise
+    return planning.with_updates(optimizer).plan(planning.fix(asked), request, tile=tile)
 
 
 @dataclass(frozen=True)
@@ -256,24 +266,6 @@ def _prepare(
     return PlannedFunction(region, model, solver, resident_tensors(region, optimizer), offload)
 
 
-def choose_cost_model(
-    region: Region, cost_model: CostModel | None, device: str | torch.device | None
-) -> CostModel:
-    model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
-    if not isinstance(model, CostModel):
-        raise ArgumentTypeError(
-            f"cost_model={cost_model!r} is none: give a CostModel, such as CostModel.of('h100') or "
-            "cost_model.measure('cuda')"
-        )
-    return model
-
-
-def device_of(region: Region) -> torch.device | None:
-    """Where the tensors of a step are; `None` if they are on the meta device."""
-    devices = [spec.device for spec in region.specs if spec.device.type != "meta"]
-    return next((device for device in devices if device.type != "cpu"), next(iter(devices), None))
-
-
 class PlannedFunction:
     """A traced step with its planner: it makes a `Plan` for each budget."""
 
@@ -284,8 +276,12 @@ class PlannedFunction:
         solver: str,
         resident: Sequence[int],
         offload: bool,
+        updates: Updates | None = None,
+        optimizer: OptimizerLike = None,
     ) -> None:
         self.region = region
+        self.updates = updates or {}
+        self._optimizer = optimizer
         self.model = model
         self.joint = region.joint_for(region.usual_outputs)
         self.resident = sum(resident)
@@ -301,7 +297,19 @@ class PlannedFunction:
             solver=self._solver,
             resident=self.resident,
             offload=self._offload,
+            updates=self.updates,
         )
+
+    def with_updates(self, optimizer: OptimizerLike) -> "PlannedFunction":
+        """Count on updates in the backward pass."""
+        updates, resident = find_updates(self.region, optimizer), self._resident_tensors
+        return PlannedFunction(
+            self.region, self.model, self._solver, resident, self._offload, updates, optimizer
+        )
+
+    def fix(self, budget: Budget) -> Budget:
+        """The budget in bytes: a fraction is one of this step's peak."""
+        return budget if budget.is_searched else Budget(nbytes=self.planner.bytes_of(budget))
 
     def even_budgets(self, count: int) -> list[Budget]:
         most = self.planner.bytes_of(Budget(fraction=1.0))
@@ -316,7 +324,13 @@ class PlannedFunction:
         steps = ((most - least) * i // (count - 1) for i in range(count))
         return [Budget(nbytes=most - step) for step in steps]
 
-    def plan(self, budget: Budget, asked: str, near: Schedule | None = None) -> Plan:
+    def plan(
+        self, budget: Budget, asked: str, near: Schedule | None = None, *, tile: bool = False
+    ) -> Plan:
+        if tile:
+            return self.plan_in_tiles(budget, asked)
+        if self.updates:
+            return plan_with_updates(self.planner, self._describe, budget, asked)
         return self._describe(self.planner.plan(budget, asked, near=near))
 
     def plan_in_tiles(self, budget: Budget, asked: str) -> Plan:
@@ -325,6 +339,8 @@ class PlannedFunction:
         if chosen.found.error is not None:
             raise chosen.found.error(asked)
         made = self._describe(chosen.found.planned)
+        if self.updates and made.peak_bytes > made.budget:
+            made = plan_with_updates(chosen.planner, self._describe, budget, asked)
         if chosen.tiling is None:
             return made
         added = chosen.added_seconds
@@ -339,7 +355,10 @@ class PlannedFunction:
 
     def _describe(self, planned: PlannedStep) -> Plan:
         joint = planned.step.joint
-        program = FunctionProgram(self.region, FixedSchedule(planned.graph_schedule, joint))
+        updates = self.updates
+        policy = FixedSchedule(planned.graph_schedule, joint, has_updates=bool(updates))
+        program = FunctionProgram(self.region, policy)
+        note_updates(program, updates)
         timeline = timeline_of(program)
         peak = timeline.peak
         if planned.offloaded:  # which counts a copy as done by the next operator of some weight
@@ -363,7 +382,14 @@ class PlannedFunction:
             cost_model=self.model,
             reserved_bytes=max(peak + self.resident, self._count_reserved(timeline)),
             gap_reason=planned.gap_reason,
+            updates_in_backward=len(updates),
+            optimizer=self._find_live_optimizer(),
         )
+
+    def _find_live_optimizer(self) -> "ref[torch.optim.Optimizer] | None":
+        if self.updates and isinstance(self._optimizer, torch.optim.Optimizer):
+            return ref(self._optimizer)
+        return None
 
     def _count_reserved(self, timeline: Timeline) -> int:
         return timeline.count_reserved_bytes(self._resident_tensors)

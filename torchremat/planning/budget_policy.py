@@ -1,26 +1,20 @@
 """Policies that decide on a whole graph: a budget of peak memory, and the replay of a plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 from torchremat.autodiff.joint import Joint
-from torchremat.autodiff.tiles.tile_joint import tile_joint
 from torchremat.core.formatting import human_bytes
-from torchremat.core.source import warn_user
-from torchremat.errors import BudgetWarning, PlanError, PolicyError, PolicyValueError
+from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit, plain_number
 from torchremat.planning.budget_job import BudgetJob
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.out_of_memory import describe_plan
-from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner, check_solver, host_rate_of
-from torchremat.planning.step.fingerprint import find_growth, lines_of
-from torchremat.planning.step.order import misfit
-from torchremat.planning.step.traced_step import WholeGraphPolicy, differentiates, forward_only
+from torchremat.planning.step.out_of_memory import describe_plan
+from torchremat.planning.step.traced_step import WholeGraphPolicy
 from torchremat.planning.tapes.tape_budget import TapeBudgetJob, TapeOptions
 from torchremat.policies.failed_operator import FailedOperator
 from torchremat.policies.policy import Policy
@@ -29,7 +23,9 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.tape.limited_calls import LimitingPolicy, TapeJob
 
 
-class _Planned(WholeGraphPolicy):
+class PlannedPolicy(WholeGraphPolicy):
+    """A policy that decides by a plan."""
+
     @property
     def resident_bytes(self) -> int:
         """The bytes beside the step that count in the budget."""
@@ -42,7 +38,7 @@ class _Planned(WholeGraphPolicy):
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryBudget(_Planned):
+class MemoryBudget(PlannedPolicy):
     budget: BudgetLike | None
     solver: str = "auto"
     cost_model: CostModel | None = None
@@ -131,7 +127,7 @@ class MemoryBudget(_Planned):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BudgetInJob(_Planned):
+class BudgetInJob(PlannedPolicy):
     """A `MemoryBudget` with what the calls of one function have in common."""
 
     policy: MemoryBudget
@@ -359,89 +355,5 @@ def read_saved(*items: str) -> Policy:
     return memory_budget(saved=saved, tile=_TILE in options, offload=_OFFLOAD in options)
 
 
-@dataclass(frozen=True, repr=False)
-class FromPlan(_Planned):
-    text: str
-    """The plan as JSON."""
-    path: str | None = field(default=None, compare=False)
-    _served: set[str] = field(default_factory=set, compare=False, repr=False)
-    """The fingerprints of the steps that were served; a job has begun if there is one."""
-
-    serves_many_sizes = False
-
-    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
-        """The joint graph with the tiles of the plan."""
-        tiling = self._plan.tiling
-        return joint if tiling is None else tile_joint(joint, tiling) or joint
-
-    def schedule(
-        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
-    ) -> GraphSchedule:
-        """The schedule of the plan. Raises `PlanError` if the plan is for another graph."""
-        if not differentiates(joint):
-            return forward_only(joint)
-        plan = self._plan
-        if plan.tiling is not None and joint.untiled is None:
-            raise PlanError(
-                f"{self!r}: the plan has tiles, and this graph has none: a compiler runs it, or it "
-                "is another function. Make a plan for it, without tile=True for a compiler"
-            )
-        schedule = plan.graph_schedule(joint)
-        lines = lines_of(joint.module.graph)
-        growth = 1.0 if joint.by_compiler else find_growth(plan.graph, lines)
-        if growth > 1:
-            if not self._served:
-                raise misfit(plan.graph, lines)
-            warn_user(
-                f"{self!r}: this step is larger than the one that was planned, {growth:.3g} times "
-                f"in one of its values, and so may be its peak of {human_bytes(plan.peak_bytes)}. "
-                "It runs with the same decisions. Make a plan for the largest step",
-                BudgetWarning,
-            )
-        self._served.add(plan.fingerprint)
-        return schedule
-
-    @cached_property
-    def _plan(self) -> Plan:
-        return Plan.from_json(self.text)
-
-    @property
-    def spelling(self) -> str | None:
-        return None if self.path is None else f"plan:{self.path}"
-
-    def __repr__(self) -> str:
-        if self.path is not None:
-            return f"from_plan({self.path!r})"
-        return f"from_plan(<plan {self._plan.fingerprint}>)"
-
-
-def from_plan(plan: Plan | str) -> Policy:
-    """Save and recompute as `plan` says: a `Plan`, or the path of one that was saved.
-
-    It holds for the graph that it was made for, at its sizes and smaller ones, on any device.
-    Another graph raises `PlanError` (a `ValueError`) that says where they differ. Larger sizes
-    do too, or give a `BudgetWarning` once a job has begun. In eager mode, offloaded values
-    are copied to the host and back (on the CPU, to memory that stands for the host's). A compiler
-    saves them.
-
-    >>> import torch, torchremat as tr
-    >>> f = lambda x: x.sin().sin().sin().sin().sum()
-    >>> plan = tr.plan(f, torch.ones(256, requires_grad=True), budget=0.9)
-    >>> g = tr.checkpoint(f, policy=from_plan(plan))
-    >>> g(torch.ones(256, requires_grad=True)).item() == f(torch.ones(256)).item()
-    True
-    """
-    if isinstance(plan, Plan):
-        return FromPlan(plan.to_json())
-    if not isinstance(plan, str) and not hasattr(plan, "__fspath__"):
-        raise PolicyError(
-            f"from_plan takes a Plan, or the path of one that was saved, but it is {plan!r} "
-            f"({type(plan).__name__}): from_plan(tr.plan(model, x, budget='2GiB'))"
-        )
-    loaded = Plan.load(plan)
-    return FromPlan(loaded.to_json(), str(plan))
-
-
 register_spelling("budget", read_budget, "8GiB", function="memory_budget")
 register_spelling("saved", read_saved, "200MiB")
-register_spelling("plan", from_plan, "file.json", function="from_plan")

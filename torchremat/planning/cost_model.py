@@ -23,6 +23,7 @@ from torchremat.planning.costs.measured_rates import load_rates
 from torchremat.planning.costs.op_signature import OpSignature
 from torchremat.planning.costs.op_timer import NodeTimer
 from torchremat.planning.costs.op_work import Work, has_formula, work_of
+from torchremat.remat.program.region import Region
 
 __all__ = ["measure"]
 
@@ -246,3 +247,21 @@ def measure(device: "str | torch.device | None" = None, *, again: bool = False) 
             "'cpu' or 'cuda', or take the figures of a data sheet: CostModel.of('h100')"
         )
     return CostModel.of(load_rates(this_device(device), again=again))
+
+
+def choose_cost_model(
+    region: Region, cost_model: CostModel | None, device: str | torch.device | None
+) -> CostModel:
+    model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
+    if not isinstance(model, CostModel):
+        raise ArgumentTypeError(
+            f"cost_model={cost_model!r} is none: give a CostModel, such as CostModel.of('h100') or "
+            "cost_model.measure('cuda')"
+        )
+    return model
+
+
+def device_of(region: Region) -> torch.device | None:
+    """Where the tensors of a step are; `None` if they are on the meta device."""
+    devices = [spec.device for spec in region.specs if spec.device.type != "meta"]
+    return next((device for device in devices if device.type != "cpu"), next(iter(devices), None))

@@ -12,10 +12,9 @@ from torchremat.autodiff.tiles.tile_joint import Tiling, tile_joint
 from torchremat.core.formatting import human_bytes, human_seconds, table
 from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import ArgumentTypeError
-from torchremat.planning.api import device_of
 from torchremat.planning.budget import Budget
 from torchremat.planning.budget_policy import MemoryBudget
-from torchremat.planning.cost_model import CostModel
+from torchremat.planning.cost_model import CostModel, choose_cost_model
 from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,
     input_tensors,
@@ -143,7 +142,7 @@ def estimate(
         policy = None
     chosen = plain_autograd if policy is None else as_policy(policy)
     region = region_of(fun_or_module, args, kwargs, chosen)
-    model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
+    model = choose_cost_model(region, cost_model, device)
     if tile and isinstance(chosen, MemoryBudget):
         chosen, tile = replace(chosen, tile=True), False
     program = FunctionProgram(region, chosen, chosen=_in_tiles(region, chosen) if tile else None)

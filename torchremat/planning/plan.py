@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from weakref import ref
 
+import torch
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
@@ -19,9 +21,9 @@ from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
-from torchremat.planning.plan_file import DECISIONS, FORMAT, VERSION, parse_plan
 from torchremat.planning.step.fingerprint import fingerprint_of
 from torchremat.planning.step.order import Order, schedule_of
+from torchremat.planning.step.plan_file import DECISIONS, FORMAT, VERSION, parse_plan
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Plan(ShownInNotebook):
             files of an earlier torchremat.
         gap_reason: why `gap` is large; empty up to 5 %.
         tiling: how many tiles there are; `None` without tiles.
+        updates_in_backward: how many parameters `optim.step_in_backward` updates in the backward
+            pass, each as soon as its gradient is there; 0 if the budget needs none.
     """
 
     budget: int
@@ -85,9 +89,12 @@ class Plan(ShownInNotebook):
     reserved_bytes: int = 0
     gap_reason: str = ""
     tiling: Tiling | None = None
+    updates_in_backward: int = 0
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
     """The model of the times; `None` for a plan that was loaded."""
+    optimizer: "ref[torch.optim.Optimizer] | None" = field(default=None, repr=False)
+    """The optimizer of those updates, if it was given and not only its class."""
 
     def __eq__(self, other: object) -> bool:
         """Plans are equal that are written alike: a loaded one is the one that was saved."""
@@ -156,6 +163,8 @@ class Plan(ShownInNotebook):
         said = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
         head = f"plan on {self.device}: {said or 'nothing to decide'}"
         why = [f"gap {100 * self.gap:.0f} %: {self.gap_reason}"] if self.gap_reason else []
+        if self.updates_in_backward:
+            why.append(f"{self.updates_in_backward} parameters are updated in the backward pass")
         return "\n".join([head, *table(rows, numeric=(1, 2)), *why])
 
     def _of_the_allocator(self) -> list[tuple[str, str, str, str]]:
@@ -248,5 +257,11 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
-_LATER_FIELDS = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason")
+_LATER_FIELDS = (
+    "offloaded_bytes",
+    "link_seconds",
+    "reserved_bytes",
+    "gap_reason",
+    "updates_in_backward",
+)
 """They are not in the first files of this version."""

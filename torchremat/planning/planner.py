@@ -29,6 +29,7 @@ from torchremat.planning.solver import solve_orders
 from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.problem_builder import NumericStep
+from torchremat.planning.step.traced_step import Updates
 
 SOLVERS = ("auto", "milp", "local")
 
@@ -97,6 +98,7 @@ class Planner:
         resident: int = 0,
         offload: bool = False,
         step: NumericStep | None = None,
+        updates: Updates | None = None,
     ) -> None:
         self.joint = joint
         self.cost_model = cost_model or CostModel.of(None)
@@ -104,6 +106,7 @@ class Planner:
         self.seconds = seconds
         self.resident = resident
         """Bytes that are there before the step, and count."""
+        self.updates = updates or {}
         self.host_bytes_per_second = host_rate_of(self.cost_model) if offload else None
         if step is not None:
             self.step = step
@@ -112,7 +115,10 @@ class Planner:
     @cached_property
     def step(self) -> NumericStep:
         return NumericStep.of(
-            self.joint, self.cost_model.seconds, host_bytes_per_second=self.host_bytes_per_second
+            self.joint,
+            self.cost_model.seconds,
+            host_bytes_per_second=self.host_bytes_per_second,
+            updates=self.updates,
         )
 
     def at(self, sizes: Sizes, resident: int | None = None) -> "Planner":
@@ -128,6 +134,7 @@ class Planner:
             resident=self.resident if resident is None else resident,
             offload=self.host_bytes_per_second is not None,
             step=self.step.at(sizes, self.cost_model.seconds),
+            updates=self.updates,
         )
 
     @cached_property

@@ -5,8 +5,7 @@ whether its outputs may be saved. `Policy` adds one question, `decide`, about a 
 of an operator, with its names and the module that ran it. "All but the values named a", answered
 for each operator as in JAX, saves the value before it has its name. A decision on it cannot.
 
-A policy calls others in JAX's way, `p(op, *avals, **params)`, which names no value. So `decide`
-remembers its value while it runs, and a function that wraps `p` answers what `p.decide` says.
+A policy calls others in JAX's way, `p(op, *avals, **params)`. So `decide` remembers its value.
 """
 
 import functools
@@ -126,6 +125,9 @@ class Policy:
 
     recomputes_at_once: ClassVar[bool] = False
     """Whether a backward pass recomputes all before the first derivative, as PyTorch's own does."""
+
+    begin_updates: Callable[[], None] | None = None
+    """Begins the updates that consume gradients one by one, in the backward pass, if there are."""
 
     serves_many_sizes: ClassVar[bool] = True
     """Whether the policy decides on a graph of which some sizes are symbols."""

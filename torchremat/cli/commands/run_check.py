@@ -9,8 +9,8 @@ from torchremat.cli.arguments.targets import load_target
 from torchremat.cli.commands.run_diff import load_plan
 from torchremat.cli.terminal.output import check_writable, show, show_progress_of, write_json
 from torchremat.core.formatting import human_bytes, percent
-from torchremat.planning.budget_policy import from_plan
 from torchremat.planning.estimate import estimate
+from torchremat.planning.from_plan import from_plan
 
 
 @dataclass(frozen=True)

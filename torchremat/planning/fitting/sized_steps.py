@@ -13,9 +13,9 @@ import torch
 from torchremat import _torch
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.graph.symbolic_sizes import Sizes
-from torchremat.planning.api import PlannedFunction, choose_cost_model
+from torchremat.planning.api import PlannedFunction
 from torchremat.planning.budget_job import MadePlan
-from torchremat.planning.cost_model import CostModel
+from torchremat.planning.cost_model import CostModel, choose_cost_model
 from torchremat.planning.fitting.dimension import Dimension
 from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torchremat import _torch
 from torchremat.autodiff.tiles.tiled_op import TileLayout, split_products
 from torchremat.errors import GraphError
+from torchremat.graph.hand_outs import find_consumed
 from torchremat.graph.nodes import (
     all_items,
     body_of,
@@ -18,7 +19,7 @@ from torchremat.graph.nodes import (
     is_view,
     results_of,
 )
-from torchremat.graph.notes import notes_of
+from torchremat.graph.notes import graph_notes_of, notes_of
 from torchremat.graph.reuse import Write, find_reuse, reuse_in
 from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.memory.timeline import Lifetime, LiveValue, Point, Timeline
@@ -128,12 +129,16 @@ class MemoryInterpreter:
         env: dict[fx.Node, Memory] = {}
         reuse = find_reuse(module) if path else reuse_in(module)
         last_use = reuse.last_uses(module.graph)
+        handed_out = (
+            {} if path else find_consumed(module, graph_notes_of(module).consumption, reuse)
+        )
         given = iter(operands)
         results: list[Any] = []
         for node in module.graph.nodes:
             finished = [n for n in reuse.values_for(node) if last_use[n] is node]
             if node.op == "output":
-                results = [env[r] if isinstance(r, fx.Node) else None for r in results_of(module)]
+                self._update(handed_out.pop(node, ()), env)
+                results = [env.get(r) for r in results_of(module)]  # a number is in no memory
                 self.hold(results)
             elif node.op == "placeholder":
                 env[node] = next(given)
@@ -158,7 +163,16 @@ class MemoryInterpreter:
             if node.op != "output" and node not in last_use:
                 finished.append(node)
             self._drop(finished, env)
+            self._update(handed_out.pop(node, ()), env)
         return results
+
+    def _update(self, gradients: Sequence[tuple[fx.Node, int]], env: dict[fx.Node, Memory]) -> None:
+        """Let updates, each of which makes some bytes, consume gradients."""
+        for gradient, nbytes in gradients:
+            self.hold(env[gradient], "gradient")
+            self._point(f"{gradient.name}/update", self.live + nbytes)
+            self.release(env[gradient])
+            self._drop([gradient], env)
 
     def _assign(
         self,

@@ -1,6 +1,6 @@
 """The bytes that are there before a step: parameters, buffers, inputs, an optimizer's state."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,13 +53,24 @@ def state_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
             f"optimizer={optimizer!r} is none: give a torch.optim.Optimizer or its class, such as "
             "torch.optim.AdamW"
         )
-    parameters = list(map(_on_meta, _trainable(region)))
-    copy = (
-        _make_optimizer(optimizer, parameters)
-        if isinstance(optimizer, type)
-        else _copy_on_meta(optimizer, [{"params": parameters}])
-    )
-    return _state_after_step(copy)
+    return _state_after_step(copy_on_meta(optimizer, list(_trainable(region))))
+
+
+def copy_on_meta(
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer],
+    values: Sequence[Tensor],
+    group: int | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer of parameters of the shapes of `values`, which take no memory.
+
+    Its settings are the defaults, or those of that `group`.
+    """
+    parameters = list(map(_on_meta, values))
+    if isinstance(optimizer, type):
+        return _make_optimizer(optimizer, parameters)
+    settings = {} if group is None else optimizer.param_groups[group]
+    names = {} if "param_names" not in settings else {"param_names": ["parameter"]}
+    return _copy_on_meta(optimizer, [{**settings, "params": parameters, **names}])
 
 
 def resident_bytes(*things: Any, gradients: bool = False) -> int:
@@ -139,10 +150,15 @@ def _without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _state_after_step(optimizer: torch.optim.Optimizer) -> list[int]:
     """The bytes of each tensor of the state that an optimizer of meta tensors gets in a step."""
-    with torch.device("cpu"):  # where a count of steps is: it may be read, as no meta tensor can
-        optimizer.step()
+    take_step(optimizer)
     leaves, _ = _torch.tree_flatten(list(optimizer.state.values()))
     return [leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of meta tensors step."""
+    with torch.device("cpu"):  # where a count of steps is: it may be read, as no meta tensor can
+        optimizer.step()
 
 
 def _on_meta(value: Tensor) -> Tensor:

@@ -45,10 +45,13 @@ class ExactPeaks:
     `sizes` has the values of its symbols, if they are not those that it was traced with.
     """
 
-    def __init__(self, joint: Joint, sizes: Sizes | None = None) -> None:
+    def __init__(
+        self, joint: Joint, sizes: Sizes | None = None, *, has_updates: bool = False
+    ) -> None:
         self.joint = joint
         self.sizes = sizes
-        self.are_needed = writes_in_place(joint)
+        # the graph that is simulated here has no updates
+        self.are_needed = not has_updates and writes_in_place(joint)
         """Whether a problem only has an upper bound."""
         self._peaks: dict[Schedule, int | None] = {}
 

@@ -1,8 +1,10 @@
 """A joint graph as a problem in numbers, and schedules of numbers as operators of the graph."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -28,6 +30,7 @@ from torchremat.planning.memory.storage_bytes import nbytes_of
 from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.step.exact_peak import ExactPeaks
+from torchremat.planning.step.traced_step import Updates
 from torchremat.policies.replay_rules import (
     draws_anywhere,
     draws_in_forward,
@@ -35,6 +38,8 @@ from torchremat.policies.replay_rules import (
     reason_to_save,
 )
 from torchremat.remat.program.random_replay import state_nbytes
+
+_NO_UPDATES: Updates = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +61,8 @@ class NumericStep:
     """`copied_nbytes`, if it is of other sizes than those of the trace."""
     sizes: Sizes | None = None
     """The values of the symbols, if they are not those of the trace."""
+    updates: Updates = field(default_factory=dict)
+    """Of which inputs updates consume the gradients, each with the bytes that it needs."""
 
     @classmethod
     def of(
@@ -64,9 +71,10 @@ class NumericStep:
         seconds: Callable[[fx.Node], float],
         *,
         host_bytes_per_second: float | None = None,
+        updates: Updates = _NO_UPDATES,
     ) -> "NumericStep":
         """The step of `joint`, with `seconds` for the time of each operator."""
-        step = _ProblemBuilder(joint, seconds).build()
+        step = _ProblemBuilder(joint, seconds, updates).build()
         if host_bytes_per_second is None:
             return step
         problem = replace(
@@ -82,7 +90,7 @@ class NumericStep:
         What may be drawn again is as in the graph that runs, which was made for other sizes.
         """
         with _torch.assume_sizes(sizes):
-            found = _ProblemBuilder(self.joint, seconds).build()
+            found = _ProblemBuilder(self.joint, seconds, self.updates).build()
             copied = found.copied_nbytes
         pairs = zip(found.problem.operators, self.problem.operators, strict=True)
         operators = tuple(
@@ -119,7 +127,7 @@ class NumericStep:
 
     @cached_property
     def exact_peaks(self) -> ExactPeaks:
-        return ExactPeaks(self.joint, self.sizes)
+        return ExactPeaks(self.joint, self.sizes, has_updates=bool(self.updates))
 
     @property
     def copied_nbytes(self) -> int:
@@ -150,14 +158,28 @@ class NumericStep:
         return tuple(node for o in operators if (node := self.calls[o]) is not None)
 
 
+class _Update(NamedTuple):
+    """The update of an input, and the operators of the backward pass that read the input."""
+
+    number: int
+    gradient: fx.Node
+    readers: Sequence[fx.Node]
+
+
 class _ProblemBuilder:
-    def __init__(self, joint: Joint, seconds: Callable[[fx.Node], float]) -> None:
+    def __init__(self, joint: Joint, seconds: Callable[[fx.Node], float], updates: Updates) -> None:
         self.joint = joint
         self.seconds = seconds
+        self.updates = updates
         self.operators: list[Operator] = []
         self.calls: list[fx.Node | None] = []
         self.nbytes: list[int] = []
         self.values: list[fx.Node | None] = []
+        self.places: dict[fx.Node, int] = {}
+        self.made_by: dict[int, int] = {}
+        """The number of the operator that makes each value."""
+        self.updated: dict[int, list[fx.Node]] = {}
+        """The inputs that are updated, with the operators after which that may be."""
         self.numbers: dict[tuple[fx.Node, int], int] = {}
         """The value that each output of each call is."""
 
@@ -169,12 +191,14 @@ class _ProblemBuilder:
             if parts[node] is Part.FORWARD:
                 self._add(node, Part.FORWARD)
         self._add_arrival()
+        updates = self._find_updates(parts)
         for node in calls:
             if parts[node] is not Part.FORWARD:
                 self._add(node, parts[node])
-        gradients = list(self._values_of(joint.returned_gradients))
-        self.operators.append(Operator(tuple(gradients), (), 0.0, Part.BACKWARD))
-        self.calls.append(None)
+                self._add_updates(updates.get(node, ()))
+        self._count_updates()
+        gradients = list(self._values_of(self._lasting_gradients()))
+        self._add_own(Operator(tuple(gradients), (), 0.0, Part.BACKWARD))
         late = {v for op in self.operators if op.part is Part.BACKWARD for v in op.writes}
         problem = Problem(
             tuple(self.operators),
@@ -188,18 +212,85 @@ class _ProblemBuilder:
                 if not is_freed_at_last_reader(ct)
             ),
         )
-        return NumericStep(joint, problem, tuple(self.calls), tuple(self.values))
+        found = NumericStep(joint, problem, tuple(self.calls), tuple(self.values))
+        return replace(found, updates=self.updates)
+
+    def _find_updates(self, parts: Mapping[fx.Node, Part]) -> dict[fx.Node, list[_Update]]:
+        """The updates, by the last operator that they wait for, in the order of the trace."""
+        place = {node: i for i, node in enumerate(self.joint.module.graph.nodes)}
+        backward = [node for node, part in parts.items() if part is Part.BACKWARD]
+        readers = _find_readers(backward, {self.joint.inputs[i] for i in self.updates})
+        in_parts = {i for i, _ in self.joint.parts}
+        found: dict[fx.Node, list[_Update]] = {}
+        for i in self.updates.keys() - in_parts:
+            gradient = self.joint.gradients[i]
+            if not isinstance(gradient, fx.Node):
+                continue
+            made_by = call_of(base_of(gradient))
+            if parts.get(made_by) is Part.BACKWARD:
+                before = readers.get(self.joint.inputs[i], [])
+                last = max([made_by, *before], key=place.__getitem__)
+                found.setdefault(last, []).append(_Update(i, gradient, before))
+        return found
+
+    def _add_updates(self, updates: Sequence[_Update]) -> None:
+        """Add updates, which wait for the gradient and for all that reads the input.
+
+        For the latter there are values without bytes, so that nothing is alive longer.
+        """
+        for update in updates:
+            reads = [*self._values_of([update.gradient])]
+            for call in update.readers:
+                operator, token = self.operators[self.places[call]], self._add_value(0)
+                writes = (*operator.writes, token)
+                self.operators[self.places[call]] = replace(operator, writes=writes)
+                reads.append(token)
+            inside = self.updates[update.number]
+            self._add_own(Operator(tuple(reads), (), 0.0, Part.BACKWARD, nbytes_inside=inside))
+            self.updated[update.number] = [call_of(base_of(update.gradient)), *update.readers[-1:]]
+
+    def _count_updates(self) -> None:
+        """Count the bytes of updates in the operators that these wait for, which may be the last.
+
+        An update does not wait longer, though a schedule may say so. Of what such an operator
+        reads, values that nobody else reads are freed before the update.
+        """
+        readers = Counter(v for operator in self.operators for v in operator.reads)
+        for number, calls in self.updated.items():
+            for call in calls:
+                operator = self.operators[self.places[call]]
+                freed = sum(
+                    self.nbytes[v] for v in operator.reads if readers[v] == 1 and self._is_late(v)
+                )
+                needed = max(operator.nbytes_inside, self.updates[number] - freed)
+                self.operators[self.places[call]] = replace(operator, nbytes_inside=needed)
+
+    def _is_late(self, value: int) -> bool:
+        made_by = self.made_by.get(value)
+        return made_by is None or self.operators[made_by].part is Part.BACKWARD
+
+    def _add_value(self, nbytes: int, node: fx.Node | None = None) -> int:
+        self.nbytes.append(nbytes)
+        self.values.append(node)
+        return len(self.nbytes) - 1
+
+    def _lasting_gradients(self) -> list[fx.Node]:
+        consumed = [self.joint.gradients[i] for i in self.updated]
+        lasting = [g for i, g in enumerate(self.joint.gradients) if i not in self.updated]
+        return [g for g in self.joint.returned_gradients if g not in consumed or g in lasting]
+
+    def _add_own(self, operator: Operator) -> None:
+        """Add an operator that is no node of the graph."""
+        self.operators.append(operator)
+        self.calls.append(None)
 
     def _add_arrival(self) -> None:
         """Let the backward pass begin with an operator that makes the cotangents."""
         arrived = [ct for ct in _list_cotangents(self.joint) if is_freed_at_last_reader(ct)]
         for ct in arrived:
-            self.numbers[ct, 0] = len(self.nbytes)
-            self.nbytes.append(_nbytes_of_cotangent(ct))
-            self.values.append(None)
+            self.numbers[ct, 0] = self._add_value(_nbytes_of_cotangent(ct))
         writes = tuple(self.numbers[ct, 0] for ct in arrived)
-        self.operators.append(Operator((), writes, 0.0, Part.BACKWARD, repeatable=False))
-        self.calls.append(None)
+        self._add_own(Operator((), writes, 0.0, Part.BACKWARD, repeatable=False))
 
     def _add(self, call: fx.Node, part: Part) -> None:
         reads = tuple(self._values_of(nodes_read_by(call)))
@@ -209,10 +300,10 @@ class _ProblemBuilder:
         writes = []
         for index, value in enumerate(_outputs_of(call)):
             if isinstance(value, torch.Tensor):
-                self.numbers[call, index] = len(self.nbytes)
-                writes.append(len(self.nbytes))
-                self.nbytes.append(nbytes_of(call, value, index))
-                self.values.append(_output_item(call, index))
+                nbytes, item = nbytes_of(call, value, index), _output_item(call, index)
+                self.numbers[call, index] = self._add_value(nbytes, item)
+                self.made_by[self.numbers[call, index]] = len(self.operators)
+                writes.append(self.numbers[call, index])
         self.operators.append(
             Operator(
                 reads,
@@ -225,6 +316,7 @@ class _ProblemBuilder:
                 in_order=draws_anywhere(call) or communicates(call.target, call.kwargs),
             )
         )
+        self.places[call] = len(self.calls)
         self.calls.append(call)
 
     def _values_of(self, nodes: Iterable[fx.Node]) -> Iterator[int]:
@@ -237,6 +329,15 @@ class _ProblemBuilder:
             if number is not None and number not in seen:
                 seen.add(number)
                 yield number
+
+
+def _find_readers(calls: Iterable[fx.Node], inputs: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The calls that read each of `inputs`."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for call in calls:
+        for value in inputs.intersection(map(base_of, nodes_read_by(call))):
+            found.setdefault(value, []).append(call)
+    return found
 
 
 def cotangent_nbytes(joint: Joint) -> int:

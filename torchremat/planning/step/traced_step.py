@@ -11,8 +11,9 @@ from torchremat.api_util import StaticArguments
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import TraceError
+from torchremat.graph.hand_outs import Consumption
 from torchremat.graph.nodes import is_item, is_view
-from torchremat.graph.notes import note
+from torchremat.graph.notes import note, note_graph
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.memory.simulate import simulate
@@ -47,9 +48,16 @@ class WholeGraphPolicy(Policy):
 
 
 class FixedSchedule(WholeGraphPolicy):
-    def __init__(self, schedule: GraphSchedule, joint: Joint | None = None) -> None:
+    def __init__(
+        self,
+        schedule: GraphSchedule,
+        joint: Joint | None = None,
+        *,
+        has_updates: bool = False,
+    ) -> None:
         self._schedule = schedule
         self._joint = joint
+        self.begin_updates = _begin_no_updates if has_updates else None
 
     def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
         """The joint graph of the schedule, if it is another."""
@@ -59,6 +67,10 @@ class FixedSchedule(WholeGraphPolicy):
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
     ) -> GraphSchedule:
         return self._schedule
+
+
+def _begin_no_updates() -> None:
+    """Nothing runs under a fixed schedule."""
 
 
 def differentiates(joint: Joint) -> bool:
@@ -71,6 +83,9 @@ def forward_only(joint: Joint) -> GraphSchedule:
     order = tuple(n for n in calls if not is_item(n) and not is_view(n))
     return GraphSchedule(frozenset(), order, ())
 
+
+Updates = Mapping[int, int]
+"""By the number of an input: the bytes that the update which consumes its gradient needs."""
 
 ChooseInputs = Callable[[Sequence[Tensor]], tuple[tuple[InputSpec, ...], DynamicInputs | None]]
 """From the tensors of a call to inputs of other sizes, or with symbols for sizes."""
@@ -138,6 +153,16 @@ def graphs_of(program: FunctionProgram) -> tuple[CompiledGraph, CompiledGraph]:
     given = program.region.usual_outputs
     needed = tuple(spec.requires_grad for spec in program.region.specs)
     return program.runtime_forward, program.backward(given, needed, with_states=True)
+
+
+def note_updates(program: FunctionProgram, updates: Updates) -> None:
+    """Note on the backward graph which gradients updates consume as soon as it hands them out."""
+    if not updates or not program.stages:
+        return
+    slots = program.gradient_slots or tuple(range(program.num_inputs))
+    nbytes = {k: updates[i] for k, i in enumerate(slots) if i in updates}
+    found = Consumption(program.stages, program.gradient_targets, nbytes)
+    note_graph(graphs_of(program)[1].module, consumption=found)
 
 
 def timeline_of(program: FunctionProgram) -> Timeline:

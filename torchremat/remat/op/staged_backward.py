@@ -59,6 +59,10 @@ def hands_out_early(program: Program, inputs: Sequence[Tensor]) -> bool:
     """
     if _torch.innermost_proxy_mode() is not None:
         return False
+    if program.policy.begin_updates is not None:
+        if not any(_torch.has_gradient_hooks(inputs[i]) for i in program.region.wrt):
+            program.policy.begin_updates()
+        return True
     if program.is_long or (distributed.is_available() and distributed.is_initialized()):
         return True
     return any(_torch.has_gradient_hooks(inputs[i]) for i in program.region.wrt)

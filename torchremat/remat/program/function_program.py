@@ -32,7 +32,7 @@ from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nes
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import output_generator_states
 from torchremat.remat.program.region import Mask, Region
-from torchremat.remat.program.stages import find_stages, is_long
+from torchremat.remat.program.stages import ONE_BY_ONE, USUAL, find_stages, is_long
 from torchremat.remat.program.written_outputs import find_written_outputs, find_written_residuals
 from torchremat.tracing.modules.module_paths import below
 
@@ -150,7 +150,10 @@ class FunctionProgram(Program):
         inputs = set(self.region.joint.inputs)
         if self.compiler or self.written_outputs or inputs.intersection(self.output_nodes):
             return ()  # autograd asks a node whose output lies in an input to have it as input
-        return find_stages(self.region, self.root_joint, self.schedule, self.gradient_slots)
+        closeness = USUAL if self.policy.begin_updates is None else ONE_BY_ONE
+        return find_stages(
+            self.region, self.root_joint, self.schedule, self.gradient_slots, closeness
+        )
 
     @cached_property
     def is_long(self) -> bool:  # type: ignore[override]

@@ -12,43 +12,66 @@ and for those of parameters later.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.graph.hand_outs import Groups
-from torchremat.graph.nodes import base_of, call_of, is_forward, is_view
+from torchremat.graph.nodes import base_of, call_of, is_forward, is_view, nodes_read_by
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.remat.program.region import Region
 
+
+@dataclass(frozen=True)
+class Closeness:
+    """How often gradients are handed out.
+
+    Attributes:
+        between: the operators of the backward pass that are at least between the ends of stages.
+        largest: gradients in a stage: autograd changes the order of more that a node hands out.
+        shortest: operators of the shortest backward pass that has stages.
+        are_updates: whoever is given a gradient writes to the input, and so waits until no operator
+            reads it; the stages are in that order.
+    """
+
+    between: int
+    largest: int
+    shortest: int
+    are_updates: bool = False
+
+
 # Chosen by hand. A stage costs 15 us, an operator 3 us and more.
-_CLOSEST = 6
-"""Operators of the backward pass that are at least between the ends of two stages."""
-_LARGEST = 2
-"""Gradients in a stage: autograd changes the order of more that a node hands out."""
-_SHORTEST = 12
-"""Operators of the shortest backward pass that has stages."""
+USUAL = Closeness(between=6, largest=2, shortest=12)
+# For updates that consume gradients: two gradients in a stage are alive together.
+ONE_BY_ONE = Closeness(between=0, largest=1, shortest=0, are_updates=True)
 _LONG = 96
 """Operators of a backward pass that has stages also if nobody is seen to wait for gradients."""
 
 
 def find_stages(
-    region: Region, joint: Joint, schedule: GraphSchedule | None, slots: tuple[int, ...]
+    region: Region,
+    joint: Joint,
+    schedule: GraphSchedule | None,
+    slots: tuple[int, ...],
+    closeness: Closeness = USUAL,
 ) -> Groups:
     """The stages as positions among `slots`: those of inputs, or one for each input.
 
     Values that are no leaves are in the last. Empty if one stage would do.
     """
     order = _order_of(joint, schedule)
-    if len(order) < _SHORTEST or region.argument_has_gradient:
+    if len(order) < closeness.shortest or region.argument_has_gradient:
         return ()
     stages: list[list[int]] = []
-    begin = -_CLOSEST
+    begin = -closeness.between
     leaves = _sort_leaves(region, joint, order)
+    if closeness.are_updates:
+        leaves = _sort_updates(joint, schedule, leaves)
     for place, i in leaves:
-        if place >= len(order) - _CLOSEST:
+        if place >= len(order) - closeness.between:
             break
-        if place < begin + _CLOSEST and len(stages[-1]) < _LARGEST:
+        if place < begin + closeness.between and len(stages[-1]) < closeness.largest:
             stages[-1].append(i)
         else:
             begin = place
@@ -82,6 +105,27 @@ def _sort_leaves(region: Region, joint: Joint, order: Sequence[fx.Node]) -> list
             at = place.get(call_of(base_of(gradient)), 0)
             found.append((traced[gradient] if is_as_traced else at, traced[gradient], at, i))
     return [(at, i) for *_, at, i in sorted(found)]
+
+
+def _sort_updates(
+    joint: Joint, schedule: GraphSchedule | None, leaves: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The leaves by when each may be written to: when no operator reads it, or its gradient."""
+    calls = schedule.backward if schedule is not None else joint.module.graph.nodes
+    inputs = set(joint.inputs)
+    made: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}
+    for place, call in enumerate(calls):
+        made[call] = place
+        last.update((v, place) for v in inputs.intersection(map(base_of, nodes_read_by(call))))
+
+    def find_place(leaf: tuple[int, int]) -> tuple[int, int]:
+        gradient = joint.gradients[leaf[1]]
+        assert gradient is not None
+        at = made.get(call_of(base_of(gradient)), 0)
+        return max(at, last.get(joint.inputs[leaf[1]], 0)), leaf[0]
+
+    return sorted(leaves, key=find_place)
 
 
 def _order_of(joint: Joint, schedule: GraphSchedule | None) -> list[fx.Node]:

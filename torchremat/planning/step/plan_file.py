@@ -66,11 +66,12 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_COUNTS = ("peak_bytes", "saved_bytes", "recompute_flops", "offloaded_bytes", "reserved_bytes")
+_COUNTS = ("peak_bytes", "saved_bytes", "recompute_flops", "offloaded_bytes", "reserved_bytes",
+           "updates_in_backward")  # fmt: skip
 _SECONDS = ("recompute_seconds", "lower_bound_seconds", "link_seconds")
 _OF_BASELINE = ("peak_bytes", "saved_bytes", "seconds", "flops", "reserved_bytes")
 _OF_ORDER = ("saved", "forward", "backward", "offloaded")
-_LATER = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason")
+_LATER = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason", "updates_in_backward")
 """They are not in the first files of this version."""
 _NUM_TILES = ("tiling", "num_tiles")
 # of 64 bits, as sizes are in PyTorch

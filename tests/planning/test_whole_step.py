@@ -1,0 +1,221 @@
+"""Plans with updates in the backward pass: the bytes that they say, and the plain loop's bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchremat as tr
+from tests.planning import models
+from torchremat.checkpoint_policies import from_plan
+from torchremat.errors import BudgetError, BudgetWarning
+from torchremat.measure import LiveBytes, resident_bytes
+from torchremat.optim import step_in_backward
+from torchremat.optim.step_in_backward import stepping_of
+
+STEPS = 3
+
+
+class Mlp(nn.Module):
+    """Its gradients are nearly all of the peak."""
+
+    def __init__(self, width=128, depth=8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+class Tied(models.GPT):
+    """One weight at both ends, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__(2, 64)
+        self.head.weight = self.embedding.weight
+        self.layers[0].up.weight.requires_grad_(False)
+
+
+class Shared(nn.Module):
+    """One layer many times: its gradient is complete at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(*[nn.Linear(96, 96) for _ in range(4)])
+        self.again, self.last = nn.Linear(96, 96), nn.Linear(96, 96)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(4):
+            x = F.gelu(self.again(x))
+        return self.last(x).square().sum()
+
+
+MODELS = {
+    "mlp": (Mlp, lambda: torch.ones(4, 128)),
+    "gpt": (lambda: models.GPT(3, 64, 0.1), lambda: torch.arange(8).reshape(2, 4)),
+    "tied": (Tied, lambda: torch.arange(8).reshape(2, 4)),
+    "shared": (Shared, lambda: torch.ones(4, 96)),
+    "batch norm": (models.ConvNet, lambda: torch.ones(2, 3, 4, 4)),
+}
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+}
+
+
+def make(model="mlp", optimizer="sgd"):
+    torch.manual_seed(0)
+    build, batch = MODELS[model]
+    built = build()
+    return built, batch(), OPTIMIZERS[optimizer](built.parameters())
+
+
+def train(model, x, optimizer):
+    """The peak of the last step, beside what is there before it, and all that it leaves."""
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with LiveBytes() as memory:
+            model(x).backward()
+        optimizer.step()
+    return memory.peak, [*model.parameters(), *model.buffers()], optimizer.state_dict()
+
+
+def plan_least(model, x, optimizer):
+    """The plan of the least budget that can be met with updates in the backward pass."""
+    with pytest.raises(BudgetError, match="even with updates in the backward pass") as error:
+        tr.plan(model, x, budget=1, optimizer=optimizer)
+    return tr.plan(model, x, budget=error.value.least_bytes, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_keeps_to_a_budget_that_all_gradients_exceed(name, optimizer):
+    plain_peak, *plain = train(*make(name, optimizer))
+    model, x, stepped = make(name, optimizer)
+    resident = resident_bytes(model, stepped, x)
+    plan = plan_least(model, x, stepped)
+    assert plan.updates_in_backward == sum(p.requires_grad for p in model.parameters())
+    tr.nn.wrap(model, policy=from_plan(plan))
+    peak, *found = train(model, x, stepped)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], plain[0], strict=True))
+    assert repr(found[1]) == repr(plain[1])
+    assert peak <= plan.peak_bytes - resident
+    assert peak < plain_peak
+
+
+def test_gradients_of_an_mlp_take_the_memory_of_one():
+    model, x, optimizer = make()
+    layer = 4 * 128 * 129
+    budget = resident_bytes(model, optimizer, x) + 2 * layer
+    plan = tr.plan(model, x, budget=budget, optimizer=optimizer)
+    assert plan.baseline.peak_bytes - resident_bytes(model, optimizer, x) > 8 * layer
+    assert plan.peak_bytes - resident_bytes(model, optimizer, x) < 1.5 * layer
+    assert plan.recompute_seconds == 0
+    assert "16 parameters are updated in the backward pass" in str(plan)
+    assert any(point.name.endswith("/update") for point in plan.timeline())
+
+
+def test_a_budget_that_needs_no_updates_has_none():
+    model, x, optimizer = make()
+    plan = tr.plan(model, x, budget="100%", optimizer=optimizer)
+    assert plan.updates_in_backward == 0
+    tr.nn.wrap(model, policy=from_plan(plan))
+    train(model, x, optimizer)
+    assert stepping_of(optimizer) is None
+
+
+def test_a_percentage_is_one_of_the_plain_step():
+    model, x, optimizer = make()
+    plan = tr.plan(model, x, budget="80%", optimizer=optimizer)
+    assert plan.updates_in_backward == 16
+    assert plan.budget == int(0.8 * plan.baseline.peak_bytes)
+
+
+def test_what_steps_already_is_counted_so():
+    model, x, optimizer = make()
+    with step_in_backward(optimizer):
+        plan = tr.plan(model, x, budget="100%", optimizer=optimizer)
+    assert plan.updates_in_backward == 16
+    assert plan.peak_bytes < plan.baseline.peak_bytes
+
+
+@pytest.mark.parametrize("settings", [{"max_norm": 1.0}, {"accumulate": 2}])
+def test_gradients_that_are_clipped_or_accumulated_stay(settings):
+    model, x, optimizer = make()
+    with step_in_backward(optimizer, **settings):
+        plan = tr.plan(model, x, budget="100%", optimizer=optimizer)
+    assert plan.updates_in_backward == 0
+
+
+def test_only_parameters_of_the_optimizer_are_updated():
+    model, x, _ = make()
+    optimizer = torch.optim.SGD(list(model.layers[:4].parameters()), lr=0.1)
+    plan = plan_least(model, x, optimizer)
+    assert plan.updates_in_backward == 8
+    assert plan.peak_bytes - resident_bytes(model, optimizer, x) > 4 * 4 * 128 * 129
+
+
+def test_no_updates_where_an_argument_gets_a_gradient():
+    model, x, optimizer = make()
+    with pytest.raises(BudgetError) as error:
+        tr.plan(model, x.requires_grad_(), budget=1, optimizer=optimizer)
+    assert "updates" not in str(error.value)
+
+
+class Counting(torch.optim.SGD):
+    """Has a count for all parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_no_updates_by_an_optimizer_of_all_parameters_at_once():
+    model, x, _ = make()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    with pytest.raises(BudgetError) as error:
+        tr.plan(model, x, budget=1, optimizer=optimizer)
+    assert "updates" not in str(error.value)
+
+
+def test_a_plan_for_a_class_warns_until_an_optimizer_steps(tmp_path):
+    model, x, optimizer = make()
+    plan = plan_least(model, x, torch.optim.SGD)
+    plan.save(tmp_path / "plan.json")
+    wrapped = tr.nn.wrap(copy.deepcopy(model), f"plan:{tmp_path / 'plan.json'}")
+    with pytest.warns(BudgetWarning, match="no optimizer makes any.*step_in_backward"):
+        wrapped(x).backward()
+    wrapped = tr.nn.wrap(model, from_plan(plan))
+    with step_in_backward(optimizer):
+        peak, *_ = train(model, x, optimizer)
+    assert peak <= plan.peak_bytes - resident_bytes(model, x)
+
+
+def test_on_the_meta_device():
+    with torch.device("meta"):
+        model = Mlp(1024, 6)
+        x = torch.empty(4, 1024)
+    plan = plan_least(model, x, torch.optim.AdamW)
+    layer = 4 * 1024 * 1025
+    # weights, two moments; the gradient, and two tensors for an update
+    assert 6 * 3 * layer < plan.peak_bytes < (6 * 3 + 3.5) * layer
+
+
+def test_with_tiles():
+    model, x, optimizer = make("gpt", "sgd")
+    plan = tr.plan(model, x, budget=plan_least(model, x, optimizer).budget, optimizer=optimizer)
+    tiled = tr.plan(model, x, budget=plan.budget, optimizer=optimizer, tile=True)
+    assert tiled.updates_in_backward == plan.updates_in_backward
+    assert tiled.peak_bytes <= tiled.budget
+
+
+def test_a_page_of_a_plan_with_updates(tmp_path):
+    model, x, optimizer = make()
+    assert plan_least(model, x, optimizer).to_html(tmp_path / "plan.html").exists()

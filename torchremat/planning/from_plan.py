@@ -1,0 +1,132 @@
+"""`from_plan`: the policy that saves and recomputes as a plan says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import ref
+
+import torch
+
+from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.tiles.tile_joint import tile_joint
+from torchremat.core.formatting import human_bytes
+from torchremat.core.source import warn_user
+from torchremat.errors import BudgetWarning, PlanError, PolicyError
+from torchremat.graph.schedule import GraphSchedule
+from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.optim.step_in_backward import step_in_backward
+from torchremat.planning.budget_policy import PlannedPolicy
+from torchremat.planning.plan import Plan
+from torchremat.planning.step.fingerprint import find_growth, lines_of
+from torchremat.planning.step.order import misfit
+from torchremat.planning.step.traced_step import differentiates, forward_only
+from torchremat.policies.policy import Policy
+from torchremat.policies.spelling import register_spelling
+
+
+@dataclass(frozen=True, repr=False)
+class FromPlan(PlannedPolicy):
+    text: str
+    """The plan as JSON."""
+    path: str | None = field(default=None, compare=False)
+    _served: set[str] = field(default_factory=set, compare=False, repr=False)
+    """The fingerprints of the steps that were served; a job has begun if there is one."""
+    _warned: list[bool] = field(default_factory=list, compare=False, repr=False)
+    optimizer: "ref[torch.optim.Optimizer] | None" = field(default=None, compare=False, repr=False)
+
+    serves_many_sizes = False
+
+    @property
+    def begin_updates(self) -> Callable[[], None] | None:  # type: ignore[override]
+        return self._begin_updates if self._plan.updates_in_backward else None
+
+    def _begin_updates(self) -> None:
+        """Let the plan's optimizer step in the backward pass; warn once if none is known."""
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None:
+            step_in_backward(optimizer)
+        elif not self._warned:
+            self._warned.append(True)
+            warn_user(
+                f"{self!r}: the plan counts on updates in the backward pass, and no optimizer "
+                "makes any. So gradients take more memory than it says. Call "
+                "torchremat.optim.step_in_backward(optimizer) before the first step",
+                BudgetWarning,
+            )
+
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+        """The joint graph with the tiles of the plan."""
+        tiling = self._plan.tiling
+        return joint if tiling is None else tile_joint(joint, tiling) or joint
+
+    def schedule(
+        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
+    ) -> GraphSchedule:
+        """The schedule of the plan. Raises `PlanError` if the plan is for another graph."""
+        if not differentiates(joint):
+            return forward_only(joint)
+        plan = self._plan
+        if plan.tiling is not None and joint.untiled is None:
+            raise PlanError(
+                f"{self!r}: the plan has tiles, and this graph has none: a compiler runs it, or it "
+                "is another function. Make a plan for it, without tile=True for a compiler"
+            )
+        schedule = plan.graph_schedule(joint)
+        lines = lines_of(joint.module.graph)
+        growth = 1.0 if joint.by_compiler else find_growth(plan.graph, lines)
+        if growth > 1:
+            if not self._served:
+                raise misfit(plan.graph, lines)
+            warn_user(
+                f"{self!r}: this step is larger than the one that was planned, {growth:.3g} times "
+                f"in one of its values, and so may be its peak of {human_bytes(plan.peak_bytes)}. "
+                "It runs with the same decisions. Make a plan for the largest step",
+                BudgetWarning,
+            )
+        self._served.add(plan.fingerprint)
+        return schedule
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return Plan.from_json(self.text)
+
+    @property
+    def spelling(self) -> str | None:
+        return None if self.path is None else f"plan:{self.path}"
+
+    def __repr__(self) -> str:
+        if self.path is not None:
+            return f"from_plan({self.path!r})"
+        return f"from_plan(<plan {self._plan.fingerprint}>)"
+
+
+def from_plan(plan: Plan | str) -> Policy:
+    """Save and recompute as `plan` says: a `Plan`, or the path of one that was saved.
+
+    It holds for the graph that it was made for, at its sizes and smaller ones, on any device.
+    Another graph raises `PlanError` (a `ValueError`) that says where they differ. Larger sizes
+    do too, or give a `BudgetWarning` once a job has begun. In eager mode, offloaded values
+    are copied to the host and back (on the CPU, to memory that stands for the host's). A compiler
+    saves them. A plan with updates in the backward pass lets its optimizer make them, when a
+    function first runs under the policy. If there was only the optimizer's class, or the plan was
+    loaded, call `optim.step_in_backward`.
+
+    >>> import torch, torchremat as tr
+    >>> f = lambda x: x.sin().sin().sin().sin().sum()
+    >>> plan = tr.plan(f, torch.ones(256, requires_grad=True), budget=0.9)
+    >>> g = tr.checkpoint(f, policy=from_plan(plan))
+    >>> g(torch.ones(256, requires_grad=True)).item() == f(torch.ones(256)).item()
+    True
+    """
+    if isinstance(plan, Plan):
+        return FromPlan(plan.to_json(), optimizer=plan.optimizer)
+    if not isinstance(plan, str) and not hasattr(plan, "__fspath__"):
+        raise PolicyError(
+            f"from_plan takes a Plan, or the path of one that was saved, but it is {plan!r} "
+            f"({type(plan).__name__}): from_plan(tr.plan(model, x, budget='2GiB'))"
+        )
+    loaded = Plan.load(plan)
+    return FromPlan(loaded.to_json(), str(plan))
+
+
+register_spelling("plan", from_plan, "file.json", function="from_plan")

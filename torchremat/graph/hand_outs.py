@@ -107,14 +107,20 @@ def _last_read(value: Any, place: Mapping[fx.Node, int], reuse: Reuse) -> int:
 
 
 def move_results_up(module: fx.GraphModule) -> None:
-    """Put the views at the ends of the results right after what they are views of."""
+    """Put the views at the ends of the results right after the last of what they read."""
+    nodes = list(module.graph.nodes)
+    place = {node: float(i) for i, node in enumerate(nodes)}
+    last_input = max(
+        (n for n in nodes if n.op == "placeholder"), key=place.__getitem__, default=None
+    )
     for result in results_of(module):
         views: list[fx.Node] = []
         node = result
-        while (
-            isinstance(node, fx.Node) and is_view(node) and node.all_input_nodes == [node.args[0]]
-        ):
+        while isinstance(node, fx.Node) and is_view(node):
             views.append(node)
             node = node.args[0]
         for view in reversed(views):
-            view.all_input_nodes[0].append(view)
+            last = max(view.all_input_nodes, key=place.__getitem__)
+            last = last_input if last.op == "placeholder" and last_input is not None else last
+            last.append(view)
+            place[view] = place[last]

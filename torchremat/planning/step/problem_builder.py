@@ -198,7 +198,8 @@ class _ProblemBuilder:
                 self._add_updates(updates.get(node, ()))
         self._count_updates()
         gradients = list(self._values_of(self._lasting_gradients()))
-        self._add_own(Operator(tuple(gradients), (), 0.0, Part.BACKWARD))
+        inside = max((n for i, n in self.updates.items() if i not in self.updated), default=0)
+        self._add_own(Operator(tuple(gradients), (), 0.0, Part.BACKWARD, nbytes_inside=inside))
         late = {v for op in self.operators if op.part is Part.BACKWARD for v in op.writes}
         problem = Problem(
             tuple(self.operators),

@@ -122,7 +122,8 @@ def _sort_updates(
     def find_place(leaf: tuple[int, int]) -> tuple[int, int]:
         gradient = joint.gradients[leaf[1]]
         assert gradient is not None
-        at = made.get(call_of(base_of(gradient)), 0)
+        # tiles make it in the forward pass, and much is alive when the backward pass begins
+        at = made.get(call_of(base_of(gradient)), len(made))
         return max(at, last.get(joint.inputs[leaf[1]], 0)), leaf[0]
 
     return sorted(leaves, key=find_place)

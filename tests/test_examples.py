@@ -66,6 +66,10 @@ LINES = {
         r"budget:30%\+tile: losses \d\.\d+ -> \d\.\d+, peak [12]?\d%",
         r"losses differ by [0-9]e-0[5-9] at most|losses differ by 0e\+00 at most",
     ],
+    "20_updates_in_the_backward_pass.py": [
+        r"plain: \d{4} KiB; 32 parameters updated in",
+        r"the backward pass: \d{3,4} KiB, same parameters: True",
+    ],
     "10_debug_with_the_report.py": [r"548 KiB saved -> 48.0 KiB .*, 3 values decided otherwise"],
 }
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict

@@ -20,8 +20,8 @@ __all__ = [
     "PyTorchVersionError", "PyTorchVersionWarning", "RaggedError", "RaggedTypeError",
     "RecomputationError", "RegistrationError", "RegistrationTypeError", "RetraceError",
     "RetraceWarning", "RuleError", "RuleTypeError", "RuleValueError", "SegmentError",
-    "SegmentTypeError", "SelectionWarning", "StepInBackwardError", "TorchrematError", "TraceError",
-    "UnmatchedWarning",
+    "SegmentTypeError", "SelectionWarning", "StepInBackwardError",
+    "StepInBackwardWarning", "TorchrematError", "TraceError", "UnmatchedWarning",
 ]  # fmt: skip
 
 
@@ -202,6 +202,16 @@ class StepInBackwardError(TorchrematError, RuntimeError):
     later for code that reads a consumed gradient, and for a setting that changed too late.
 
     Cure: the message has it: `max_norm=`, `accumulate=`, or `step()` after the backward pass.
+    """
+
+
+class StepInBackwardWarning(_PrintableMessage, UserWarning):
+    """Gradients that updates have consumed were scaled by 1, which changes nothing.
+
+    Given once by `clip_grad_norm_` after a backward pass that updated parameters, while the norm is
+    below its limit. A norm above it is a `StepInBackwardError`.
+
+    Cure: give the limit to `optim.step_in_backward` as `max_norm=`, or clip no more.
     """
 
 

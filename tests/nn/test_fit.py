@@ -264,3 +264,17 @@ def test_a_fit_shows_itself():
     assert repr(found).startswith(f"Fit(batch {found.size}, ") and "\n" not in repr(found)
     assert f"{found.plain_size} without a plan" in str(found)
     assert "largest batch" in found._repr_html_()
+
+
+def test_a_step_fits_with_updates_in_the_backward_pass():
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
+    x, optimizer = torch.ones(2, 128), torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = sum(p.nbytes for p in model.parameters())
+    found = tr.fit(model, x, memory=int(1.3 * parameters), optimizer=optimizer, apply=True)
+    assert found.plan.updates_in_backward == 16
+    assert found.peak_bytes <= found.memory < found.plain_bytes
+    with tr.measure.LiveBytes() as memory:
+        model(x).sum().backward()
+    assert memory.peak <= found.memory - found.resident_bytes
+    with pytest.raises(tr.BudgetError, match="does not fit"):
+        tr.fit(model, x, memory=parameters, optimizer=optimizer)

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
 import torchremat as tr
-from torchremat.errors import StepInBackwardError
+from torchremat.errors import StepInBackwardError, StepInBackwardWarning
 from torchremat.measure import LiveBytes
 from torchremat.optim import step_in_backward
 from torchremat.optim.spent_gradient import SpentGradient
@@ -63,6 +63,34 @@ def test_every_optimizer_gives_the_parameters_and_the_state_of_its_step(kind):
     step_in_backward(optimizer)
     assert_same(train(model, optimizer), plain)
     assert type(model[0].weight.grad) is SpentGradient
+
+
+VARIANTS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "lr in a tensor": {"lr": torch.tensor(0.1), "foreach": False},
+    "amsgrad": {"amsgrad": True, "maximize": True},
+}
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+def test_settings_of_adamw(settings):
+    plain = train(*make(**settings))
+    model, optimizer = make(**settings)
+    step_in_backward(optimizer)
+    assert_same(train(model, optimizer), plain)
+
+
+def test_parameters_with_names():
+    found = []
+    for is_stepping in (False, True):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+        if is_stepping:
+            step_in_backward(optimizer)
+        found.append(train(model, optimizer))
+    assert_same(*found)
+    assert found[1][1]["param_groups"][0]["param_names"] == [n for n, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -177,11 +205,13 @@ def test_a_gradient_that_is_differentiated_again_is_kept():
     assert_same(*found)
 
 
-@pytest.mark.parametrize("wrap", ["whole", "blocks", "torch.utils.checkpoint"])
+@pytest.mark.parametrize("wrap", ["whole", "blocks", "torch.utils.checkpoint", "torch.compile"])
 def test_under_checkpoints(wrap):
     plain = train(*make())
     model, optimizer = make()
-    if wrap == "torch.utils.checkpoint":
+    if wrap == "torch.compile":
+        model.compile(backend="torchremat", options={"policy": "dots", "codegen": "eager"})
+    elif wrap == "torch.utils.checkpoint":
         layers = model
         model = nn.Module()
         model.parameters = layers.parameters
@@ -217,6 +247,27 @@ def test_gradients_are_not_alive_together(wrap):
     assert peaks[1] < 3 * gradient
 
 
+def test_norms_are_those_of_the_gradients():
+    norms = []
+    for is_stepping in (False, True):
+        model, optimizer = make()
+        if is_stepping:
+            step_in_backward(optimizer, norms=True)
+        loss_of(model).backward()
+        one = model[0].weight.grad.norm(), torch.linalg.vector_norm(model[2].bias.grad)
+        norms.append((*one, get_total_norm([p.grad for p in model.parameters()])))
+    assert norms[0] == norms[1]
+
+
+def test_clipping_that_clips_nothing_warns():
+    plain = train(*make(), clip=lambda ps: clip_grad_norm_(ps, 1e9))
+    model, optimizer = make()
+    step_in_backward(optimizer, norms=True)
+    with pytest.warns(StepInBackwardWarning, match="a norm above the limit will be an error"):
+        found = train(model, optimizer, clip=lambda ps: clip_grad_norm_(ps, float("inf")))
+    assert_same(found, plain)
+
+
 def make_scaler():
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
@@ -225,7 +276,9 @@ def make_scaler():
 
 READERS = {
     "clip": lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0),
-    "norm": lambda model, optimizer: model[0].weight.grad.norm(),
+    "sum": lambda model, optimizer: model[0].weight.grad.sum(),
+    "largest": lambda model, optimizer: model[0].weight.grad.norm(float("inf")),
+    "norm of a row": lambda model, optimizer: model[0].weight.grad.norm(dim=0),
     "second pass": lambda model, optimizer: loss_of(model).backward(),
     "set to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "unscale": lambda model, optimizer: make_scaler().unscale_(optimizer),
@@ -234,11 +287,12 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
-def test_who_reads_a_gradient_that_is_gone_is_told(reader):
+@pytest.mark.parametrize("norms", [False, True])
+def test_who_reads_a_gradient_that_is_gone_is_told(reader, norms):
     model, optimizer = make()
-    step_in_backward(optimizer)
+    step_in_backward(optimizer, norms=norms)
     loss_of(model).backward()
-    with pytest.raises(StepInBackwardError, match="max_norm=.*accumulate="):
+    with pytest.raises(StepInBackwardError, match=r"max_norm=.*accumulate=.*norms=True"):
         reader(model, optimizer)
 
 
@@ -329,3 +383,10 @@ def test_bad_settings(settings, kind):
 def test_no_optimizer():
     with pytest.raises(TypeError, match=r"takes a torch.optim.Optimizer"):
         step_in_backward(torch.optim.SGD)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(StepInBackwardError, match="several processes are summed"):
+        step_in_backward(make()[1])

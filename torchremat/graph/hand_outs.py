@@ -109,10 +109,8 @@ def _last_read(value: Any, place: Mapping[fx.Node, int], reuse: Reuse) -> int:
 def move_results_up(module: fx.GraphModule) -> None:
     """Put the views at the ends of the results right after the last of what they read."""
     nodes = list(module.graph.nodes)
-    place = {node: float(i) for i, node in enumerate(nodes)}
-    last_input = max(
-        (n for n in nodes if n.op == "placeholder"), key=place.__getitem__, default=None
-    )
+    place = {node: i for i, node in enumerate(nodes)}
+    inputs = [node for node in nodes if node.op == "placeholder"]
     for result in results_of(module):
         views: list[fx.Node] = []
         node = result
@@ -121,6 +119,6 @@ def move_results_up(module: fx.GraphModule) -> None:
             node = node.args[0]
         for view in reversed(views):
             last = max(view.all_input_nodes, key=place.__getitem__)
-            last = last_input if last.op == "placeholder" and last_input is not None else last
+            last = inputs[-1] if last.op == "placeholder" else last
             last.append(view)
             place[view] = place[last]

@@ -26,6 +26,7 @@ from torchremat.planning.fitting.sized_steps import (
     first_line_of,
     on_step,
 )
+from torchremat.planning.from_plan import from_plan
 from torchremat.planning.memory.resident_bytes import OptimizerLike
 from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner
@@ -95,10 +96,13 @@ class Fit(ShownInNotebook):
     def policy(self) -> Policy | None:
         """The policy for `nn.wrap` or `checkpoint`; `None` if the step fits without one.
 
-        It is a budget of all the memory, so that it also holds for smaller steps.
+        It is a budget of all the memory, so that it also holds for smaller steps. A plan with
+        updates in the backward pass is itself the policy.
         """
         if self.plan is None:
             return None
+        if self.plan.updates_in_backward:
+            return from_plan(self.plan)
         return memory_budget(self.memory, resident=self.resident_bytes)
 
     def __repr__(self) -> str:
@@ -164,7 +168,8 @@ def fit(
     With it, the largest size of a dimension of the arguments for which there is such a plan.
     Nothing runs, and nothing the size of the model is allocated: it may be on the meta device.
     Where the function can be traced with a symbol for the size, one such trace serves all sizes.
-    The size that was found is then traced by itself, and planned.
+    The size that was found is then traced by itself, and planned. Without `maximize`, a step that
+    fits in no other way has updates in the backward pass, as `plan` has them.
 
     What depends on values is not seen: an index out of range is not a refusal of a size.
 
@@ -235,7 +240,13 @@ def _fit_given(call: TracedCall, memory: int) -> Fit:
     try:
         return _fit_of(made, memory)
     except BudgetError as error:
-        raise _too_small(made.planner, memory, error.least_bytes, "the step") from None
+        updated, least = made.with_updates(call.options.optimizer), error.least_bytes
+    if updated.updates:
+        try:
+            return _fit_of(updated, memory)
+        except BudgetError as error:
+            least = error.least_bytes
+    raise _too_small(made.planner, memory, least, "the step")
 
 
 def _fit_largest(
@@ -282,7 +293,7 @@ def _fit_found(steps: SizedSteps, found: LargestSize, memory: int) -> Fit | None
 
 def _fit_of(made: PlannedFunction, memory: int, near: PlannedStep | None = None) -> Fit:
     planner, plan = made.planner, None
-    if planner.peak_of(planner.plain) > memory:
+    if made.updates or planner.peak_of(planner.plain) > memory:
         schedule = None if near is None else on_step(planner, near).schedule
         plan = made.plan(Budget(nbytes=memory), f"fit(memory={memory})", schedule)
     baseline = made.baseline

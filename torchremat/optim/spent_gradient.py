@@ -62,6 +62,6 @@ def _refuse(func: Any) -> NoReturn:
     raise StepInBackwardError(
         f"{func} reads a gradient that step_in_backward has consumed: its parameter was updated in "
         "the backward pass. To clip by the global norm, give step_in_backward max_norm=; for "
-        "several backward passes a step, accumulate=; to log norms, norms=True. The gradient cannot "
+        "several backward passes a step, accumulate=; to log norms, norms=True. It cannot "
         "be scaled, or set to zero in place: zero_grad() must set it to None"
     )

@@ -386,7 +386,7 @@ class PlannedFunction:
             optimizer=self._find_live_optimizer(),
         )
 
-    def _find_live_optimizer(self) -> "ref[torch.optim.Optimizer] | None":
+    def _find_live_optimizer(self) -> Callable[[], torch.optim.Optimizer | None] | None:
         if self.updates and isinstance(self._optimizer, torch.optim.Optimizer):
             return ref(self._optimizer)
         return None

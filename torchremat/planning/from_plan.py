@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from weakref import ref
 
 import torch
 
@@ -32,7 +31,9 @@ class FromPlan(PlannedPolicy):
     _served: set[str] = field(default_factory=set, compare=False, repr=False)
     """The fingerprints of the steps that were served; a job has begun if there is one."""
     _warned: list[bool] = field(default_factory=list, compare=False, repr=False)
-    optimizer: "ref[torch.optim.Optimizer] | None" = field(default=None, compare=False, repr=False)
+    optimizer: Callable[[], torch.optim.Optimizer | None] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     serves_many_sizes = False
 

@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from weakref import ref
 
 import torch
 from torch import fx
@@ -93,8 +92,8 @@ class Plan(ShownInNotebook):
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
     """The model of the times; `None` for a plan that was loaded."""
-    optimizer: "ref[torch.optim.Optimizer] | None" = field(default=None, repr=False)
-    """The optimizer of those updates, if it was given and not only its class."""
+    optimizer: Callable[[], torch.optim.Optimizer | None] | None = field(default=None, repr=False)
+    """Gives the optimizer of those updates while it lives, if not only its class was given."""
 
     def __eq__(self, other: object) -> bool:
         """Plans are equal that are written alike: a loaded one is the one that was saved."""

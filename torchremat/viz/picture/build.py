@@ -101,6 +101,11 @@ def _build_of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Pict
         *_of_the_host(plan),
         ("time added", f"{human_seconds(plan.recompute_seconds)}{_share(plan)}"),
         ("time without", human_seconds(base.seconds)),
+        *(
+            (("updates in backward", str(plan.updates_in_backward)),)
+            if plan.updates_in_backward
+            else ()
+        ),
     )
     return Picture(
         title,

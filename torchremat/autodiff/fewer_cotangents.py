@@ -8,7 +8,7 @@ part in its operands is, and a zero is added by nothing. That is what autograd d
 run what no cotangent reaches; and no zero meets an infinity. JAX calls them symbolic zeros.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.rewrites.loss_gradient_op import loss_gradient
-from torchremat.graph.nodes import is_forward
 from torchremat.graph.notes import notes_of, set_notes
+from torchremat.graph.slicing import erase_dead
 from torchremat.graph.symbolic_sizes import literal_size
 
 aten = torch.ops.aten
@@ -49,20 +49,10 @@ def drop_cotangents(joint: Joint, wanted: Sequence[int], *, may_add_zeros: bool 
         gradients=tuple(map(zeros.result, copy.gradients)),
         parts=tuple((i, part) for i, v in copy.parts if (part := zeros.result(v)) is not None),
     )
-    _erase_dead(found, missing)
-    return found
-
-
-def _erase_dead(joint: Joint, missing: Collection[fx.Node]) -> None:
-    """Erase what only the `missing` cotangents needed: a trace without them would not have it."""
-    graph = joint.module.graph
-    written = [value for _, value in joint.mutations]
     (end,) = graph.find_nodes(op="output")
-    end.args = ((*joint.outputs, *joint.gradients, *written, *(v for _, v in joint.parts)),)
-    for node in reversed(list(graph.nodes)):
-        is_backward = node.op == "call_function" and not is_forward(node) and not node.is_impure()
-        if (node in missing or is_backward) and not node.users:
-            graph.erase_node(node)
+    end.args = ((*found.outputs, *found.gradients, *(v for _, v in found.parts)),)
+    erase_dead(graph, missing)
+    return found
 
 
 class _Zeros:

@@ -1,16 +1,23 @@
 """Pure edits of graphs: cut a graph out of another, drop unread values, add bodies.
 
-`slice_graph` copies the operators between given values and wanted ones. `simplify`, `prune_bodies`
-and `erase_unread` change a graph in place; `add_body` gives one of its nodes a body.
+`slice_graph` copies the operators between given values and wanted ones. `simplify`, `prune_bodies`,
+`erase_unread` and `erase_dead` change a graph in place; `add_body` gives one of its nodes a body.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from torchremat.graph.nodes import ancestors, body_of, is_checkpoint, nodes_read_by, results_of
+from torchremat.graph.nodes import (
+    ancestors,
+    body_of,
+    is_checkpoint,
+    is_forward,
+    nodes_read_by,
+    results_of,
+)
 from torchremat.graph.notes import Notes, graph_notes_of, note_graph, notes_of, set_notes
 
 aten = torch.ops.aten
@@ -162,3 +169,14 @@ def add_body_like(call: fx.Node, body: fx.GraphModule) -> fx.Node:
     notes = notes_of(call)
     set_notes(node, Notes(notes.phase, notes.module, notes.source))
     return node
+
+
+def erase_dead(graph: fx.Graph, missing: Collection[fx.Node] = ()) -> None:
+    """Erase what no gradient needs, and the `missing` cotangents.
+
+    A trace with fewer cotangents has other values that nobody reads, and plans compare graphs.
+    """
+    for node in reversed(list(graph.nodes)):
+        is_backward = node.op == "call_function" and not is_forward(node) and not node.is_impure()
+        if (node in missing or is_backward) and not node.users:
+            graph.erase_node(node)

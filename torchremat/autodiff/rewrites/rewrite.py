@@ -7,11 +7,14 @@ the user wrote, and saves no more than without it.
 from torch import fx
 
 from torchremat.autodiff.rewrites.loss_gradient import merge_loss_gradients
+from torchremat.graph.slicing import erase_dead
 
 
 def rewrite_joint(graph: fx.Graph) -> None:
     """Apply the rules to a joint graph in place: nodes of its results stay what they are.
 
-    It is for graphs that run. A derivative of a derivative is traced without them.
+    It is for graphs that run. A derivative of a derivative is traced without them. What no gradient
+    needs is erased, so that the graph does not depend on how its cotangents became fewer.
     """
     merge_loss_gradients(graph)
+    erase_dead(graph)

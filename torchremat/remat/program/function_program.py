@@ -363,7 +363,13 @@ def _find_residuals(joint: Joint, root_joint: Joint, decisions: PolicyDecisions)
         wanted += [g for g in joint.gradients if g is not None]
     if not wanted:
         return found
-    everything = PolicyDecisions(joint, nothing_saveable).residuals_for(joint, wanted)
+    saved = None
+    if decisions.schedule is not None and joint is not root_joint:
+        known = [node for node in found.values if is_forward(node)]
+        there = match_forward(root_joint, joint, known, strict=False)
+        saved = GraphSchedule(frozenset(there.values()), (), ())
+    by_itself = PolicyDecisions(joint, nothing_saveable, schedule=saved)
+    everything = by_itself.residuals_for(joint, wanted)
     by_name = {node.name: node for node in root_joint.inputs}
     inputs = dict.fromkeys((*found.inputs, *(by_name[n.name] for n in everything.inputs)))
     values = dict.fromkeys(found.values)

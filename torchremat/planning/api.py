@@ -70,7 +70,9 @@ def plan(
         budget: bytes (an `int`, or text such as `"2GiB"`), or a fraction in (0, 1] of the peak
             without rematerialisation (a `float`, or `"50%"`). `"least"` is the least peak, and
             `"time:+10%"` the least with which a step takes at most so much more time.
-        optimizer: an optimizer or its class (`torch.optim.AdamW`).
+        optimizer: an optimizer or its class (`torch.optim.AdamW`). If no plan keeps to the budget
+            otherwise, it counts on updates in the backward pass (`optim.step_in_backward`), which
+            `from_plan` begins: `Plan.updates_in_backward` says of how many parameters.
         solver: `"auto"`, `"milp"` (integer programs) or `"local"` (without them).
         cost_model: what operators cost in seconds; by default a roofline of `device`. For a step
             that inductor is to run, `CostModel.of(device).fused()`.

@@ -9,7 +9,12 @@ import functools
 from importlib import import_module
 
 REGISTERING = {
-    "policies": ("policies.builtin", "policies.offload", "planning.budget_policy"),
+    "policies": (
+        "policies.builtin",
+        "policies.offload",
+        "planning.budget_policy",
+        "planning.from_plan",
+    ),
     "compilers": ("compile.lowering",),
     "shared plans": ("parallel.agreed_plan",),
     "mesh axes": ("parallel.mesh_axes",),

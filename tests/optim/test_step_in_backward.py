@@ -1,6 +1,8 @@
 """The loop with and without it: the same parameters, and the same state, to the bit."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
 import torchremat as tr
+from tests.helpers import assert_freed
 from torchremat.errors import StepInBackwardError, StepInBackwardWarning
 from torchremat.measure import LiveBytes
 from torchremat.optim import step_in_backward
@@ -390,3 +393,13 @@ def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(StepInBackwardError, match="several processes are summed"):
         step_in_backward(make()[1])
+
+
+def test_an_optimizer_that_is_dropped_is_freed_with_its_parameters():
+    model, optimizer = make()
+    step_in_backward(optimizer)
+    train(model, optimizer)
+    references = [weakref.ref(thing) for thing in (optimizer, model, model[0].weight)]
+    del model, optimizer
+    gc.collect()
+    assert_freed(*references)

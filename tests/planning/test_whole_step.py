@@ -14,6 +14,8 @@ from torchremat.errors import BudgetError, BudgetWarning
 from torchremat.measure import LiveBytes, resident_bytes
 from torchremat.optim import step_in_backward
 from torchremat.optim.step_in_backward import stepping_of
+from torchremat.planning.memory.update_bytes import find_updates
+from torchremat.planning.step.traced_step import region_of
 
 STEPS = 3
 
@@ -166,6 +168,13 @@ def test_no_updates_where_an_argument_gets_a_gradient():
     with pytest.raises(BudgetError) as error:
         tr.plan(model, x.requires_grad_(), budget=1, optimizer=optimizer)
     assert "updates" not in str(error.value)
+
+
+def test_no_updates_where_processes_sum_their_gradients(monkeypatch):
+    model, x, optimizer = make()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert find_updates(region_of(model, (x,), {}), optimizer) == {}
 
 
 class Counting(torch.optim.SGD):

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, distributed
@@ -84,8 +84,13 @@ def step_in_backward(
         raise ArgumentValueError(
             f"accumulate={accumulate!r} is no number of backward passes: give 1 or more"
         )
-    _refuse_shared_gradients()
-    if optimizer in _STEPPING:
+    if shares_gradients():
+        raise StepInBackwardError(
+            "step_in_backward: the gradients of several processes are summed after each of them is "
+            "there, so an update before that would use only this process's. Call step() after the "
+            "backward pass, as usual"
+        )
+    if stepping_of(optimizer) is not None:
         raise StepInBackwardError(
             f"{type(optimizer).__name__} steps in the backward pass already: call remove() of what "
             "step_in_backward returned first"
@@ -99,24 +104,20 @@ def step_in_backward(
     return StepInBackward(optimizer, max_norm, accumulate, norms)
 
 
-def _refuse_shared_gradients() -> None:
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if distributed.get_world_size() > 1:
-        raise StepInBackwardError(
-            "step_in_backward: the gradients of several processes are summed after each of them is "
-            "there, so an update before that would use only this process's. Call step() after the "
-            "backward pass, as usual"
-        )
+def shares_gradients() -> bool:
+    """Whether there are other processes, with which gradients may be summed."""
+    is_one_of_several = distributed.is_available() and distributed.is_initialized()
+    return is_one_of_several and distributed.get_world_size() > 1
 
 
-_STEPPING: "WeakKeyDictionary[Optimizer, StepInBackward]" = WeakKeyDictionary()
-"""The optimizers that step in the backward pass."""
+_STEPPING: "WeakKeyDictionary[Optimizer, ref[StepInBackward]]" = WeakKeyDictionary()
+"""The optimizers that step in the backward pass; a handle would keep its optimizer alive."""
 
 
 def stepping_of(optimizer: Optimizer) -> "StepInBackward | None":
     """The handle of `optimizer`, if it steps in the backward pass."""
-    return _STEPPING.get(optimizer)
+    handle = _STEPPING.get(optimizer)
+    return None if handle is None else handle()
 
 
 class StepInBackward:
@@ -160,12 +161,12 @@ class StepInBackward:
         self._watch_parameters()
         self._spent: list[tuple[Tensor, Tensor]] = []
         self._num_states = len(optimizer.state)
-        _STEPPING[optimizer] = self
+        _STEPPING[optimizer] = ref(self)
 
     def _watch_parameters(self) -> None:
         """Wait for the gradients of all parameters; groups may have come since."""
         for number, group in enumerate(self.optimizer.param_groups):
-            take = functools.partial(self._take_gradient, number)
+            take = functools.partial(_hand_over, ref(self), number)
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter not in self._watched:
                     self._watched.add(parameter)
@@ -203,7 +204,7 @@ class StepInBackward:
         """Let the optimizer update parameters in `step()` alone, as before."""
         for handle in self._handles:
             handle.remove()
-        if _STEPPING.get(self.optimizer) is self:
+        if stepping_of(self.optimizer) is self:
             del _STEPPING[self.optimizer]
         self._drop_spent()
 
@@ -310,6 +311,13 @@ class StepInBackward:
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.optimizer.param_groups:
             yield from group["params"]
+
+
+def _hand_over(handle: "ref[StepInBackward]", number: int, parameter: Tensor) -> None:
+    """The hook of a parameter. Python cannot free a cycle through it, so it holds no handle."""
+    stepping = handle()
+    if stepping is not None:
+        stepping._take_gradient(number, parameter)
 
 
 def _clip(parameter: Tensor, max_norm: float, total_norm: Tensor | None) -> None:

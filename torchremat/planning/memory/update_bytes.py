@@ -15,7 +15,7 @@ from torchremat._torch import TorchDispatchMode
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.core.storages import storages_in
 from torchremat.optim.per_parameter import find_objection
-from torchremat.optim.step_in_backward import stepping_of
+from torchremat.optim.step_in_backward import shares_gradients, stepping_of
 from torchremat.planning.memory.resident_bytes import OptimizerLike, copy_on_meta, take_step
 from torchremat.remat.program.region import Region
 
@@ -25,7 +25,8 @@ def find_updates(region: Region, optimizer: OptimizerLike) -> Mapping[int, int]:
 
     They are the parameters that a module closes over, if no argument gets a gradient: only then
     does a checkpoint hand out gradients while its backward pass runs. There are none where
-    gradients are accumulated or clipped, and where one cannot be updated without the others.
+    gradients are accumulated, clipped or summed over processes, and where one parameter cannot be
+    updated without the others.
     """
     if optimizer is None or region.argument_has_gradient or not _may_step_early(optimizer):
         return {}
@@ -53,6 +54,8 @@ def steps_already(optimizer: OptimizerLike) -> bool:
 
 
 def _may_step_early(optimizer: OptimizerLike) -> bool:
+    if shares_gradients():
+        return False
     if not isinstance(optimizer, torch.optim.Optimizer):
         return True
     stepping = stepping_of(optimizer)

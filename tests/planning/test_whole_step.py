@@ -14,7 +14,10 @@ from torchremat.errors import BudgetError, BudgetWarning
 from torchremat.measure import LiveBytes, resident_bytes
 from torchremat.optim import step_in_backward
 from torchremat.optim.step_in_backward import stepping_of
+from torchremat.planning.api import _prepare
+from torchremat.planning.budget import Budget
 from torchremat.planning.memory.update_bytes import find_updates
+from torchremat.planning.step.order import order_of
 from torchremat.planning.step.traced_step import region_of
 
 STEPS = 3
@@ -121,6 +124,43 @@ def test_gradients_of_an_mlp_take_the_memory_of_one():
     assert plan.recompute_seconds == 0
     assert "16 parameters are updated in the backward pass" in str(plan)
     assert any(point.name.endswith("/update") for point in plan.timeline())
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "shared"])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.6])
+def test_a_schedule_takes_no_more_than_its_numbers_say(name, part):
+    """An update waits for all that reads the parameter, in whatever order a search puts it."""
+    model, x, optimizer = make(name)
+    args = (model, (x,), {}, optimizer, "auto", None, None, False)
+    step = _prepare(*args).with_updates(optimizer)
+    low, high = step.planner.find_lowest().peak_bytes, step.planner.plain.peak_bytes
+    room = step.resident + int(low + part * (high - low))
+    planned = step.planner.search(Budget(nbytes=room)).planned
+    plan = step.plan(Budget(nbytes=room), "a plan")
+    assert plan.peak_bytes - step.resident <= planned.costs.peak
+    assert order_of(planned.graph_schedule, planned.step.joint) == plan.order
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_steps_of_changing_lengths(is_autocast):
+    found = []
+    for is_planned in (False, True):
+        model, _, optimizer = make("gpt", "adamw")
+        if is_planned:
+            longest = torch.arange(12).reshape(2, 6)
+            with torch.autocast("cpu", enabled=is_autocast):
+                plan = plan_least(model, longest, optimizer)
+                tr.nn.wrap(model, policy=from_plan(plan))
+        torch.manual_seed(1)
+        for length in (6, 3, 6, 5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", enabled=is_autocast):
+                loss = model(torch.arange(2 * length).reshape(2, length))
+            loss.backward()
+            optimizer.step()
+        found.append((list(model.parameters()), optimizer.state_dict()))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+    assert repr(found[0][1]) == repr(found[1][1])
 
 
 def test_a_budget_that_needs_no_updates_has_none():

@@ -102,6 +102,7 @@ class _Constraint(torch.autograd.Function):
 
 
 def spread_examples(x: Any, dim: int, spmd_axis_name: Any) -> Any:
+    """Spread `dim` of a `DTensor` over the named axes of its mesh; leave other values."""
     if not isinstance(x, _dtensors().DTensor):
         return x
     shard = _dtensors().Shard

@@ -44,6 +44,8 @@ _log = logging.getLogger("torchremat")
 
 
 class Mapped(Checkpointed):
+    """The function that `vmap` returns: it is traced for each kind of call, and run mapped."""
+
     may_write_tape = False
 
     def __init__(self, fun: Callable[..., Any], mapping: Mapping) -> None:

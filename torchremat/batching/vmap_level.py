@@ -25,6 +25,8 @@ from torchremat.tracing.tracing import current_tracing
 
 @dataclass(frozen=True)
 class Mapping:
+    """The options of `vmap`, as its documentation has them. A call runs a function with them."""
+
     in_axes: Any = 0
     out_axes: Any = 0
     axis_name: Any = None

@@ -17,6 +17,7 @@ from torchremat.errors import RaggedTypeError
 
 
 def needs_piles(axes: Sequence[Any]) -> bool:
+    """Whether an axis says that elements differ in size: a `ConcatAxis`."""
     return any(isinstance(axis, ConcatAxis) for axis in axes)
 
 

@@ -35,6 +35,8 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
+    """An output whose elements differ in size."""
+
     value: Packed | Padded
 
 
@@ -96,6 +98,7 @@ def _make_output(value: Any) -> Dense | Ragged:
 
 
 def as_pile(value: Dense | Ragged, axis_size: int) -> Pile:
+    """An output as users get it: a `Pile` of `axis_size` elements."""
     if isinstance(value, Dense):
         tensor = value.tensor
         if value.dim is None:

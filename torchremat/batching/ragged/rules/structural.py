@@ -152,6 +152,10 @@ def _repeat(call: RaggedCall) -> Any:
 
 
 def find_rows(value: Value, dim: int, axis_size: int) -> tuple[Tensor, RaggedSize] | None:
+    """The rows of all elements along `dim`, one element after another, and how many each has.
+
+    `None` where another dim is ragged, so that the rows do not lie so.
+    """
     if isinstance(value, Packed):
         return (value.data.movedim(dim, 0), value.extent) if value.dim == dim else None
     full = pad(value, axis_size)

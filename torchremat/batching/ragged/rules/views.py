@@ -78,6 +78,10 @@ ALONG: dict[str, Dims] = {
 
 @rule(*ALONG)
 def along_some_dims(call: RaggedCall) -> Any:
+    """Run an operator along dims that are not ragged once, on the data of all elements.
+
+    Where a ragged dim is among them, `ALONG_RAGGED` may have a rule; else `NotImplemented`.
+    """
     first = call.values[0]
     if call.name == "aten.squeeze" and _drops_ragged_dim(call, first):
         sizes = call.sizes_of(call.result)
@@ -173,6 +177,10 @@ def _view(call: RaggedCall) -> Any:
 
 
 def view_as(call: RaggedCall, value: Value, sizes: tuple[Any, ...]) -> Any:
+    """The elements of `value` with other sizes, of which some may be ragged: `view` and `reshape`.
+
+    Packed data stay packed where one dim of the result is ragged.
+    """
     if isinstance(value, Packed):
         places = [i for i, size in enumerate(sizes) if isinstance(size, RaggedSize)]
         if len(places) == 1:

@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 
 def find_decomposition(op: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The decomposition of an operator on sizes that differ, if it has no rule of its own."""
     if not isinstance(op, _torch.OpOverload) or not _has_symbols(args):
         return None
     name = str(op.overloadpacket)
@@ -32,6 +33,8 @@ def find_decomposition(op: Any, args: tuple[Any, ...]) -> Callable[..., Any] | N
 
 
 class DecomposeMode(_torch.TorchDispatchMode):
+    """Traces operators without a rule for ragged sizes as those of their decompositions."""
+
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,6 +16,10 @@ from torchremat.graph.symbolic_sizes import format_size
 def explain_mismatches(
     elements: Sequence[tuple[int, ...]], symbols: dict[int, torch.SymInt]
 ) -> Iterator[None]:
+    """Say of an error about symbols which dims of which inputs they are, and raise `RaggedError`.
+
+    `elements` are the shapes of an element of each input; `symbols` belong to the numbers in them.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
+from torchremat.core.open_objects import close_objects, flatten_open, open_objects
 from torchremat.errors import ArgumentValueError
 
 
@@ -39,6 +40,7 @@ class Structure:
     def of(
         cls, tree: Any, is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
     ) -> "Structure":
+        tree = open_objects(tree)
         return cls(_torch.tree_map(lambda leaf: HOLE if is_value(leaf) else leaf, tree))
 
     def freeze_statics(self) -> "Structure":
@@ -63,7 +65,7 @@ class Structure:
 
     def flatten(self, tree: Any) -> list[Any]:
         """The values of `tree` in the holes. Raises `ValueError` if the rest of it is different."""
-        leaves, spec = _torch.tree_flatten(tree)
+        leaves, spec = flatten_open(tree)
         expected, expected_spec = _torch.tree_flatten(self.tree)
         if spec != expected_spec:
             raise ArgumentValueError(
@@ -81,9 +83,10 @@ class Structure:
 
     def unflatten(self, values: Sequence[Any]) -> Any:
         left = iter(values)
-        return _torch.tree_map(
+        filled = _torch.tree_map(
             lambda leaf: next(left) if leaf is HOLE else _unwrap(leaf), self.tree
         )
+        return close_objects(filled)
 
 
 def positional(count: int) -> Structure:

@@ -31,6 +31,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from torchremat import _torch
+from torchremat.core.open_objects import is_opened
 from torchremat.core.source import is_user_file
 
 
@@ -70,6 +71,8 @@ class WeakKey:
 class Path:
     """A way from a root to an object: attributes, items, and the value of a context variable.
 
+    An attribute is "open" where the object is opened as part of the tree of arguments.
+
     The root is a module, which is referred to weakly, or `"function"` or `"arguments"`.
     """
 
@@ -85,7 +88,7 @@ class Path:
         value = roots.find(self.root)
         try:
             for kind, key in self.steps:
-                if kind == "attribute":
+                if kind in ("attribute", "open"):
                     value = getattr(value, key)
                 elif kind == "item":
                     value = value[key.value if isinstance(key, WeakKey) else key]
@@ -110,7 +113,7 @@ class Path:
     @property
     def is_in_arguments(self) -> bool:
         """Whether it is a container in the tree of arguments, all of which is in a trace's key."""
-        return self.root == "arguments" and all(kind == "item" for kind, _ in self.steps)
+        return self.root == "arguments" and all(kind in ("item", "open") for kind, _ in self.steps)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -407,7 +410,8 @@ class Reach:
             return
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
-            self._add(attributes, place.step("attribute", "__dict__"), calls)
+            is_open = place.is_in_arguments and is_opened(value)
+            self._add(attributes, place.step("open" if is_open else "attribute", "__dict__"), calls)
         self._expand_classes(value, place, calls)
 
 

@@ -1,8 +1,9 @@
 """Calls of a traced function: tensors apart from all that is part of the key."""
 
 import enum
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
+from torchremat.core.open_objects import close_objects, flatten_open, read_attributes
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
+from torchremat.remat.escapes.reach import Path, Roots
 from torchremat.remat.escapes.read_watch import has_stand_ins
 from torchremat.remat.tape.recorder import is_taping
 from torchremat.tracing.dtensors import Sharding, is_sharded, local_part
@@ -50,6 +53,7 @@ def flatten_call(
     """Take a call apart. `lenient` accepts any object as a static value, as modules do."""
     tensors: list[Tensor] = []
     key: list[Any] = []
+    opened: set[int] = set()
     positions = statics.positions(len(args), kwargs) if statics else ()
     for i, value in enumerate(args):
         if i in positions:
@@ -60,13 +64,17 @@ def flatten_call(
         elif type(value) in _SCALARS:
             key.append(_key_of_scalar(value))
         else:
-            _flatten_tree(value, tensors, key, lambda i=i: f"positional argument {i}", lenient)  # type: ignore[misc]
+            leaves, spec = flatten_open(value, opened)
+            key.append(spec)
+            _add_leaves(leaves, tensors, key, lambda i=i: f"positional argument {i}", lenient)  # type: ignore[misc]
     for name in sorted(kwargs):
         key.append(name)
         if name in statics.all_names:
             key.append(WrapHashably(kwargs[name]))
         else:
-            _flatten_tree(kwargs[name], tensors, key, lambda n=name: f"argument {n!r}", lenient)  # type: ignore[misc]
+            leaves, spec = flatten_open(kwargs[name], opened)
+            key.append(spec)
+            _add_leaves(leaves, tensors, key, lambda n=name: f"argument {n!r}", lenient)  # type: ignore[misc]
     return Call(tensors, tuple(key), (args, kwargs))
 
 
@@ -148,11 +156,13 @@ def ignore_numbers(key: tuple[Any, ...], positions: Collection[int]) -> tuple[An
     return tuple(AnyNumber(_type_of_number(k)) if i in positions else k for i, k in enumerate(key))
 
 
-def _flatten_tree(
-    value: Any, tensors: list[Tensor], key: list[Any], where: Callable[[], str], lenient: bool
+def _add_leaves(
+    leaves: Sequence[Any],
+    tensors: list[Tensor],
+    key: list[Any],
+    where: Callable[[], str],
+    lenient: bool,
 ) -> None:
-    leaves, spec = _torch.tree_flatten(value)
-    key.append(spec)
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
@@ -174,7 +184,7 @@ def _flatten_tree(
 
 
 def _refuse_hidden_tensors(leaf: Any, where: Callable[[], str]) -> None:
-    held = [name for name, value in getattr(leaf, "__dict__", {}).items() if _holds(value)]
+    held = [name for name, value in read_attributes(leaf).items() if _holds(value)]
     if held:
         raise TraceError(
             f"{where()} is a {type(leaf).__name__} that holds tensors ({', '.join(held)}), which a "
@@ -207,8 +217,9 @@ def prevent_cse_of(prevent_cse: Any, args: Any, kwargs: Any) -> tuple[bool, ...]
 
     Tensors passed by keyword have `True`, unless a single `False` is for all.
     """
-    leaves, spec = _torch.tree_flatten(args)
-    named = _torch.tree_flatten([kwargs[name] for name in sorted(kwargs)])[0]
+    opened: set[int] = set()
+    leaves, spec = flatten_open(args, opened)
+    named = flatten_open([kwargs[name] for name in sorted(kwargs)], opened)[0]
     if isinstance(prevent_cse, bool):
         flags = [prevent_cse] * (len(leaves) + len(named))
     else:
@@ -221,11 +232,17 @@ def prevent_cse_of(prevent_cse: Any, args: Any, kwargs: Any) -> tuple[bool, ...]
 class Result:
     """The result of a function: its tensors, its literals and their structure.
 
-    A tensor that stands in several places is one output.
+    A tensor that stands in several places is one output. A list, dict or object that is an
+    argument, or part of one, is the one of each call: `passed` has the ways to them, by `id`.
     """
 
-    def __init__(self, value: Any, describe: Callable[[], str]) -> None:
-        leaves, self.spec = _torch.tree_flatten(value)
+    def __init__(
+        self,
+        value: Any,
+        describe: Callable[[], str],
+        passed: Mapping[int, Path] = MappingProxyType({}),
+    ) -> None:
+        leaves, self.spec = flatten_open(value, None, passed)
         self.tensors: list[Tensor] = []
         self._leaves: list[Any] = []
         self._shardings: dict[int, Sharding] = {}
@@ -247,6 +264,8 @@ class Result:
                 self._leaves.append(number)
             elif isinstance(leaf, (*_SCALARS, *_CONSTANTS)):
                 self._leaves.append(WrapHashably(leaf))
+            elif isinstance(leaf, Path):
+                self._leaves.append(leaf)
             elif isinstance(leaf, SYMBOLIC):
                 self._leaves.append(Size(leaf))
             else:
@@ -261,7 +280,14 @@ class Result:
             type(value) is tuple and in_order and all(isinstance(item, Tensor) for item in value)
         )
 
-    def rebuild(self, tensors: tuple[Tensor, ...], sizes: Sizes | None = None) -> Any:
+    def find_passed(self, roots: Roots) -> Sequence[Any]:
+        """What is an argument, or part of one, in a call that has not yet written to them."""
+        return [leaf.find(roots) for leaf in self._leaves if isinstance(leaf, Path)]
+
+    def rebuild(
+        self, tensors: tuple[Tensor, ...], sizes: Sizes | None, passed: Sequence[Any]
+    ) -> Any:
+        """The result of a call that made `tensors`; `passed` as `find_passed` gave it."""
         if self._shardings:
             shardings = (self._shardings.get(i) for i in range(len(tensors)))
             tensors = tuple(
@@ -272,12 +298,15 @@ class Result:
             return tensors[0]
         if self.is_tuple:
             return tensors[: len(self._leaves)]
+        left = iter(passed)
         leaves: list[Any] = []
         for leaf in self._leaves:
             if isinstance(leaf, WrapHashably):
                 leaves.append(leaf.value)
             elif isinstance(leaf, Size):
                 leaves.append(leaf.symbolic if sizes is None else leaf.at(sizes))
+            elif isinstance(leaf, Path):
+                leaves.append(next(left))
             else:
                 leaves.append(tensors[leaf])
-        return _torch.tree_unflatten(leaves, self.spec)
+        return close_objects(_torch.tree_unflatten(leaves, self.spec))

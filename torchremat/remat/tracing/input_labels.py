@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchremat import _torch
+from torchremat.core.open_objects import open_objects
 from torchremat.core.source import is_user_file, name_of, unwrap_function
 from torchremat.errors import ArgumentTypeError, nearest_names
 from torchremat.remat.tape.operator_facts import is_plain
@@ -119,7 +120,9 @@ class BoundCall:
     def _leaves(self) -> Iterator[tuple[str, Any]]:
         """The leaves of the arguments in the order in which `run` wants tensors, with names."""
         names = self._parameter_names()
-        for path, leaf in _torch.tree_flatten_with_path((self._args, self._kwargs))[0]:
+        for path, leaf in _torch.tree_flatten_with_path(open_objects((self._args, self._kwargs)))[
+            0
+        ]:
             which: Any
             first: Any
             which, first, *rest = path
@@ -242,7 +245,7 @@ def _find_closed_over(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 def _name_leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        for path, leaf in _torch.tree_flatten_with_path(value)[0]:
+        for path, leaf in _torch.tree_flatten_with_path(open_objects(value))[0]:
             if isinstance(leaf, Tensor | nn.Module):
                 yield name + _torch.keystr(path), leaf
 

@@ -107,10 +107,12 @@ class Trace:
         sizes: Sizes | None,
     ) -> Any:
         """The result of `call`; what the function leaves elsewhere is written there."""
+        roots = Roots(function, call.arguments)
+        passed = self.result.find_passed(roots)
         if self.escapes:
             escaped = outputs[len(outputs) - self.region.body.num_escaped :]
-            self.escapes.write(escaped, inputs, sizes, Roots(function, call.arguments))
-        return self.result.rebuild(outputs, sizes)
+            self.escapes.write(escaped, inputs, sizes, roots)
+        return self.result.rebuild(outputs, sizes, passed)
 
     @property
     def num_checks(self) -> int:

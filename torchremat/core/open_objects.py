@@ -6,12 +6,13 @@ as a tree, stands for it. Nothing is registered for the type itself, which is th
 """
 
 from collections.abc import Mapping, Sequence
-from types import MemberDescriptorType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchremat import _torch
+from torchremat.core.slots import read_attributes, write_attributes
 
 _PLAIN_NEW: Any = (object.__new__, SimpleNamespace.__new__)
 _NOT_OPENED = ("torch", "torchremat")
@@ -35,11 +36,7 @@ class OpenObject:
         """A new object of that type with these attributes; its `__init__` does not run."""
         made: Any = self.kind.__new__(self.kind)
         attributes = {name: close_objects(value) for name, value in self.attributes.items()}
-        for name in _slots_of(self.kind):
-            if name in attributes:
-                object.__setattr__(made, name, attributes.pop(name))  # of a frozen dataclass too
-        if attributes:
-            made.__dict__.update(attributes)
+        write_attributes(made, attributes)
         return made
 
 
@@ -129,36 +126,15 @@ def _is_open(value: Any) -> bool:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether `value` is nothing but its attributes: a dataclass or a `SimpleNamespace`.
-
-    One that has `__slots__` must be frozen: writes to slots are not seen in a trace.
-    """
+    """Whether `value` is nothing but its attributes: a dataclass or a `SimpleNamespace`."""
     kind: Any = type(value)
     if not (hasattr(kind, "__dataclass_fields__") or isinstance(value, SimpleNamespace)):
         return False
     if isinstance(value, type | Tensor | nn.Module | dict | list | tuple | set):
         return False
-    if kind.__new__ not in _PLAIN_NEW or kind.__module__.partition(".")[0] in _NOT_OPENED:
-        return False
-    return not _slots_of(kind) or kind.__dataclass_params__.frozen
+    return kind.__new__ in _PLAIN_NEW and kind.__module__.partition(".")[0] not in _NOT_OPENED
 
 
 def is_opened(value: Any) -> bool:
     """Whether `open_objects` opens `value`."""
     return is_plain_object(value) and type(open_objects(value)) is OpenObject
-
-
-def read_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object itself, those in slots too."""
-    found = dict(getattr(value, "__dict__", {}))
-    for name in _slots_of(type(value)):
-        try:
-            found[name] = getattr(value, name)
-        except AttributeError:  # it was not set
-            continue
-    return found
-
-
-def _slots_of(kind: type) -> list[str]:
-    members = [(name, x) for base in kind.__mro__ for name, x in vars(base).items()]
-    return [n for n, x in members if type(x) is MemberDescriptorType and n != "__dict__"]

@@ -23,6 +23,7 @@ from torchremat.derivatives.flat_functions import Flattened, as_scalar_tensor, c
 from torchremat.derivatives.in_compiler import run_outside_compiler
 from torchremat.derivatives.rule_arguments import describe_tree, flatten_up_to, name_of
 from torchremat.errors import DerivativeShapeError, DerivativeTypeError, GraphError
+from torchremat.remat.escapes.leave_as_found import leave_as_found
 from torchremat.remat.op.make_graph import trace_graph
 from torchremat.remat.op.partial_eval_graph import linearize_graph
 from torchremat.typed_graph.dce import copy_graph, eliminate_dead, set_outputs
@@ -77,7 +78,8 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 
 def _linearize(flat: Flattened) -> tuple[Any, "Linearized", Any]:
     values = flat.values
-    g = trace_graph(flat, tuple(values), {}, StaticArguments(flat, (), ()))
+    with leave_as_found(flat.fun, (flat.args, flat.kwargs)):
+        g = trace_graph(flat, tuple(values), {}, StaticArguments(flat, (), ()))
     count = len(g.outputs)
     pushed = jvp_graph(g)
     outputs, staged = stage(pushed, values, len(values))

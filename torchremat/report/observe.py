@@ -27,6 +27,7 @@ from torchremat.core.open_objects import flatten_open
 from torchremat.errors import ConcretizationError, TraceError
 from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, item_index
 from torchremat.remat.checkpointed import call_foreign
+from torchremat.remat.escapes.leave_as_found import leave_as_found
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import state_aval
@@ -131,7 +132,8 @@ def observe_saved(call: BoundCall) -> Observation:
 
 def _observe_run(call: BoundCall, differentiate_all: bool) -> Observation:
     asked: list[str] = []
-    with meta_as_cpu(), _torch.hide_fakes(asked):
+    found = leave_as_found(call.fun, call.arguments)
+    with found, meta_as_cpu(), _torch.hide_fakes(asked):
         try:
             return _observe_with_hooks(call, differentiate_all)
         except ConcretizationError:

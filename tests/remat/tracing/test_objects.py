@@ -124,6 +124,10 @@ CASES = {
     ),
     "written": (put_in, lambda: (Batch(x()),)),
     "replaced": (swap_parts, lambda: (Batch(x(), extra=[x()]),)),
+    "written in slots": (
+        lambda lin, b: (setattr(b, "x", lin(b.x).sin()), b, b.x.cos())[1:],
+        lambda: (InSlots(x()),),
+    ),
     "added": (
         lambda lin, b: (setattr(b, "cache", [lin(b.x).tanh()]), b.cache[0] * 2)[1],
         lambda: (Batch(x()),),
@@ -168,7 +172,6 @@ def test_parts_of_arguments_are_passed_on():
 
 ON_A_TAPE = {
     "of own making": lambda: (OfOwnMaking(x()),),
-    "open slots": lambda: (InSlots(x()),),
     "holds one of own making": lambda: (Batch(x(), extra=OfOwnMaking(x())),),
     "twice": lambda: (batch := Batch(x()), batch)[:1] * 2,
 }  # fmt: skip

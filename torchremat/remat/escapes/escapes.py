@@ -18,6 +18,7 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from torchremat import _torch
+from torchremat.core.slots import identity_of
 from torchremat.errors import RetraceError
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.remat.escapes.edits import (
@@ -205,10 +206,10 @@ class EscapeWatch:
                 if found:
                     neighbours.append(Neighbours.of(holder, found))
                 if holder.place.is_in_arguments or any(map(leaves_tensors, found)):
-                    targets.add(id(holder.target))
+                    targets.add(identity_of(holder.target))
                     for edit in found:
                         if isinstance(edit, SlotEdit):
-                            slots.add((id(holder.target), edit.key))
+                            slots.add((identity_of(holder.target), edit.key))
                             old.add(id(holder.before.get(edit.key)))
             self._clear_caches()
         self._hooks.forget()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat import _torch
+from torchremat.core.slots import identity_of
 from torchremat.core.source import Source, current_source
 from torchremat.errors import EffectError
 from torchremat.remat.escapes.reach import (
@@ -155,10 +156,12 @@ class HookCalls:
 
     def _note(self, changed: Sequence[Holder], said: str) -> None:
         for holder in changed:
-            first, last, _ = self._chains.get(id(holder.target), (holder, holder.before, said))
+            first, last, _ = self._chains.get(
+                identity_of(holder.target), (holder, holder.before, said)
+            )
             if not _is_equal(last, holder.before):
                 raise _conflict(said)
-            self._chains[id(holder.target)] = (first, holder.read(), said)
+            self._chains[identity_of(holder.target)] = (first, holder.read(), said)
 
     def _check(self) -> None:
         with _torch.without_function_modes():

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torchremat.core.open_objects import is_opened, read_attributes
+from torchremat.core.open_objects import is_opened
+from torchremat.core.slots import read_attributes
 from torchremat.remat.escapes.reach import Path
 
 _Parts = list[tuple[Any, Path]]

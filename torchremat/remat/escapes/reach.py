@@ -32,6 +32,7 @@ from torch import Generator, Tensor, nn
 
 from torchremat import _torch
 from torchremat.core.open_objects import is_opened
+from torchremat.core.slots import Slots, slots_of
 from torchremat.core.source import is_user_file
 
 
@@ -71,7 +72,8 @@ class WeakKey:
 class Path:
     """A way from a root to an object: attributes, items, and the value of a context variable.
 
-    An attribute is "open" where the object is opened as part of the tree of arguments.
+    An attribute is "open" where the object is opened as part of the tree of arguments; of "slots"
+    the key says whether it is.
 
     The root is a module, which is referred to weakly, or `"function"` or `"arguments"`.
     """
@@ -90,6 +92,8 @@ class Path:
             for kind, key in self.steps:
                 if kind in ("attribute", "open"):
                     value = getattr(value, key)
+                elif kind == "slots":
+                    value = Slots(value)
                 elif kind == "item":
                     value = value[key.value if isinstance(key, WeakKey) else key]
                 else:
@@ -113,7 +117,8 @@ class Path:
     @property
     def is_in_arguments(self) -> bool:
         """Whether it is a container in the tree of arguments, all of which is in a trace's key."""
-        return self.root == "arguments" and all(kind in ("item", "open") for kind, _ in self.steps)
+        steps = (kind in ("item", "open") or (kind == "slots" and key) for kind, key in self.steps)
+        return self.root == "arguments" and all(steps)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -412,6 +417,10 @@ class Reach:
         if type(attributes) is dict:
             is_open = place.is_in_arguments and is_opened(value)
             self._add(attributes, place.step("open" if is_open else "attribute", "__dict__"), calls)
+        if slots_of(type(value)):
+            at = place.step("slots", place.is_in_arguments and is_opened(value))
+            for name, item in self._hold(Slots(value), at).items():
+                self._add(item, at.step("item", name), calls)
         self._expand_classes(value, place, calls)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
+from torchremat.core.slots import read_attributes, write_attributes
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
 from torchremat.remat.escapes.reach import Path, Roots, WeakKey
 from torchremat.tracing.modules.attribute_changes import is_of_trace
@@ -29,8 +30,7 @@ def holds_traced(value: Any, levels: int = _MOST_LEVELS) -> bool:
     elif isinstance(value, list | tuple | set | frozenset):
         held = value
     else:
-        attributes = getattr(value, "__dict__", None)
-        held = attributes.values() if type(attributes) is dict else ()
+        held = read_attributes(value).values()
     return any(holds_traced(item, levels - 1) for item in list(held))
 
 
@@ -127,11 +127,11 @@ class TemplateMaker:
 
     def _of_object(self, value: Any) -> Template:
         kind = type(value)
-        attributes = {name: self.make(item) for name, item in vars(value).items()}
+        attributes = {name: self.make(item) for name, item in read_attributes(value).items()}
 
         def fill(values: CallValues) -> Any:
             made = object.__new__(kind)
-            vars(made).update({name: values.make(t) for name, t in attributes.items()})
+            write_attributes(made, {name: values.make(t) for name, t in attributes.items()})
             return made
 
         return Template(fill, (kind, *((n, t.signature) for n, t in attributes.items())))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torchremat.graph.nodes import results_of
 from torchremat.graph.notes import note_graph
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.policy import Policy
+from torchremat.remat.escapes.leave_as_found import leave_as_found
 from torchremat.remat.op import op_rules  # noqa: F401  (gives remat_p and name_p their meaning)
 from torchremat.remat.op.remat_op import remat_p
 from torchremat.remat.tracing.calls import Result, flatten_call, wrap_statics
@@ -121,7 +123,9 @@ def trace_graph(
     specs = [InputSpec.of(tensor, any_level=True) for tensor in tensors]
     body = FunctionBody(lambda: flat, specs)
     names = [f"arg{i}" for i in range(len(specs))]
-    with torch.inference_mode(False):
+    is_outermost = current_tracing() is None
+    found = leave_as_found(fun, (args, kwargs)) if is_outermost else nullcontext()
+    with torch.inference_mode(False), found:
         options = TraceOptions(with_gradients=False, whole_calls=True)
         joint, tracing = trace_joint(body, specs, names, paths, options)
     _refuse_dtensors(call, [*specs, *tracing.captured_specs])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
-from torchremat.core.open_objects import close_objects, flatten_open, read_attributes
+from torchremat.core.open_objects import close_objects, flatten_open
+from torchremat.core.slots import read_attributes
 from torchremat.errors import TraceError
 from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
 from torchremat.remat.escapes.reach import Path, Roots
@@ -187,7 +188,7 @@ def _refuse_hidden_tensors(leaf: Any, where: Callable[[], str]) -> None:
     held = [name for name, value in read_attributes(leaf).items() if _holds(value)]
     if held:
         raise TraceError(
-            f"{where()} is a {type(leaf).__name__} that holds tensors ({', '.join(held)}), which a "
+            f"{where()}, of type {type(leaf).__name__}, holds tensors ({', '.join(held)}), which a "
             "checkpoint would not see change. Pass the tensors themselves, or register the type as "
             "a tree; a key/value cache belongs to inference: switch it off for training "
             "(use_cache=False)."

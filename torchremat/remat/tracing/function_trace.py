@@ -176,7 +176,8 @@ class _FlatFunction:
         is_first = self.result is None
         args, kwargs = self._fill_in(tensors)
         roots = Roots(function, (args, kwargs))
-        passed = find_containers(roots.arguments)
+        with reads_unnoted():
+            passed = find_containers(roots.arguments)
         live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None
         if is_first and tracing is not None:
             tracing.on_own_backward = self.own_backwards.note_call

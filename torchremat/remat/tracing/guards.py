@@ -15,6 +15,7 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from torchremat.api_util import same_value
+from torchremat.core.slots import identity_of
 from torchremat.errors import RetraceError
 from torchremat.remat.escapes.escapes import Escapes
 from torchremat.remat.escapes.read_watch import original_of
@@ -259,9 +260,9 @@ class VariableGuard:
     def add(self, variables: Iterable[Binding]) -> None:
         """Guard these too, if they are not guarded yet."""
         known = [pair[0] for pair in (*self._values, *self._objects)]
-        places = {(id(v.holder), v.key) for v in known}
+        places = {(identity_of(v.holder), v.key) for v in known}
         for variable in variables:
-            if (id(variable.holder), variable.key) in places:
+            if (identity_of(variable.holder), variable.key) in places:
                 continue
             value = variable.get()
             if _is_plain(value) and type(value) is not Generator:
@@ -278,13 +279,13 @@ class VariableGuard:
 
         def stays(pair: tuple[Binding, Any]) -> bool:
             variable, value = pair[0], pair[0].get()
-            slot = (id(variable.holder), "" if variable.key is None else variable.key)
+            slot = (identity_of(variable.holder), "" if variable.key is None else variable.key)
             is_forward = variable.key == "forward"  # which `ModuleGuard` checks
             return not (
                 is_forward
                 or slot in escapes.slots
                 or id(value) in escapes.targets
-                or id(variable.holder) in escapes.targets | escapes.old
+                or identity_of(variable.holder) in escapes.targets | escapes.old
             )
 
         self._values = [pair for pair in self._values if stays(pair)]
@@ -362,7 +363,7 @@ class CapturedTensors:
     ) -> None:
         places: dict[int, list[Binding]] = {}
         for variable in variables:
-            if id(variable.holder) not in escapes.old:
+            if identity_of(variable.holder) not in escapes.old:
                 places.setdefault(id(variable.get()), []).append(variable)
         for prefix, module in modules:
             for kind in ("_parameters", "_buffers"):
@@ -377,7 +378,7 @@ class CapturedTensors:
                 label = below(prefix, name)
                 own = Binding(f"attribute {label}", attributes, name)
                 for variable in (own, *_entries_of(own)):
-                    is_old = id(variable.holder) in escapes.old
+                    is_old = identity_of(variable.holder) in escapes.old
                     if isinstance(variable.get(), Tensor) and not is_old:
                         places.setdefault(id(variable.get()), []).append(variable)
         found = [places.get(id(t)) or _find_in_old(escapes, t) for t in tensors]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchremat import _torch
-from torchremat.core.open_objects import open_objects
+from torchremat.core.open_objects import close_objects, open_objects
 from torchremat.core.source import is_user_file, name_of, unwrap_function
 from torchremat.errors import ArgumentTypeError, nearest_names
 from torchremat.remat.tape.operator_facts import is_plain
@@ -85,6 +85,11 @@ class BoundCall:
         return name_of(self.fun)
 
     @property
+    def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Those by position and those by name."""
+        return self._args, self._kwargs
+
+    @property
     def roots(self) -> dict[int, str]:
         return {id(module): name for name, module in reversed(self._modules)}
 
@@ -94,7 +99,8 @@ class BoundCall:
         def replace(value: Any) -> Any:
             return next(left) if isinstance(value, Tensor) else value
 
-        args, kwargs = _torch.tree_map(replace, (self._args, self._kwargs))
+        opened = open_objects((self._args, self._kwargs))
+        args, kwargs = close_objects(_torch.tree_map(replace, opened))
         return self.fun(*args, **kwargs)
 
     def is_known_to_require_grad(self) -> bool:

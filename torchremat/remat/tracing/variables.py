@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
+from torchremat.core.slots import Slots, identity_of, slots_of
 from torchremat.core.source import is_user_file
 
 _SIMPLE = (int, float, bool, str, type(None))
@@ -107,7 +108,7 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Binding]:
             if entry.key in names or type(v.get()) in _WITHOUT_NAMES
         ]
         found += held
-    return list({(id(v.holder), v.key): v for v in found}.values())
+    return list({(identity_of(v.holder), v.key): v for v in found}.values())
 
 
 _WITHOUT_NAMES = (list, tuple, dict, FunctionType)
@@ -174,14 +175,17 @@ def _entries_of(variable: Binding) -> list[Binding]:
         return [Binding(f"{label}[{i}]", value, i) for i in range(min(len(value), _MANY))]
     if type(value) is dict:
         return [Binding(f"{label}[{k!r}]", value, k) for k in list(value)[:_MANY]]
+    if isinstance(value, nn.Module | Tensor | ModuleType) or not is_user_written(type(value)):
+        return []
+    names = slots_of(type(value))
+    in_slots = [Binding(f"{prefix}{k}", Slots(value), k) for k in names]
     attributes = getattr(value, "__dict__", None)
-    if type(attributes) is not dict or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
-        return []
-    if not is_user_written(type(value)):
-        return []
+    if type(attributes) is not dict:
+        return in_slots
     inherited = [(c, k) for c, k in _class_attributes(type(value)) if k not in attributes]
-    names = [*list(attributes)[:_MANY], *dict.fromkeys(k for _, k in inherited)]
+    names = (*list(attributes)[:_MANY], *dict.fromkeys(k for _, k in inherited))
     return [
+        *in_slots,
         *(Binding(f"{prefix}{k}", attributes, k) for k in names),  # of the last, none as yet
         *(Binding(f"{prefix}{k}", vars(c), k) for c, k in inherited),
     ]

@@ -1,0 +1,76 @@
+"""Traces leave no fake tensor in what a function writes to, though it fails."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import torchremat as tr
+from tests.remat.escapes.test_slots import InSlots
+
+LOG = []
+
+
+def trace_as_graph(fun, *args):
+    return tr.make_graph(fun)(*args)
+
+
+def plan_all(fun, *args):
+    return tr.plan(fun, *args, budget="100%")
+
+
+TRACES = [tr.explain, trace_as_graph, tr.linearize, tr.estimate, plan_all]
+
+
+def new_function(is_broken):
+    held = SimpleNamespace(state=torch.zeros(3), list=[1], dict={"a": 2}, slots=InSlots())
+    held.deep = [{"of": SimpleNamespace(inner=held.dict)}]
+
+    def fun(x):
+        y = x.sin()
+        held.state, held.new = y, (y, 1)
+        held.list.append(y)
+        held.deep[0]["of"].inner["y"] = [y]
+        held.slots.state = y
+        LOG.append(y)
+        if is_broken:
+            raise ZeroDivisionError
+        return (y.cos() + held.state).sum()
+
+    return fun, held
+
+
+@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_no_fake_tensor_is_left(trace, is_broken):
+    fun, held = new_function(is_broken)
+    state = held.slots.state
+    x = torch.ones(3, requires_grad=True)
+    if is_broken:
+        with pytest.raises(ZeroDivisionError):
+            trace(fun, x)
+    else:
+        trace(fun, x)
+    gc.collect()
+    assert torch.equal(held.state, torch.zeros(3))
+    assert not hasattr(held, "new")
+    assert held.list == [1]
+    assert held.dict == {"a": 2}
+    assert held.slots.state is state
+    assert LOG == []
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_arguments_are_left_as_they_were(trace):
+    held = SimpleNamespace(x=torch.ones(3, requires_grad=True))
+    x, many = held.x, [torch.ones(3)]
+
+    def fun(held, many):
+        held.x = held.x.sin()
+        many.append(held.x)
+        return (held.x * many[0]).sum()
+
+    trace(fun, held, many)
+    assert held.x is x
+    assert len(many) == 1

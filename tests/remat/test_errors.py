@@ -306,7 +306,13 @@ class Own:
 
 def test_an_argument_that_holds_tensors():
     fun = tr.checkpoint(lambda x, other: x * other.x if isinstance(other, Own) else x)
-    refuse(fun, leaf(2), Own(leaf(2)), error=TraceError, match=r"positional argument 1 holds .* of type Own")
+    refuse(
+        fun,
+        leaf(2),
+        Own(leaf(2)),
+        error=TraceError,
+        match=r"positional argument 1 holds .* of type Own",
+    )
 
 
 def test_a_static_argument_that_is_a_tensor():

@@ -85,7 +85,7 @@ class Slots(MutableMapping[str, Any]):
 
     @property
     def identity(self) -> int:
-        """The same for all views of one object."""
+        """One number for all views of an object."""
         return id(self._get_owner())
 
 

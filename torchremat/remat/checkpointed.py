@@ -384,6 +384,7 @@ class Checkpointed(TapeFallback):
             self.may_check,
             self.module_prefix,
             self._trace_cache.read_spots,
+            self.lenient,
             self.may_share,
         )
 

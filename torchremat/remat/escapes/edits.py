@@ -1,9 +1,9 @@
 """A change that a trace made outside of the function: its guard, and how to repeat it."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from torchremat.remat.escapes.reach import (
     write_items,
     write_slot,
 )
-from torchremat.remat.escapes.read_watch import Spot
+from torchremat.remat.escapes.read_watch import Spot, Steps, read_at, write_at
 from torchremat.remat.escapes.templates import CallValues, Template
 
 
@@ -73,8 +73,12 @@ class SlotEdit:
     """The length of a tuple that was there before, to which a tuple is added."""
     numbers: Mapping[Spot, Any] = field(default_factory=dict)
     """The spot of a number, with its value after the trace: perhaps a counter that is not read."""
+    any_before: bool = False
+    """Whether any value may be in the slot before, since the function did not read it."""
 
     def holds(self, roots: Roots) -> bool:
+        if self.any_before:
+            return True
         slots = read_holder(
             self.place.find(roots), frozenset([self.key]) if _has_name(self) else None
         )
@@ -149,7 +153,33 @@ class ItemsEdit:
         return (self.place.key, *(i if isinstance(i, int) else i.signature for i in items))
 
 
-Edit = SlotEdit | ItemsEdit
+@dataclass(frozen=True, eq=False)
+class CounterEdit:
+    """A number that the function does not read, but counts on with: whatever is there serves."""
+
+    place: Path
+    key: Any
+    steps: Steps
+
+    templates: ClassVar[Sequence[Template]] = ()
+    spots: ClassVar[Mapping[Spot, Any]] = {}
+
+    def holds(self, roots: Roots) -> bool:
+        return type(read_at(self.place.find(roots), self.key)) in (int, float)
+
+    def write(self, values: CallValues) -> None:
+        target = self.place.find(values.roots)
+        value = read_at(target, self.key)
+        for operation, other in self.steps:
+            value = operation(value, other)
+        write_at(target, self.key, value)
+
+    @property
+    def signature(self) -> Any:
+        return (self.place.key, self.key, self.steps)
+
+
+Edit = SlotEdit | ItemsEdit | CounterEdit
 
 
 def leaves_tensors(edit: Edit) -> bool:
@@ -181,6 +211,12 @@ class Neighbours:
         values = tuple((k, v) for k, v in items if k not in edited and type(v) in _PLAIN)
         keys = tuple(before) if type(before) is dict and holder.is_container else None
         return cls(holder.place, values, keys) if values or keys is not None else None
+
+    def without(self, place: Path, keys: Collection[Any]) -> "Neighbours":
+        """These values but those at `keys`, if they are of `place`."""
+        if place.key != self.place.key:
+            return self
+        return replace(self, values=tuple(pair for pair in self.values if pair[0] not in keys))
 
     def holds(self, roots: Roots) -> bool:
         target = self.place.find(roots)

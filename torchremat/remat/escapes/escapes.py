@@ -22,6 +22,7 @@ from torchremat.core.slots import identity_of
 from torchremat.errors import RetraceError
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.remat.escapes.edits import (
+    CounterEdit,
     Edit,
     ItemsEdit,
     Neighbours,
@@ -30,15 +31,17 @@ from torchremat.remat.escapes.edits import (
 )
 from torchremat.remat.escapes.find_edits import undo_edits
 from torchremat.remat.escapes.forward_hooks import DeferredHook, HookCalls
+from torchremat.remat.escapes.passed_arguments import find_containers
 from torchremat.remat.escapes.reach import (
     ABSENT,
+    Path,
     Reach,
     Roots,
     read_holder,
     write_items,
     write_slot,
 )
-from torchremat.remat.escapes.read_watch import Spot, Watch, reads_unnoted, watch_reads
+from torchremat.remat.escapes.read_watch import Spot, Steps, Watch, reads_unnoted, watch_reads
 from torchremat.remat.escapes.templates import CallValues, TemplateMaker, holds_traced
 
 
@@ -113,7 +116,7 @@ class Escapes:
                         begin = [edit.first.get(i, item) for i, item in enumerate(begin)]
                         write_items(target, begin)
                         stack.callback(write_items, target, items)
-                elif not edit.before.has_tensors:
+                elif isinstance(edit, SlotEdit) and not edit.before.has_tensors:
                     now = read_holder(target).get(edit.key, ABSENT)
                     write_slot(target, edit.key, edit.first)
                     stack.callback(write_slot, target, edit.key, now)
@@ -136,10 +139,60 @@ class Escapes:
                 assert isinstance(edit, ItemsEdit), "a number that is kept has a plain template"
                 edit.any_length = True
             kept.append(edit)
-        self.edits = kept
-        exact = [e for e in kept if isinstance(e, SlotEdit) or not e.any_length]
+        self._keep(kept)
+
+    def count_on(self, steps: Mapping[Spot, Steps | None], roots: Roots) -> None:
+        """Let a list that is in `steps` have any length, and a counter go on from where it is."""
+        kept: list[Edit] = []
+        for edit in self.edits:
+            if not edit.spots or any(spot not in steps for spot in edit.spots):
+                kept.append(edit)
+            elif isinstance(edit, ItemsEdit) and edit.appended is not None:
+                edit.any_length = True
+                kept.append(edit)
+                self.targets |= {identity_of(edit.place.find(roots))}
+            else:
+                kept += self._count_on_in(edit, steps, roots)
+        self._keep(kept)
+
+    def _count_on_in(
+        self, edit: Edit, steps: Mapping[Spot, Steps | None], roots: Roots
+    ) -> Sequence[Edit]:
+        target = edit.place.find(roots)
+        found = [(spot[1], steps[spot]) for spot in edit.spots]
+        counters = [CounterEdit(edit.place, key, how) for key, how in found if how is not None]
+        if len(counters) < len(found):  # it is set to a number of its own
+            if isinstance(edit, SlotEdit):
+                edit.any_before = True
+                self.slots |= {(identity_of(target), edit.key)}
+            return [edit]
+        if isinstance(edit, SlotEdit) and edit.first is ABSENT:  # it begins at a number of its own
+            return [edit]
+        self.slots |= {(identity_of(target), counter.key) for counter in counters}
+        if not _is_namespace(edit.place):
+            self.targets |= {id(target)}  # guarded as a whole: the rest of it is for `Neighbours`
+            self.neighbours = [n.without(edit.place, dict(found)) for n in self.neighbours]
+        return counters
+
+    def _keep(self, edits: list[Edit]) -> None:
+        self.edits = edits
+        exact = [e for e in edits if not (_has_any_length(e) or _is_counter_by_name(e))]
         places = {edit.place.key for edit in exact}
         self.neighbours = [n for n in self.neighbours if n.place.key in places]
+
+
+def _is_namespace(place: Path) -> bool:
+    """Whether attributes or globals are there, which are guarded one by one."""
+    kind, key = place.steps[-1]
+    return kind == "slots" or key in ("__dict__", "__globals__")
+
+
+def _is_counter_by_name(edit: Edit) -> bool:
+    return isinstance(edit, CounterEdit) and _is_namespace(edit.place)
+
+
+def _has_any_length(edit: Edit) -> bool:
+    return isinstance(edit, ItemsEdit) and edit.any_length
 
 
 def _name_of(guard: Edit | Neighbours) -> str:
@@ -170,6 +223,7 @@ class EscapeWatch:
     ) -> None:
         with _torch.without_function_modes(), reads_unnoted():
             self._reach = Reach(roots, modules)
+            self.passed = find_containers(roots.arguments)
             self._maker = TemplateMaker(input_of, self._reach.known)
         self._hooks = HookCalls(self._maker)
         self._watched = watched or {}

@@ -29,7 +29,7 @@ def find_containers(arguments: Any) -> dict[int, Path]:
 
 
 def _parts_of(value: Any, place: Path) -> _Parts | None:
-    """What is in a container, with the ways there; `None` for anything else."""
+    """The items of a container, with the ways there; `None` for anything else."""
     if isinstance(value, list | tuple):
         return [(item, place.step("item", i)) for i, item in enumerate(value)]
     if isinstance(value, dict):

@@ -29,12 +29,18 @@ _ACTIVE: list["Watch"] = []
 _REACHES: list[Reach] = []
 
 
+Steps = tuple[tuple[Callable[[Any, Any], Any], int | float], ...]
+"""Operations with plain numbers, one after the other: of `n * 2 + 1` there are two."""
+
+
 class Watch:
     """The reads of one spot, and the numbers that were made of what is there."""
 
     def __init__(self) -> None:
         self.is_read = False
         self.numbers: list[weakref.ref[Any]] = []
+        self.steps: Steps | None = None
+        """How the number that was left in the spot was made of the one before."""
 
     def note(self) -> None:
         if not _QUIET[0]:
@@ -47,11 +53,12 @@ class Watch:
 class _WatchedNumber:
     """Stands for a number. What a plain number is added to it stands for the sum."""
 
-    __slots__ = ("__weakref__", "_value", "_watch")
+    __slots__ = ("__weakref__", "_steps", "_value", "_watch")
 
-    def __init__(self, value: Any, watch: Watch) -> None:
+    def __init__(self, value: Any, watch: Watch, steps: Steps = ()) -> None:
         self._value = value
         self._watch = watch
+        self._steps = steps
         watch.numbers.append(weakref.ref(self))
 
     @property  # type: ignore[misc]
@@ -75,7 +82,8 @@ def _note_number(name: str) -> Callable[..., Any]:
 def _combine(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def call(self: Any, other: Any) -> Any:
         if type(other) in (int, float):
-            return _WatchedNumber(operation(self._value, other), self._watch)
+            steps = (*self._steps, (operation, other))
+            return _WatchedNumber(operation(self._value, other), self._watch, steps)
         self._watch.note()
         return operation(self._value, other)
 
@@ -216,14 +224,15 @@ def _put_numbers(
     for at, key in spots:
         if at == place and key is not None:
             watch = found[at, key]
-            _write(holder.target, key, _WatchedNumber(spots[at, key], watch))
+            write_at(holder.target, key, _WatchedNumber(spots[at, key], watch))
             yield lambda key=key, watch=watch: _take_number(holder, key, watch)  # type: ignore[misc]
 
 
 def _take_number(holder: Holder, key: Any, watch: Watch) -> None:
-    now = _read(holder.target, key)
+    now = read_at(holder.target, key)
     if type(now) is _WatchedNumber and now._watch is watch:
-        _write(holder.target, key, now._value)
+        watch.steps = now._steps
+        write_at(holder.target, key, now._value)
 
 
 def _put_list(holder: Holder, reach: Reach, watch: Watch) -> Iterator[Callable[[], None]]:
@@ -235,12 +244,12 @@ def _put_list(holder: Holder, reach: Reach, watch: Watch) -> Iterator[Callable[[
     stand_in._watch, stand_in.original = watch, holder.target
     length = len(holder.before)
     for target, key in slots:
-        _write(target, key, stand_in)
+        write_at(target, key, stand_in)
 
     def take_away() -> None:
         for target, key in slots:
-            if _read(target, key) is stand_in:
-                _write(target, key, holder.target)
+            if read_at(target, key) is stand_in:
+                write_at(target, key, holder.target)
             else:
                 watch.is_read = True
         holder.target.extend(list.__getitem__(stand_in, slice(length + 1, None)))
@@ -269,13 +278,15 @@ def _keys_of(holder: Holder, value: Any) -> list[Any]:
     return [key for key, item in pairs if item is value]
 
 
-def _read(target: Any, key: Any) -> Any:
+def read_at(target: Any, key: Any) -> Any:
+    """The value in a slot of a holder, or at a place of a list; `ABSENT` if there is none."""
     if isinstance(target, list | deque):
         return target[key] if key < len(target) else ABSENT
     return read_holder(target, frozenset([key])).get(key, ABSENT)
 
 
-def _write(target: Any, key: Any, value: Any) -> None:
+def write_at(target: Any, key: Any, value: Any) -> None:
+    """Write into a slot of a holder, or to a place of a list."""
     if isinstance(target, list | deque):
         target[key] = value
     else:

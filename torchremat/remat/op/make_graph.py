@@ -118,15 +118,13 @@ def trace_graph(
         results.append(Structure.of(result, lambda leaf: isinstance(leaf, Tensor | Number)))
         return results[-1].flatten(result)
 
-    roots = {i: below(module_prefix, n) for i, n in call.roots.items()}
-    paths = ModulePaths(roots)
+    paths = ModulePaths({i: below(module_prefix, n) for i, n in call.roots.items()})
     specs = [InputSpec.of(tensor, any_level=True) for tensor in tensors]
-    body = FunctionBody(lambda: flat, specs)
-    names = [f"arg{i}" for i in range(len(specs))]
+    body, names = FunctionBody(lambda: flat, specs), [f"arg{i}" for i in range(len(specs))]
     is_outermost = current_tracing() is None
     found = leave_as_found(fun, (args, kwargs)) if is_outermost else nullcontext()
+    options = TraceOptions(with_gradients=False, whole_calls=True)
     with torch.inference_mode(False), found:
-        options = TraceOptions(with_gradients=False, whole_calls=True)
         joint, tracing = trace_joint(body, specs, names, paths, options)
     _refuse_dtensors(call, [*specs, *tracing.captured_specs])
     mark_no_grad(joint.module.graph)

@@ -258,15 +258,12 @@ class Result:
                     )
                 number = numbers.setdefault(id(leaf), len(self.tensors))
                 if number == len(self.tensors):
-                    sharding = Sharding.of(leaf)
-                    if sharding is not None:
-                        self._shardings[number] = sharding
-                    self.tensors.append(local_part(leaf))
+                    self._add_tensor(leaf)
                 self._leaves.append(number)
-            elif isinstance(leaf, (*_SCALARS, *_CONSTANTS)):
-                self._leaves.append(WrapHashably(leaf))
             elif isinstance(leaf, Path):
                 self._leaves.append(leaf)
+            elif isinstance(leaf, (*_SCALARS, *_CONSTANTS)):
+                self._leaves.append(WrapHashably(leaf))
             elif isinstance(leaf, SYMBOLIC):
                 self._leaves.append(Size(leaf))
             else:
@@ -281,8 +278,14 @@ class Result:
             type(value) is tuple and in_order and all(isinstance(item, Tensor) for item in value)
         )
 
+    def _add_tensor(self, tensor: Tensor) -> None:
+        sharding = Sharding.of(tensor)
+        if sharding is not None:
+            self._shardings[len(self.tensors)] = sharding
+        self.tensors.append(local_part(tensor))
+
     def find_passed(self, roots: Roots) -> Sequence[Any]:
-        """What is an argument, or part of one, in a call that has not yet written to them."""
+        """The arguments, or parts of them, that are in the result of a call; before it writes."""
         return [leaf.find(roots) for leaf in self._leaves if isinstance(leaf, Path)]
 
     def rebuild(

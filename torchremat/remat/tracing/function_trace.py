@@ -21,7 +21,6 @@ from torchremat.policies.replay_rules import is_random
 from torchremat.remat.escapes.escapes import Escapes, EscapeWatch
 from torchremat.remat.escapes.live_tensors import LiveTensors
 from torchremat.remat.escapes.own_backward import OwnBackwards
-from torchremat.remat.escapes.passed_arguments import find_containers
 from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.escapes.read_watch import Spot, Watch, reads_unnoted, stand_for
 from torchremat.remat.program.region import Region
@@ -176,8 +175,6 @@ class _FlatFunction:
         is_first = self.result is None
         args, kwargs = self._fill_in(tensors)
         roots = Roots(function, (args, kwargs))
-        with reads_unnoted():
-            passed = find_containers(roots.arguments)
         live = LiveTensors(tracing, tensors) if is_first and tracing is not None else None
         if is_first and tracing is not None:
             tracing.on_own_backward = self.own_backwards.note_call
@@ -192,7 +189,7 @@ class _FlatFunction:
                     self.code if is_first else nullcontext(),
                 ):
                     value = self._around(function, *args, **kwargs)
-                result = Result(value, lambda: describe_fun(function), passed)
+                result = Result(value, lambda: describe_fun(function), watch.passed)
                 value = None
             finally:
                 found, escaped = watch.take_out()

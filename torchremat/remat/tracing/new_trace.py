@@ -8,7 +8,6 @@ from typing import Any
 from torchremat.autodiff.joint import TraceOptions, is_differentiated
 from torchremat.core.trees import Structure
 from torchremat.errors import ConcretizationError
-from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.escapes.read_watch import Spot, Watch, reads_unnoted
 from torchremat.remat.tracing.calls import Call, ignore_numbers, is_number
 from torchremat.remat.tracing.effects import trace_without_effects
@@ -39,6 +38,8 @@ class Subject:
     module_prefix: str
     read_spots: set[Spot]
     """Places that the function changes and reads; a trace may add others."""
+    counts_calls: bool = False
+    """Whether a counter that the function does not read counts calls, not traces."""
     may_be_shared: bool = False
     """Whether alike functions of other modules may be found, to share the trace with."""
 
@@ -81,7 +82,7 @@ def trace_call(
     if not state[0] and any(map(is_differentiated, made.result.tensors)):
         made = trace(with_gradients=True)  # it enables gradients itself
     again = functools.partial(trace_once, made.region.options)
-    forget_unread(made, subject.read_spots, again, Roots(fun, call.arguments))
+    forget_unread(made, subject.read_spots, again, call.arguments, subject.counts_calls)
     call = _ignore_unread(made, call, numbers, functools.partial(again, {}))
     reads.close()
     known = reads if are_reads_known(made) else None

@@ -20,31 +20,38 @@ def forget_unread(
     made: FunctionTrace,
     known: set[Spot],
     trace: Callable[[Mapping[Spot, Any]], FunctionTrace],
-    roots: Roots,
+    arguments: tuple[Any, Any],
+    counts_calls: bool,
 ) -> None:
     """Let what `made` only adds to have any value. `known` spots are read; others may join them.
 
-    Another trace tells, in which the given spots are watched.
+    Another trace tells, in which the given spots are watched. A counter goes on in each call if
+    `counts_calls`, else it stands still.
     """
     spots = {spot: value for spot, value in made.escapes.spots.items() if spot not in known}
-    if spots and not has_stand_ins():
-        read = _find_reads(made, spots, trace)
-        known |= read
-        made.escapes.forget_unread(spots.keys() - read, roots)
+    if not spots or has_stand_ins():
+        return
+    unread = _find_unread(made, spots, trace)
+    known |= spots.keys() - unread.keys()
+    roots = Roots(made.function, arguments)
+    if counts_calls:
+        made.escapes.count_on({spot: watch.steps for spot, watch in unread.items()}, roots)
+    else:
+        made.escapes.forget_unread(unread, roots)
 
 
-def _find_reads(
+def _find_unread(
     made: FunctionTrace,
     spots: Mapping[Spot, Any],
     trace: Callable[[Mapping[Spot, Any]], FunctionTrace],
-) -> set[Spot]:
+) -> dict[Spot, Watch]:
     try:
         again = trace(spots)
     except Exception:  # code that cannot run on stand-ins has read them
-        return set(spots)
+        return {}
     if not _are_alike(made.region.joint, again.region.joint):
-        return set(spots)  # the reads of C, and `n is None`, are not noted
-    return {spot for spot in spots if again.watches[spot].is_read}
+        return {}  # the reads of C, and `n is None`, are not noted
+    return {spot: again.watches[spot] for spot in spots if not again.watches[spot].is_read}
 
 
 def find_unread_numbers(

@@ -13,7 +13,7 @@ from torchremat import _torch
 from torchremat.errors import ArgumentValueError
 from torchremat.policies.policy import PolicyLike
 from torchremat.remat.checkpoint import checkpoint
-from torchremat.remat.tracing.variables import modules_in, variables_of
+from torchremat.remat.tracing.guards.variables import modules_in, variables_of
 from torchremat.report.explain import explain
 from torchremat.report.live_bytes import HeldBytes
 

@@ -4,6 +4,7 @@ After `WrapHashably` and `_HashableWithStrictTypeEquality` of `jax.api_util`.
 """
 
 import copy
+from operator import is_
 from typing import Any
 
 
@@ -62,7 +63,7 @@ def same_value(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(same_value, a, b))
+        return len(a) == len(b) and (all(map(is_, a, b)) or all(map(same_value, a, b)))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     if isinstance(a, float):

@@ -39,6 +39,7 @@ from torchremat.remat.tracing.calls import (
     read_call,
     wrap_statics,
 )
+from torchremat.remat.tracing.guards.variables import variables_of
 from torchremat.remat.tracing.new_trace import Subject, trace_call
 from torchremat.remat.tracing.trace_cache import (
     PolicyKey,
@@ -46,9 +47,6 @@ from torchremat.remat.tracing.trace_cache import (
     Traces,
     TracesByFunction,
     current_state,
-)
-from torchremat.remat.tracing.variables import (
-    variables_of,
 )
 from torchremat.remat.values.residual_log import log_residuals
 from torchremat.remat.verify import VerifyingProgram
@@ -73,6 +71,9 @@ class Checkpointed(TapeFallback):
 
     may_share = False
     """Whether alike functions of other modules may share the traces."""
+
+    counts_calls = False
+    """Whether a counter that the function does not read counts calls; else it counts traces."""
 
     around: Callable[..., Any] | None = None
     """A transformation of `fun`: if set, `around(fun, *args, **kwargs)` is traced."""
@@ -384,7 +385,7 @@ class Checkpointed(TapeFallback):
             self.may_check,
             self.module_prefix,
             self._trace_cache.read_spots,
-            self.lenient,
+            self.counts_calls,
             self.may_share,
         )
 

@@ -27,9 +27,9 @@ from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.sharing.adoption import KnownTraces, adopt
 from torchremat.remat.tape.tape import TapeSummary
 from torchremat.remat.tracing.calls import Call, flatten_call, is_in_plain_step, wrap_statics
+from torchremat.remat.tracing.guards.variables import variables_of
 from torchremat.remat.tracing.new_trace import Subject
 from torchremat.remat.tracing.trace_cache import Trace, Traces
-from torchremat.remat.tracing.variables import variables_of
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import has_symbols
 
@@ -286,6 +286,8 @@ class _CheckpointedForward(Checkpointed):
             traces=Traces() if forward.hidden else None,
         )
         vars(self).pop("__wrapped__", None)
+
+    counts_calls = True
 
     @property
     def may_share(self) -> bool:  # type: ignore[override]

@@ -16,10 +16,10 @@ from torchremat.policies.policy import Policy
 from torchremat.remat.tape.taped_call import TapedCalls, allows_tape, find_policy, note_refusal
 from torchremat.remat.tracing.calls import Call, is_in_plain_step
 from torchremat.remat.tracing.function_trace import describe_fun
+from torchremat.remat.tracing.guards.variables import roots_of
 from torchremat.remat.tracing.new_trace import Subject
 from torchremat.remat.tracing.retraces import find_why_retraced
 from torchremat.remat.tracing.trace_cache import PolicyKey, Trace, Traces
-from torchremat.remat.tracing.variables import roots_of
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import trace_lock
 

@@ -21,7 +21,7 @@ from torchremat.remat.sharing.alike_modules import AlikeModules
 from torchremat.remat.sharing.shared_objects import lead_to
 from torchremat.remat.tracing.calls import Call, is_in_plain_step
 from torchremat.remat.tracing.function_trace import FunctionTrace, TraceStart, trace_as_before
-from torchremat.remat.tracing.guards import StartingPoint
+from torchremat.remat.tracing.guards.starting_point import StartingPoint
 from torchremat.remat.tracing.new_trace import Subject
 from torchremat.remat.tracing.trace_cache import Trace, build_trace, current_state
 from torchremat.tracing.input_spec import InputSpec

@@ -24,12 +24,12 @@ from torchremat import _torch
 from torchremat.api_util import same_value
 from torchremat.errors import TraceError
 from torchremat.remat.escapes.reach import ATOMS
-from torchremat.remat.tracing.variables import _OF_EVERY_MODULE, is_user_written
+from torchremat.remat.tracing.guards.entries import OF_EVERY_MODULE, is_user_written
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.attribute_reads import AttributeReads
 
 _HELD = ("_parameters", "_buffers", "_modules")
-_HOOKS = sorted(name for name in _OF_EVERY_MODULE if name.endswith("_hooks"))
+_HOOKS = sorted(name for name in OF_EVERY_MODULE if name.endswith("_hooks"))
 _VALUES = (*ATOMS, bool, torch.layout, torch.memory_format)
 
 # Chosen by hand: a list of records in a configuration of a layer has five.
@@ -122,7 +122,7 @@ class AlikeModules:
         if names is None:
             return False
         ours, theirs = vars(a), vars(b)
-        for name in names - _OF_EVERY_MODULE:
+        for name in names - OF_EVERY_MODULE:
             if (name in ours) is not (name in theirs):
                 return False
             if name in ours and not self._are_alike(ours[name], theirs[name], 0):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchremat import _torch
 from torchremat.core.source import is_user_file
 from torchremat.remat.escapes.reach import _NOT_WALKED, ATOMS
-from torchremat.remat.tracing.variables import names_in
+from torchremat.remat.tracing.guards.entries import names_in
 from torchremat.tracing.modules.reached_code import GlobalsOf
 
 # Each layer that shares a trace walks them. Chosen by hand: some 20 ms, a fraction of a trace.

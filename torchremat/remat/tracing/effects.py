@@ -13,7 +13,7 @@ from torch import nn
 from torchremat.core.source import Source, first_line_where
 from torchremat.errors import EffectError
 from torchremat.remat.escapes.live_tensors import LastingChangeError
-from torchremat.remat.tracing.variables import Binding
+from torchremat.remat.tracing.guards.entries import Binding
 from torchremat.tracing.modules.attribute_changes import MISSING, AttributeChange
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.random_sources import RandomSource, RandomState, global_sources, source_of

@@ -12,7 +12,7 @@ from torchremat.core.source import is_user_file
 from torchremat.graph.nodes import attribute
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.remat.tracing.function_trace import FunctionTrace
-from torchremat.remat.tracing.variables import _OF_EVERY_MODULE, names_in
+from torchremat.remat.tracing.guards.entries import OF_EVERY_MODULE, names_in
 from torchremat.tracing.modules.attribute_reads import AttributeReads
 
 _TELL_OBJECTS_APART = frozenset(
@@ -20,7 +20,7 @@ _TELL_OBJECTS_APART = frozenset(
 )
 """Names by which code may learn which object it has, other than by its attributes."""
 
-_HOOKS = sorted(name for name in _OF_EVERY_MODULE if name.endswith("_hooks"))
+_HOOKS = sorted(name for name in OF_EVERY_MODULE if name.endswith("_hooks"))
 
 
 _READ_ALL = frozenset(("__getattribute__", "getattr_static"))

@@ -14,7 +14,7 @@ from torchremat.core.open_objects import close_objects, open_objects
 from torchremat.core.source import is_user_file, name_of, unwrap_function
 from torchremat.errors import ArgumentTypeError, nearest_names
 from torchremat.remat.tape.operator_facts import is_plain
-from torchremat.remat.tracing.variables import variables_of
+from torchremat.remat.tracing.guards.variables import variables_of
 from torchremat.tracing.modules.module_paths import ModulePaths
 
 _KINDS = (

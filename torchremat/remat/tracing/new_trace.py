@@ -18,10 +18,10 @@ from torchremat.remat.tracing.function_trace import (
     describe_fun,
     trace_function,
 )
-from torchremat.remat.tracing.guards import StartingPoint
+from torchremat.remat.tracing.guards.entries import Binding
+from torchremat.remat.tracing.guards.starting_point import StartingPoint
 from torchremat.remat.tracing.trace_cache import Trace, build_trace, current_state
 from torchremat.remat.tracing.unread import find_unread_numbers, forget_unread
-from torchremat.remat.tracing.variables import Binding
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.attribute_reads import AttributeReads

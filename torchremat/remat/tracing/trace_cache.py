@@ -26,15 +26,13 @@ from torchremat.remat.program.shared_graphs import SharedGraphs
 from torchremat.remat.tape.refused_kinds import RefusedKinds
 from torchremat.remat.tape.taped_call import TapedCalls
 from torchremat.remat.tracing.calls import AnyNumber, Call, Result, differing_numbers
-from torchremat.remat.tracing.code_guard import CodeGuard, plain_variables_of
 from torchremat.remat.tracing.failed_checks import find_generators, pass_on
 from torchremat.remat.tracing.function_trace import FunctionTrace
-from torchremat.remat.tracing.guards import (
-    CapturedTensors,
-    ModuleGuard,
-    StartingPoint,
-    VariableGuard,
-)
+from torchremat.remat.tracing.guards.captured_tensors import CapturedTensors
+from torchremat.remat.tracing.guards.code_guard import CodeGuard, plain_variables_of
+from torchremat.remat.tracing.guards.module_guard import ModuleGuard
+from torchremat.remat.tracing.guards.starting_point import StartingPoint
+from torchremat.remat.tracing.guards.variable_guard import VariableGuard
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.checks.checks import CheckError
 from torchremat.tracing.dtensors import CotangentPlacements

@@ -32,8 +32,10 @@ from torchremat.core.source import current_source
 from torchremat.errors import RaggedError
 from torchremat.graph.symbolic_sizes import format_size, literal_size
 from torchremat.remat.escapes.escapes import Escapes
-from torchremat.remat.tracing.guards import CapturedTensors, ModuleGuard, VariableGuard
-from torchremat.remat.tracing.variables import modules_in, variables_of, variables_of_modules
+from torchremat.remat.tracing.guards.captured_tensors import CapturedTensors
+from torchremat.remat.tracing.guards.module_guard import ModuleGuard
+from torchremat.remat.tracing.guards.variable_guard import VariableGuard
+from torchremat.remat.tracing.guards.variables import modules_in, variables_of, variables_of_modules
 from torchremat.tracing.ambient_state import AmbientState
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths

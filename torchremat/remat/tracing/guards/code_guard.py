@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from torchremat.core.source import is_user_file
-from torchremat.remat.tracing.variables import (
+from torchremat.remat.tracing.guards.entries import (
     Binding,
-    _is_plain,
+    is_plain,
     is_user_written,
     names_in,
     names_stored_by,
@@ -101,7 +101,7 @@ def plain_variables_of(globals_of: GlobalsOf) -> Iterator[Binding]:
     for code, namespace in globals_of.items():
         if is_user_file(code.co_filename):
             for name in sorted(names_in(code) - stored):
-                if name in namespace and _is_plain(namespace[name]):
+                if name in namespace and is_plain(namespace[name]):
                     yield Binding(f"closed-over {name}", namespace, name)
 
 

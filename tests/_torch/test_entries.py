@@ -948,6 +948,16 @@ def offsets():
     assert torch.vmap(lambda row: row + _torch.offset_of(row))(torch.ones(4, 2)[1:])[0, 0] == 1
 
 
+@check("function_modes")
+def function_modes_of_the_user():
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    assert list(_torch.function_modes()) == []
+    with torch.device("cpu"), Mode() as mode:
+        assert list(_torch.function_modes()) == [mode]
+
+
 @check("SWITCHES")
 def switches():
     before = [ask() for ask in _torch.SWITCHES]

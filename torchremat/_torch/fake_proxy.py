@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -384,7 +384,21 @@ def autograd_as_at_the_top() -> Iterator[None]:
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+def function_modes() -> Sequence[Any]:
+    """The modes of the user in force, which see the functions of PyTorch that are called."""
+    if not torch._C._len_torch_function_stack():
+        return ()
+    modes = _get_current_function_mode_stack()
+    return [m for m in modes if type(m).__module__.partition(".")[0] not in ("torch", "torchremat")]
+
+
+def kinds_of_function_modes() -> tuple[type, ...]:
+    """The types of `function_modes`."""
+    return tuple(map(type, function_modes()))
+
+
 SWITCHES = (
+    kinds_of_function_modes,
     torch.is_inference_mode_enabled,
     torch._C._get_deterministic_algorithms,
     torch._C._get_flash_sdp_enabled,

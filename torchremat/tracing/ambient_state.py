@@ -1,9 +1,9 @@
 """The state of PyTorch that changes what a function computes."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class Rules:
 def switches() -> tuple[Any, ...]:
     """Inference mode, deterministic algorithms, the kernels allowed for attention; global hooks.
 
-    Also how often batching rules changed.
+    Also the kinds of function modes, and how often batching rules changed.
 
     Hooks of all modules are compared by their handles; those of a trace do not count.
     """
@@ -87,6 +87,8 @@ class AmbientState:
     """Whether autocast casts a leaf once, until its outermost block ends."""
     meta_as_cpu: bool = False
     """Whether tensors on the meta device are traced as those on the CPU."""
+    modes: Sequence[Any] = field(default=(), compare=False)
+    """The function modes of the user, whose types are among the switches."""
 
     @classmethod
     def now(cls) -> "AmbientState":
@@ -102,6 +104,7 @@ class AmbientState:
             axis_environment(),
             torch.is_autocast_cache_enabled(),
             is_meta_as_cpu(),
+            _torch.function_modes(),
         )
 
     @contextmanager
@@ -117,6 +120,10 @@ class AmbientState:
                     stack.enter_context(torch.autocast(device, dtype))
                 if self.meta_as_cpu:
                     stack.enter_context(meta_as_cpu())
+                in_force = _torch.function_modes()
+                for mode in self.modes:
+                    if not any(mode is other for other in in_force):
+                        stack.enter_context(mode)
                 yield
         finally:
             if changes:

@@ -459,15 +459,22 @@ class Model(nn.Module):
         return torch.tanh(self.linear(x)) * self.read(self.held)
 
 
-@pytest.mark.parametrize("way", ["function", "module"])
+class ModelOfTwo(Model):
+    def forward(self, x, held):
+        return torch.tanh(self.linear(x)) * self.read(held)
+
+
+@pytest.mark.parametrize("way", ["function", "module", "argument"])
 @pytest.mark.parametrize("name", CASES)
 def test_each_call_reads_what_is_there(name, way):
     make, read, change = CASES[name]
     held = make()
-    model = Model(held, read)
+    model = ModelOfTwo(None, read) if way == "argument" else Model(held, read)
     linear = model.linear
     if way == "module":
         ours = tr.nn.wrap(model, "full")
+    elif way == "argument":
+        ours = functools.partial(tr.nn.wrap(model, "full"), held=held)
     else:
         ours = tr.checkpoint(lambda x: torch.tanh(linear(x)) * read(held))
     x = torch.ones(2, 4, requires_grad=True)
@@ -480,6 +487,43 @@ def test_each_call_reads_what_is_there(name, way):
         out.sum().backward()
     if way == "module":
         assert tr.nn.report(ours).traces == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "read", "change"),
+    [
+        (nn.Dropout(0.25), lambda m: m.p * 8, lambda m: setattr(m, "p", 0.375)),
+        (nn.Identity(), lambda m: 2.0 if m.training else 3.0, nn.Module.eval),
+    ],
+)
+def test_a_module_among_the_arguments(module, read, change):
+    wrapped = tr.nn.wrap(ModelOfTwo(None, read), "full")
+    x = torch.ones(2, 4, requires_grad=True)
+    for factor in (2.0, 3.0, 3.0):
+        assert torch.equal(wrapped(x, module), torch.tanh(wrapped.linear(x)) * factor)
+        change(module)
+
+
+def read_by_a_helper(held):
+    return read_by_another(held)
+
+
+def read_by_another(held):
+    return held.deeply_hidden
+
+
+class CallsAHelper(Model):
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * read_by_a_helper(self.held)
+
+
+def test_a_global_helper_reads_an_attribute():
+    held = Holder(deeply_hidden=2.0)
+    wrapped = tr.nn.wrap(CallsAHelper(held, None), "full")
+    x = torch.ones(2, 4, requires_grad=True)
+    for factor in (2.0, 3.0):
+        held.deeply_hidden = factor
+        assert torch.equal(wrapped(x), torch.tanh(wrapped.linear(x)) * factor)
 
 
 def test_what_no_code_names_may_change():

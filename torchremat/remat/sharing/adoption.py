@@ -100,7 +100,8 @@ def _share(
     reads, captured = trace.shared_reads, trace.captured.current()
     assert reads is not None
     alike = AlikeModules(*modules, reads)
-    around = StartingPoint(subject.fun, subject.variables, subject.module_prefix)
+    prefix = subject.module_prefix
+    around = StartingPoint(subject.fun, subject.variables, prefix, call.static_values)
     if captured is None or not alike.are_alike or not _are_all(around.inside, alike):
         return None
     code = trace.code.globals_of

@@ -36,6 +36,11 @@ class Call:
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = field(default=((), {}), compare=False)
     """The arguments as they were given, by position and by name."""
 
+    @property
+    def static_values(self) -> list[Any]:
+        """The arguments that are no tensors, numbers or texts."""
+        return [part.value for part in self.key if isinstance(part, WrapHashably)]
+
 
 def is_in_plain_step() -> bool:
     """Whether calls are those of a training step, with nothing around that traces or transforms."""

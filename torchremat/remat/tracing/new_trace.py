@@ -57,9 +57,9 @@ def trace_call(
 
     `numbers` are positions in the key of the call.
     """
-    fun = subject.fun
+    fun, prefix = subject.fun, subject.module_prefix
     with reads_unnoted():
-        around = StartingPoint(fun, subject.variables, subject.module_prefix)
+        around = StartingPoint(fun, subject.variables, prefix, call.static_values)
     reads = AttributeReads(around.inside)
     state = current_state()
 

@@ -49,7 +49,7 @@ class NamedCode:
             count = len(self.functions)
             held = self._find_entries(own)
             for variable in (*own, *held):
-                self._note(variable.get())
+                self.note(variable.get())
             if len(self.functions) == count:
                 return held
 
@@ -81,8 +81,13 @@ class NamedCode:
             self._known.add(id(function))
             self.functions.append(function)
             self.names |= names_in(function.__code__) | texts_in(function.__code__)
+            for variable in read_by(function):
+                for called in functions_in(variable.get()):
+                    if is_users(called):
+                        self._add(called)
 
-    def _note(self, value: Any) -> None:
+    def note(self, value: Any) -> None:
+        """Add the code of a value: a function, or what is named in the class of an object."""
         for function in functions_in(value):
             if is_users(function):
                 self._add(function)

@@ -1,6 +1,6 @@
 """Variables that a function reads: in its closure, its globals, and the objects these lead to."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -57,6 +57,31 @@ def _follow(level: list[Binding], seen: set[int]) -> list[Binding]:
     return found + level
 
 
+def variables_of_arguments(
+    arguments: Sequence[Any],
+    fun: Callable[..., Any],
+    variables: Iterable[Binding],
+    modules: Sequence[nn.Module],
+) -> list[Binding]:
+    """The variables in static arguments, which are compared by identity, that code may read.
+
+    The code is that of `fun`, and what its `variables` and the attributes of `modules` have.
+    """
+    own = [Binding(f"static argument {i}", arguments, i) for i in range(len(arguments))]
+    own = [v for v in own if not is_plain(v.get())]
+    if not own:
+        return []
+    code = NamedCode([*functions_in(fun), *_methods_of(modules)])
+    for value in [*(v.get() for v in variables), *(x for m in modules for x in vars(m).values())]:
+        code.note(value)
+    return _distinct([*code.find_held(own), *code.find_plain()])
+
+
+def _methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
+    classes = {c: None for m in modules for c in type(m).__mro__ if is_user_written(c)}
+    return [f for c in classes for f in vars(c).values() if isinstance(f, FunctionType)]
+
+
 def variables_of_modules(modules: Iterable[nn.Module]) -> list[Binding]:
     """The variables that the methods of `modules` read: globals, class attributes, configurations.
 
@@ -65,7 +90,7 @@ def variables_of_modules(modules: Iterable[nn.Module]) -> list[Binding]:
     """
     modules = list(modules)
     classes = {c: None for m in modules for c in type(m).__mro__ if is_user_written(c)}
-    methods = [f for c in classes for f in vars(c).values() if isinstance(f, FunctionType)]
+    methods = _methods_of(modules)
     own = [Binding(n, vars(m), n) for m in modules for n in {*vars(m)} - OF_EVERY_MODULE]
     own = [v for v in own if not _is_of_forward(v)]
     code = NamedCode(methods)

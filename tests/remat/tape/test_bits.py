@@ -217,3 +217,49 @@ def test_a_recurrent_network_has_the_workspace_of_its_grad_mode(kind, is_frozen)
     expected = torch.autograd.grad(model(x).pow(2).sum(), inputs)
     found = torch.autograd.grad(wrap(model)(x).pow(2).sum(), inputs)
     assert all(map(torch.equal, found, expected))
+
+
+class ReadsAValue(nn.Module):
+    """A model with a norm that Python's reading of a value puts on a tape."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 4), norm, nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.norm(self.first(x).sin()).tanh()
+        return self.last(y) if y.sum().item() > -1e9 else y
+
+
+NORMS = {
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "without weights": lambda: nn.BatchNorm1d(4, affine=False),
+    "without statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "cumulative": lambda: nn.BatchNorm1d(4, momentum=None),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(0, (1, -1)), nn.InstanceNorm1d(3, track_running_stats=True), nn.Flatten(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_norms_in_eval_mode_have_their_statistics(norm, policy):
+    plain, ours = ReadsAValue(NORMS[norm]()), ReadsAValue(NORMS[norm]())
+    tr.nn.wrap(ours, policy)
+    for step in range(12):
+        for model in (plain, ours):
+            model.train(step < 2)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        outputs = [model(x) for model, x in zip((plain, ours), inputs, strict=True)]
+        for out in outputs:
+            out.square().sum().backward()
+        assert torch.equal(*outputs)
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        for a, b in zip(plain.buffers(), ours.buffers(), strict=True):
+            assert torch.equal(a, b)
+    assert {row.way for row in tr.nn.report(ours).rows} == {"tape"}

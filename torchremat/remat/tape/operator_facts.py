@@ -64,6 +64,9 @@ class OperatorFacts:
     overwritten: frozenset[int | str] = frozenset()
     """The ones among them that it does not read."""
     statistics: tuple[int, ...] = ()
+    """Positions of running statistics, which it writes to in training."""
+    training: int | None = None
+    """The position of the argument that says whether it is training; without one it is."""
     makes_more: bool = False
     """Whether it writes to arguments and also returns something new."""
     options: frozenset[str] = frozenset()
@@ -73,6 +76,13 @@ class OperatorFacts:
 
 
 _VIEWS = OperatorFacts(is_view=True)
+
+
+def updates_statistics(facts: OperatorFacts, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes to running statistics; one that does not reads them."""
+    if not facts.statistics or facts.training is None:
+        return bool(facts.statistics)
+    return bool(args[facts.training] if len(args) > facts.training else kwargs.get("training"))
 
 
 @cache
@@ -106,6 +116,7 @@ def facts_of(op: Any) -> OperatorFacts:
         written=frozenset(written),
         overwritten=frozenset(overwritten),
         statistics=statistics,
+        training=next((i for i, a in enumerate(schema.arguments) if a.name == "training"), None),
         makes_more=bool(written) and not all(aliases),
         options=frozenset(a.name for a in schema.arguments) & {"dtype", "device"},
     )

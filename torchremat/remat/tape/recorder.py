@@ -45,6 +45,7 @@ from torchremat.remat.tape.operator_facts import (
     fills_its_storage,
     is_plain,
     tensors_in,
+    updates_statistics,
 )
 from torchremat.remat.tape.tape import Tape
 from torchremat.remat.tape.tape_decisions import TapeDecision, TapeDecisions
@@ -289,6 +290,7 @@ class _Call:
         self.args = args
         self.kwargs = kwargs
         self.is_replayable = facts.is_known and not recorder.is_unseen
+        self._updates_statistics = updates_statistics(facts, args, kwargs)
         self._reads: list[tuple[Content, Tensor]] = []
         self._writes: list[tuple[Slot, Read | Blank, Tensor]] = []
         given = [self._note(value, i) for i, value in enumerate(args)]
@@ -315,7 +317,7 @@ class _Call:
         slot = self.recorder.slot_of(tensor)
         content = slot.content
         geometry = Geometry.of(tensor)
-        if place in facts.statistics:
+        if self._updates_statistics and place in facts.statistics:
             given: Read | Blank = Blank(geometry, tensor.device, 1.0)
             self._writes.append((slot, given, tensor))
             return given

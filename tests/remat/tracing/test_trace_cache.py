@@ -1,5 +1,6 @@
 """One trace for each kind of call: when a function is traced anew, when not, and what is freed."""
 
+import copy
 import functools
 import gc
 import weakref
@@ -473,6 +474,51 @@ def test_a_layer_replaced_added_frozen():
     assert_same(fun(x), net(x))
     fun(x).sum().backward()
     assert net[0].weight.grad is None and net[2].weight.grad is not None
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_a_class_replaced():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    wrapped = tr.nn.wrap(copy.deepcopy(model), "full")
+    x = torch.randn(2, 3, requires_grad=True)
+    for _ in range(2):
+        assert torch.equal(wrapped(x), model(x))
+    for net in (model, wrapped):
+        net[0].__class__ = Doubled
+    for _ in range(2):
+        assert torch.equal(wrapped(x), model(x))
+    assert tr.nn.report(wrapped).traces == 2
+
+
+class ReadsABuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x):
+        return self.norm(x + self.shift).sin()
+
+
+def test_a_buffer_that_is_written_takes_the_place_of_another():
+    plain, wrapped = ReadsABuffer(), tr.nn.wrap(ReadsABuffer(), "full")
+    for step in range(4):
+        if step == 2:
+            for model in (plain, wrapped):
+                model.shift = model.norm.running_mean
+        x = torch.randn(4, 3)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        outputs = [model(x) for model, x in zip((plain, wrapped), inputs, strict=True)]
+        for out in outputs:
+            out.sum().backward()
+        assert torch.equal(*outputs)
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        assert torch.equal(plain.shift, wrapped.shift)
+    assert tr.nn.report(wrapped).traces == 2
 
 
 def test_a_forward_hook_added():

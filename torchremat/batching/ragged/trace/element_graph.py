@@ -254,7 +254,7 @@ class _Watched:
         self.unchanged.forget_changed(nothing)
         modules = dict.fromkeys([*self.modules, *self.paths.seen])
         named = [(self.paths.name_of(m) or "", m) for m in modules]
-        return CapturedTensors(captured, self.variables, named, nothing), (
+        return CapturedTensors(captured, self.variables, named, nothing, writes=False), (
             ModuleGuard(named, nothing, captured),
             self.unchanged,
         )

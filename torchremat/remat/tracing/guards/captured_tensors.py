@@ -35,7 +35,11 @@ class CapturedTensors:
         variables: Sequence[Binding],
         modules: Sequence[tuple[str, nn.Module]],
         escapes: Escapes,
+        *,
+        writes: bool,
     ) -> None:
+        """`writes` says that the function writes in place: then no two may become one tensor."""
+        self._are_apart = writes
         places: dict[int, list[Binding]] = {}
         for variable in variables:
             if identity_of(variable.holder) not in escapes.old:
@@ -78,8 +82,15 @@ class CapturedTensors:
     def current(self) -> list[Tensor] | None:
         """The tensors that the variables refer to now.
 
-        `None` if one is gone (a weight was pruned, say), or two that were one tensor are not.
+        `None` if one is gone (a weight was pruned, say), or two that were one tensor are not. So it
+        is where two have become one, of which the function may write to one.
         """
+        found = self._find()
+        if found is not None and self._are_apart and len(set(map(id, found))) < len(found):
+            return None
+        return found
+
+    def _find(self) -> list[Tensor] | None:
         for first, *others in self._shared:
             tensor = first.get()
             if any(variable.get() is not tensor for variable in others):

@@ -1,6 +1,7 @@
 """The guard on modules: mode, plain attributes, children, hooks and `forward`."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_, itemgetter
@@ -28,7 +29,7 @@ _Check = tuple[Callable[[Any], Any], dict[str, Any], tuple[Any, ...], int, "Like
 
 
 class ModuleGuard:
-    """Whether modules are as they were: mode, plain attributes, children, hooks and `forward`.
+    """Whether modules are as they were: class, mode, plain attributes, children, hooks, `forward`.
 
     Of the attributes those count that the function read, as `reads` knows: all of them if it does
     not. One `itemgetter` and one comparison a module, both in C: 0.5 us.
@@ -46,6 +47,9 @@ class ModuleGuard:
         self._checks: list[_Check] = []
         self._prefixes: list[str] = []
         self._names: dict[int, list[str]] = {}
+        modules = list(modules)
+        self._modules = [weakref.ref(module) for _, module in modules]
+        self._classes = [type(module) for _, module in modules]
         for prefix, module in modules:
             attributes = vars(module)
             plain = [n for n, v in attributes.items() if is_plain(v)]
@@ -82,7 +86,12 @@ class ModuleGuard:
         is_late = self._reads is not None and self._reads.is_late
         return self._every_check if is_late else self._checks
 
+    def _current_classes(self) -> list[type]:
+        return [type(module()) for module in self._modules]
+
     def holds(self) -> bool:
+        if self._current_classes() != self._classes:
+            return False
         try:
             for get, attributes, recorded, start, patched in self._current_checks():
                 forward = attributes.get("forward")
@@ -97,6 +106,10 @@ class ModuleGuard:
         return True
 
     def what_changed(self) -> str | None:
+        pairs = zip(self._prefixes, self._current_classes(), self._classes, strict=True)
+        for prefix, now, before in pairs:
+            if now is not before:
+                return f"the class of the module {prefix}"
         checks = self._current_checks()
         for prefix, (get, attributes, recorded, _, patched) in zip(
             self._prefixes, checks, strict=True

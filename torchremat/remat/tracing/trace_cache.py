@@ -184,10 +184,8 @@ def build_trace(
     unchanged.add(plain_variables_of(made.code))
     has_changed = unchanged.forget_changed(made.escapes)
     read = [made.function, *unchanged.find_objects(), *(module for _, module in modules)]
-    writes = bool(made.region.joint.mutations)
-    captured = CapturedTensors(
-        made.captured, around.variables, modules, made.escapes, writes=writes
-    )
+    own = made.captured, around.variables, modules, made.escapes
+    captured = CapturedTensors(*own, writes=bool(made.region.joint.mutations))
     made.body.captured = captured.current_tensors
     is_shared = may_be_shared and captured.are_all_found and not has_changed
     if is_shared and made.region.graphs is None:

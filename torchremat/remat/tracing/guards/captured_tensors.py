@@ -1,6 +1,6 @@
 """The tensors that a function closes over, and where another may take their place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,18 @@ def _find_in_old(escapes: Escapes, tensor: Tensor) -> list[Binding]:
     return [] if follow is None or follow() is not tensor else [_Followed("tensor", follow)]
 
 
+def _tensors_of(prefix: str, module: nn.Module) -> Iterator[Binding]:
+    """The tensors of a module: its parameters, buffers, and what its attributes are or hold."""
+    for kind in ("_parameters", "_buffers"):
+        held = vars(module)[kind]
+        for name in [name for name, tensor in held.items() if tensor is not None]:
+            yield Binding(f"{kind[1:-1]} {below(prefix, name)}", held, name)
+    attributes = vars(module)
+    for name in [n for n in attributes if n not in OF_EVERY_MODULE]:
+        own = Binding(f"attribute {below(prefix, name)}", attributes, name)
+        yield from (v for v in (own, *entries_of(own)) if isinstance(v.get(), Tensor))
+
+
 class CapturedTensors:
     """The tensors that a function closes over, found anew where they can have been replaced."""
 
@@ -41,25 +53,10 @@ class CapturedTensors:
         """`writes` says that the function writes in place: then no two may become one tensor."""
         self._are_apart = writes
         places: dict[int, list[Binding]] = {}
-        for variable in variables:
+        inside = (v for prefix, module in modules for v in _tensors_of(prefix, module))
+        for variable in (*variables, *inside):
             if identity_of(variable.holder) not in escapes.old:
                 places.setdefault(id(variable.get()), []).append(variable)
-        for prefix, module in modules:
-            for kind in ("_parameters", "_buffers"):
-                held = vars(module)[kind]
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        label = below(prefix, name)
-                        variable = Binding(f"{kind[1:-1]} {label}", held, name)
-                        places.setdefault(id(tensor), []).append(variable)
-            attributes = vars(module)
-            for name in [n for n in attributes if n not in OF_EVERY_MODULE]:
-                label = below(prefix, name)
-                own = Binding(f"attribute {label}", attributes, name)
-                for variable in (own, *entries_of(own)):
-                    is_old = identity_of(variable.holder) in escapes.old
-                    if isinstance(variable.get(), Tensor) and not is_old:
-                        places.setdefault(id(variable.get()), []).append(variable)
         found = [places.get(id(t)) or _find_in_old(escapes, t) for t in tensors]
         self._places = [variables[-1] if variables else None for variables in found]
         # no reference to a tensor that can be found anew: it is garbage once another has its place

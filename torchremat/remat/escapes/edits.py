@@ -9,16 +9,8 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import same_value
-from torchremat.remat.escapes.reach import (
-    ABSENT,
-    ATOMS,
-    Holder,
-    Path,
-    Roots,
-    read_holder,
-    write_items,
-    write_slot,
-)
+from torchremat.remat.escapes.holders import ABSENT, read_holder, write_items, write_slot
+from torchremat.remat.escapes.reach import ATOMS, Holder, Path, Roots
 from torchremat.remat.escapes.read_watch import Spot, Steps, read_at, write_at
 from torchremat.remat.escapes.templates import CallValues, Template
 

@@ -19,7 +19,8 @@ from torch import Generator, Tensor, nn
 
 from torchremat import _torch
 from torchremat.core.slots import identity_of
-from torchremat.errors import RetraceError
+from torchremat.core.small_arrays import contents_of
+from torchremat.errors import EffectError, RetraceError
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.remat.escapes.edits import (
     CounterEdit,
@@ -31,16 +32,9 @@ from torchremat.remat.escapes.edits import (
 )
 from torchremat.remat.escapes.find_edits import undo_edits
 from torchremat.remat.escapes.forward_hooks import DeferredHook, HookCalls
+from torchremat.remat.escapes.holders import ABSENT, read_holder, write_items, write_slot
 from torchremat.remat.escapes.passed_arguments import find_containers
-from torchremat.remat.escapes.reach import (
-    ABSENT,
-    Path,
-    Reach,
-    Roots,
-    read_holder,
-    write_items,
-    write_slot,
-)
+from torchremat.remat.escapes.reach import Path, Reach, Roots
 from torchremat.remat.escapes.read_watch import Spot, Steps, Watch, reads_unnoted, watch_reads
 from torchremat.remat.escapes.templates import CallValues, TemplateMaker, holds_traced
 
@@ -270,6 +264,18 @@ class EscapeWatch:
         marks = frozenset(targets), frozenset(slots), frozenset(old)
         guards = [n for n in neighbours if n is not None]
         return Escapes(edits, guards, self._hooks.deferred, *marks), maker.tensors
+
+    def refuse_changed_arrays(self, name: str) -> None:
+        """Raise if the function wrote to an array of NumPy or Python; put back what was there."""
+        for array, before, place in self._reach.arrays:
+            if contents_of(array) != before:
+                memoryview(array).cast("B")[:] = before
+                raise EffectError(
+                    f"{name} writes to {str(place) or 'an array'}, of type "
+                    f"{type(array).__name__}: a checkpoint replays a graph of tensors, which would "
+                    "leave it as it is. Keep it in a tensor, or change it outside what is "
+                    "checkpointed."
+                )
 
     def _clear_caches(self) -> None:
         for cache in self._reach.caches:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from torchremat.api_util import same_value
 from torchremat.remat.escapes.edits import Before, Edit, ItemsEdit, SlotEdit
-from torchremat.remat.escapes.reach import ABSENT, ATOMS, Holder, write_items, write_slot
+from torchremat.remat.escapes.holders import ABSENT, write_items, write_slot
+from torchremat.remat.escapes.reach import ATOMS, Holder
 from torchremat.remat.escapes.templates import Template, TemplateMaker, holds_traced
 
 _NUMBERS = (int, float)

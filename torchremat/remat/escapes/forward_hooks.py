@@ -18,15 +18,8 @@ from torchremat import _torch
 from torchremat.core.slots import identity_of
 from torchremat.core.source import Source, current_source
 from torchremat.errors import EffectError
-from torchremat.remat.escapes.reach import (
-    ABSENT,
-    Holder,
-    Reach,
-    Roots,
-    StandIn,
-    write_items,
-    write_slot,
-)
+from torchremat.remat.escapes.holders import ABSENT, write_items, write_slot
+from torchremat.remat.escapes.reach import Holder, Reach, Roots, StandIn
 from torchremat.remat.escapes.read_watch import reads_unnoted
 from torchremat.remat.escapes.templates import (
     CallValues,

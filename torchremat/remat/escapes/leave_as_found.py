@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchremat import _torch
-from torchremat.remat.escapes.reach import ABSENT, Holder, Reach, Roots, write_items, write_slot
+from torchremat.remat.escapes.holders import ABSENT, write_items, write_slot
+from torchremat.remat.escapes.reach import Holder, Reach, Roots
 from torchremat.remat.escapes.templates import holds_traced
 
 

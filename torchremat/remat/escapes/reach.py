@@ -18,7 +18,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     MethodType,
@@ -33,16 +32,9 @@ from torch import Generator, Tensor, nn
 from torchremat import _torch
 from torchremat.core.open_objects import is_opened
 from torchremat.core.slots import Slots, slots_of
+from torchremat.core.small_arrays import contents_of
 from torchremat.core.source import is_user_file
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-ABSENT = _Absent()
-"""Stands for a value where there is none."""
+from torchremat.remat.escapes.holders import ABSENT, read_holder
 
 
 class StandIn:
@@ -187,53 +179,6 @@ class Holder:
         return read_holder(self.target, self.names)
 
 
-def read_holder(target: Any, names: frozenset[str] | None = None) -> Any:
-    """A copy of the slots of a dict, class, cell or context variable; the items of a list or set.
-
-    >>> read_holder({"a": 1, "b": 2}, frozenset({"b", "c"}))
-    {'b': 2}
-    """
-    if isinstance(target, list | deque | set):
-        return list(target)
-    if isinstance(target, CellType):
-        try:
-            return {"": target.cell_contents}
-        except ValueError:
-            return {}
-    if isinstance(target, ContextVar):
-        value = target.get(ABSENT)
-        return {} if value is ABSENT else {"": value}
-    slots = vars(target) if isinstance(target, type) else target
-    if names is not None:
-        return {name: slots[name] for name in names if name in slots}
-    return dict(slots)
-
-
-def write_slot(target: Any, key: Any, value: Any) -> None:
-    """Write `value` into a slot of `target`, or empty the slot if it is `ABSENT`."""
-    if isinstance(target, CellType):
-        if value is ABSENT:
-            del target.cell_contents
-        else:
-            target.cell_contents = value
-    elif isinstance(target, ContextVar):
-        target.set(None if value is ABSENT else value)
-    elif isinstance(target, type):
-        if value is ABSENT:
-            delattr(target, key)
-        else:
-            setattr(target, key, value)
-    elif value is ABSENT:
-        target.pop(key, None)
-    else:
-        target[key] = value
-
-
-def write_items(target: Any, items: Sequence[Any]) -> None:
-    target.clear()
-    (target.update if isinstance(target, set) else target.extend)(items)
-
-
 # --- the walk ------------------------------------------------------------------------------------
 
 ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
@@ -268,6 +213,8 @@ class Reach:
         self.known: dict[int, Path] = {}
         self.modules: list[nn.Module] = []
         self.generators: set[int] = set()
+        self.arrays: list[tuple[Any, bytes, Path]] = []
+        """Small arrays of NumPy and Python, with their contents."""
         self._alive: list[Any] = []
         self._queue: deque[tuple[Any, Path, int, frozenset[str]]] = deque()
         for module in modules:
@@ -403,6 +350,9 @@ class Reach:
         if isinstance(value, type):
             self._expand_class(value, place, calls, place.steps[-1][0] == "item")
             return
+        contents = contents_of(value)
+        if contents is not None:
+            self.arrays.append((value, contents, place))
         if isinstance(value, Generator):
             self.generators.add(_torch.generator_id(value))
         if isinstance(value, _CACHED):

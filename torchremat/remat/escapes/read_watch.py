@@ -19,7 +19,8 @@ from types import FrameType
 from typing import Any
 
 from torchremat import _torch
-from torchremat.remat.escapes.reach import ABSENT, Holder, Reach, read_holder, write_slot
+from torchremat.remat.escapes.holders import ABSENT, read_holder, write_slot
+from torchremat.remat.escapes.reach import Holder, Reach
 
 Spot = tuple[Any, Any]
 """A slot of a holder: the key of the holder's place, and that of the slot; `None` for a list."""

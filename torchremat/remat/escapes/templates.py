@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -129,8 +130,11 @@ class TemplateMaker:
         kind = type(value)
         attributes = {name: self.make(item) for name, item in read_attributes(value).items()}
 
+        # an object of C has one of its own, and one of Python may take arguments
+        new: Any = kind.__new__ if type(kind.__new__) is BuiltinFunctionType else object.__new__
+
         def fill(values: CallValues) -> Any:
-            made = object.__new__(kind)
+            made = new(kind)
             write_attributes(made, {name: values.make(t) for name, t in attributes.items()})
             return made
 

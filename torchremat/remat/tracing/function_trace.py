@@ -193,11 +193,11 @@ class _FlatFunction:
                 value = None
             finally:
                 found, escaped = watch.take_out()
+        watch.refuse_changed_arrays(describe_fun(function))
         self.own_backwards.watch()
         if is_first:
             _refuse_wrapped(escaped, tracing)
-            captured: Sequence[Tensor] = () if tracing is None else tracing.captured
-            found.places.update(watch.places_of(captured, self._get_function))
+            found.places.update(watch.places_of(_captured_by(tracing), self._get_function))
             self.result, self.escapes, self.watches = result, found, watches
             self.body.num_escaped, self.body.num_checks = len(escaped) + len(checks), len(checks)
         else:
@@ -247,6 +247,10 @@ class _FlatFunction:
         modules = [module for ref in self._modules if (module := ref()) is not None]
         watched = self._watched if self.result is None else {}
         return EscapeWatch(roots, modules, _inputs_by_identity(tensors), watched)
+
+
+def _captured_by(tracing: Tracing | None) -> Sequence[Tensor]:
+    return () if tracing is None else tracing.captured
 
 
 def _put_stand_ins(structure: Structure, watches: Mapping[int, Watch]) -> Structure:

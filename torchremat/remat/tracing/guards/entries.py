@@ -25,8 +25,6 @@ SIMPLE = (int, float, bool, str, type(None))
 _MANY = 1024
 # Chosen by hand: each call compares them. No model that was tried has a tenth of these.
 MOST_VARIABLES = 2048
-# Bytes of an array or the like that each call compares. Chosen by hand: what has more is data.
-_MOST_BYTES = 4096
 
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -40,16 +38,6 @@ def is_plain(value: Any) -> bool:
     if type(value) in (tuple, list, set, frozenset):
         return len(value) <= _MANY and all(map(is_plain, value))
     return type(value) in SIMPLE or type(value) is Generator
-
-
-def is_small_array(value: Any) -> bool:
-    """Whether it is an array of Python or NumPy, whose few numbers may change in place."""
-    if not hasattr(type(value), "tobytes") and type(value) is not bytearray:
-        return False
-    try:
-        return memoryview(value).nbytes <= _MOST_BYTES
-    except (TypeError, ValueError, BufferError):  # of objects, or of a kind of its own
-        return False
 
 
 @dataclass(frozen=True, slots=True)

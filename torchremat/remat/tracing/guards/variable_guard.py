@@ -10,12 +10,12 @@ from torch import Generator, Tensor
 
 from torchremat.api_util import same_value
 from torchremat.core.slots import identity_of
+from torchremat.core.small_arrays import is_small_array
 from torchremat.remat.escapes.escapes import Escapes
 from torchremat.remat.escapes.read_watch import original_of
 from torchremat.remat.tracing.guards.entries import (
     Binding,
     is_plain,
-    is_small_array,
     keys_of,
     length_of,
 )

@@ -534,3 +534,99 @@ def test_what_no_code_names_may_change():
         held.logs.append(Holder(value=step))
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert tr.nn.report(model).traces == 1
+
+
+class ChoosesAMethod(Model):
+    mode = "slowly"
+
+    def forward(self, x):
+        return getattr(self, f"forward_{self.mode}")(x)
+
+    def forward_slowly(self, x):
+        return torch.tanh(self.linear(x)) * self.held.hidden_in_a_method
+
+
+def test_a_method_whose_name_is_composed():
+    held = Holder(hidden_in_a_method=2.0)
+    wrapped = tr.nn.wrap(ChoosesAMethod(held, None), "full")
+    x = torch.ones(2, 4, requires_grad=True)
+    for factor in (2.0, 3.0):
+        held.hidden_in_a_method = factor
+        assert torch.equal(wrapped(x), torch.tanh(wrapped.linear(x)) * factor)
+
+
+class Progress:
+    """As a trainer, which a model of its framework refers to."""
+
+    def __init__(self):
+        self.steps, self.loop = 0, Holder(done=0, batches=[])
+
+    def advance(self):
+        self.steps += 1
+        self.loop.done += 1
+        self.loop.batches.append(self.steps)
+
+
+class OfAFramework(Model):
+    def __init__(self, held, read):
+        super().__init__(held, read)
+        self.progress = Progress()
+
+    def training_step(self, x):
+        loss = self(x).square().mean()
+        self.progress.advance()
+        return loss * (1.0 if self.progress.steps and self.progress.loop.done else 2.0)
+
+
+def test_what_only_other_methods_read_may_change():
+    model = tr.nn.wrap(OfAFramework(Holder(value=2.0), lambda held: held.value), "full")
+    for _ in range(5):
+        model.training_step(torch.ones(2, 4, requires_grad=True)).backward()
+    assert tr.nn.report(model).traces == 1
+
+
+def test_a_hook_reads_an_attribute():
+    held = Holder(of_a_hook=2.0)
+    model = Model(None, lambda held: 1.0)
+    model.linear.register_forward_hook(lambda module, args, out: out * held.of_a_hook)
+    wrapped = tr.nn.wrap(model, "full")
+    weight, bias = model.linear.weight, model.linear.bias
+    x = torch.ones(2, 4, requires_grad=True)
+    for factor in (2.0, 3.0):
+        held.of_a_hook = factor
+        assert torch.equal(wrapped(x), torch.tanh(torch.addmm(bias, x, weight.t()) * factor))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_lightning_is_one_graph():
+    lightning = pytest.importorskip("lightning")
+
+    class Net(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x))
+
+        def training_step(self, batch, index):
+            loss = self(batch[0]).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    net = tr.nn.wrap(Net(), "full")
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4))
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4))
+    assert {row.way for row in tr.nn.report(net).rows} == {"graph"}
+    assert tr.nn.report(net).traces == 1

@@ -233,6 +233,8 @@ class Reach:
         self, value: Any, place: Path, calls: int, names: frozenset[str] = frozenset()
     ) -> None:
         value = value.hook if isinstance(value, StandIn) else value
+        if type(value) is weakref.CallableProxyType and isinstance(value, nn.Module):
+            value = value.modules.__self__  # the module itself
         if isinstance(value, ATOMS) or id(value) in self.known:
             return
         if len(place.steps) <= _MOST_STEPS:

@@ -243,7 +243,7 @@ class _Watched:
         if isinstance(owner, torch.nn.Module):
             roots.insert(0, ("", owner))
         modules = list(dict.fromkeys(m for _, root in roots for m in root.modules()))
-        unchanged = VariableGuard([*variables, *variables_of_modules(modules)])
+        unchanged = VariableGuard([*variables, *variables_of_modules(modules, owner)])
         paths = ModulePaths({})
         for name, module in roots:
             paths.add_root(module, name)

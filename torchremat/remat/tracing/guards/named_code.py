@@ -33,12 +33,22 @@ class NamedCode:
     Such code may run in a trace without leading to an operator, as where it computes a number.
     """
 
-    def __init__(self, functions: Iterable[FunctionType]) -> None:
+    def __init__(
+        self, functions: Iterable[FunctionType], modules: Sequence[nn.Module] = ()
+    ) -> None:
+        """Of `modules`, each `forward` and the forward hooks may run."""
         self.functions: list[FunctionType] = []
         self.names: set[str] = set()
+        self._texts: set[str] = set()
         self._known: set[int] = set()
+        self._modules = modules
         for function in functions:
             self._add(function)
+        for module in modules:
+            self._add_method(type(module), "forward")
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for hook in hooks.values():
+                    self.note(hook)
 
     def find_held(self, own: Sequence[Binding]) -> list[Binding]:
         """The variables in what `own` hold, as far as code names them; it adds what code they have.
@@ -47,9 +57,10 @@ class NamedCode:
         """
         while True:
             count = len(self.functions)
-            held = self._find_entries(own)
-            for variable in (*own, *held):
-                self.note(variable.get())
+            read = [v for f in self.functions for v in read_by(f)]
+            held = self._find_entries([*own, *read])
+            for value in (*self._modules, *(v.get() for v in (*own, *held))):
+                self.note(value)
             if len(self.functions) == count:
                 return held
 
@@ -80,26 +91,43 @@ class NamedCode:
         if id(function) not in self._known:
             self._known.add(id(function))
             self.functions.append(function)
-            self.names |= names_in(function.__code__) | texts_in(function.__code__)
+            texts = texts_in(function.__code__)
+            self.names |= names_in(function.__code__) | texts
+            if "getattr" in names_in(function.__code__):  # f"forward_{mode}" has but a part
+                self._texts |= {text for text in texts if len(text) >= _LEAST_PART}
             for variable in read_by(function):
                 for called in functions_in(variable.get()):
                     if is_users(called):
                         self._add(called)
+
+    def _add_method(self, kind: type, name: str) -> None:
+        for c in filter(is_open, kind.__mro__):
+            for function in functions_in(vars(c).get(name)):
+                self._add(function)
 
     def note(self, value: Any) -> None:
         """Add the code of a value: a function, or what is named in the class of an object."""
         for function in functions_in(value):
             if is_users(function):
                 self._add(function)
-        owner = getattr(value, "__self__", value) if isinstance(value, MethodType) else value
-        if isinstance(owner, nn.Module | Tensor | ModuleType | FunctionType):
+        owner = value.__self__ if isinstance(value, MethodType) else value
+        if isinstance(owner, Tensor | ModuleType | FunctionType):
             return
         kind = owner if isinstance(owner, type) else type(owner)
         for c in filter(is_open, [*inspect.getmro(kind), *inspect.getmro(type(kind))]):
             for name, item in vars(c).items():
-                if name in self.names or _is_implicit(name):
+                if self._is_named(name) or _is_implicit(name):
                     for function in functions_in(item):
                         self._add(function)
+
+    def _is_named(self, name: str) -> bool:
+        if name in self.names:
+            return True
+        return any(name.startswith(text) or name.endswith(text) for text in self._texts)
+
+
+# Chosen by hand: shorter parts of names are parts of many names.
+_LEAST_PART = 4
 
 
 _EXPLICIT = frozenset(

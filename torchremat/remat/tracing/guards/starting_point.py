@@ -31,7 +31,7 @@ class StartingPoint:
         given = [value for value in static if isinstance(value, nn.Module)]
         roots = [*(root for _, root in self.roots), *given]
         self.inside = list(dict.fromkeys(m for root in roots for m in root.modules()))
-        read = variables_of_modules(self.inside)
+        read = variables_of_modules(self.inside, fun)
         read += variables_of_arguments(static, fun, variables, self.inside)
         self.unchanged = VariableGuard([*variables, *read])
         self._prefix = prefix

@@ -1,7 +1,7 @@
 """Variables that a function reads: in its closure, its globals, and the objects these lead to."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -71,31 +71,26 @@ def variables_of_arguments(
     own = [v for v in own if not is_plain(v.get())]
     if not own:
         return []
-    code = NamedCode([*functions_in(fun), *_methods_of(modules)])
+    code = NamedCode(functions_in(fun), modules)
     for value in [*(v.get() for v in variables), *(x for m in modules for x in vars(m).values())]:
         code.note(value)
     return _distinct([*code.find_held(own), *code.find_plain()])
 
 
-def _methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
-    classes = {c: None for m in modules for c in type(m).__mro__ if is_user_written(c)}
-    return [f for c in classes for f in vars(c).values() if isinstance(f, FunctionType)]
+def variables_of_modules(modules: Iterable[nn.Module], fun: Callable[..., Any]) -> list[Binding]:
+    """The variables that `fun` or a `forward` of `modules` may read, or what these name.
 
-
-def variables_of_modules(modules: Iterable[nn.Module]) -> list[Binding]:
-    """The variables that the methods of `modules` read: globals, class attributes, configurations.
-
-    Of classes and objects those entries count that some code names which may run. A module's own
-    plain attributes are left to `ModuleGuard`.
+    Those are globals, class attributes, configurations. Of classes and objects those entries count
+    that some code names which may run. A module's own plain attributes are left to `ModuleGuard`.
     """
     modules = list(modules)
-    classes = {c: None for m in modules for c in type(m).__mro__ if is_user_written(c)}
-    methods = _methods_of(modules)
     own = [Binding(n, vars(m), n) for m in modules for n in {*vars(m)} - OF_EVERY_MODULE]
     own = [v for v in own if not _is_of_forward(v)]
-    code = NamedCode(methods)
+    code = NamedCode(functions_in(fun), modules)
     held = code.find_held(own)
-    level = [v for f in methods for v in read_by(f)]
+    classes = {c: None for m in modules for c in type(m).__mro__ if is_user_written(c)}
+    methods = {id(f) for c in classes for f in vars(c).values()}
+    level = [v for f in code.functions if id(f) in methods for v in read_by(f)]
     names = code.names
     level += [Binding(f"{c.__name__}.{n}", vars(c), n) for c in classes for n in names & {*vars(c)}]
     found = _follow(level, {id(m) for m in modules})

@@ -26,6 +26,9 @@ from torchremat.remat.tracing.guards.entries import (
     texts_in,
 )
 
+# Chosen by hand: the code of a model of transformers that `forward` reaches has some 200.
+_MOST_FUNCTIONS = 512
+
 
 class NamedCode:
     """Functions, and what code they name in the classes of objects: methods, properties, lambdas.
@@ -39,9 +42,10 @@ class NamedCode:
         """Of `modules`, each `forward` and the forward hooks may run."""
         self.functions: list[FunctionType] = []
         self.names: set[str] = set()
-        self._texts: set[str] = set()
+        self._parts: set[str] = set()
         self._known: set[int] = set()
         self._modules = modules
+        self._of_hooks: list[Binding] = []
         for function in functions:
             self._add(function)
         for module in modules:
@@ -49,6 +53,7 @@ class NamedCode:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for hook in hooks.values():
                     self.note(hook)
+                    self._of_hooks += entries_of(Binding("a hook", [hook], 0))
 
     def find_held(self, own: Sequence[Binding]) -> list[Binding]:
         """The variables in what `own` hold, as far as code names them; it adds what code they have.
@@ -57,8 +62,7 @@ class NamedCode:
         """
         while True:
             count = len(self.functions)
-            read = [v for f in self.functions for v in read_by(f)]
-            held = self._find_entries([*own, *read])
+            held = self._find_entries([*own, *self._of_hooks])
             for value in (*self._modules, *(v.get() for v in (*own, *held))):
                 self.note(value)
             if len(self.functions) == count:
@@ -78,23 +82,23 @@ class NamedCode:
         while level and len(found) < MOST_VARIABLES:
             distinct = {id(v.get()): v for v in level if id(v.get()) not in seen}
             seen |= distinct.keys()
-            level = [
-                entry
-                for v in distinct.values()
-                for entry in entries_of(v)
-                if entry.key in self.names or isinstance(v.get(), WITHOUT_NAMES)
-            ]
+            level = []
+            for variable in distinct.values():
+                if len(found) + len(level) < MOST_VARIABLES:
+                    every = isinstance(variable.get(), WITHOUT_NAMES)
+                    entries = entries_of(variable)
+                    level += [entry for entry in entries if every or entry.key in self.names]
             found += level
         return found
 
     def _add(self, function: FunctionType) -> None:
-        if id(function) not in self._known:
+        if id(function) not in self._known and len(self.functions) < _MOST_FUNCTIONS:
             self._known.add(id(function))
             self.functions.append(function)
             texts = texts_in(function.__code__)
             self.names |= names_in(function.__code__) | texts
             if "getattr" in names_in(function.__code__):  # f"forward_{mode}" has but a part
-                self._texts |= {text for text in texts if len(text) >= _LEAST_PART}
+                self._parts |= {text for text in texts if text[0] == "_" or text[-1] == "_"}
             for variable in read_by(function):
                 for called in functions_in(variable.get()):
                     if is_users(called):
@@ -123,11 +127,10 @@ class NamedCode:
     def _is_named(self, name: str) -> bool:
         if name in self.names:
             return True
-        return any(name.startswith(text) or name.endswith(text) for text in self._texts)
-
-
-# Chosen by hand: shorter parts of names are parts of many names.
-_LEAST_PART = 4
+        return any(
+            name.startswith(part) if part[-1] == "_" else name.endswith(part)
+            for part in self._parts
+        )
 
 
 _EXPLICIT = frozenset(

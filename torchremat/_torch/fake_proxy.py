@@ -386,8 +386,6 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 def function_modes() -> Sequence[Any]:
     """The modes of the user in force, which see the functions of PyTorch that are called."""
-    if not torch._C._len_torch_function_stack():
-        return ()
     modes = _get_current_function_mode_stack()
     return [m for m in modes if type(m).__module__.partition(".")[0] not in ("torch", "torchremat")]
 

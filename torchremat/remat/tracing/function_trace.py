@@ -197,7 +197,7 @@ class _FlatFunction:
         self.own_backwards.watch()
         if is_first:
             _refuse_wrapped(escaped, tracing)
-            found.places.update(watch.places_of(_captured_by(tracing), self._get_function))
+            found.places.update(watch.places_of(_find_captured(tracing), self._get_function))
             self.result, self.escapes, self.watches = result, found, watches
             self.body.num_escaped, self.body.num_checks = len(escaped) + len(checks), len(checks)
         else:
@@ -249,7 +249,7 @@ class _FlatFunction:
         return EscapeWatch(roots, modules, _inputs_by_identity(tensors), watched)
 
 
-def _captured_by(tracing: Tracing | None) -> Sequence[Tensor]:
+def _find_captured(tracing: Tracing | None) -> Sequence[Tensor]:
     return () if tracing is None else tracing.captured
 
 

@@ -50,8 +50,8 @@ class NamedCode:
             self._add(function)
         for module in modules:
             self._add_method(type(module), "forward")
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for hook in hooks.values():
+            for kind in ("_forward_pre_hooks", "_forward_hooks"):
+                for hook in vars(module)[kind].values():
                     self.note(hook)
                     self._of_hooks += entries_of(Binding("a hook", [hook], 0))
 

@@ -22,6 +22,7 @@ def needs_piles(axes: Sequence[Any]) -> bool:
 
 
 def has_piles(call: MappedLeaves) -> bool:
+    """Whether elements of a call differ in size: an axis says so, or an argument is a `Pile`."""
     return needs_piles(call.axes) or any(isinstance(leaf, Pile) for leaf in call.leaves)
 
 
@@ -34,6 +35,7 @@ def run_on_piles(
     out_axes: Any,
     sum_match: bool,
 ) -> Any:
+    """Map a call whose elements differ in size; what differs comes back as a `Pile`."""
     positions = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor | Pile)]
     statics = [None if i in positions else leaf for i, leaf in enumerate(call.leaves)]
     structures = _find_structures(call.fun)

@@ -15,6 +15,8 @@ FromElt = Callable[[Callable[[Any, Any, Any], Any], Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Vmappable:
+    """A registered container type: its specs, its sizes, and how to take elements out and in."""
+
     spec_type: type
     axis_size_type: type
     to_elt: ToElt
@@ -22,6 +24,7 @@ class Vmappable:
     make_iota: Callable[[Any], Any] | None
 
     def numbers(self, axis_size: Any, size: int) -> Any:
+        """The number of each element along an axis, as the container counts them."""
         if self.make_iota is None or not isinstance(axis_size, self.axis_size_type):
             return torch.arange(size)
         return self.make_iota(axis_size)
@@ -107,14 +110,17 @@ def is_vmappable(x: Any) -> bool:
 
 
 def vmappable_of(kind: type) -> Vmappable | None:
+    """The registration of a type, or `None`."""
     return _registered.get(kind)
 
 
 def is_axis_size(size: Any) -> bool:
+    """Whether `size` is an axis size of a registered container."""
     return any(isinstance(size, v.axis_size_type) for v in _registered.values())
 
 
 def num_examples(axis_size: Any) -> int | None:
+    """How many elements an axis size of a container stands for; `None` if it does not say."""
     for kind in _registered.values():
         if kind.make_iota is not None and isinstance(axis_size, kind.axis_size_type):
             return int(kind.make_iota(axis_size).shape[0])
@@ -122,12 +128,14 @@ def num_examples(axis_size: Any) -> int | None:
 
 
 def holds_containers(tree: Any) -> bool:
+    """Whether a registered container is a leaf of `tree`."""
     return bool(_registered) and any(
         vmappable_of(type(leaf)) for leaf in _torch.tree_flatten(tree, is_leaf=is_vmappable)[0]
     )
 
 
 def is_spec(axis: Any) -> bool:
+    """Whether `axis` is a spec: a `ConcatAxis`, or one of a registered container."""
     return isinstance(axis, ConcatAxis) or any(
         type(axis) is v.spec_type for v in _registered.values()
     )

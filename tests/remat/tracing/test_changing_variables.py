@@ -349,6 +349,11 @@ CASES = {
         lambda held: next(iter(held)).value,
         lambda held: set_value(next(iter(held))),
     ),
+    "objects in a set": (
+        lambda: {Holder(), Holder()},
+        lambda held: float(len(held)),
+        lambda held: held.add(Holder()),
+    ),
     "dict in a tuple": (
         lambda: ({"v": 2.0},),
         lambda held: held[0]["v"],
@@ -517,15 +522,6 @@ class CallsAHelper(Model):
         return torch.tanh(self.linear(x)) * read_by_a_helper(self.held)
 
 
-def test_a_global_helper_reads_an_attribute():
-    held = Holder(deeply_hidden=2.0)
-    wrapped = tr.nn.wrap(CallsAHelper(held, None), "full")
-    x = torch.ones(2, 4, requires_grad=True)
-    for factor in (2.0, 3.0):
-        held.deeply_hidden = factor
-        assert torch.equal(wrapped(x), torch.tanh(wrapped.linear(x)) * factor)
-
-
 def test_what_no_code_names_may_change():
     held = Holder(value=2.0, step=0, logs=[Holder(value=1)])
     model = tr.nn.wrap(Model(held, lambda held: held.value), "full")
@@ -543,15 +539,16 @@ class ChoosesAMethod(Model):
         return getattr(self, f"forward_{self.mode}")(x)
 
     def forward_slowly(self, x):
-        return torch.tanh(self.linear(x)) * self.held.hidden_in_a_method
+        return torch.tanh(self.linear(x)) * self.held.deeply_hidden
 
 
-def test_a_method_whose_name_is_composed():
-    held = Holder(hidden_in_a_method=2.0)
-    wrapped = tr.nn.wrap(ChoosesAMethod(held, None), "full")
+@pytest.mark.parametrize("kind", [CallsAHelper, ChoosesAMethod])
+def test_code_that_forward_reaches_reads_an_attribute(kind):
+    held = Holder(deeply_hidden=2.0)
+    wrapped = tr.nn.wrap(kind(held, None), "full")
     x = torch.ones(2, 4, requires_grad=True)
     for factor in (2.0, 3.0):
-        held.hidden_in_a_method = factor
+        held.deeply_hidden = factor
         assert torch.equal(wrapped(x), torch.tanh(wrapped.linear(x)) * factor)
 
 

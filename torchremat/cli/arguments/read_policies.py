@@ -22,6 +22,7 @@ from torchremat.remat.module_policies import under_policy
 
 @contextmanager
 def option_errors(option: str) -> Iterator[None]:
+    """In the block an error of a value or a file is one of the command's `option`."""
     try:
         yield
     except (TorchrematError, OSError) as error:
@@ -74,6 +75,7 @@ def read_policies(policies: Sequence[str], budgets: Sequence[str]) -> dict[str, 
 def read_one_policy(
     policy_text: str | None, budget: str | None, select: str | None
 ) -> Policy | None:
+    """The policy of `--policy` or `--budget`, of which one may be given; `None` without both."""
     if policy_text is not None and budget is not None:
         raise click.UsageError("--policy and --budget are two policies: give one of them")
     if policy_text is None and budget is None:
@@ -86,6 +88,8 @@ def read_one_policy(
 
 @dataclass(frozen=True)
 class OnePolicyOptions:
+    """The options of a command that looks at a target under one policy at most."""
+
     target: str
     policy: str | None = None
     budget: str | None = None
@@ -103,6 +107,7 @@ class OnePolicyOptions:
 
 
 def apply_policy(target: Target, chosen: Policy | None, select: str | None) -> Callable[..., Any]:
+    """The target's function, under the policy if there is one."""
     if chosen is None:
         return target.fun
     check_select(target, select)

@@ -31,6 +31,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def is_plain(value: Any) -> bool:
+    """Whether it is compared by value: a number, a text, a container of such, a generator."""
     if isinstance(value, dict):
         return (
             type(value) is dict and 0 < len(value) <= _MANY and all(map(is_plain, value.values()))
@@ -138,6 +139,7 @@ def _environment_of(code: CodeType) -> Iterator[Binding]:
 
 
 def is_users(function: FunctionType) -> bool:
+    """Whether a function is in a file of the user or of a library on PyTorch."""
     return is_user_file(function.__code__.co_filename)
 
 
@@ -163,6 +165,7 @@ def entries_of(variable: Binding) -> list[Binding]:
 
 
 def items_of(value: Any, label: str) -> list[Binding]:
+    """The entries of a list, tuple, deque or dict, and the attributes of a tensor."""
     if isinstance(value, Tensor):  # what somebody has noted on it
         return [Binding(f"{label}.{k}", vars(value), k) for k in vars(value)]
     if isinstance(value, list | tuple | deque):
@@ -231,4 +234,5 @@ def is_open(kind: type) -> bool:
 
 
 def is_user_written(kind: type) -> bool:
+    """Whether a class is neither Python's own nor of PyTorch."""
     return kind.__module__.partition(".")[0] not in {"torch", "builtins", "torchremat"}

@@ -44,7 +44,7 @@ class VariableGuard:
                 self._values.append((variable, copy.deepcopy(value)))
             elif not isinstance(value, (Tensor, ModuleType)):
                 self._objects.append((variable, reference_to(value)))
-                if isinstance(value, list | dict | deque):
+                if isinstance(value, _CONTAINERS):
                     self._entries.append((variable, _entries_in(value)))
 
     def _forget_edited(self, escapes: Escapes) -> None:
@@ -101,12 +101,17 @@ class VariableGuard:
 
 
 def _has_entries(variable: Binding, entries: Any) -> bool:
-    """Whether a list is as long as it was, a dict has the keys that it had."""
+    """Whether a list is as long as it was, a dict has the keys, a set the objects that it had."""
     value = variable.get()
-    return isinstance(value, list | dict | deque) and bool(_entries_in(value) == entries)
+    return isinstance(value, _CONTAINERS) and bool(_entries_in(value) == entries)
+
+
+_CONTAINERS = (list, dict, deque, set)
 
 
 def _entries_in(value: Any) -> Any:
+    if isinstance(value, set):
+        return frozenset(map(id, value))
     return keys_of(value) if isinstance(value, dict) else (type(value), length_of(value))
 
 

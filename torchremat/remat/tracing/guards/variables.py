@@ -106,6 +106,7 @@ def _is_of_forward(variable: Binding) -> bool:
 
 
 def modules_in(variables: Iterable[Binding]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules among `variables`, each with its name."""
     for variable in variables:
         value = variable.get()
         if isinstance(value, nn.Module):

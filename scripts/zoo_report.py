@@ -10,6 +10,7 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ NAMES = {
     "whole": "the whole model wrapped",
     "budget": "the whole model under a budget",
     "compile": '`torch.compile(backend="torchremat")`',
+    "compiled budget": "the same under a budget",
 }
+ROUNDED = 0.001
+"""Peaks are rounded so."""
 RESULTS = ("bits", "rounding", "wrong", "refused")
-MODEL_COLUMNS = ("checkpoint", "blocks", "whole", "budget", "compile")
+MODEL_COLUMNS = ("checkpoint", "blocks", "whole", "budget", "compile", "compiled budget")
+PEAK_COLUMNS = ("checkpoint", "blocks", "budget", "compiled budget")
 HOW_MEASURED = """
 ## How it was measured
 
@@ -36,12 +41,14 @@ and *refused* is an error.
 
 Blocks are what the library marks as layers for checkpointing, or the members of its lists of
 layers. The policy is `full`. The budget is half way between the peaks of plain PyTorch and of
-`torch.utils.checkpoint`. Peaks are those of `torchremat.measure.LiveBytes` in the second step.
+`torch.utils.checkpoint`. Peaks are those of `torchremat.measure.LiveBytes` in the second step; of
+`torch.compile` those that the allocator tells the profiler, beside the same of plain PyTorch.
 Seconds are those of the first step, which traces and plans, and the times of the third step are
 parts of plain's. The models take milliseconds, on one thread of a CPU that did other work: times
 say whether something is made anew in each step, and no more.
 
-`torch.compile` is compared with plain PyTorch, too, with the policy `full` and code in Python.
+`torch.compile` is compared with plain PyTorch, too, with the policy `full` or the same budget, and
+code in Python. The budget is one for all graphs between graph breaks.
 Where it differs, and PyTorch's own backend `aot_eager` gives the same bits or refuses too, it is
 counted under *as aot_eager*.
 
@@ -61,7 +68,7 @@ def read_rows(paths: list[Path]) -> dict[str, dict[str, Mapping[str, Any]]]:
 
 
 def result_of(row: Mapping[str, Any]) -> str:
-    is_theirs = row["way"] == "compile" and row["reason"].startswith("so does aot_eager")
+    is_theirs = row["way"].startswith("compile") and row["reason"].startswith("so does aot_eager")
     return "as aot_eager" if is_theirs else str(row["result"])
 
 
@@ -84,6 +91,22 @@ def describe(models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         f"`torch.utils.checkpoint` does it for {trained['checkpoint']}.\n"
         f"The peak is at most that of `torch.utils.checkpoint` for {lower} of {len(pairs)}, and "
         f"within 5 % of it for {near}.\n"
+        + "".join(map(partial(describe_budgets, models), ("budget", "compiled budget")))
+    )
+
+
+def describe_budgets(models: Mapping[str, Mapping[str, Mapping[str, Any]]], way: str) -> str:
+    """How many keep the budget, half way between the peaks of plain and of `checkpoint`."""
+    pairs = [
+        (ways[way]["peak"], (1 + ways["checkpoint"]["peak"]) / 2)
+        for ways in models.values()
+        if all(w in ways and ways[w]["result"] != "refused" for w in ("checkpoint", way))
+    ]
+    kept = sum(peak <= budget + ROUNDED for peak, budget in pairs)
+    near = sum(peak <= 1.05 * budget for peak, budget in pairs)
+    return (
+        f"{NAMES[way][0].upper()}{NAMES[way][1:]}: {kept} of {len(pairs)} keep it, and {near} are "
+        "within 5 % of it.\n"
     )
 
 
@@ -97,11 +120,11 @@ def write_summary(models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 
 
 def write_models(models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    names = [*MODEL_COLUMNS, "runs as", "peak, checkpoint", "peak, blocks", "peak, budget"]
+    names = [*MODEL_COLUMNS, "runs as", *(f"peak, {way}" for way in PEAK_COLUMNS)]
     names += ["first step, whole (s)", "time, blocks", "time, whole"]
     lines = [
         f"| model | {' | '.join(names)} |",
-        "|---|" + "---|" * (len(MODEL_COLUMNS) + 1) + "---:|" * 6,
+        "|---|" + "---|" * (len(MODEL_COLUMNS) + 1) + "---:|" * (len(PEAK_COLUMNS) + 3),
     ]
     for name, ways in sorted(models.items(), key=lambda item: _sort_key(*item)):
         lines.append(f"| {_label(name, ways)} | {' | '.join(_cells(ways))} |")
@@ -121,9 +144,7 @@ def _cells(ways: Mapping[str, Mapping[str, Any]]) -> list[str]:
     results = [result_of(ways[way]) if way in ways else "" for way in MODEL_COLUMNS]
     parts = " + ".join(sorted({p for w in ("blocks", "whole") for p in _parts(ways[w])}))
     figures = [
-        _figure(ways, "checkpoint", "peak"),
-        _figure(ways, "blocks", "peak"),
-        _figure(ways, "budget", "peak"),
+        *(_figure(ways, way, "peak") for way in PEAK_COLUMNS),
         _figure(ways, "whole", "first_seconds"),
         _figure(ways, "blocks", "time"),
         _figure(ways, "whole", "time"),

@@ -3,12 +3,14 @@
 import gc
 import json
 import random
+import tempfile
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,17 +290,27 @@ def nothing_left_behind() -> Iterator[None]:
         assert not changed, f"left behind: {changed}"
 
 
-def peak_of(step, tmp_path, *, counts_workspaces=True):
+def peak_of(step, *, counts_workspaces=True):
     """The allocator tells the profiler of each block. A counting mode would turn Dynamo off."""
-    options = {"profile_memory": True, "acc_events": True}  # 2.11 warns without the second
-    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
+    with memory_profiler() as profiler:
         found = step()
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    return found, allocated_peak(profiler, counts_workspaces=counts_workspaces)
+
+
+def memory_profiler():
+    options = {"profile_memory": True, "acc_events": True}  # 2.11 warns without the second
+    return profile(activities=[ProfilerActivity.CPU], **options)
+
+
+def allocated_peak(profiler, *, counts_workspaces=True):
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
     blocks = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
     changes = [(block["args"]["Addr"], block["args"]["Bytes"]) for block in blocks]
     left = changes if counts_workspaces else without_workspaces(changes)
-    return found, max(accumulate(nbytes for _, nbytes in left))
+    return max(accumulate(nbytes for _, nbytes in left))
 
 
 def without_workspaces(changes):

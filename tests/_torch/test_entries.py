@@ -1665,6 +1665,11 @@ def a_key_of_an_attribute():
     assert _torch.keystr((_torch.GetAttrKey("data"),)) == ".data"
 
 
+@check("SequenceKey")
+def a_key_of_an_item():
+    assert _torch.keystr((_torch.SequenceKey(2),)) == "[2]"
+
+
 @check("process_collectives", "group_named", "store_of_processes", "timeout_of_processes")
 def processes():
     timeout = timedelta(seconds=7)

@@ -332,16 +332,11 @@ def test_constants_among_the_arguments():
     assert_same(found, x.float()[:2] * 3)
 
 
-@pytest.mark.parametrize("value", [Box(1), object(), {1}, range(2)], ids=lambda v: type(v).__name__)
-def test_a_result_of_another_type(value):
-    fun = tr.checkpoint(lambda x: (x.sin(), value))
+@pytest.mark.parametrize("kind, args", [(Box, [1]), (object, []), (set, []), (range, [2])])
+def test_a_result_of_another_type(kind, args):
+    fun = tr.checkpoint(lambda x: (x.sin(), kind(*args)))
     error = refuse(fun, leaf(2), error=TraceError, match=r"lambda.* returned a value of type")
-    assert type(value).__name__ in str(error) and "outside the checkpoint" in str(error)
-
-
-def test_a_result_that_holds_tensors():
-    fun = tr.checkpoint(lambda x: Own(x.sin()))
-    refuse(fun, leaf(2), error=TraceError, match=r"returned a value of type Own")
+    assert kind.__name__ in str(error) and "outside the checkpoint" in str(error)
 
 
 def test_results_in_registered_trees():

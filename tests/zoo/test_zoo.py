@@ -53,7 +53,8 @@ def test_it_trains_as_plain(name):
     if name in UNMET_BUDGETS:
         expected["budget"] = "refused"
     found = {row.way: row.result for row in rows if row.way in OURS}
-    compiled = next(row for row in rows if row.way == "compile")
     told = "\n".join(map(str, rows))
     assert found == expected, told
-    assert compiled.result in ("bits", "rounding") or "aot_eager" in compiled.reason, told
+    for row in rows:
+        if row.way.startswith("compile"):
+            assert row.result in ("bits", "rounding") or "aot_eager" in row.reason, told

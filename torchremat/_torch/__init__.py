@@ -74,7 +74,7 @@ from .patches import (
     set_module_trackers_aside, symbolic_lengths,
 )  # fmt: skip
 from .pytrees import (
-    GetAttrKey, TreeSpec, children_of, keystr, register_pytree_node, tree_flatten,
+    GetAttrKey, SequenceKey, TreeSpec, children_of, keystr, register_pytree_node, tree_flatten,
     tree_flatten_with_path, tree_map, tree_unflatten,
 )  # fmt: skip
 from .replacements import GLOBAL_MODULE_HOOKS, is_own_hook

@@ -12,6 +12,7 @@ tree_map = _pytree.tree_map
 keystr = _pytree.keystr
 register_pytree_node = _pytree.register_pytree_node
 GetAttrKey = _pytree.GetAttrKey
+SequenceKey = _pytree.SequenceKey
 
 
 def children_of(spec: TreeSpec) -> Sequence[TreeSpec]:

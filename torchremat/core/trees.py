@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
-from torchremat.core.open_objects import close_objects, flatten_open, open_objects
+from torchremat.core.open_objects import close_objects, flatten_open, flatten_result
 from torchremat.errors import ArgumentValueError
 
 
@@ -35,18 +35,26 @@ class Structure:
 
     tree: Any
     """The tree, with `HOLE` and constants as leaves; static arguments are `WrapHashably`."""
+    is_result: bool = False
+    """Whether objects of any class are opened, as they are in results."""
 
     @classmethod
     def of(
-        cls, tree: Any, is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
+        cls,
+        tree: Any,
+        is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
+        *,
+        is_result: bool = False,
     ) -> "Structure":
-        tree = open_objects(tree)
-        return cls(_torch.tree_map(lambda leaf: HOLE if is_value(leaf) else leaf, tree))
+        leaves, spec = flatten_result(tree) if is_result else flatten_open(tree)
+        left = [HOLE if is_value(leaf) else leaf for leaf in leaves]
+        return cls(_torch.tree_unflatten(left, spec), is_result)
 
     def freeze_statics(self) -> "Structure":
         """Copy the static arguments, so that nobody else can change them."""
         return Structure(
-            _torch.tree_map(lambda x: x.freeze() if isinstance(x, WrapHashably) else x, self.tree)
+            _torch.tree_map(lambda x: x.freeze() if isinstance(x, WrapHashably) else x, self.tree),
+            self.is_result,
         )
 
     @property
@@ -65,11 +73,12 @@ class Structure:
 
     def flatten(self, tree: Any) -> list[Any]:
         """The values of `tree` in the holes. Raises `ValueError` if the rest of it is different."""
-        leaves, spec = flatten_open(tree)
+        leaves, spec = flatten_result(tree) if self.is_result else flatten_open(tree)
         expected, expected_spec = _torch.tree_flatten(self.tree)
         if spec != expected_spec:
             raise ArgumentValueError(
-                f"the structure must be {self.tree}, but it is {Structure.of(tree).tree}"
+                f"the structure must be {self.tree}, but it is "
+                f"{Structure.of(tree, is_result=self.is_result).tree}"
             )
         values = []
         for leaf, wanted in zip(leaves, expected, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.core.open_objects import flatten_open
+from torchremat.core.open_objects import flatten_result
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.report.live_bytes import LiveBytes
 from torchremat.report.observe import Observation
@@ -78,7 +78,7 @@ class MeasuredStep:
         """
         with torch.enable_grad():
             args, wrt = self._build_arguments()
-            leaves, _ = flatten_open(self._call.run(args))
+            leaves, _ = flatten_result(self._call.run(args))
         outputs = [x for x in leaves if isinstance(x, Tensor)]
         found: dict[str, Tensor | None] = {
             f"output {i}": output.detach().clone() for i, output in enumerate(outputs)
@@ -91,7 +91,7 @@ class MeasuredStep:
 
     def _run(self, args: list[Tensor], wrt: list[Tensor]) -> None:
         with torch.enable_grad():
-            leaves, _ = flatten_open(self._call.run(args))
+            leaves, _ = flatten_result(self._call.run(args))
         self._gradients(_differentiable(leaves), wrt)
 
     def _gradients(self, outputs: list[Tensor], wrt: list[Tensor]) -> tuple[Tensor | None, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.core.avals import Aval
-from torchremat.core.open_objects import flatten_open
+from torchremat.core.open_objects import flatten_result
 from torchremat.errors import ConcretizationError, TraceError
 from torchremat.graph.nodes import base_of, call_of, is_checkpoint, is_item, item_index
 from torchremat.remat.checkpointed import call_foreign
@@ -421,7 +421,7 @@ def _autocast_cache(is_enabled: bool) -> Iterator[None]:
 
 
 def _autograd_nodes(output: Any) -> list[Any]:
-    leaves, _ = flatten_open(output)
+    leaves, _ = flatten_result(output)
     stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
     seen: dict[Any, None] = {}
     while stack:

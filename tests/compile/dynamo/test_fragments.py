@@ -73,51 +73,51 @@ def step_of(model, run, x):
     return step
 
 
-def check(model, x, policy, tmp_path):
+def check(model, x, policy):
     """The peaks of plain PyTorch and of four compiled steps, all equal to it to the bit."""
     options = {"policy": policy, "codegen": "eager"}
     step_of(model, model, x)()
-    expected, plain = peak_of(step_of(model, model, x), tmp_path)
+    expected, plain = peak_of(step_of(model, model, x))
     run = torch.compile(model, backend="torchremat", options=options)
     peaks = []
     for _ in range(4):
-        found, peak = peak_of(step_of(model, run, x), tmp_path)
+        found, peak = peak_of(step_of(model, run, x))
         assert all(map(torch.equal, found, expected))
         peaks.append(peak)
     return plain, peaks
 
 
 @pytest.mark.parametrize("percent", [80, 60, 40])
-def test_a_percentage_is_of_the_whole_step(percent, tmp_path):
-    plain, peaks = check(Broken(), torch.randn(1024, WIDTH), f"budget:{percent}%", tmp_path)
+def test_a_percentage_is_of_the_whole_step(percent):
+    plain, peaks = check(Broken(), torch.randn(1024, WIDTH), f"budget:{percent}%")
     assert all(peak <= percent / 100 * plain for peak in peaks[1:])
     assert peaks[-1] >= (percent - 20) / 100 * plain  # it saves what the budget allows
 
 
-def test_bytes_are_of_the_whole_step(tmp_path):
+def test_bytes_are_of_the_whole_step():
     x = torch.randn(1024, WIDTH)
     limit = 2_000_000
-    plain, peaks = check(Broken(), x, memory_budget(limit), tmp_path)
+    plain, peaks = check(Broken(), x, memory_budget(limit))
     assert plain > limit >= max(peaks[1:])
 
 
-def test_a_budget_that_does_not_bind_saves_all(tmp_path):
-    plain, peaks = check(Broken(), torch.randn(256, WIDTH), "budget:8GiB", tmp_path)
+def test_a_budget_that_does_not_bind_saves_all():
+    plain, peaks = check(Broken(), torch.randn(256, WIDTH), "budget:8GiB")
     assert peaks[-1] == pytest.approx(plain, rel=0.05)
 
 
-def test_least_and_time(tmp_path):
+def test_least_and_time():
     x = torch.randn(1024, WIDTH)
-    plain, least = check(Broken(), x, "budget:least", tmp_path)
+    plain, least = check(Broken(), x, "budget:least")
     torch._dynamo.reset()
-    _, timed = check(Broken(), x, "budget:time:+10%", tmp_path)
+    _, timed = check(Broken(), x, "budget:time:+10%")
     assert least[-1] < 0.35 * plain
     assert least[-1] < timed[-1] < plain
 
 
-def test_one_graph_that_runs_many_times(tmp_path):
+def test_one_graph_that_runs_many_times():
     x = torch.randn(1024, WIDTH)
-    plain, peaks = check(Called(), x, "budget:60%", tmp_path)
+    plain, peaks = check(Called(), x, "budget:60%")
     assert all(peak <= 0.6 * plain for peak in peaks[1:])
 
 
@@ -126,16 +126,16 @@ class Summed(Part):
         return super().forward(x).sum()
 
 
-def test_one_graph_has_the_budget_from_the_first_step(tmp_path):
-    plain, peaks = check(Summed(9), torch.randn(1024, WIDTH), "budget:60%", tmp_path)
+def test_one_graph_has_the_budget_from_the_first_step():
+    plain, peaks = check(Summed(9), torch.randn(1024, WIDTH), "budget:60%")
     assert max(peaks) <= 0.6 * plain
     torch._dynamo.reset()
     with pytest.raises(BudgetError):
-        check(Summed(9), torch.randn(1024, WIDTH), "budget:1%", tmp_path)
+        check(Summed(9), torch.randn(1024, WIDTH), "budget:1%")
 
 
 @pytest.mark.parametrize("autocasts", [False, True])
-def test_a_budget_that_cannot_be_met_raises_before_there_is_a_gradient(autocasts, tmp_path):
+def test_a_budget_that_cannot_be_met_raises_before_there_is_a_gradient(autocasts):
     model, x = Broken(), torch.randn(512, WIDTH)
 
     def compile_for(policy):
@@ -168,11 +168,11 @@ def test_a_budget_that_cannot_be_met_raises_before_there_is_a_gradient(autocasts
     def step():
         find_loss(run).backward()
 
-    _, peak = peak_of(step, tmp_path, counts_workspaces=not autocasts)
+    _, peak = peak_of(step, counts_workspaces=not autocasts)
     assert peak <= least
 
 
-def test_a_budget_that_cannot_be_met_later_is_a_warning(tmp_path):
+def test_a_budget_that_cannot_be_met_later_is_a_warning():
     model = Broken()
     options = {"policy": memory_budget(1_000_000), "codegen": "eager"}
     run = torch.compile(model, backend="torchremat", options=options)
@@ -184,7 +184,7 @@ def test_a_budget_that_cannot_be_met_later_is_a_warning(tmp_path):
     assert len([w for w in caught if w.category is BudgetWarning]) == 1
 
 
-def test_other_sizes_evaluation_and_accumulation(tmp_path):
+def test_other_sizes_evaluation_and_accumulation():
     model = Broken()
     run = torch.compile(
         model, backend="torchremat", options={"policy": "budget:60%", "codegen": "eager"}
@@ -215,25 +215,25 @@ class Branching(Broken):
         return self.parts[2](x).sum()
 
 
-def test_a_graph_that_joins_later_shares_the_budget_of_the_whole_step(tmp_path):
+def test_a_graph_that_joins_later_shares_the_budget_of_the_whole_step():
     model, x = Branching(), torch.randn(512, WIDTH)
     step_of(model, lambda x: model(x, True), x)()
-    expected, plain = peak_of(step_of(model, lambda x: model(x, True), x), tmp_path)
+    expected, plain = peak_of(step_of(model, lambda x: model(x, True), x))
     limit = int(0.6 * plain)
     options = {"policy": memory_budget(limit), "codegen": "eager"}
     run = torch.compile(model, backend="torchremat", options=options)
     for _ in range(3):
         step_of(model, lambda x: run(x, False), x)()
     for i in range(4):
-        found, peak = peak_of(step_of(model, lambda x: run(x, True), x), tmp_path)
+        found, peak = peak_of(step_of(model, lambda x: run(x, True), x))
         assert all(map(torch.equal, found, expected))
         assert peak <= limit or i == 0  # the first graph has run when the new one is met
 
 
-def test_calls_without_a_backward_pass_do_not_count(tmp_path):
+def test_calls_without_a_backward_pass_do_not_count():
     model, x = Broken(), torch.randn(512, WIDTH)
     step_of(model, model, x)()
-    expected, plain = peak_of(step_of(model, model, x), tmp_path)
+    expected, plain = peak_of(step_of(model, model, x))
     options = {"policy": "budget:60%", "codegen": "eager"}
     run = torch.compile(model, backend="torchremat", options=options)
     for _ in range(100):
@@ -243,7 +243,7 @@ def test_calls_without_a_backward_pass_do_not_count(tmp_path):
     step_of(model, run, x)()
     assert not job.has_new
     for _ in range(2):
-        found, peak = peak_of(step_of(model, run, x), tmp_path)
+        found, peak = peak_of(step_of(model, run, x))
         assert all(map(torch.equal, found, expected))
         assert peak <= 0.6 * plain
 

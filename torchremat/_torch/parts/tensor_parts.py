@@ -85,7 +85,7 @@ TENSORS = (
     ),
     PrivatePart(
         "torch.utils._pytree: TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten, "
-        "tree_map, keystr, register_pytree_node, GetAttrKey",
+        "tree_map, keystr, register_pytree_node, GetAttrKey, SequenceKey",
         "Trees, with the classes that users and libraries have registered there.",
         "A registry of our own would not know those; PyTorch has no public module for trees.",
         "Arguments such as the outputs of transformers would be no trees.",

@@ -13,6 +13,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from torch import Generator, Tensor, nn
@@ -21,7 +22,6 @@ from torchremat import _torch
 from torchremat.core.slots import identity_of
 from torchremat.core.small_arrays import contents_of
 from torchremat.errors import EffectError, RetraceError
-from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.remat.escapes.edits import (
     CounterEdit,
     Edit,
@@ -34,9 +34,9 @@ from torchremat.remat.escapes.find_edits import undo_edits
 from torchremat.remat.escapes.forward_hooks import DeferredHook, HookCalls
 from torchremat.remat.escapes.holders import ABSENT, read_holder, write_items, write_slot
 from torchremat.remat.escapes.passed_arguments import find_containers
-from torchremat.remat.escapes.reach import Path, Reach, Roots
+from torchremat.remat.escapes.reach import ATOMS, Path, Reach, Roots
 from torchremat.remat.escapes.read_watch import Spot, Steps, Watch, reads_unnoted, watch_reads
-from torchremat.remat.escapes.templates import CallValues, TemplateMaker, holds_traced
+from torchremat.remat.escapes.templates import CallValues, Template, TemplateMaker, holds_traced
 
 
 @dataclass(eq=False)
@@ -79,15 +79,8 @@ class Escapes:
         """The name of something that the edits change, for a message."""
         return next(filter(None, map(_name_of, self.edits)), "a variable")
 
-    def write(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        sizes: Sizes | None,
-        roots: Roots,
-    ) -> None:
+    def write(self, values: CallValues) -> None:
         """Do to the world what the function does in a call with these tensors."""
-        values = CallValues(outputs, inputs, sizes, roots)
         for edit in self.edits:  # all of them before the first write: one may move what is there
             for template in edit.templates:
                 values.make(template)
@@ -217,7 +210,7 @@ class EscapeWatch:
     ) -> None:
         with _torch.without_function_modes(), reads_unnoted():
             self._reach = Reach(roots, modules)
-            self.passed = find_containers(roots.arguments)
+            self._passed = find_containers(roots.arguments)
             self._maker = TemplateMaker(input_of, self._reach.known)
         self._hooks = HookCalls(self._maker)
         self._watched = watched or {}
@@ -245,6 +238,7 @@ class EscapeWatch:
         """Put the world back as it was; return the edits, and the tensors of the trace in them."""
         with _torch.without_function_modes(), reads_unnoted():
             maker = self._maker
+            maker.made.clear()  # what a hook was called with may have changed since
             edits: list[Edit] = []
             targets, slots, old = set(), set(), set()
             neighbours = []
@@ -264,6 +258,18 @@ class EscapeWatch:
         marks = frozenset(targets), frozenset(slots), frozenset(old)
         guards = [n for n in neighbours if n is not None]
         return Escapes(edits, guards, self._hooks.deferred, *marks), maker.tensors
+
+    def find_elsewhere(self, value: Any) -> Path | Template | None:
+        """Find where a part of the result was before, or how the function leaves it elsewhere.
+
+        The result of a call then has that very object. Tensors and tuples are not looked for.
+        """
+        if isinstance(value, (Tensor, tuple, type, Generator, Enum, *ATOMS)):
+            return None
+        place = self._passed.get(id(value)) or self._reach.known.get(id(value))
+        if place is None and id(value) in self._maker.made:
+            return self._maker.made[id(value)][1]
+        return place
 
     def refuse_changed_arrays(self, name: str) -> None:
         """Raise if the function wrote to an array of NumPy or Python; put back what was there."""

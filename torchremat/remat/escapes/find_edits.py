@@ -105,7 +105,8 @@ def _template_of(value: Any, maker: TemplateMaker) -> Template:
     made = maker.make(value)
     if made.is_plain and type(value) in (list, dict, set) and _is_value(value):
         snapshot = copy.deepcopy(value)  # the next call changes what the last has made
-        return Template(lambda _: copy.deepcopy(snapshot), made.signature, is_plain=True)
+        made = Template(lambda _: copy.deepcopy(snapshot), made.signature, is_plain=True)
+        maker.made[id(value)] = (value, made)
     return made
 
 

@@ -71,12 +71,13 @@ class TemplateMaker:
         self._input_of = input_of
         self._known = known
         self._numbers: dict[int, int] = {}
-        self._made: dict[int, tuple[Any, Template]] = {}
+        self.made: dict[int, tuple[Any, Template]] = {}
+        """Values with their templates, by `id`."""
 
     def make(self, value: Any) -> Template:
-        found = self._made.get(id(value))
+        found = self.made.get(id(value))
         if found is None:
-            self._made[id(value)] = found = (value, self._make(value))  # which keeps the id
+            self.made[id(value)] = found = (value, self._make(value))  # which keeps the id
         return found[1]
 
     def _make(self, value: Any) -> Template:

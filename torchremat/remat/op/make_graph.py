@@ -115,7 +115,7 @@ def trace_graph(
         positional, named = in_structure.unflatten(values)
         result = fun(*positional, **named)
         Result(result, lambda: call.name)  # raises for what is no result
-        results.append(Structure.of(result, lambda leaf: isinstance(leaf, Tensor | Number)))
+        results.append(Structure.of(result, _is_output, is_result=True))
         return results[-1].flatten(result)
 
     paths = ModulePaths({i: below(module_prefix, n) for i, n in call.roots.items()})
@@ -135,6 +135,10 @@ def trace_graph(
     outputs = results_of(joint.module)[: len(joint.outputs)]
     writes = [(inputs[i], value) for i, value in joint.mutations]
     return build_graph(joint.module, inputs, outputs, (in_structure, results[0]), writes)
+
+
+def _is_output(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor | Number)
 
 
 def _refuse_dtensors(call: BoundCall, specs: Sequence[InputSpec]) -> None:

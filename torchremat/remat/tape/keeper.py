@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
-from torchremat.core.open_objects import flatten_open
+from torchremat.core.open_objects import flatten_result
 from torchremat.policies.policy import Policy
 from torchremat.remat.tape.contents import Content, Entry
 from torchremat.remat.tape.limited_calls import TapeCall, TapeRecord
@@ -127,7 +127,7 @@ class Keeper:
     def settle(self, result: object) -> None:
         """Drop what is not to stay saved, now that all operators of the call are known."""
         saving = _Saving(self)
-        outputs = tensors_in(flatten_open(result)[0])
+        outputs = tensors_in(flatten_result(result)[0])
         numbers = {id(storage): content for storage, content in self._list_current()}
         record = TapeRecord(
             self.made,

@@ -3,7 +3,6 @@
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.api_util import StaticArguments, WrapHashably, flatten_axes
-from torchremat.core.open_objects import close_objects, flatten_open
+from torchremat.core.open_objects import close_objects, flatten_open, flatten_result
 from torchremat.core.slots import read_attributes
 from torchremat.errors import TraceError
-from torchremat.graph.symbolic_sizes import SYMBOLIC, Size, Sizes
+from torchremat.graph.symbolic_sizes import SYMBOLIC, Size
 from torchremat.remat.escapes.reach import Path, Roots
 from torchremat.remat.escapes.read_watch import has_stand_ins
+from torchremat.remat.escapes.templates import CallValues, Template
 from torchremat.remat.tape.recorder import is_taping
 from torchremat.tracing.dtensors import Sharding, is_sharded, local_part
 
@@ -238,17 +238,18 @@ def prevent_cse_of(prevent_cse: Any, args: Any, kwargs: Any) -> tuple[bool, ...]
 class Result:
     """The result of a function: its tensors, its literals and their structure.
 
-    A tensor that stands in several places is one output. A list, dict or object that is an
-    argument, or part of one, is the one of each call: `passed` has the ways to them, by `id`.
+    A tensor that stands in several places is one output. A list, dict or object that was there
+    before, or that the function leaves elsewhere, too, is that of each call: `find_elsewhere` gives
+    the way there, or how it is made.
     """
 
     def __init__(
         self,
         value: Any,
         describe: Callable[[], str],
-        passed: Mapping[int, Path] = MappingProxyType({}),
+        find_elsewhere: Callable[[Any], Path | Template | None] | None = None,
     ) -> None:
-        leaves, self.spec = flatten_open(value, None, passed)
+        leaves, self.spec = flatten_result(value, find_elsewhere)
         self.tensors: list[Tensor] = []
         self._leaves: list[Any] = []
         self._shardings: dict[int, Sharding] = {}
@@ -265,9 +266,9 @@ class Result:
                 if number == len(self.tensors):
                     self._add_tensor(leaf)
                 self._leaves.append(number)
-            elif isinstance(leaf, Path):
+            elif isinstance(leaf, Path | Template):
                 self._leaves.append(leaf)
-            elif isinstance(leaf, (*_SCALARS, *_CONSTANTS)):
+            elif isinstance(leaf, (*_SCALARS, *_CONSTANTS, type)):
                 self._leaves.append(WrapHashably(leaf))
             elif isinstance(leaf, SYMBOLIC):
                 self._leaves.append(Size(leaf))
@@ -289,14 +290,18 @@ class Result:
             self._shardings[len(self.tensors)] = sharding
         self.tensors.append(local_part(tensor))
 
-    def find_passed(self, roots: Roots) -> Sequence[Any]:
-        """The arguments, or parts of them, that are in the result of a call; before it writes."""
+    @property
+    def is_of_one_module(self) -> bool:
+        """Whether something in it is found from a module, and not from the call."""
+        places = [leaf for leaf in self._leaves if isinstance(leaf, Path)]
+        return any(not isinstance(place.root, str) for place in places)
+
+    def find_known(self, roots: Roots) -> Sequence[Any]:
+        """The objects in the result of a call that are there before it; before it writes."""
         return [leaf.find(roots) for leaf in self._leaves if isinstance(leaf, Path)]
 
-    def rebuild(
-        self, tensors: tuple[Tensor, ...], sizes: Sizes | None, passed: Sequence[Any]
-    ) -> Any:
-        """The result of a call that made `tensors`; `passed` as `find_passed` gave it."""
+    def rebuild(self, tensors: tuple[Tensor, ...], values: CallValues, known: Sequence[Any]) -> Any:
+        """The result of a call that made `tensors`; `known` as `find_known` gave it."""
         if self._shardings:
             shardings = (self._shardings.get(i) for i in range(len(tensors)))
             tensors = tuple(
@@ -307,15 +312,17 @@ class Result:
             return tensors[0]
         if self.is_tuple:
             return tensors[: len(self._leaves)]
-        left = iter(passed)
+        left = iter(known)
         leaves: list[Any] = []
         for leaf in self._leaves:
             if isinstance(leaf, WrapHashably):
                 leaves.append(leaf.value)
             elif isinstance(leaf, Size):
-                leaves.append(leaf.symbolic if sizes is None else leaf.at(sizes))
+                leaves.append(leaf.symbolic if values.sizes is None else leaf.at(values.sizes))
             elif isinstance(leaf, Path):
                 leaves.append(next(left))
+            elif isinstance(leaf, Template):
+                leaves.append(values.make(leaf))
             else:
                 leaves.append(tensors[leaf])
         return close_objects(_torch.tree_unflatten(leaves, self.spec))

@@ -60,6 +60,7 @@ def may_be_shared(
     body, specs = made.body, made.region.specs
     return (
         not made.escapes
+        and not made.result.is_of_one_module
         and not made.paths.changes
         and set(made.paths.seen) <= set(known)
         and not (body.value_guards and body.value_guards.guards)

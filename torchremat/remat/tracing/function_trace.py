@@ -15,6 +15,7 @@ from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.core.source import source_of_error
+from torchremat.core.open_objects import OpenSize
 from torchremat.core.trees import Structure
 from torchremat.errors import DeviceError, EffectError, RetraceError
 from torchremat.policies.replay_rules import is_random
@@ -189,10 +190,10 @@ class _FlatFunction:
                     self.code if is_first else nullcontext(),
                 ):
                     value = self._around(function, *args, **kwargs)
-                result = Result(value, lambda: describe_fun(function), watch.passed)
-                value = None
             finally:
                 found, escaped = watch.take_out()
+        result = Result(value, lambda: describe_fun(function), watch.find_elsewhere)
+        value = None
         watch.refuse_changed_arrays(describe_fun(function))
         self.own_backwards.watch()
         if is_first:
@@ -256,11 +257,18 @@ def _find_captured(tracing: Tracing | None) -> Sequence[Tensor]:
 def _put_stand_ins(structure: Structure, watches: Mapping[int, Watch]) -> Structure:
     numbers = itertools.count()
 
+    def find_watch(leaf: Any) -> Watch | None:
+        return watches.get(next(numbers)) if type(leaf) in (int, float) else None
+
     def put(leaf: Any) -> Any:
-        watch = watches.get(next(numbers)) if type(leaf) in (int, float) else None
+        if type(leaf) is OpenSize:  # a `torch.Size` takes numbers alone
+            for of_size in filter(None, map(find_watch, leaf.values)):
+                of_size.is_read = True
+            return leaf
+        watch = find_watch(leaf)
         return leaf if watch is None else stand_for(leaf, watch)
 
-    return Structure(_torch.tree_map(put, structure.tree))
+    return Structure(_torch.tree_map(put, structure.tree, is_leaf=lambda x: type(x) is OpenSize))
 
 
 def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

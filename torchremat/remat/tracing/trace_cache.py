@@ -20,6 +20,7 @@ from torchremat.remat.escapes.escapes import Escapes
 from torchremat.remat.escapes.live_tensors import LastingChangeError
 from torchremat.remat.escapes.reach import Roots
 from torchremat.remat.escapes.read_watch import Spot
+from torchremat.remat.escapes.templates import CallValues
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
 from torchremat.remat.program.shared_graphs import SharedGraphs
@@ -106,11 +107,12 @@ class Trace:
     ) -> Any:
         """The result of `call`; what the function leaves elsewhere is written there."""
         roots = Roots(function, call.arguments)
-        passed = self.result.find_passed(roots)
+        known = self.result.find_known(roots)
+        escaped = outputs[len(outputs) - self.region.body.num_escaped :]
+        values = CallValues(escaped, inputs, sizes, roots)
         if self.escapes:
-            escaped = outputs[len(outputs) - self.region.body.num_escaped :]
-            self.escapes.write(escaped, inputs, sizes, roots)
-        return self.result.rebuild(outputs, sizes, passed)
+            self.escapes.write(values)
+        return self.result.rebuild(outputs, values, known)
 
     @property
     def num_checks(self) -> int:

@@ -1108,6 +1108,21 @@ def partition_of_aot_autograd():
     assert "aten.sin" in cuts.backwards[0]
 
 
+@check("run_outside_dynamo")
+def a_graph_whose_float_became_a_constant():
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    def make():
+        if not TensorifyState.should_specialize("zf0"):
+            TensorifyState.specialize("zf0")
+            raise TensorifyScalarRestartAnalysis
+        return "made"
+
+    assert _torch.run_outside_dynamo(make) == "made"
+    assert TensorifyState.empty()
+
+
 @check("keep_compile_context", "ends_in_graph_break")
 def context_of_a_compiled_graph():
     kept, ends = [], []

@@ -18,7 +18,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import allocated_peak, bits, memory_profiler
-from tests.zoo.zoo_model import CannotBeMadeError, ZooModel, find_blocks
+from tests.zoo.zoo_model import Arguments, CannotBeMadeError, ZooModel, find_blocks
 from torchremat.measure import LiveBytes
 from torchremat.nn import report, wrap
 
@@ -26,6 +26,7 @@ WAYS = ("checkpoint", "blocks", "whole", "budget", "compile", "compiled budget")
 STEPS = 3
 MEASURED = 1
 """The step whose bytes are counted; the one after it is timed."""
+_COMPILED = {"codegen": "eager"}
 SECONDS = 240
 """After which a way counts as one that does not end."""
 RELATIVE = 1e-3
@@ -90,7 +91,7 @@ def _train_one_step(zoo: ZooModel, model: nn.Module, way: str, step: int, traine
     memory, profiler = _meters(way) if step == MEASURED else (None, None)
     start = time.perf_counter()
     with memory or contextlib.nullcontext(), profiler or contextlib.nullcontext():
-        loss = zoo.loss_of(model, batch)
+        loss = model(batch) if "budget" in way else zoo.loss_of(model, batch)
         loss.backward()
     trained.seconds.append(time.perf_counter() - start)
     if profiler is not None:
@@ -118,14 +119,27 @@ def _prepare(zoo: ZooModel, model: nn.Module, way: str, budget: int | None) -> A
     elif way == "whole":
         wrap(model)
     elif way == "budget":
-        wrap(model, f"budget:{budget}B")
-    elif way in ("compile", "compiled budget"):
-        policy = "full" if way == "compile" else f"budget:{budget}B"
-        options = {"policy": policy, "codegen": "eager"}
-        return torch.compile(model, backend="torchremat", options=options)
+        return wrap(_WithLoss(zoo, model), f"budget:{budget}B")
+    elif way == "compile":
+        return torch.compile(model, backend="torchremat", options=_COMPILED | {"policy": "full"})
+    elif way == "compiled budget":
+        options = _COMPILED | {"policy": f"budget:{budget}B"}
+        return torch.compile(_WithLoss(zoo, model), backend="torchremat", options=options)
     elif way == "aot_eager":
         return torch.compile(model, backend="aot_eager")
     return model
+
+
+class _WithLoss(nn.Module):
+    """A model and its loss: a budget is that of what is wrapped."""
+
+    def __init__(self, zoo: ZooModel, model: nn.Module) -> None:
+        super().__init__()
+        self.zoo = zoo
+        self.model = model
+
+    def forward(self, batch: Arguments) -> Tensor:
+        return self.zoo.loss_of(self.model, batch)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from .aot import (
     ends_in_graph_break, keep_compile_context,
     default_partition, find_written_inputs, is_compiled_by_inductor, is_exporting,
     is_in_stock_compiler, mark_as_constant, merge_alike, min_cut_partition, node_in_compiler,
-    out_of_compiler, selective_policy_at_work, selective_policy_of, to_user,
+    out_of_compiler, run_outside_dynamo, selective_policy_at_work, selective_policy_of, to_user,
 )  # fmt: skip
 from .distributed import (
     current_mesh, group_named, process_collectives, store_of_processes, timeout_of_processes,

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from .fake_proxy import innermost_proxy_mode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Made = TypeVar("_Made")
 
 MUST_SAVE = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 MUST_RECOMPUTE = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
@@ -176,6 +177,23 @@ def keep_compile_context(
     with warnings.catch_warnings():  # it asks each tensor for its gradient, also those without
         warnings.simplefilter("ignore", UserWarning)
         return [fake(value) for value in inputs], enter
+
+
+def run_outside_dynamo(make: Callable[[], _Made]) -> _Made:
+    """Run `make`, which compiles a graph that Dynamo captured some time ago.
+
+    AOTAutograd asks Dynamo to capture once more where a number became a constant, unless Dynamo
+    knows of it. It did know when it captured the graph, and has forgotten since.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    try:
+        return make()
+    except TensorifyScalarRestartAnalysis:
+        return make()  # now it is known
+    finally:
+        TensorifyState.clear()
 
 
 def ends_in_graph_break(module: torch.fx.GraphModule) -> bool:

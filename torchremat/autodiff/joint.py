@@ -39,6 +39,7 @@ class Joint:
     new value. `opened`: checkpoints inside were opened, as no other trace of the function has them.
     `by_compiler`: AOTAutograd has traced it. `runs_own_backward`: a user wrote part of the backward
     pass, as a `torch.autograd.Function`. `untiled`: the same without tiles, if this one has some.
+    `usual`: the outputs that have a cotangent in a training step.
     """
 
     module: fx.GraphModule
@@ -52,6 +53,7 @@ class Joint:
     parts: tuple[Part, ...] = ()
     runs_own_backward: bool = False
     untiled: "Joint | None" = None
+    usual: tuple[int, ...] = ()
 
     @property
     def returned_gradients(self) -> list[fx.Node]:
@@ -138,7 +140,8 @@ def trace_joint(
         inputs, outputs = _run_body(body, tracing, leaves, specs, options.grad_enabled, recorder)
         leaves += tracing.captured_inputs
         tracing.phase = "backward"
-        cotangents = _add_cotangents(tracing, outputs, options, body.num_escaped)
+        usual = usual_outputs(outputs, body.num_escaped) if options.with_gradients else ()
+        cotangents = _add_cotangents(tracing, outputs, options, usual)
         grads = _differentiate(leaves, outputs, cotangents, options.create_graph, recorder)
         module = tracing.finish([*outputs, *grads, *recorder.values])
     input_nodes = [tracing.placeholder_of(t) for t in leaves]
@@ -158,6 +161,7 @@ def trace_joint(
         tuple(None if n is None else functional.node(n) for n in cotangent_nodes),
         results[len(outputs) : end],
         runs_own_backward=tracing.runs_own_backward,
+        usual=usual,
     )
     return _with_parts(joint, recorder.positions, results[end:]), tracing
 
@@ -249,22 +253,41 @@ def is_differentiated(tensor: Tensor) -> bool:
 def usual_outputs(outputs: Sequence[Any], num_escaped: int = 0) -> tuple[int, ...]:
     """The positions of the outputs that have a cotangent in a training step.
 
-    They are the scalars that the function returns, if there are any, since models return other
-    things beside the loss. Else they are all outputs that can have one, also the last `num_escaped`
-    that it leaves elsewhere.
+    A scalar that the function returns is a loss, and what it is computed from has no gradient of
+    its own: logits, or the parts of a sum. Nor has what comes after a loss, as models return other
+    things after theirs. What comes before has one, for a loss outside: `(y, auxiliary_loss)`. Where
+    there is a loss, the last `num_escaped`, which the function leaves elsewhere, have none.
     """
     given = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and is_differentiated(o)]
-    num_returned = len(outputs) - num_escaped
-    scalars = [i for i in given if i < num_returned and outputs[i].dim() == 0]
-    return tuple(scalars or given)
+    returned = [i for i in given if i < len(outputs) - num_escaped]
+    scalars = [i for i in returned if outputs[i].dim() == 0]
+    if not scalars:
+        return tuple(given)
+    if len(returned) == 1:
+        return tuple(returned)
+    nodes = {i: torch.autograd.graph.get_gradient_edge(outputs[i]).node for i in returned}
+    before = _nodes_before([nodes[i] for i in scalars])
+    asked = [i for i in returned if i < scalars[0] or i in scalars]
+    return tuple(i for i in asked if nodes[i] not in before)
+
+
+def _nodes_before(nodes: Sequence[Any]) -> set[Any]:
+    """The nodes of autograd's graph that those of `nodes` lead to, without themselves."""
+    found: set[Any] = set()
+    left = [following for node in nodes for following, _ in node.next_functions]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return found
 
 
 def _add_cotangents(
-    tracing: Tracing, outputs: Sequence[Any], options: TraceOptions, num_escaped: int
+    tracing: Tracing, outputs: Sequence[Any], options: TraceOptions, usual: tuple[int, ...]
 ) -> list[Tensor | None]:
     if not options.with_gradients:
         return [None] * len(outputs)
-    usual = usual_outputs(outputs, num_escaped)
     wanted = usual if options.only_usual else options.wanted_outputs
     cotangents: list[Tensor | None] = []
     for i, output in enumerate(outputs):

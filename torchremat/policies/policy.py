@@ -36,7 +36,7 @@ from torchremat.policies.verdicts import (
     complement,
     intersection,
     union,
-)
+)  # fmt: skip
 
 __all__ = ["Policy", "Value"]
 

@@ -168,7 +168,7 @@ class Checkpointed(TapeFallback):
         if trace is not None and trace.key == call.key:
             captured, sizes = trace.captured.current(), None
             tensors = [*call.tensors, *(captured or ())]
-            program = trace.programs.get(self._current_key)
+            program = trace.program_of(self._current_key)
             if (
                 captured is not None
                 and program is not None
@@ -262,7 +262,7 @@ class Checkpointed(TapeFallback):
         with hold_interrupts(), trace_lock:
             trace = self.trace_of(call, args, kwargs)
             key = self._current_key
-            program = trace.programs.get(key)
+            program = trace.program_of(key)
             sizes = None if trace.dynamic is None else trace.dynamic.sizes(call.tensors)
             if program is None:
                 program = self._new_program(trace, key, sizes, args, kwargs)

@@ -261,3 +261,23 @@ def test_what_it_compiled_is_freed():
     torch._dynamo.reset()
     gc.collect()
     assert not any(reference() is not None for reference in references)
+
+
+class Views(nn.Module):
+    """Between its parts is a graph that returns a view of its input, and has nothing to derive."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, x):
+        x = self.parts[0](x)
+        torch._dynamo.graph_break()
+        x = x.view(-1)[: len(x) // 2 * WIDTH]
+        torch._dynamo.graph_break()
+        return self.parts[1](x.view(-1, WIDTH)).sum()
+
+
+def test_a_graph_of_views_takes_no_part():
+    plain, peaks = check(Views(), torch.randn(1024, WIDTH), "budget:80%")
+    assert max(peaks[1:]) <= 0.8 * plain

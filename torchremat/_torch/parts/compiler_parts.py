@@ -47,6 +47,12 @@ COMPILERS = (
         "could not be divided over the graphs between graph breaks.",
     ),
     PrivatePart(
+        "torch._dynamo: exc.TensorifyScalarRestartAnalysis, symbolic_convert.TensorifyState",
+        "A graph with a number that became a constant is compiled once more, outside of Dynamo.",
+        "None: it is how AOTAutograd tells Dynamo, which alone is to hear of it.",
+        "A budget over graph breaks would fail where a float is an argument that becomes constant.",
+    ),
+    PrivatePart(
         "torch._dynamo.eval_frame: _use_eager_on_nested_compile",
         "In a trace what torch.compile has made runs as it was written.",
         "torch.compiler.set_stance('force_eager') is for all threads.",

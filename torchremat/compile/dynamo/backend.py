@@ -194,7 +194,7 @@ def _compile_chosen(
     ) -> Callable[..., Any]:
         return _compile_for(module, inputs, replace(chosen, policy=policy))
 
-    def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
+    def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
         with record_names():
             return trace_joint(module, inputs)
 

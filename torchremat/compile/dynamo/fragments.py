@@ -43,7 +43,7 @@ _logger = logging.getLogger("torchremat")
 _FIRST_LOOK = 64
 
 Compile = Callable[[fx.GraphModule, Sequence[Any], Policy], Callable[..., Any]]
-TraceJoint = Callable[[fx.GraphModule, Sequence[Any]], Joint]
+TraceJoint = Callable[[fx.GraphModule, Sequence[Any]], Joint | None]
 
 
 class Fragment:
@@ -79,9 +79,9 @@ class Fragment:
     def copy_module(self) -> fx.GraphModule:
         return fx.GraphModule(self._module, copy.deepcopy(self._module.graph))
 
-    def trace(self, trace_joint: TraceJoint) -> Joint:
+    def trace(self, trace_joint: TraceJoint) -> Joint | None:
         with self._again():
-            return trace_joint(self.copy_module(), self.inputs)
+            return _torch.run_outside_dynamo(lambda: trace_joint(self.copy_module(), self.inputs))
 
     @contextmanager
     def _again(self) -> Iterator[None]:
@@ -97,11 +97,14 @@ class Fragment:
         self._wanted = None
         with self._again():
             try:
-                self._run = self.compile_with(self.copy_module(), self.inputs, policy)
+                self._run = _torch.run_outside_dynamo(lambda: self._compile(policy))
             except BudgetError as error:
-                policy = self.job.refuse(error)
-                self._run = self.compile_with(self.copy_module(), self.inputs, policy)
+                least = policy = self.job.refuse(error)
+                self._run = _torch.run_outside_dynamo(lambda: self._compile(least))
         self.policy = policy
+
+    def _compile(self, policy: Policy) -> Callable[..., Any]:
+        return self.compile_with(self.copy_module(), self.inputs, policy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +180,11 @@ class FragmentJob:
             raise error
 
     def _divide(self, calls: Sequence[Fragment]) -> None:
-        costs = {f: self._costs_of(f) for f in dict.fromkeys(calls)}
+        each = {f: self._costs_of(f) for f in dict.fromkeys(calls)}
+        costs = {f: cost for f, cost in each.items() if cost is not None}
+        calls = [f for f in calls if f in costs]
+        if not calls:
+            return
         resident, largest = self.policy.resident_bytes, self._largest
         found = divide_budget(self._budget, calls, costs, resident=resident, largest=largest)
         if not self._largest and found.least_peak is not None:
@@ -202,8 +209,11 @@ class FragmentJob:
             least,
         )
 
-    def _costs_of(self, fragment: Fragment) -> GraphCosts:
+    def _costs_of(self, fragment: Fragment) -> GraphCosts | None:
+        """The costs of a graph; none of one that has nothing to differentiate."""
         joint = fragment.trace(self._trace_joint)
+        if joint is None:
+            return None
         planner = replace(self.policy, resident=0).planner(joint, fuses=self.fuses)
         return GraphCosts(planner, fragment.gradient_bytes)
 

@@ -135,8 +135,11 @@ class _JointTracedError(Exception):
     """Ends AOTAutograd once it has traced."""
 
 
-def trace_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
-    """The joint graph of a graph that Dynamo captured; nothing is compiled."""
+def trace_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
+    """The joint graph of a graph that Dynamo captured.
+
+    There is none where AOTAutograd finds nothing to differentiate: all outputs are views of inputs.
+    """
     found: list[Joint] = []
 
     def take(module: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Halves:
@@ -145,7 +148,7 @@ def trace_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
 
     with suppress(_JointTracedError):
         _torch.aot_autograd(module, inputs, compiler=compile_graph, partition=take)
-    return found[0]
+    return found[0] if found else None
 
 
 def _add_needed_copies(residuals: Residuals, copies: Sequence[fx.Node]) -> Residuals:

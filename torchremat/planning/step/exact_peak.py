@@ -6,6 +6,7 @@ as it runs: r lies in the memory of b
 
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from torchremat import _torch
@@ -60,7 +61,7 @@ class ExactPeaks:
         if not self.are_needed:
             return None
         if schedule not in self._peaks:
-            with _torch.assume_sizes(self.sizes or {}):
+            with _torch.assume_sizes(self.sizes):
                 self._peaks[schedule] = exact_peak_of(self.joint, in_nodes())
         return self._peaks[schedule]
 
@@ -68,8 +69,11 @@ class ExactPeaks:
 def exact_peak_of(joint: Joint, schedule: GraphSchedule) -> int | None:
     """The simulated peak of a schedule; `None` if more than operators decides on it.
 
-    That is so where values are offloaded or drawn again, and where gradients are added up.
+    That is so where values are offloaded or drawn again, and where gradients are added up. It is so
+    where a compiler has sizes as nodes, too: its halves return them as they do tensors.
     """
+    if joint.by_compiler and any(map(_is_size, joint.module.graph.nodes)):
+        return None
     decisions = PolicyDecisions(joint, FixedSchedule(schedule))
     if schedule.offloaded or decisions.from_states or joint.parts:
         return None
@@ -86,6 +90,10 @@ def exact_peak_of(joint: Joint, schedule: GraphSchedule) -> int | None:
     inputs = [*saved, *residuals, *cotangents]
     backward = compile_backward(joint, inputs, joint.gradients, None, form=form, schedule=schedule)
     return simulate(forward, backward.module).peak
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _forward_graph(

@@ -298,6 +298,7 @@ def _apply_vjp(ctx: Any, cotangents: list[Tensor | None]) -> Rest | None:
     given = tuple(cotangents[i] is not None for i in program.differentiable)
     if not any(given):
         return None
+    program.note_cotangents(given)
     saved = list(ctx.saved_tensors)
     chosen = [ct for i in program.differentiable if (ct := cotangents[i]) is not None]
     cotangents.clear()

@@ -80,6 +80,8 @@ class FunctionProgram(Program):
             if sizes is not None and policy.is_whole_graph:
                 self.by_sizes = {tuple(sizes.values()): self}
         self.root_joint, self.decisions = chosen
+        if policy.is_whole_graph:
+            self.assumed_outputs = region.usual_outputs
         self.schedule = self.decisions.schedule
         self._describe()
 
@@ -184,13 +186,15 @@ class FunctionProgram(Program):
         return self._specialized[key]
 
     def _replace(self, region: Region, chosen: tuple[Joint, PolicyDecisions]) -> "FunctionProgram":
-        return type(self)(
+        found = type(self)(
             region,
             self.policy,
             module_prefix=self.module_prefix,
             chosen=chosen,
             compiler=self.compiler,
         )
+        found.assumed_outputs = self.assumed_outputs
+        return found
 
     why_none_offloaded = "graphs that are compiled do not"
     """Why nothing is offloaded, where a policy says so of values."""
@@ -205,13 +209,16 @@ class FunctionProgram(Program):
 
     def joint_for(self, outputs_with_cotangent: Mask) -> Joint:
         """The root joint graph for the outputs that it was traced for, else another trace."""
-        if self.policy.is_whole_graph:
-            is_root = outputs_with_cotangent == self.region.usual_outputs
-        else:
-            is_root = all(outputs_with_cotangent)
-        if is_root:
+        if outputs_with_cotangent == self.assumed_outputs or (
+            self.assumed_outputs is None and all(outputs_with_cotangent)
+        ):
             return self.root_joint
         return super().joint_for(outputs_with_cotangent)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether backward passes were not as was assumed, and the policy can decide anew."""
+        return self.decides_anew and self.assumed_outputs != self.region.usual_outputs
 
     @cached_property
     def forward(self) -> CompiledGraph:

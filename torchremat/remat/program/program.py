@@ -73,6 +73,8 @@ class Program(ABC):
     """Whether the stages are worth their price if nobody is seen to wait for gradients."""
     gradient_targets: Targets = ()
     """Slots of gradients with the inputs of backward graphs that lie in the parameter of each."""
+    assumed_outputs: Mask | None = None
+    """The outputs that a backward pass gives a cotangent, if the policy decided by that."""
     jitted_name = ""
     """The name of the function, if `jit` made the program of it."""
 
@@ -162,6 +164,16 @@ class Program(ABC):
             with hold_interrupts():
                 self._backwards[key] = self._compile_backward(*key)
         return self._backwards[key]
+
+    def note_cotangents(self, given: Mask) -> None:
+        """Take notice of the outputs to which a backward pass gives a cotangent."""
+        if self.decides_anew and given != self.assumed_outputs:
+            self.region.note_cotangents(given)
+
+    @property
+    def decides_anew(self) -> bool:
+        """Whether the policy plans for all calls of a job, and can plan for other outputs, too."""
+        return self.assumed_outputs is not None and self.policy.without_job() is not self.policy
 
     def _compile_backward(
         self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool

@@ -53,6 +53,8 @@ class Region:
         """The compiled graphs of `joint`, if regions of alike layers have it too."""
         self._joint = joint
         self._variants: dict[tuple[Mask, bool], Joint] = {}
+        self._seen_outputs: Mask | None = None
+        """The outputs of backward passes, once one was of others than was assumed."""
 
     @classmethod
     def trace(
@@ -93,17 +95,25 @@ class Region:
             return False
         return joint is self._joint or any(v is joint for v in self.graphs.variants.values())
 
-    @cached_property
+    @property
     def usual_outputs(self) -> Mask:
-        """The outputs that a training step gives a cotangent: the scalars, else all."""
-        returned = len(self.joint.outputs) - self.body.num_escaped
-        scalars = tuple(
-            i < returned and self.joint.outputs[i].meta["val"].dim() == 0
-            for i in self.differentiable
-        )
-        if any(scalars) and len(self.joint_for(scalars).inputs) == len(self.joint.inputs):
-            return scalars
-        return (True,) * len(scalars)  # or a trace finds new tensors each time, not inputs of ours
+        """The outputs that a training step gives a cotangent, as far as is known.
+
+        They are assumed as `autodiff.joint.usual_outputs` says, until a backward pass shows others.
+        """
+        return self._seen_outputs or self._assumed_outputs
+
+    def note_cotangents(self, given: Mask) -> None:
+        """Let the outputs be usual that backward passes gave a cotangent."""
+        before = self._seen_outputs or (False,) * len(given)
+        self._seen_outputs = tuple(a or b for a, b in zip(given, before, strict=True))
+
+    @cached_property
+    def _assumed_outputs(self) -> Mask:
+        usual = tuple(i in self.joint.usual for i in self.differentiable)
+        if any(usual) and len(self.joint_for(usual).inputs) == len(self.joint.inputs):
+            return usual
+        return (True,) * len(usual)  # or a trace finds new tensors each time, not inputs of ours
 
     def joint_for(self, outputs_with_cotangent: Mask, *, create_graph: bool = False) -> Joint:
         """The joint graph in which only these outputs have a cotangent.

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
-from torchremat.core.source import source_of_error
 from torchremat.core.open_objects import OpenSize
+from torchremat.core.source import source_of_error
 from torchremat.core.trees import Structure
 from torchremat.errors import DeviceError, EffectError, RetraceError
 from torchremat.policies.replay_rules import is_random

@@ -70,6 +70,11 @@ class Trace:
     """Names that were read of the modules, if the trace may serve alike layers."""
     programs: dict["PolicyKey", FunctionProgram] = field(default_factory=dict)
 
+    def program_of(self, key: "PolicyKey") -> FunctionProgram | None:
+        """The program under that policy, unless the policy has to decide anew."""
+        program = self.programs.get(key)
+        return None if program is None or program.is_outdated else program
+
     @property
     def is_sharded(self) -> bool:
         return any(spec.sharding for spec in self.region.specs)

@@ -82,6 +82,7 @@ class FunctionProgram(Program):
         self.root_joint, self.decisions = chosen
         if policy.is_whole_graph:
             self.assumed_outputs = region.usual_outputs
+            self.decides_anew = policy.without_job() is not policy
         self.schedule = self.decisions.schedule
         self._describe()
 

@@ -75,6 +75,8 @@ class Program(ABC):
     """Slots of gradients with the inputs of backward graphs that lie in the parameter of each."""
     assumed_outputs: Mask | None = None
     """The outputs that a backward pass gives a cotangent, if the policy decided by that."""
+    decides_anew = False
+    """Whether the policy plans for all calls of a job, and can plan for other outputs, too."""
     jitted_name = ""
     """The name of the function, if `jit` made the program of it."""
 
@@ -169,11 +171,6 @@ class Program(ABC):
         """Take notice of the outputs to which a backward pass gives a cotangent."""
         if self.decides_anew and given != self.assumed_outputs:
             self.region.note_cotangents(given)
-
-    @property
-    def decides_anew(self) -> bool:
-        """Whether the policy plans for all calls of a job, and can plan for other outputs, too."""
-        return self.assumed_outputs is not None and self.policy.without_job() is not self.policy
 
     def _compile_backward(
         self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool

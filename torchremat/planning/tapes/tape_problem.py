@@ -30,16 +30,30 @@ _PASSING = frozenset({
 _PASSING_FIRST = frozenset({"IndexAdd", "ScatterAdd", "Sub"})
 # Nodes whose cotangents are views of the one that they take, whatever their sizes.
 _VIEWING = frozenset({"Cat", "Stack", "Sum"})
-# Nodes that are one kernel: beside what they read and write they need no memory, or little.
+# Nodes that are one kernel: beside what they read and write they need no memory, or little. These
+# and the next are as measured with a large tensor for each.
 _ONE_KERNEL = frozenset({
-    "Addmm", "Baddbmm", "Bmm", "Chunk", "Convolution", "Embedding", "Gelu", "Index", "IndexSelect",
-    "LogSoftmax", "Mm", "NativeDropout", "NativeLayerNorm", "NllLoss", "Relu", "Select", "Sigmoid",
-    "Silu", "Slice", "Softmax", "Split", "SplitWithSizes", "Tanh", "Threshold", "Topk",
+    "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D", "Addmm",
+    "AvgPool2D", "AvgPool3D", "Baddbmm", "Bmm", "Celu", "Chunk", "ConstantPadNd", "Convolution",
+    "CtcLoss", "Elu", "Embedding", "EmbeddingBag", "Exp", "Fill", "Flip", "Gelu", "Glu",
+    "GridSampler2D", "GridSampler3D", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh",
+    "HuberLoss", "LeakyRelu", "Log", "LogSigmoid", "LogSoftmax", "MaxPool2DWithIndices",
+    "MaxPool3DWithIndices", "Mean", "Mish", "Mm", "MseLoss", "Mv", "NativeBatchNorm",
+    "NativeDropout", "NativeGroupNorm", "NativeLayerNorm", "Neg", "NllLoss", "ReflectionPad1D",
+    "ReflectionPad2D", "Relu", "ReplicationPad1D", "ReplicationPad2D", "Roll", "Select", "Sigmoid",
+    "Silu", "Slice", "SmoothL1Loss", "Softmax", "Softplus", "Softshrink", "Split",
+    "SplitWithSizes", "Tanh", "Threshold", "Tril", "Triu", "Unfold", "UpsampleBicubic2D",
+    "UpsampleBilinear2D", "UpsampleLinear1D", "UpsampleNearest1D", "UpsampleNearest2D",
+    "UpsampleTrilinear3D",
     "ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention",
     "ScaledDotProductEfficientAttention",
 })  # fmt: skip
 # Nodes that make one value besides, as large as the largest that they read or write.
-_TWO_KERNELS = frozenset({"Mean", "Mul", "Neg", "Where"})
+_TWO_KERNELS = frozenset({
+    "Abs", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Cosh", "Cummax", "Cummin", "Exp2",
+    "Expm1", "Gather", "Index", "IndexPut", "IndexSelect", "Log10", "Log1P", "Log2", "Mul",
+    "NanToNum", "PreluKernel", "Sin", "Sinh", "SliceScatter", "Sort", "Sqrt", "Topk", "Where",
+})  # fmt: skip
 # The values that other nodes make besides: the derivative of a power makes two.
 _MOST_BESIDES = 2
 
@@ -155,7 +169,7 @@ class _NumbersOfTape:
         ]
         if not taken:  # nothing asks for its gradients
             return
-        name = _name_of(node)
+        name = node_name(node)
         largest = max(self.nbytes[v] for v in taken)
         writes: list[int] = []
         sums: list[tuple[Any, int, int]] = []
@@ -173,7 +187,7 @@ class _NumbersOfTape:
             else:
                 self._put(other, index, made)
         reads = dict.fromkeys([*saved, *taken])
-        self._add(tuple(reads), tuple(writes), _num_besides(name) * largest)
+        self._add(tuple(reads), tuple(writes), besides_of(name) * largest)
         for other, index, made in sums:
             old = self.buffers[other, index]
             total = self._new_value(
@@ -233,11 +247,11 @@ def _is_leaf(node: Any) -> bool:
     return hasattr(node, "variable")
 
 
-def _name_of(node: Any) -> str:
+def node_name(node: Any) -> str:
     return str(node.name()).rpartition("::")[2].partition("Backward")[0]
 
 
-def _num_besides(name: str) -> int:
+def besides_of(name: str) -> int:
     if name in _TWO_KERNELS:
         return 1
     is_small = name in _PASSING | _PASSING_FIRST | _VIEWING | _ONE_KERNEL

@@ -1,6 +1,7 @@
 """Objects of any class that a function makes, or had before, among its results."""
 
 import copy
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -273,3 +274,60 @@ def test_sizes_are_sizes(reads):
         assert (type(shape), shape) == (torch.Size, x.shape)
         assert (type(given), given) == (torch.Size, x.shape)
         assert (type(stride), stride) == (tuple, (3, 1))
+
+
+COLLECTOR = ContextVar("collector", default=None)
+
+
+class Captures(nn.Module):
+    """As transformers captures hidden states: hooks add to lists of the call, or `None` to them."""
+
+    def __init__(self, wanted):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.wanted = wanted
+        for layer in self.layers:
+            layer.register_forward_hook(self.capture)
+
+    @staticmethod
+    def capture(module, args, output):
+        found = COLLECTOR.get()
+        if found is not None:
+            states = found["states"]
+            states.append(output if len(states) in found["wanted"] else None)
+
+    def forward(self, x):
+        token = COLLECTOR.set({"states": [], "wanted": self.wanted})
+        try:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            states = COLLECTOR.get()["states"]
+        finally:
+            COLLECTOR.reset(token)
+        return x, tuple(states), SimpleNamespace(last=x, states=list(states))
+
+
+@pytest.mark.parametrize("wanted", [(1,), (0, 3), ()])
+def test_hooks_that_capture_some_outputs(wanted):
+    plain, wrapped = Captures(wanted), tr.nn.wrap(Captures(wanted), "full")
+    for step in range(3):
+        x = torch.full((2, 4), step + 1.0)
+        (told, tensors), (our_told, our_tensors) = (take_apart(m(x)) for m in (plain, wrapped))
+        assert our_told == told
+        torch.testing.assert_close(our_tensors, tensors, rtol=0, atol=0)
+        for found in (tensors, our_tensors):
+            sum((t * t).sum() for t in found).backward()
+    for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert {row.way for row in tr.nn.report(wrapped)} == {"graph"}
+
+
+def test_a_hook_that_adds_none_to_a_list_of_the_module():
+    plain, wrapped = Captures(()), tr.nn.wrap(Captures(()), "full")
+    for model in (plain, wrapped):
+        model.seen = seen = []
+        model.layers[0].register_forward_hook(lambda m, a, out, seen=seen: seen.append(None))
+        for _ in range(3):
+            model(torch.ones(2, 4))
+    assert wrapped.seen == plain.seen == [None] * 3

@@ -198,10 +198,11 @@ def _is_changed(holder: Holder) -> bool:
 
 
 def _keeps_tensors_only(holder: Holder) -> bool:
+    """Whether what is new in `holder` are tensors, or in a list `None` in the place of some."""
     after = holder.read()
     if holder.is_sequence:
         new = after[len(holder.before) :]
-        return bool(new) and all(map(holds_traced, new))
+        return bool(new) and all(item is None or holds_traced(item) for item in new)
     new = [item for key, item in after.items() if holder.before.get(key, ABSENT) is not item]
     return all(map(holds_traced, new))
 

@@ -41,7 +41,7 @@ and *refused* is an error.
 
 Blocks are what the library marks as layers for checkpointing, or the members of its lists of
 layers. The policy is `full`. The budget is half way between the peaks of plain PyTorch and of
-`torch.utils.checkpoint`. Peaks are those of `torchremat.measure.LiveBytes` in the second step; of
+`torch.utils.checkpoint`, for the model with its loss. Peaks are those of `torchremat.measure.LiveBytes` in the second step; of
 `torch.compile` those that the allocator tells the profiler, beside the same of plain PyTorch.
 Seconds are those of the first step, which traces and plans, and the times of the third step are
 parts of plain's. The models take milliseconds, on one thread of a CPU that did other work: times
@@ -166,7 +166,8 @@ def write_reasons(models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         f"- {name}, {NAMES[way]}: {row['result']}.\n\n      {row['reason']}"
         for name, ways in sorted(models.items())
         for way, row in ways.items()
-        if way in ("blocks", "whole", "budget") and row["result"] != "bits"
+        if (way in ("blocks", "whole", "budget") and row["result"] != "bits")
+        or (way == "compiled budget" and row["reason"].startswith("BudgetError"))
     ]
     return "\n".join(lines) or "None."
 

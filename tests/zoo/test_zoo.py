@@ -25,16 +25,9 @@ OURS = ("blocks", "whole", "budget")
 
 MODELS = find_models()
 
-_GRADIENTS = "the peak is among the gradients of parameters, which no plan lowers"
 UNMET_BUDGETS = {
-    "fsmt": _GRADIENTS,
-    "led": _GRADIENTS,
-    "timm, beit_base_patch16_224": _GRADIENTS,
-    "timm, cait_xxs24_224": _GRADIENTS,
-    "timm, deit_tiny_patch16_224": _GRADIENTS,
-    "torchvision, alexnet": _GRADIENTS,
+    "fsmt": "the peak is among the gradients of parameters, which no plan lowers",
     "e3nn, gated convolutions": "half of the difference of the peaks is 2 % of them",
-    "torch_geometric, GCN": "half of the difference of the peaks is 2 % of them",
     "hard, Packed": "on a tape a recurrent network's writes in place are copies",
 }
 """Why half way between the peaks of plain and of `torch.utils.checkpoint` is refused."""
@@ -57,4 +50,6 @@ def test_it_trains_as_plain(name):
     assert found == expected, told
     for row in rows:
         if row.way.startswith("compile"):
-            assert row.result in ("bits", "rounding") or "aot_eager" in row.reason, told
+            # the least over graph breaks is an estimate from above: some budgets are refused
+            is_told = "aot_eager" in row.reason or row.reason.startswith("BudgetError")
+            assert row.result in ("bits", "rounding") or is_told, told

@@ -41,9 +41,10 @@ and *refused* is an error.
 
 Blocks are what the library marks as layers for checkpointing, or the members of its lists of
 layers. The policy is `full`. The budget is half way between the peaks of plain PyTorch and of
-`torch.utils.checkpoint`, for the model with its loss. Peaks are those of `torchremat.measure.LiveBytes` in the second step; of
-`torch.compile` those that the allocator tells the profiler, beside the same of plain PyTorch.
-Seconds are those of the first step, which traces and plans, and the times of the third step are
+`torch.utils.checkpoint`, for the model with its loss. Peaks are those of
+`torchremat.measure.LiveBytes` in the second step; of `torch.compile` those that the allocator tells
+the profiler, beside the same of plain PyTorch. Seconds are those of the first step, which traces
+and plans, and the times of the third step are
 parts of plain's. The models take milliseconds, on one thread of a CPU that did other work: times
 say whether something is made anew in each step, and no more.
 

@@ -25,6 +25,8 @@ from torchremat.cli.terminal.exit_codes import UserCodeError
 
 @dataclass(frozen=True)
 class Target:
+    """What a command looks at: a function or a module, and arguments for one call."""
+
     text: str
     fun: Callable[..., Any]
     args: tuple[Any, ...]

@@ -28,6 +28,8 @@ PLAIN, AGAIN = "plain", "plain again"
 
 @dataclass(frozen=True)
 class BenchOptions:
+    """The arguments of `torchremat bench`."""
+
     target: str
     policies: tuple[str, ...] = ()
     budgets: tuple[str, ...] = ()
@@ -55,6 +57,7 @@ class Measured:
 
 
 def run_bench(options: BenchOptions) -> None:
+    """Time steps under each policy beside plain PyTorch, and show peaks and times."""
     chosen = read_policies(options.policies, options.budgets)
     check_writable(json=options.json_path)
     with show_progress_of(f"loading {options.target}"):

@@ -15,6 +15,8 @@ from torchremat.planning.from_plan import from_plan
 
 @dataclass(frozen=True)
 class CheckOptions:
+    """The arguments of `torchremat check`."""
+
     plan: str
     target: str
     device: str | None = None
@@ -22,6 +24,7 @@ class CheckOptions:
 
 
 def run_check(options: CheckOptions) -> None:
+    """Show whether a plan still holds for the target, and end with an exit code that says so."""
     check_writable(json=options.json_path)
     plan = load_plan(options.plan, "PLAN")
     with show_progress_of(f"loading {options.target}"):

@@ -25,6 +25,8 @@ from torchremat.report.explain import explain
 
 @dataclass(frozen=True)
 class CompareOptions:
+    """The arguments of `torchremat compare`."""
+
     target: str
     policies: tuple[str, ...] = ()
     budgets: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class CompareOptions:
 
 
 def run_compare(options: CompareOptions) -> None:
+    """Show what each policy saves and recomputes, side by side."""
     chosen = read_policies(options.policies, options.budgets)
     if options.html is not None and len(chosen) > 2:
         raise click.UsageError(

@@ -16,6 +16,8 @@ _NAMES = 6
 
 @dataclass(frozen=True)
 class DiffOptions:
+    """The arguments of `torchremat diff`."""
+
     before: str
     after: str
     exit_code: bool = False
@@ -23,6 +25,7 @@ class DiffOptions:
 
 
 def run_diff(options: DiffOptions) -> None:
+    """Show how two plans differ: their figures, and the values that one of them saves."""
     check_writable(json=options.json_path)
     before, after = load_plan(options.before, "BEFORE"), load_plan(options.after, "AFTER")
     changes = find_changes(before, after)

@@ -28,6 +28,7 @@ _VARIABLES = (
 
 
 def run_env(json_path: str | None) -> None:
+    """Show the packages, the machine and the settings, for a bug report."""
     found = environment()
     if json_path != "-":
         show("\n\n".join(_section(title, rows) for title, rows in found.items()))

@@ -19,6 +19,8 @@ from torchremat.planning.budget import bytes_of_limit
 
 @dataclass(frozen=True)
 class FitCommandOptions:
+    """The arguments of `torchremat fit`."""
+
     target: str
     memory: str
     maximize: str | None = None
@@ -31,6 +33,7 @@ class FitCommandOptions:
 
 
 def run_fit(options: FitCommandOptions) -> None:
+    """Find a plan, or the largest size, with which the target fits into a memory."""
     with option_errors("--memory"):
         memory = bytes_of_limit(options.memory, "memory")
     optimizer = read_optimizer(options.optimizer)

@@ -25,7 +25,7 @@ from torchremat.cli.terminal.exit_codes import UserCodeError
 
 @dataclass(frozen=True)
 class Target:
-    """What a command looks at: a function or a module, and arguments for one call."""
+    """A function or a module that a command looks at, and arguments for one call."""
 
     text: str
     fun: Callable[..., Any]

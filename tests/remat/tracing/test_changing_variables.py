@@ -532,6 +532,24 @@ def test_what_no_code_names_may_change():
     assert tr.nn.report(model).traces == 1
 
 
+value, unrelated = 0.0, torch.relu
+"""Globals of this file that no code reads, called as attributes that code does read."""
+
+
+class ReadsAttributes(Model):
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * self.held.value * self.held.unrelated
+
+
+def test_a_global_called_like_an_attribute_may_change(monkeypatch):
+    model = tr.nn.wrap(ReadsAttributes(Holder(value=2.0, unrelated=3.0), None), "full")
+    for step in range(4):
+        monkeypatch.setitem(globals(), "value", float(step))
+        monkeypatch.setitem(globals(), "unrelated", torch.relu if step % 2 else torch.tanh)
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert tr.nn.report(model).traces == 1
+
+
 class ChoosesAMethod(Model):
     mode = "slowly"
 

@@ -13,12 +13,11 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -35,6 +34,7 @@ from torchremat.core.slots import Slots, slots_of
 from torchremat.core.small_arrays import contents_of
 from torchremat.core.source import is_user_file
 from torchremat.remat.escapes.holders import ABSENT, read_holder
+from torchremat.remat.escapes.names_in_code import globals_read_by, globals_set_by, names_in
 
 
 class StandIn:
@@ -333,9 +333,10 @@ class Reach:
         file = value.__code__.co_filename
         if calls >= _MOST_CALLS or not _may_keep(file):
             return
-        names = _names_in(value.__code__)
+        names = frozenset(names_in(value.__code__))
+        own = frozenset(globals_read_by(value.__code__) | globals_set_by(value.__code__))
         around = place.step("attribute", "__globals__")
-        for name, item in self._hold(value.__globals__, around, names).items():
+        for name, item in self._hold(value.__globals__, around, own).items():
             self._add(item, around.step("item", name), calls + 1, names)
 
     def _expand_python_module(
@@ -389,9 +390,3 @@ def _may_keep(file: str) -> bool:
     if file.startswith(_STDLIB) and "site-packages" not in file:
         return False
     return is_user_file(file) or file == "<string>"
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> frozenset[str]:
-    inner: Iterator[CodeType] = (c for c in code.co_consts if isinstance(c, CodeType))
-    return frozenset((*code.co_names, *code.co_freevars)).union(*map(_names_in, inner))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from torchremat import _torch
 from torchremat.core.source import is_user_file
+from torchremat.remat.escapes.names_in_code import globals_read_by, names_in
 from torchremat.remat.escapes.reach import _NOT_WALKED, ATOMS
-from torchremat.remat.tracing.guards.entries import names_in
 from torchremat.tracing.modules.reached_code import GlobalsOf
 
 # Each layer that shares a trace walks them. Chosen by hand: some 20 ms, a fraction of a trace.
@@ -60,7 +60,7 @@ class _Walk:
         self._queue: list[Any] = []
         self._names = frozenset(name for code in globals_of for name in names_in(code))
         for code, namespace in globals_of.items():
-            self._add_named(namespace, names_in(code))
+            self._add_named(namespace, globals_read_by(code))
 
     def finds_one(self, objects: Iterable[Any]) -> bool:
         for value in objects:
@@ -128,7 +128,7 @@ def _contents_of_function(function: FunctionType) -> Iterator[Any]:
     yield vars(function)
     if is_user_file(function.__code__.co_filename):
         namespace = function.__globals__
-        for name in names_in(function.__code__) & namespace.keys():
+        for name in globals_read_by(function.__code__) & namespace.keys():
             yield namespace[name]
 
 

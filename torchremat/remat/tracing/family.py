@@ -11,8 +11,9 @@ from torchremat.autodiff.joint import Joint
 from torchremat.core.source import is_user_file
 from torchremat.graph.nodes import attribute
 from torchremat.policies.checkpoint_name import name_p
+from torchremat.remat.escapes.names_in_code import names_in
 from torchremat.remat.tracing.function_trace import FunctionTrace
-from torchremat.remat.tracing.guards.entries import OF_EVERY_MODULE, names_in
+from torchremat.remat.tracing.guards.entries import OF_EVERY_MODULE
 from torchremat.tracing.modules.attribute_reads import AttributeReads
 
 _TELL_OBJECTS_APART = frozenset(

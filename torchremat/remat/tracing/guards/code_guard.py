@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from torchremat.core.source import is_user_file
+from torchremat.remat.escapes.names_in_code import globals_read_by, globals_set_by, names_in
 from torchremat.remat.tracing.guards.entries import (
     Binding,
     is_plain,
     is_user_written,
-    names_in,
-    names_stored_by,
 )
 from torchremat.tracing.modules.reached_code import GlobalsOf
 
@@ -97,10 +96,10 @@ class CodeGuard:
 
 def plain_variables_of(globals_of: GlobalsOf) -> Iterator[Binding]:
     """The numbers and strings among the globals that the user's code reads, and does not set."""
-    stored = {name for code in globals_of for name in names_stored_by(code)}
+    stored = {name for code in globals_of for name in globals_set_by(code)}
     for code, namespace in globals_of.items():
         if is_user_file(code.co_filename):
-            for name in sorted(names_in(code) - stored):
+            for name in sorted(globals_read_by(code) - stored):
                 if name in namespace and is_plain(namespace[name]):
                     yield Binding(f"closed-over {name}", namespace, name)
 
@@ -191,21 +190,22 @@ class _CodeSearch:
             found: list[Any] = []
             for code, namespace in level.items():
                 names = names_in(code)
-                found += self._enter(namespace, names - names_stored_by(code), [])
+                own = globals_read_by(code) - globals_set_by(code)
+                found += self._enter(namespace, own, names, [])
                 imported = [sys.modules[name] for name in names & sys.modules.keys()]
                 for module in imported:  # in the function
                     if isinstance(module, ModuleType):
-                        found += self._enter(vars(module), names, [])
+                        found += self._enter(vars(module), names, names, [])
                 self._enter_class_of(code, namespace)
             functions = [f for f in map(_function_in, found) if f is not None]
             level = {f.__code__: f.__globals__ for f in functions if f.__code__ not in self._codes}
             self._codes.update(level)
 
     def _enter(
-        self, namespace: Mapping[str, Any], names: Set[str], around: list[Any]
+        self, namespace: Mapping[str, Any], own: Set[str], names: Set[str], around: list[Any]
     ) -> Iterator[Any]:
-        """Guard `names` in `namespace`, and in the modules among them; returns their values."""
-        for name in names & namespace.keys():
+        """Guard `own` here, and `names` in the modules among them; returns their values."""
+        for name in own & namespace.keys():
             value = namespace[name]
             if not _is_code(value):
                 continue
@@ -215,7 +215,7 @@ class _CodeSearch:
             if isinstance(value, ModuleType):
                 # not what a module imports: `helpers.torch`
                 if not around or value.__name__.startswith(f"{label}."):
-                    yield from self._enter(vars(value), names, [*around, namespace])
+                    yield from self._enter(vars(value), names, names, [*around, namespace])
             elif isinstance(value, type) and is_user_written(value):
                 self._classes[value] = None
 

@@ -1,13 +1,12 @@
 """Variables that code reads: names in it, and entries of containers, objects and functions."""
 
-import dis
 import functools
 import inspect
 import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -17,6 +16,7 @@ from torch import Generator, Tensor, nn
 
 from torchremat.core.slots import Slots, slots_of
 from torchremat.core.source import is_user_file
+from torchremat.remat.escapes.names_in_code import codes_in, globals_read_by, names_in
 
 SIMPLE = (int, float, bool, str, type(None))
 
@@ -74,35 +74,6 @@ class _Missing:
 MISSING = _Missing()
 
 
-def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """`code`, and that of the functions, lambdas and comprehensions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_in(constant)
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> Set[str]:
-    """The names of globals, attributes and imports in `code`, in the order in which they come."""
-    return {name: None for c in codes_in(code) for name in c.co_names}.keys()
-
-
-@functools.lru_cache(maxsize=4096)
-def texts_in(code: CodeType) -> Set[str]:
-    """The texts in `code` that may be names of attributes: of `getattr(x, "scale")`, say."""
-    constants = [c for inner in codes_in(code) for c in inner.co_consts]
-    constants += [c for several in constants if isinstance(several, tuple) for c in several]
-    return frozenset(c for c in constants if isinstance(c, str) and c.isidentifier())
-
-
-@functools.lru_cache(maxsize=4096)
-def names_stored_by(code: CodeType) -> Set[str]:
-    """The globals that `code` sets."""
-    instructions = (i for c in codes_in(code) for i in dis.get_instructions(c))
-    return frozenset(i.argval for i in instructions if i.opname == "STORE_GLOBAL")
-
-
 def read_by(fun: Any) -> Iterator[Binding]:
     """The variables that `fun` names, and those of each function that it wraps (`__wrapped__`)."""
     around: list[Any] = []
@@ -117,7 +88,7 @@ def read_by(fun: Any) -> Iterator[Binding]:
             yield Binding(f"closed-over {name}", cell)
         yield from _defaults_of(function)
         yield from _environment_of(code)
-        for name in names_in(code):
+        for name in globals_read_by(code):
             if name in function.__globals__:
                 yield Binding(f"closed-over {name}", function.__globals__, name)
 

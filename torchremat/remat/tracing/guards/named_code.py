@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchremat.remat.escapes.names_in_code import names_in, texts_in
 from torchremat.remat.tracing.guards.entries import (
     MOST_VARIABLES,
     Binding,
@@ -21,9 +22,7 @@ from torchremat.remat.tracing.guards.entries import (
     is_user_written,
     is_users,
     items_of,
-    names_in,
     read_by,
-    texts_in,
 )
 
 # Chosen by hand: the code of a model of transformers that `forward` reaches has some 200.

@@ -1323,6 +1323,24 @@ def who_uses_a_tensor():
     assert uses(again) == (False, 1, 1)
 
 
+@check("StorageReference", "is_view_of_leaf")
+def references_to_memory():
+    weight = torch.ones(4, requires_grad=True)
+    doubled = weight * 2
+    assert [*map(_torch.is_view_of_leaf, (weight, weight[1:], doubled, doubled[1:]))] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    reference = _torch.StorageReference(doubled.untyped_storage())
+    assert reference == _torch.StorageReference(doubled[1:].untyped_storage())
+    assert reference in {_torch.StorageReference(doubled.untyped_storage())}
+    assert not reference.expired()
+    del doubled
+    assert reference.expired()
+
+
 @check("version_of", "storage_id", "parts_of_coo")
 def memory_of_tensors():
     x = torch.ones(4)

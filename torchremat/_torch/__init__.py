@@ -57,8 +57,9 @@ from .inductor import (
     inductor_option_names, inductor_option_type, inductor_partitioner, simplify_for_inductor,
 )  # fmt: skip
 from .memory import (
-    count_hooks, generator_id, has_gradient_hooks, is_view, parts_of_coo, storage_id, storage_uses,
-    swap_memory, tensor_uses, version_of, negate_lazily, without_memory,
+    count_hooks, generator_id, has_gradient_hooks, is_view, is_view_of_leaf, parts_of_coo,
+    storage_id, storage_uses, StorageReference, swap_memory, tensor_uses, version_of,
+    negate_lazily, without_memory,
 )  # fmt: skip
 from .operators import (
     DispatchKey, HigherOrderOperator, OpOverload, OpOverloadPacket, dispatch_call,

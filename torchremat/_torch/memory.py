@@ -3,10 +3,16 @@
 from collections.abc import Callable
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
+
+
+def is_view_of_leaf(tensor: torch.Tensor) -> bool:
+    """Whether it shares the memory of a tensor that autograd did not make."""
+    return tensor._base is not None and tensor._base.is_leaf
 
 
 def tensor_uses(tensor: torch.Tensor) -> int:
@@ -58,6 +64,10 @@ def version_of(tensor: torch.Tensor) -> int:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that tensors have in common while they have one storage, also a fake one."""
     return int(tensor.untyped_storage()._cdata)
+
+
+StorageReference = StorageWeakRef
+"""A weak reference to a storage, which tells whether that is freed. Equal for one storage."""
 
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -97,6 +97,15 @@ def is_item(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def is_size(node: fx.Node) -> bool:
+    """Whether `node` computes a number from shapes alone, in a graph that has sizes as nodes."""
+    if not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+        return False
+    target = node.target
+    reads_shape = isinstance(target, _torch.OpOverload) and target.name().startswith("aten::sym_")
+    return node.op == "call_function" and (reads_shape or not isinstance(target, _torch.OpOverload))
+
+
 def is_inexact(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

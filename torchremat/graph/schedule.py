@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from torchremat.graph.nodes import base_of, call_of, is_item, is_view, nodes_read_by
+from torchremat.graph.nodes import base_of, call_of, is_item, is_size, is_view, nodes_read_by
 from torchremat.graph.slicing import UnavailableError
 
 
@@ -131,7 +131,9 @@ class ReplayBuilder:
                 self._make(value, {call: made})
 
     def value(self, node: fx.Node) -> fx.Node:
-        """The copy of `node`, which is copied now if it is a view that has none yet."""
+        """The copy of `node`, which is copied now if it is a view or a size that has none yet."""
+        if node not in self.copies and is_size(node):
+            return self._copy(node)
         chain = []
         while node not in self.copies and (is_view(node) or node.op == "get_attr"):
             chain.append(node)

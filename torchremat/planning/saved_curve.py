@@ -4,19 +4,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchremat.planning.planner import Planner
-from torchremat.planning.problem.problem import costs_unchecked
+from torchremat.planning.problem.problem import Schedule, costs_unchecked
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.min_cut import cut_saved_sets
+from torchremat.planning.step.planned_step import PlannedStep
+from torchremat.planning.step.problem_builder import NumericStep
 
 
 @dataclass(frozen=True)
 class SavedPoint:
-    """A corner of the curve; `saved_bytes` are without outputs, `peak_bytes` of the part alone."""
+    """A corner of the curve.
+
+    Attributes:
+        saved_bytes: without outputs.
+        peak_bytes: of the part alone.
+        inputs: the positions of the inputs that the backward pass reads.
+        reads_outputs: whether it reads outputs.
+    """
 
     saved_bytes: int
     added_seconds: float
     peak_bytes: int = 0
+    inputs: frozenset[int] = frozenset()
+    reads_outputs: bool = False
+
+
+def point_of(planned: PlannedStep) -> SavedPoint:
+    """The point of a schedule."""
+    added = planned.costs.added_seconds
+    return _point_of(planned.step, planned.schedule, planned.saved_bytes, added, planned.peak_bytes)
+
+
+def _point_of(
+    step: NumericStep, schedule: Schedule, saved_bytes: int, added: float, peak: int
+) -> SavedPoint:
+    outputs = step.problem.outputs
+    reads = (step.problem.operators[o].reads for o in schedule.backward)
+    return SavedPoint(
+        saved_bytes,
+        max(0.0, added),
+        peak,
+        step.find_inputs_read(schedule.backward),
+        any(not outputs.isdisjoint(values) for values in reads),
+    )
 
 
 def trace_saved_curve(planner: Planner) -> Iterator[SavedPoint]:
@@ -24,15 +55,18 @@ def trace_saved_curve(planner: Planner) -> Iterator[SavedPoint]:
     plain, step = planner.plain, planner.step
     problem = step.problem
     evaluator = Evaluator(problem, 1 << 62)
-    points = [SavedPoint(plain.saved_bytes, 0.0, plain.peak_bytes)]
+    points = [point_of(plain)]
     for saved in (*cut_saved_sets(problem), evaluator.fixed):
         trial = evaluator(Decisions(saved | evaluator.fixed))
         if trial.is_allowed:
             kept = trial.decisions.saved - problem.outputs
             nbytes = sum(problem.nbytes[v] for v in kept) + step.copied_nbytes
-            costs = costs_unchecked(problem, trial.replay.schedule)
+            if nbytes >= plain.saved_bytes:
+                continue
+            schedule = trial.replay.schedule
+            costs = costs_unchecked(problem, schedule)
             peak = costs.peak + step.copied_nbytes
-            points.append(SavedPoint(nbytes, max(0.0, costs.added_seconds), peak))
+            points.append(_point_of(step, schedule, nbytes, costs.added_seconds, peak))
     yield from _hull(points)
 
 

@@ -203,6 +203,68 @@ def test_other_sizes_evaluation_and_accumulation():
         assert all(map(torch.equal, found, [p.grad for p in model.parameters()]))
 
 
+class Passing(nn.Module):
+    """Between its graphs pass values that autograd does not keep, and some that it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, x):
+        y = self.parts[0](x) + x
+        torch._dynamo.graph_break()
+        z = self.shift(y)
+        torch._dynamo.graph_break()
+        y = self.parts[1](z) + y
+        torch._dynamo.graph_break()
+        z = self.shift(y)
+        torch._dynamo.graph_break()
+        return (self.parts[2](z) + y).sum()
+
+    def shift(self, y):
+        z = (y * 2).roll(1, 0)
+        torch._dynamo.graph_break()
+        z = (z * 2).roll(1, 0)
+        torch._dynamo.graph_break()
+        return (z * 2).roll(1, 0)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_what_autograd_does_not_keep_does_not_count(share):
+    model, x = Passing(), torch.randn(1024, WIDTH)
+    step_of(model, model, x)()
+    _, plain = peak_of(step_of(model, model, x))
+    limit = int(share * plain)
+    _, peaks = check(model, x, memory_budget(limit))
+    assert limit - 0.2 * plain <= max(peaks[1:]) <= limit
+    _, (*_, peak) = check(model, x, memory_budget(int(1.04 * plain)))  # Dynamo's frames hold `y`
+    assert peak == pytest.approx(plain, rel=0.04)
+
+
+class Counts(nn.Module):
+    """Dynamo compiles it anew for a number that changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.calls = Part(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return (self.part(x) * self.calls).sum()
+
+
+def test_a_graph_that_is_compiled_anew_has_the_whole_budget():
+    model, x = Counts(), torch.randn(1024, WIDTH)
+    step_of(model, model, x)()
+    _, plain = peak_of(step_of(model, model, x))
+    options = {"policy": "budget:70%", "codegen": "eager"}
+    run = torch.compile(model, backend="torchremat", options=options)
+    for _ in range(3):
+        step_of(model, run, x)()
+    _, peak = peak_of(step_of(model, run, x))
+    assert 0.5 * plain <= peak <= 0.7 * plain
+
+
 class Branching(Broken):
     """Its middle part runs only where it is told to."""
 

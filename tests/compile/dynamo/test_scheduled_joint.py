@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.helpers import peak_of
 from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
 
 aten = torch.ops.aten
@@ -57,3 +58,45 @@ def test_what_reduces_to_little_and_is_kept_is_computed_once(
     x = torch.randn(4, 64)
     for ours, plain in zip(after(x), before(x), strict=True):
         assert torch.equal(ours, plain)
+
+
+class Reshaping(nn.Module):
+    """Its sizes are numbers in a graph of changing lengths, also sizes that it multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        y = self.norm(x).view(batch * length, width)
+        y = self.back(torch.nn.functional.gelu(self.wide(y)).exp().tanh())
+        return x + y.view(batch, length, -1) / length
+
+
+@pytest.mark.parametrize(("policy", "share"), [("budget:least", 0.35), ("budget:40%", 0.4)])
+def test_a_plan_keeps_its_order_where_lengths_change(policy: str, share: float) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Reshaping() for _ in range(4)])
+    options = {"policy": policy, "codegen": "eager"}
+    run = torch.compile(model, backend="torchremat", options=options, dynamic=True)
+
+    def step_of(f: nn.Module, x: torch.Tensor):
+        def step() -> list[torch.Tensor | None]:
+            model.zero_grad()
+            loss = f(x).square().mean()
+            loss.backward()
+            return [loss.detach(), *(p.grad for p in model.parameters())]
+
+        return step
+
+    for length in (64, 80, 96):
+        x = torch.randn(8, length, 32)
+        step_of(model, x)()
+        step_of(run, x)()
+        expected, plain = peak_of(step_of(model, x))
+        found, peak = peak_of(step_of(run, x))
+        assert all(map(torch.equal, found, expected))
+        assert peak <= share * plain

@@ -10,6 +10,12 @@ TENSORS = (
         "Memory would be counted twice, or freed under a view.",
     ),
     PrivatePart(
+        "torch.Tensor: _base",
+        "Whether a tensor shares the memory of a parameter, so that it takes none of its own.",
+        "torch.Tensor has no public name for it.",
+        "Parts of weights would count in the budget of a step.",
+    ),
+    PrivatePart(
         "torch.Tensor: _version",
         "Whether a tensor was written to since it was captured.",
         "None.",

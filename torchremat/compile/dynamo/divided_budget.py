@@ -3,9 +3,9 @@
     forward     graph 1    graph 2    graph 3
     backward                          graph 3    graph 2    graph 1
 
-While a graph runs, those before it hold what they saved and gave, those after it the gradients of
-their parameters. So the budget of each is that of the step without these. What the graphs save
-follows one rule: the values that cost the least time for each byte are recomputed first.
+While a graph runs, those before it hold what they saved, and there is what passes between graphs.
+So the budget of each is that of the step without these. What the graphs save follows one rule: the
+values that cost the least time for each byte are recomputed first.
 """
 
 from collections import Counter
@@ -15,9 +15,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from torchremat.compile.dynamo.passed_memory import CallSaves, PassedMemory
 from torchremat.planning.budget import Budget
 from torchremat.planning.planner import Planner
-from torchremat.planning.saved_curve import SavedPoint, trace_saved_curve
+from torchremat.planning.saved_curve import SavedPoint, point_of, trace_saved_curve
 
 Points: TypeAlias = Mapping[Hashable, SavedPoint]
 """The values that each graph saves, by its key."""
@@ -25,20 +26,13 @@ Points: TypeAlias = Mapping[Hashable, SavedPoint]
 
 @dataclass(frozen=True, eq=False)
 class GraphCosts:
-    """The bytes and seconds of a graph among others.
-
-    Attributes:
-        planner: of its joint graph.
-        gradient_bytes: the gradients of its parameters, which stay once they are made.
-    """
+    """The bytes and seconds of a graph among others, by the planner of its joint graph."""
 
     planner: Planner
-    gradient_bytes: int
 
-    @cached_property
-    def output_bytes(self) -> int:
-        problem = self.planner.step.problem
-        return sum(problem.nbytes[v] for v in problem.outputs)
+    def find_saves(self, point: SavedPoint) -> CallSaves:
+        """Of the arguments and results; `SavedPoint.saved_bytes` is what lies between."""
+        return CallSaves(point.inputs, len(self.planner.joint.inputs), point.reads_outputs)
 
     @cached_property
     def points(self) -> Sequence[SavedPoint]:
@@ -50,7 +44,7 @@ class GraphCosts:
         found = self.planner.find_lowest()
         if found.peak_bytes >= self.points[0].peak_bytes:
             return self.points[0]
-        return SavedPoint(found.saved_bytes, found.costs.added_seconds, found.peak_bytes)
+        return point_of(found)
 
 
 @dataclass(frozen=True)
@@ -87,16 +81,17 @@ def divide_budget(
     budget: Budget,
     order: Sequence[Hashable],
     graphs: Mapping[Any, GraphCosts],
+    passed: PassedMemory,
     *,
     resident: int = 0,
     largest: int = 0,
 ) -> DividedBudget:
     """Divide `budget` over the `graphs`, called in the forward pass in this `order` of their keys.
 
-    `resident` bytes are there before the step. A fraction is of the plain peak, or of `largest`,
-    that of a larger step, if that is more.
+    `passed` is of the same calls. `resident` bytes are there before the step. A fraction is of the
+    plain peak, or of `largest`, that of a larger step, if that is more.
     """
-    step = _Step(order, graphs, resident)
+    step = _Step(order, graphs, passed, resident)
     plain = step.peak(step.points(0))
     if budget.is_least:
         points = {key: graphs[key].lowest for key in step.calls}
@@ -127,9 +122,14 @@ class _Step:
     """
 
     def __init__(
-        self, order: Sequence[Hashable], graphs: Mapping[Any, GraphCosts], resident: int
+        self,
+        order: Sequence[Hashable],
+        graphs: Mapping[Any, GraphCosts],
+        passed: PassedMemory,
+        resident: int,
     ) -> None:
         self.order, self.graphs, self.resident = order, graphs, resident
+        self.passed = passed
         self.calls = Counter(order)
         self.downs = [key for _, key in sorted(self._slopes(), key=lambda pair: pair[0])]
 
@@ -191,11 +191,10 @@ class _Step:
 
     def _residents(self, points: Points) -> dict[Hashable, int]:
         """The most that others hold while each graph runs."""
-        later = sum(self.graphs[key].gradient_bytes for key in self.order)
         before, found = self.resident, dict.fromkeys(self.calls, 0)
-        for key in self.order:
-            graph = self.graphs[key]
-            later -= graph.gradient_bytes
-            found[key] = max(found[key], before + later)
-            before += points[key].saved_bytes + graph.output_bytes
+        saves = [self.graphs[key].find_saves(points[key]) for key in self.order]
+        each = self.passed.count_bytes(saves)
+        for key, passed in zip(self.order, each, strict=True):
+            found[key] = max(found[key], before + passed)
+            before += points[key].saved_bytes
         return found

@@ -28,6 +28,7 @@ from torchremat.compile.dynamo.divided_budget import (
     GraphShare,
     divide_budget,
 )
+from torchremat.compile.dynamo.passed_memory import CallTensors, PassedMemory
 from torchremat.core.formatting import human_bytes
 from torchremat.core.source import warn_user
 from torchremat.errors import BudgetError, BudgetWarning
@@ -62,8 +63,6 @@ class Fragment:
         # the inputs themselves are tensors of the user's, which nobody should keep
         self.inputs, self._enter_context = _torch.keep_compile_context(inputs)
         self._state = AmbientState.now()
-        leaves = (i for i in inputs if isinstance(i, Tensor) and i.is_leaf and i.requires_grad)
-        self.gradient_bytes = sum(_torch.hint_of(i.numel()) * i.element_size() for i in leaves)
         self._module = fx.GraphModule(module, copy.deepcopy(module.graph))
         self.policy = policy
         self._run = compile_with(module, inputs, policy)
@@ -73,7 +72,7 @@ class Fragment:
         if self._wanted is not None:
             self._compile_again(self._wanted)
         results = self._run(*args)
-        self.job.note_call(self, results)
+        self.job.note_call(self, args, results)
         return results
 
     def copy_module(self) -> fx.GraphModule:
@@ -113,6 +112,7 @@ class _GraphCall:
 
     job: "FragmentJob"
     fragment: Fragment
+    tensors: CallTensors
 
     def __call__(self, _: Any) -> None:
         self.job.note_backward()
@@ -134,13 +134,15 @@ class FragmentJob:
         self._next_look = _FIRST_LOOK
         self._budget = Budget.of(policy.budget)  # type: ignore[arg-type]
         self._largest = 0
+        self._was_alone = False
         self._has_warned = False
         self._if_alone: BudgetError | None = None
         """Why the budget cannot be met, if the first graph turns out to be the whole step."""
 
     def add(self, module: fx.GraphModule, inputs: Sequence[Any], compile_with: Compile) -> Fragment:
         """Compile one more graph."""
-        is_one_of_many = bool(self._fragments) or _torch.ends_in_graph_break(module)
+        has_others = bool(self._fragments) and not self._was_alone
+        is_one_of_many = has_others or _torch.ends_in_graph_break(module)
         policy = nothing_saveable if is_one_of_many else self.policy
         try:
             fragment = Fragment(self, module, inputs, compile_with, policy)
@@ -153,13 +155,16 @@ class FragmentJob:
         self.has_new = True
         return fragment
 
-    def note_call(self, fragment: Fragment, results: Any) -> None:
+    def note_call(self, fragment: Fragment, args: Sequence[Any], results: Sequence[Any]) -> None:
         """A graph has run: its call counts for as long as autograd has what it saved."""
         tensors = (r for r in results if isinstance(r, Tensor) and r.grad_fn is not None)
         first = next(tensors, None)
         if first is None or first.grad_fn is None:
             return
-        call = _GraphCall(self, fragment)
+        call = _GraphCall(self, fragment, CallTensors.of(args, results))
+        if self.has_new:
+            before = filter(None, (reference() for reference in self._calls))
+            call.tensors.note_alive(earlier.tensors for earlier in before)
         first.grad_fn.register_prehook(call)
         if len(self._calls) >= self._next_look:
             self._calls = [c for c in self._calls if c() is not None]
@@ -168,25 +173,37 @@ class FragmentJob:
 
     def note_backward(self) -> None:
         """The backward pass of a step begins, or that of another of its graphs."""
-        calls = [call.fragment for c in self._calls if (call := c()) is not None]
+        calls = [call for c in self._calls if (call := c()) is not None]
         self._calls.clear()
         if not self.has_new or not calls:
             return
         self.has_new = False
         error, self._if_alone = self._if_alone, None
-        if len(calls) > 1:
+        self._was_alone = len(calls) == 1
+        if not self._was_alone:
             self._divide(calls)
         elif error is not None:
             raise error
+        else:
+            calls[0].fragment.ask_for(self.policy)
 
-    def _divide(self, calls: Sequence[Fragment]) -> None:
-        each = {f: self._costs_of(f) for f in dict.fromkeys(calls)}
+    def _divide(self, calls: Sequence[_GraphCall]) -> None:
+        each = {f: self._costs_of(f) for f in dict.fromkeys(call.fragment for call in calls)}
         costs = {f: cost for f, cost in each.items() if cost is not None}
-        calls = [f for f in calls if f in costs]
+        calls = [call for call in calls if call.fragment in costs]
         if not calls:
             return
-        resident, largest = self.policy.resident_bytes, self._largest
-        found = divide_budget(self._budget, calls, costs, resident=resident, largest=largest)
+        order = [call.fragment for call in calls]
+        tensors = [call.tensors for call in calls]
+        saves = [costs[f].find_saves(costs[f].points[-1]) for f in order]  # they save little yet
+        found = divide_budget(
+            self._budget,
+            order,
+            costs,
+            PassedMemory(tensors, saves),
+            resident=self.policy.resident_bytes,
+            largest=self._largest,
+        )
         if not self._largest and found.least_peak is not None:
             raise self._build_budget_error(found, found.least_peak, len(costs))
         self._largest = max(self._largest, found.plain_peak)
@@ -215,7 +232,7 @@ class FragmentJob:
         if joint is None:
             return None
         planner = replace(self.policy, resident=0).planner(joint, fuses=self.fuses)
-        return GraphCosts(planner, fragment.gradient_bytes)
+        return GraphCosts(planner)
 
     def _policy_of(self, share: GraphShare, found: DividedBudget) -> Policy:
         if found.plain_peak <= found.limit:

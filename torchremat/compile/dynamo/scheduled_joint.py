@@ -8,8 +8,9 @@ node of its own, which nothing merges with another.
     graph       x_again = conv(a);  dy(x_again);  ...;  x_again_1 = conv(a);  dz(x_again_1)
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.compile.dynamo.input_copies import drop_copies_for, writes_input
-from torchremat.graph.nodes import is_forward, is_item
+from torchremat.graph.nodes import is_forward, is_item, is_size, is_view
 from torchremat.graph.notes import note
 from torchremat.graph.schedule import GraphSchedule, ReplayBuilder
+from torchremat.graph.slicing import UnavailableError
+from torchremat.graph.symbolic_sizes import SYMBOLIC
 
 # PyTorch copies `node.meta["custom"]` when it decomposes a graph; the note (run, step) is under:
 _RUN = "torchremat_run"
@@ -38,7 +41,8 @@ def schedule_joint(
 ) -> fx.GraphModule | None:
     """The joint graph in the order of `schedule`; calls in `once` run in the forward pass alone.
 
-    `None` if the values do not determine the graph: sizes vary, or an operator has an effect.
+    `None` if the values do not determine the graph: one becomes a number, or an operator has an
+    effect.
     """
     graph = joint.module.graph
     if not schedule.backward or not _is_determined_by_values(joint, schedule):
@@ -49,8 +53,11 @@ def schedule_joint(
     builder = ReplayBuilder(placeholders)
     for node in placeholders:
         builder.copies[node].target = node.target
+    _copy_sizes(builder, placeholders)
     for call in schedule.forward:
-        builder.run(call)
+        if not is_size(call):
+            builder.run(call)
+            _copy_sizes(builder, [call])
     found = [_copy_of_result(builder, r) for r in results[:num_forward_outputs]]
     writes = [node for node in graph.nodes if writes_input(node)]
     written = [builder.value(node.args[1]) for node in writes]
@@ -73,12 +80,25 @@ def schedule_joint(
     return module
 
 
+def _copy_sizes(builder: ReplayBuilder, made: Iterable[fx.Node]) -> None:
+    """Copy the sizes that are known once values are made, so that none is saved for its size."""
+    left = list(made)
+    while left:
+        for user in left.pop().users:
+            if is_item(user) or is_view(user):
+                left.append(user)
+            elif is_size(user) and user not in builder.copies:
+                with suppress(UnavailableError):  # which is copied after another one
+                    builder.value(user)
+                    left.append(user)
+
+
 def _run_backward(
     builder: ReplayBuilder, order: Sequence[fx.Node], joint: Joint, once: Collection[fx.Node]
 ) -> None:
     runs: dict[fx.Node, int] = {}
     for call, step in zip(order, _steps_of(order, joint), strict=True):
-        if call in once:
+        if call in once or is_size(call):
             continue
         last = next(iter(reversed(builder.graph.nodes)))
         builder.run(call)
@@ -108,9 +128,10 @@ def _forget_statistics(graph: fx.Graph) -> None:
 def _is_determined_by_values(joint: Joint, schedule: GraphSchedule) -> bool:
     calls = {*schedule.forward, *schedule.backward}
     nodes = joint.module.graph.nodes
-    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in nodes):
+    called = (node for node in nodes if node.op == "call_function" and not is_size(node))
+    if any(isinstance(node.meta.get("val"), SYMBOLIC) for node in called):
         return False
-    others = (n for n in nodes if n.op == "call_function" and n not in calls)
+    others = (n for n in nodes if n.op == "call_function" and n not in calls and not is_size(n))
     return not any(node.is_impure() and not writes_input(node) for node in others)
 
 

@@ -43,7 +43,7 @@ class PlannedStep:
     def saved_bytes(self) -> int:
         nbytes = self.step.problem.nbytes
         saved = set(self.schedule.saved) - self.step.problem.outputs
-        return sum(nbytes[v] for v in saved) + self.step.copied_nbytes
+        return sum(nbytes[v] for v in saved) + self.step.count_copied(self.schedule)
 
     @property
     def offloaded_bytes(self) -> int:

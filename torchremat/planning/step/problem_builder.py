@@ -134,14 +134,26 @@ class NumericStep:
         """The bytes of written inputs that may be read again: copied after the forward pass."""
         if self.written_nbytes is not None:
             return self.written_nbytes
-        written = {self.joint.inputs[i] for i, _ in self.joint.mutations}
-        read = {
-            base_of(node)
-            for call, op in zip(self.calls, self.problem.operators, strict=True)
-            if call is not None and op.repeatable
-            for node in nodes_read_by(call)
-        }
-        return sum(nbytes_of(node, node.meta["val"]) for node in written & read)
+        again = (o for o, op in enumerate(self.problem.operators) if op.repeatable)
+        return self._count_written(again)
+
+    def count_copied(self, schedule: Schedule) -> int:
+        """The bytes of written inputs that `schedule` reads again."""
+        again = [o for o in schedule.backward if self.problem.operators[o].part is Part.FORWARD]
+        if not again or not self.joint.mutations:
+            return 0
+        return self._count_written(again) if self.sizes is None else self.copied_nbytes
+
+    def _count_written(self, operators: Iterable[int]) -> int:
+        inputs = self.joint.inputs
+        written = {i for i, _ in self.joint.mutations} & self.find_inputs_read(operators)
+        return sum(nbytes_of(inputs[i], inputs[i].meta["val"]) for i in written)
+
+    def find_inputs_read(self, operators: Iterable[int]) -> frozenset[int]:
+        """The positions of the inputs that `operators` read."""
+        calls = (self.calls[o] for o in operators)
+        read = {base_of(n) for call in calls if call is not None for n in nodes_read_by(call)}
+        return frozenset(i for i, node in enumerate(self.joint.inputs) if node in read)
 
     def graph_schedule(self, schedule: Schedule) -> GraphSchedule:
         # an output is there for the backward pass, which must be handed it

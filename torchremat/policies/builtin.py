@@ -58,6 +58,7 @@ class EverythingSaveable(_BuiltIn):
 
     function = "everything_saveable"
     word = "none"
+    reads_sizes = False
 
     def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool:
         return True
@@ -73,6 +74,7 @@ class NothingSaveable(_BuiltIn):
 
     function = "nothing_saveable"
     word = "full"
+    reads_sizes = False
 
     def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool:
         return False
@@ -89,6 +91,7 @@ class DotsSaveable(_BuiltIn):
 
     function = "dots_saveable"
     word = "dots"
+    reads_sizes = False
 
     def __call__(self, op: object, /, *avals: Aval, **params: Any) -> bool:
         return is_dot(op)
@@ -128,6 +131,7 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 @dataclass(frozen=True, repr=False)
 class _PatternPolicy(_BuiltIn, ABC):
     items: tuple[str, ...]
+    reads_sizes = False
 
     @abstractmethod
     def _matches(self, value: Value) -> bool:

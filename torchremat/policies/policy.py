@@ -129,6 +129,14 @@ class Policy:
     begin_updates: Callable[[], None] | None = None
     """Begins the updates that consume gradients one by one, in the backward pass, if there are."""
 
+    @property
+    def reads_sizes(self) -> bool:
+        """Whether a decision may depend on shapes, or on numbers among the arguments.
+
+        If not, one decision serves calls of an operator with different sizes.
+        """
+        return True
+
     serves_many_sizes: ClassVar[bool] = True
     """Whether the policy decides on a graph of which some sizes are symbols."""
 
@@ -213,6 +221,10 @@ class _Combination(Policy):
         for policy in self.policies:
             _refuse_whole(policy)
 
+    @property
+    def reads_sizes(self) -> bool:
+        return any(policy.reads_sizes for policy in self.policies)
+
     def find_unmatched(self, values: Sequence[Value]) -> list[str]:
         messages = [
             message for policy in self.policies for message in policy.find_unmatched(values)
@@ -264,6 +276,10 @@ class Complement(Policy):
 
     def __invert__(self) -> Policy:
         return self.policy
+
+    @property
+    def reads_sizes(self) -> bool:
+        return self.policy.reads_sizes
 
     def find_unmatched(self, values: Sequence[Value]) -> list[str]:
         return self.policy.find_unmatched(values)

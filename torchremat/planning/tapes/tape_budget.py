@@ -165,12 +165,15 @@ class TapeBudgetJob(TapeJob):
 
     # --- limits ---
 
+    def has_new_limit(self, planner: TapePlanner) -> bool:
+        """Whether this call is the largest so far, of which a relative budget is."""
+        is_largest = self._largest is None or planner.plain.costs.peak > self._largest
+        return is_largest and self.budget is not None and self.budget.is_relative
+
     def fix_limit(self, planner: TapePlanner) -> None:
         """Fix the bytes of a relative budget by the largest call so far."""
         budget, plain = self.budget, planner.plain.costs.peak
-        if budget is None or not budget.is_relative:
-            return
-        if self._largest is not None and plain <= self._largest:
+        if budget is None or not self.has_new_limit(planner):
             return
         self._largest = plain
         if budget.fraction is not None:
@@ -310,6 +313,8 @@ class TapeBudgetCall(TapeCall):
     def settle(self, record: TapeRecord) -> frozenset[int]:
         """Values stay saved as planned, and fewer do if this call is larger in places."""
         job = self.job
+        if (usual := self._settle_as_planned(record)) is not None:
+            return usual
         step = TapeStep.of(record, job.seconds_of)
         planner = TapePlanner(step.problem)
         job.fix_limit(planner)
@@ -326,9 +331,20 @@ class TapeBudgetCall(TapeCall):
             best = self._reduce(planner, trial, frozenset(there))
             if not is_first:
                 job.aim_lower(trial, step, planner)
-        return frozenset(
-            id(content) for v in best.decisions.saved if (content := step.contents[v]) is not None
-        )
+        return step.contents_of(best.decisions.saved)
+
+    def _settle_as_planned(self, record: TapeRecord) -> frozenset[int] | None:
+        """If this call is within the limits with its plan; no times are needed to see that."""
+        job = self.job
+        step = TapeStep.of(record, lambda _: 0.0)
+        planner = TapePlanner(step.problem)
+        if not job.serves(planner) or job.has_new_limit(planner):
+            return None
+        there = {v for n in record.available if (v := step.numbers.get(n)) is not None}
+        trial = planner.evaluate(there)
+        if job.limits.excess_of(trial, step.problem):
+            return None
+        return step.contents_of(trial.decisions.saved)
 
     def _reduce(self, planner: TapePlanner, trial: Evaluated, there: frozenset[int]) -> Evaluated:
         """Find a set of values that are there, within the limits if there is such a set."""

@@ -72,6 +72,11 @@ class TapeStep:
     contents: tuple[Content | None, ...]
     numbers: dict[int, int]
 
+    def contents_of(self, values: Iterable[int]) -> frozenset[int]:
+        """The contents that values are, by their `id`; cotangents are none."""
+        contents = (self.contents[v] for v in values)
+        return frozenset(id(content) for content in contents if content is not None)
+
     @classmethod
     def of(cls, record: TapeRecord, seconds_of: Callable[[Entry], float]) -> "TapeStep":
         return _NumbersOfTape(record, seconds_of).build()

@@ -89,6 +89,8 @@ class TapeJob(ABC):
 class LimitingPolicy(Policy, ABC):
     """A policy on tapes that limits the bytes of whole calls; it decides on no value by itself."""
 
+    reads_sizes = False
+
     def decide(self, value: Value) -> Verdict:
         return NotSaved()
 

@@ -49,7 +49,8 @@ class Site:
 class TapeDecisions:
     """The decisions of one policy on the operators of one function.
 
-    A policy decides once on calls of an operator that are alike, as it does for a graph.
+    A policy decides once on calls of an operator that are alike, as it does for a graph. If it does
+    not read sizes, these may differ, and the values that it saw have the sizes of the first call.
     """
 
     def __init__(self, policy: Policy, surroundings: Surroundings) -> None:
@@ -70,7 +71,9 @@ class TapeDecisions:
     ) -> list[TapeDecision]:
         """A decision for each of the `results` of a call; calls of one `kind` are alike."""
         line, module = self.surroundings.read()
-        if kind is None:
+        if not self.policy.reads_sizes:
+            kind = (_alike(kwargs) if kwargs else (), len(results))
+        elif kind is None:
             kind = (_alike(args), _alike(kwargs), len(results))
         device = results[0].device if results else None
         key = (op, line, module, device, kind)

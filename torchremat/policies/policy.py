@@ -21,8 +21,8 @@ import torch
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.core.avals import Aval
-from torchremat.core.source import Source, source_of_error
-from torchremat.errors import PolicyError, PolicyFailedError, TorchrematError
+from torchremat.core.source import Source
+from torchremat.errors import PolicyError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.checkpoint_name import name_p
@@ -324,27 +324,6 @@ def _operand(policy: Policy) -> str:
 def _spell_operand(policy: Policy, grouped: type[Policy] = Union) -> str | None:
     spelling = policy.spelling
     return f"({spelling})" if spelling and isinstance(policy, grouped) else spelling
-
-
-def decide_for_compiler(policy: Policy, value: Value) -> Verdict:
-    """`policy.decide(value)`, where a compiler would report a user's error as its own.
-
-    Raises `PolicyFailedError` (a `RuntimeError`) for any error of the user's.
-    """
-    try:
-        return as_verdict(policy.decide(value), policy, value.op)
-    except TorchrematError:
-        raise
-    except Exception as error:
-        given = ", ".join([*map(str, value.avals), *value.params])
-        where = f", at {value.source}" if value.source else ""
-        line = source_of_error(error)
-        raise PolicyFailedError(
-            f"the policy {policy!r}, called for {value.op}({given}){where}, raised "
-            f"{type(error).__name__}{f' at {line}' if line else ''}: {error}. A policy is "
-            "called while the program is captured, with operators and avals (shape, dtype, "
-            "device): there are no values of tensors yet"
-        ) from error
 
 
 # --- values that stand for a policy --------------------------------------------------------------

@@ -25,8 +25,9 @@ from torchremat.errors import (
 from torchremat.graph.nodes import base_of, call_of
 from torchremat.graph.notes import note, notes_of
 from torchremat.graph.ops import split_arguments
+from torchremat.policies.ask_for_compiler import decide_for_compiler
 from torchremat.policies.checkpoint_name import TakesNames
-from torchremat.policies.policy import Policy, PolicyLike, Value, as_policy, decide_for_compiler
+from torchremat.policies.policy import Policy, PolicyLike, Value, as_policy
 from torchremat.policies.replay_rules import selects
 from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Verdict
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of

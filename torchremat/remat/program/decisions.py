@@ -29,8 +29,9 @@ from torchremat.graph.notes import notes_of
 from torchremat.graph.ops import split_arguments
 from torchremat.graph.schedule import GraphSchedule, read_from_before
 from torchremat.graph.write_forms import value_after_writes, values_after_writes
+from torchremat.policies.ask_for_compiler import decide_for_compiler
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value, decide_for_compiler
+from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value
 from torchremat.policies.replay_rules import body_value_of, reason_not_replayable, reason_to_save
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules

@@ -868,7 +868,7 @@ def guards():
 
 @check(
     "NAMES_IN_SIZES", "ShapeEnv", "are_known_equal", "assume_sizes", "guards_of", "hint_of",
-    "names_in_size",
+    "find_assumed_sizes", "names_in_size", "size_name",
     "new_shape_env", "new_symbol", "num_guards", "print_size", "settle_size", "shape_env_of",
 )  # fmt: skip
 def sizes():
@@ -886,8 +886,11 @@ def sizes():
     assert _torch.num_guards(shapes) > before
     (name,) = _torch.names_in_size(half)  # b is a now
     assert eval(_torch.print_size(half), dict(_torch.NAMES_IN_SIZES), {name: 10}) == 15
+    assert _torch.find_assumed_sizes() is None
     with _torch.assume_sizes({name: 10}):
+        assert _torch.find_assumed_sizes() == {name: 10}
         assert _torch.hint_of(half) == 15
+    assert [*map(_torch.size_name, (a, half, 3))] == [name, None, None]
     guards = _torch.guards_of(shapes, [a, b], ["x", "y"])
     assert eval(guards, dict(_torch.NAMES_IN_SIZES), {"x": 7, "y": 7})
     assert not eval(guards, dict(_torch.NAMES_IN_SIZES), {"x": 7, "y": 8})

@@ -81,8 +81,8 @@ from .pytrees import (
 from .replacements import GLOBAL_MODULE_HOOKS, is_own_hook
 from .symbols.shape_env import (
     NAMES_IN_SIZES, AskingShapeEnv, ShapeEnv, TensorGuards, asks_for_zero_or_one, assert_later,
-    are_known_equal, assume_sizes, greatest_value, grows_with_symbols,
-    guards_of, hint_of, is_condition, is_equation, linear_form, names_in_size,
+    are_known_equal, assume_sizes, find_assumed_sizes, greatest_value, grows_with_symbols,
+    guards_of, hint_of, size_name, is_condition, is_equation, linear_form, names_in_size,
     negate_inequation, new_shape_env, new_symbol, num_guards, print_question, print_size,
     question_of, settle_size, shape_env_of, split_condition, symbols_of_question, tensor_guard,
 )  # fmt: skip

@@ -257,6 +257,19 @@ def assume_sizes(sizes: Mapping[str, int] | None) -> Iterator[None]:
         _assumed.reset(token)
 
 
+def find_assumed_sizes() -> Mapping[str, int] | None:
+    """The values that `assume_sizes` has around."""
+    assumed = _assumed.get()
+    return None if assumed is None else assumed.sizes
+
+
+def size_name(size: Any) -> str | None:
+    """The name of the symbol that `size` is; `None` for a number or an expression."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    return str(size.node.expr) if size.node.expr.is_symbol else None
+
+
 def hint_of(size: Any) -> int:
     """The number that a size has in the call that was traced, or at the sizes that are assumed."""
     if isinstance(size, int):

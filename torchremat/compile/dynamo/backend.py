@@ -303,7 +303,8 @@ def _cache_key(chosen: BackendOptions) -> str:
     spelling = None if chosen.policy is None else chosen.policy.spelling
     if spelling is None or spelling.startswith("plan:") or chosen.report is not None:
         return f"torchremat {_version()}, {os.getpid()}, {next(_unique_numbers)}"
-    return f"torchremat {_version()}, {spelling}"
+    assumed = _torch.find_assumed_sizes()  # for which a budget decides
+    return f"torchremat {_version()}, {spelling}{'' if assumed is None else f', {assumed}'}"
 
 
 @functools.cache

@@ -7,10 +7,14 @@
 A graph that is alone has the whole budget from the first step on. Once there are more, those that
 are met later save as little as can be until the budget is divided. A budget that cannot be met is
 an error when the first backward pass begins, before there is a gradient.
+
+Where a size is a symbol, plans for a budget in bytes are for the largest that was met. A call with
+a larger one compiles its graph once more. What a part of plain's peak allows grows with the sizes.
 """
 
 import copy
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,8 +51,19 @@ Compile = Callable[[fx.GraphModule, Sequence[Any], Policy], Callable[..., Any]]
 TraceJoint = Callable[[fx.GraphModule, Sequence[Any]], Joint | None]
 
 
+# How often a graph is compiled anew for just as large sizes as it meets. Chosen by hand.
+_AS_MET = 3
+# From then on there is room: sizes that grow in each step would each compile it. Chosen by hand.
+_ROOM = 1.25
+
+
 class Fragment:
-    """A graph that Dynamo captured, compiled; once more when its share of the budget is known."""
+    """A graph that Dynamo captured, compiled; once more when its share of the budget is known.
+
+    Attributes:
+        sizes: the values of its symbols that it is planned for.
+        is_hopeless: whether its share could not be met, so that it runs with the least peak.
+    """
 
     def __init__(
         self,
@@ -63,17 +78,42 @@ class Fragment:
         # the inputs themselves are tensors of the user's, which nobody should keep
         self.inputs, self._enter_context = _torch.keep_compile_context(inputs)
         self._state = AmbientState.now()
+        names = ((i, _torch.size_name(value)) for i, value in enumerate(inputs))
+        self._symbols = [(i, n) for i, n in names if n is not None and job.is_in_bytes]
+        self.sizes = {name: _torch.hint_of(inputs[i]) for i, name in self._symbols}
+        self._largest = self._now = self.sizes
+        self._num_grown = 0
         self._module = fx.GraphModule(module, copy.deepcopy(module.graph))
         self.policy = policy
         self._run = compile_with(module, inputs, policy)
         self._wanted: Policy | None = None
+        self._is_outgrown = False
+        self.is_hopeless = False
 
     def __call__(self, *args: Any) -> Any:
+        self._now = {name: args[i] for i, name in self._symbols}
+        if any(size > self.sizes[name] for name, size in self._now.items()):
+            self._grow(self._now)
         if self._wanted is not None:
             self._compile_again(self._wanted)
         results = self._run(*args)
         self.job.note_call(self, args, results)
         return results
+
+    def _grow(self, sizes: Mapping[str, int]) -> None:
+        """Plan for sizes that are larger than those before."""
+        self._num_grown += 1
+        room = _ROOM if self._num_grown > _AS_MET else 1
+        before = self.sizes
+        self._largest = {name: max(sizes[name], self._largest[name]) for name in sizes}
+        self.sizes = {n: int(room * s) if s > before[n] else before[n] for n, s in sizes.items()}
+        self._is_outgrown = True
+        self.job.note_growth(self, math.prod(sizes[n] / before[n] for n in sizes if before[n]))
+
+    @property
+    def room(self) -> float:
+        """How much larger the sizes are that it is planned for than those of its last call."""
+        return math.prod(self.sizes[n] / size for n, size in self._now.items() if size)
 
     def copy_module(self) -> fx.GraphModule:
         return fx.GraphModule(self._module, copy.deepcopy(self._module.graph))
@@ -90,20 +130,32 @@ class Fragment:
 
     def ask_for(self, policy: Policy) -> None:
         """Let the next call compile for `policy`, unless the graph is compiled for it."""
-        self._wanted = None if policy == self.policy else policy
+        self._wanted = None if policy == self.policy and not self._is_outgrown else policy
 
     def _compile_again(self, policy: Policy) -> None:
-        self._wanted = None
+        self._wanted, self._is_outgrown = None, False
         with self._again():
             try:
-                self._run = _torch.run_outside_dynamo(lambda: self._compile(policy))
+                self._run = self._compile(policy)
             except BudgetError as error:
-                least = policy = self.job.refuse(error)
-                self._run = _torch.run_outside_dynamo(lambda: self._compile(least))
+                policy, self.is_hopeless = self.job.refuse(error), True
+                self._run = self._compile(policy)
         self.policy = policy
 
     def _compile(self, policy: Policy) -> Callable[..., Any]:
-        return self.compile_with(self.copy_module(), self.inputs, policy)
+        """Compile for the sizes, with room to grow if the budget lets them have it."""
+
+        def compile_now() -> Callable[..., Any]:
+            with _torch.assume_sizes(self.sizes or None):
+                return self.compile_with(self.copy_module(), self.inputs, policy)
+
+        try:
+            return _torch.run_outside_dynamo(compile_now)
+        except BudgetError:
+            if self.sizes == self._largest:
+                raise
+        self.sizes = self._largest
+        return _torch.run_outside_dynamo(compile_now)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +174,8 @@ class FragmentJob:
     """The graphs of one `torch.compile` and their budget.
 
     Attributes:
-        has_new: whether a graph was added since the budget was divided.
+        has_new: whether a graph was added since the budget was divided, or has larger sizes.
+        is_in_bytes: whether the budget is.
     """
 
     def __init__(self, policy: MemoryBudget, trace_joint: TraceJoint, *, fuses: bool) -> None:
@@ -133,8 +186,11 @@ class FragmentJob:
         self._calls: list[weakref.ref[_GraphCall]] = []
         self._next_look = _FIRST_LOOK
         self._budget = Budget.of(policy.budget)  # type: ignore[arg-type]
+        self.is_in_bytes = not self._budget.is_relative
         self._largest = 0
         self._was_alone = False
+        self._limit = self._expected_peak = 0
+        """The bytes of the budget, and those of a step, once it is divided."""
         self._has_warned = False
         self._if_alone: BudgetError | None = None
         """Why the budget cannot be met, if the first graph turns out to be the whole step."""
@@ -154,6 +210,18 @@ class FragmentJob:
         self._fragments.append(fragment)
         self.has_new = True
         return fragment
+
+    def note_growth(self, fragment: Fragment, growth: float) -> None:
+        """A graph is about to run with sizes that are so many times those it is planned for."""
+        if fragment.is_hopeless:
+            return
+        if self._was_alone or not self._limit:
+            if fragment.policy == self.policy:
+                fragment.ask_for(self.policy)
+            return
+        self.has_new = True
+        if growth * self._expected_peak > self._limit:  # until it is divided anew
+            fragment.ask_for(self._least)
 
     def note_call(self, fragment: Fragment, args: Sequence[Any], results: Sequence[Any]) -> None:
         """A graph has run: its call counts for as long as autograd has what it saved."""
@@ -200,13 +268,14 @@ class FragmentJob:
             self._budget,
             order,
             costs,
-            PassedMemory(tensors, saves),
+            PassedMemory(tensors, saves, max(fragment.room for fragment in order)),
             resident=self.policy.resident_bytes,
             largest=self._largest,
         )
         if not self._largest and found.least_peak is not None:
             raise self._build_budget_error(found, found.least_peak, len(costs))
         self._largest = max(self._largest, found.plain_peak)
+        self._limit, self._expected_peak = found.limit, min(found.limit, found.plain_peak)
         for fragment in costs:
             fragment.ask_for(self._policy_of(found.shares[fragment], found))
         _logger.info(
@@ -216,6 +285,10 @@ class FragmentJob:
             len(costs),
             human_bytes(found.plain_peak),
         )
+
+    @property
+    def _least(self) -> Policy:
+        return replace(self.policy, budget="least", saved=None, resident=0)
 
     def _build_budget_error(self, found: DividedBudget, least: int, count: int) -> BudgetError:
         return BudgetError(
@@ -231,8 +304,10 @@ class FragmentJob:
         joint = fragment.trace(self._trace_joint)
         if joint is None:
             return None
-        planner = replace(self.policy, resident=0).planner(joint, fuses=self.fuses)
-        return GraphCosts(planner)
+        with _torch.assume_sizes(fragment.sizes or None):
+            planner = replace(self.policy, resident=0).planner(joint, fuses=self.fuses)
+            _ = planner.step  # its bytes are those of these sizes
+            return GraphCosts(planner)
 
     def _policy_of(self, share: GraphShare, found: DividedBudget) -> Policy:
         if found.plain_peak <= found.limit:
@@ -258,7 +333,7 @@ class FragmentJob:
                 "like it. Give a larger budget or a smaller batch; on_infeasible='error' raises",
                 BudgetWarning,
             )
-        return replace(self.policy, budget="least", saved=None, resident=0)
+        return self._least
 
 
 _jobs: list[tuple[Mapping[str, Any], weakref.ref[FragmentJob]]] = []

@@ -142,10 +142,14 @@ class _Piece:
 class PassedMemory:
     """The memory between the `calls` of a forward pass, given in their order.
 
-    It is made when the backward pass begins. `saves` are those of this step.
+    It is made when the backward pass begins. `saves` are those of this step. Plans are for values
+    that are `room` times as large.
     """
 
-    def __init__(self, calls: Sequence[CallTensors], saves: Sequence[CallSaves]) -> None:
+    def __init__(
+        self, calls: Sequence[CallTensors], saves: Sequence[CallSaves], room: float = 1.0
+    ) -> None:
+        self._room = room
         self._counts = [len(call.places) for call in calls]
         self._pieces = list(_find_pieces(calls))
         self._gradients_after = list(_count_gradients_after(calls))
@@ -171,8 +175,9 @@ class PassedMemory:
             backward = sum(p.nbytes for p, lasts in others if lasts)
             backward += sum(p.nbytes for p, _ in others if p.has_gradient and p.last_read > i)
             freed = (p for p, lasts in pairs if p.made == i and p.is_given and not lasts)
-            backward += gradients - sum(p.nbytes for p in freed)
-            found.append(max(forward, backward))
+            backward -= sum(p.nbytes for p in freed)
+            larger = max(forward, backward + int(gradients / self._room))
+            found.append(int(self._room * larger))
         return found
 
 

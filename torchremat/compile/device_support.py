@@ -41,6 +41,7 @@ def check_devices(module: fx.GraphModule) -> None:
 
 
 def lacks_triton(module: fx.GraphModule) -> bool:
+    """Whether a graph runs on a device whose kernels need Triton, which is not installed."""
     if _torch.has_triton():
         return False
     return any(device.type in _BY_TRITON for device in _nodes_by_device(module))

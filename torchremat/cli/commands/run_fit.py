@@ -61,6 +61,7 @@ def run_fit(options: FitCommandOptions) -> None:
 
 
 def figures_of_fit(found: Fit) -> dict[str, Any]:
+    """The figures of `--json`, those of the plan among them."""
     plan = None if found.plan is None else figures_of(found.plan)
     figures = asdict(replace(found, plan=None))
     return figures | {"plan": plan, "fits": found.fits, "added_percent": found.added_percent}

@@ -13,10 +13,13 @@ from torchremat.typed_graph.typed_graph import TypedGraph
 
 @dataclass(frozen=True)
 class GraphOptions(OnePolicyOptions):
+    """The options of `torchremat graph`; `sources` prints the user's line beside each operator."""
+
     sources: bool = False
 
 
 def run_graph(options: GraphOptions) -> None:
+    """Trace the target and print its graph, or write it as a page or as JSON."""
     target, chosen = options.load()
     fun = apply_policy(target, chosen, options.select)
     with show_progress_of("tracing"), meta_as_cpu():

@@ -23,6 +23,8 @@ from torchremat.planning.plan import Plan
 
 @dataclass(frozen=True)
 class PlanOptions:
+    """The options of `torchremat plan`; the paths are `None` where nothing is written."""
+
     target: str
     budget: str
     save: str | None = None
@@ -35,6 +37,7 @@ class PlanOptions:
 
 
 def run_plan(options: PlanOptions) -> None:
+    """Plan a step of the target within the budget; print, save or draw the plan."""
     check_budget(options.budget)
     optimizer = read_optimizer(options.optimizer)
     check_rates(options.on)
@@ -72,6 +75,7 @@ def check_rates(name: str | None) -> None:
 
 
 def figures_of(found: Plan) -> dict[str, Any]:
+    """The figures of `--json`: bytes, seconds, the bound, and each value's decision."""
     names = (
         "budget", "peak_bytes", "saved_bytes", "offloaded_bytes", "recompute_seconds",
         "recompute_flops", "lower_bound_seconds", "gap", "device",

@@ -16,11 +16,14 @@ from torchremat.report.residuals import saved_residuals
 
 @dataclass(frozen=True)
 class ResidualsOptions(OnePolicyOptions):
+    """The options of `torchremat residuals`; `lines` and `by_module` exclude each other."""
+
     lines: bool = False
     by_module: bool = False
 
 
 def run_residuals(options: ResidualsOptions) -> None:
+    """Print which values the target saves for its backward pass, and why."""
     if options.lines and options.by_module:
         raise click.UsageError("--lines and --by-module are two ways to print: give one")
     target, chosen = options.load()

@@ -29,6 +29,8 @@ class UserCodeError(click.ClickException):
 
 
 class Command(click.Group):
+    """A group of commands that ends with `PIPE_CLOSED` when nobody reads its output any more."""
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)

@@ -85,6 +85,7 @@ def print_note(text: str) -> None:
 
 @contextmanager
 def show_progress_of(what: str) -> Iterator[None]:
+    """Show that work is under way in the block, if a person is looking at the terminal."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
@@ -106,6 +107,7 @@ def write_page(drawn: Any, path: str) -> None:
 
 
 def write_diff(before: Any, after: Any, path: str) -> None:
+    """Draw how two plans or reports differ. Raises `OSError` if it cannot be written."""
     _viz("diff_html")(before, after, path)
     print_note(f"wrote {path}")
 

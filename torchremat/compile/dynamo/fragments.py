@@ -133,7 +133,7 @@ class Fragment:
         self._wanted = None if policy == self.policy and not self._is_outgrown else policy
 
     def _compile_again(self, policy: Policy) -> None:
-        self._wanted, self._is_outgrown = None, False
+        self._wanted, self._is_outgrown, self.is_hopeless = None, False, False
         with self._again():
             try:
                 self._run = self._compile(policy)

@@ -7,23 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.compile.dynamo.steps import WIDTH, Part, peak_of_second, step_of
 from tests.helpers import peak_of
 from torchremat.checkpoint_policies import memory_budget
 from torchremat.compile.dynamo import fragments
 from torchremat.errors import BudgetError, BudgetWarning
-
-WIDTH = 32
-
-
-class Part(nn.Module):
-    def __init__(self, depth=3):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(torch.nn.functional.gelu(layer(x)).exp())
-        return x
 
 
 class Broken(nn.Module):
@@ -63,21 +51,10 @@ def _without_old_code():
     torch._dynamo.reset()
 
 
-def step_of(model, run, x):
-    def step():
-        model.zero_grad()
-        loss = run(x)
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
-
-    return step
-
-
 def check(model, x, policy):
     """The peaks of plain PyTorch and of four compiled steps, all equal to it to the bit."""
     options = {"policy": policy, "codegen": "eager"}
-    step_of(model, model, x)()
-    expected, plain = peak_of(step_of(model, model, x))
+    expected, plain = peak_of_second(model, model, x)
     run = torch.compile(model, backend="torchremat", options=options)
     peaks = []
     for _ in range(4):
@@ -232,8 +209,7 @@ class Passing(nn.Module):
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_what_autograd_does_not_keep_does_not_count(share):
     model, x = Passing(), torch.randn(1024, WIDTH)
-    step_of(model, model, x)()
-    _, plain = peak_of(step_of(model, model, x))
+    _, plain = peak_of_second(model, model, x)
     limit = int(share * plain)
     _, peaks = check(model, x, memory_budget(limit))
     assert limit - 0.2 * plain <= max(peaks[1:]) <= limit
@@ -255,8 +231,7 @@ class Counts(nn.Module):
 
 def test_a_graph_that_is_compiled_anew_has_the_whole_budget():
     model, x = Counts(), torch.randn(1024, WIDTH)
-    step_of(model, model, x)()
-    _, plain = peak_of(step_of(model, model, x))
+    _, plain = peak_of_second(model, model, x)
     options = {"policy": "budget:70%", "codegen": "eager"}
     run = torch.compile(model, backend="torchremat", options=options)
     for _ in range(3):
@@ -294,8 +269,7 @@ def test_a_graph_that_joins_later_shares_the_budget_of_the_whole_step():
 
 def test_calls_without_a_backward_pass_do_not_count():
     model, x = Broken(), torch.randn(512, WIDTH)
-    step_of(model, model, x)()
-    expected, plain = peak_of(step_of(model, model, x))
+    expected, plain = peak_of_second(model, model, x)
     options = {"policy": "budget:60%", "codegen": "eager"}
     run = torch.compile(model, backend="torchremat", options=options)
     for _ in range(100):

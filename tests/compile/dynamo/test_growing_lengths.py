@@ -4,28 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+from tests.compile.dynamo.steps import WIDTH, Part, peak_of_second, step_of
 from tests.helpers import peak_of
 from torchremat.checkpoint_policies import memory_budget
 from torchremat.errors import BudgetWarning
-
-WIDTH = 32
-
-
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(torch.nn.functional.gelu(layer(x)).exp())
-        return x
 
 
 class Whole(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = Part(), Part()
+        self.first, self.second = Part(depth=4), Part(depth=4)
 
     def forward(self, x):
         return self.second(self.first(x)).sum()
@@ -36,16 +24,6 @@ class Broken(Whole):
         x = self.first(x)
         torch._dynamo.graph_break()
         return self.second(x).sum()
-
-
-def step_of(model, run, x):
-    def step():
-        model.zero_grad()
-        loss = run(x)
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
-
-    return step
 
 
 class Training:
@@ -60,8 +38,7 @@ class Training:
     def peaks_at(self, length):
         """The peak of a step, and plain's."""
         x = torch.randn(length, WIDTH)
-        step_of(self.model, self.model, x)()
-        expected, plain = peak_of(step_of(self.model, self.model, x))
+        expected, plain = peak_of_second(self.model, self.model, x)
         found, peak = peak_of(step_of(self.model, self.run, x))
         assert all(map(torch.equal, found, expected))
         return peak, plain

@@ -5,7 +5,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.helpers import peak_of
+from tests.compile.dynamo.steps import peak_of_second
 from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
 
 aten = torch.ops.aten
@@ -83,20 +83,9 @@ def test_a_plan_keeps_its_order_where_lengths_change(policy: str, share: float) 
     options = {"policy": policy, "codegen": "eager"}
     run = torch.compile(model, backend="torchremat", options=options, dynamic=True)
 
-    def step_of(f: nn.Module, x: torch.Tensor):
-        def step() -> list[torch.Tensor | None]:
-            model.zero_grad()
-            loss = f(x).square().mean()
-            loss.backward()
-            return [loss.detach(), *(p.grad for p in model.parameters())]
-
-        return step
-
     for length in (64, 80, 96):
         x = torch.randn(8, length, 32)
-        step_of(model, x)()
-        step_of(run, x)()
-        expected, plain = peak_of(step_of(model, x))
-        found, peak = peak_of(step_of(run, x))
+        expected, plain = peak_of_second(model, lambda x: model(x).square().mean(), x)
+        found, peak = peak_of_second(model, lambda x: run(x).square().mean(), x)
         assert all(map(torch.equal, found, expected))
         assert peak <= share * plain

@@ -169,7 +169,8 @@ def fit(
     Nothing runs, and nothing the size of the model is allocated: it may be on the meta device.
     Where the function can be traced with a symbol for the size, one such trace serves all sizes.
     The size that was found is then traced by itself, and planned. Without `maximize`, a step that
-    fits in no other way has updates in the backward pass, as `plan` has them.
+    fits in no other way has updates in the backward pass, as `plan` has them. With `maximize` they
+    count if `optimizer` steps there already (`optim.step_in_backward`).
 
     What depends on values is not seen: an index out of range is not a refusal of a size.
 

@@ -120,6 +120,14 @@ def stepping_of(optimizer: Optimizer) -> "StepInBackward | None":
     return None if handle is None else handle()
 
 
+Stepping = tuple["ref[StepInBackward]", ...]
+
+
+def find_stepping() -> Stepping:
+    """The handles of all optimizers that step in the backward pass now."""
+    return tuple(_STEPPING.values())
+
+
 class StepInBackward:
     """An optimizer that steps in the backward pass, until `remove()`.
 

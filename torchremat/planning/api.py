@@ -27,16 +27,15 @@ from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.order import order_of
 from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.traced_step import (
-    FixedSchedule,
     Updates,
     WholeGraphPolicy,
     graphs_of,
-    note_updates,
     region_of,
     timeline_of,
 )
+from torchremat.planning.step.updated_step import UpdatedStep
 from torchremat.planning.tile_choice import choose_tiles
-from torchremat.planning.whole_step import plan_with_updates
+from torchremat.planning.whole_step import WholeStepPlanner
 from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Region
@@ -293,13 +292,14 @@ class PlannedFunction:
         self.planner = self._make_planner(self.joint)
 
     def _make_planner(self, joint: Joint) -> Planner:
-        return Planner(
+        make = WholeStepPlanner if self.updates else Planner
+        return make(
             joint,
             cost_model=self.model,
             solver=self._solver,
             resident=self.resident,
             offload=self._offload,
-            updates=self.updates,
+            updated=UpdatedStep(self.region, self.updates) if self.updates else None,
         )
 
     def with_updates(self, optimizer: OptimizerLike) -> "PlannedFunction":
@@ -331,8 +331,6 @@ class PlannedFunction:
     ) -> Plan:
         if tile:
             return self.plan_in_tiles(budget, asked)
-        if self.updates:
-            return plan_with_updates(self.planner, self._describe, budget, asked)
         return self._describe(self.planner.plan(budget, asked, near=near))
 
     def plan_in_tiles(self, budget: Budget, asked: str) -> Plan:
@@ -341,8 +339,6 @@ class PlannedFunction:
         if chosen.found.error is not None:
             raise chosen.found.error(asked)
         made = self._describe(chosen.found.planned)
-        if self.updates and made.peak_bytes > made.budget:
-            made = plan_with_updates(chosen.planner, self._describe, budget, asked)
         if chosen.tiling is None:
             return made
         added = chosen.added_seconds
@@ -357,10 +353,7 @@ class PlannedFunction:
 
     def _describe(self, planned: PlannedStep) -> Plan:
         joint = planned.step.joint
-        updates = self.updates
-        policy = FixedSchedule(planned.graph_schedule, joint, has_updates=bool(updates))
-        program = FunctionProgram(self.region, policy)
-        note_updates(program, updates)
+        program = UpdatedStep(self.region, self.updates).program_of(planned)
         timeline = timeline_of(program)
         peak = timeline.peak
         if planned.offloaded:  # which counts a copy as done by the next operator of some weight
@@ -384,7 +377,7 @@ class PlannedFunction:
             cost_model=self.model,
             reserved_bytes=max(peak + self.resident, self._count_reserved(timeline)),
             gap_reason=planned.gap_reason,
-            updates_in_backward=len(updates),
+            updates_in_backward=len(self.updates),
             optimizer=self._find_live_optimizer(),
         )
 

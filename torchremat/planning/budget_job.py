@@ -35,6 +35,7 @@ from torchremat.planning.step.known_sizes import KnownSizes
 from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import differentiates, forward_only
+from torchremat.planning.step.updated_step import UpdatedStep
 from torchremat.planning.tile_choice import choose_tiles
 
 _logger = logging.getLogger("torchremat")
@@ -104,9 +105,10 @@ class _Graph:
 
     joint: Joint
     fuses: bool
+    updated: UpdatedStep | None
     planner: Planner
-    untiled: Planner
-    """The planner of the same without tiles, of whose bytes a budget may be a part."""
+    usual: Planner
+    """That without tiles and updates, of whose bytes a budget may be a part."""
     schedules: dict[Schedule, GraphSchedule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,8 +116,8 @@ class _Graph:
 
     @property
     def planners(self) -> tuple[Planner, Planner]:
-        """With tiles and without."""
-        return self.planner, self.untiled
+        """With tiles and updates, and without."""
+        return self.planner, self.usual
 
     def forget_sizes(self) -> None:
         """Forget what was chosen for sizes, since the budget is another."""
@@ -142,7 +144,9 @@ class BudgetOptions(Protocol):
     @property
     def tile(self) -> bool: ...
 
-    def planner(self, joint: Joint, *, fuses: bool) -> Planner: ...
+    def planner(
+        self, joint: Joint, *, fuses: bool, updated: UpdatedStep | None = None
+    ) -> Planner: ...
 
 
 def _count_floor(planner: Planner) -> int:
@@ -183,7 +187,9 @@ class BudgetJob:
         self._most: dict[str, int] = {}
         """The largest value of each symbol that was met."""
 
-    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+    def prepare_joint(
+        self, joint: Joint, sizes: Sizes | None, updated: UpdatedStep | None = None
+    ) -> Joint:
         """The joint graph with as many tiles as the budget needs; as it is without `tile`.
 
         The number that was chosen for one trace stays for the others of the function.
@@ -194,42 +200,60 @@ class BudgetJob:
             while len(self._tiled) >= _MOST_GRAPHS:
                 self._tiled.pop(next(iter(self._tiled)))
             if self._tiling is None and not self._is_declared:
-                self._tiling = self._choose_tiling(joint, sizes)
+                self._tiling = self._choose_tiling(joint, sizes, updated)
             tiled = None if self._tiling is None else tile_joint(joint, self._tiling)
             self._tiled[joint] = tiled or joint
         return self._tiled[joint]
 
-    def _choose_tiling(self, joint: Joint, sizes: Sizes | None) -> Tiling | None:
+    def _choose_tiling(
+        self, joint: Joint, sizes: Sizes | None, updated: UpdatedStep | None
+    ) -> Tiling | None:
         """How many tiles there are: enough for steps that are larger, if sizes vary."""
-        budget = self.budget if self.limit is None else Budget(nbytes=self.limit)
         chosen = None
         for growth in (1.0,) if sizes is None else _GROWTH:
-            make = functools.partial(self._planner_at, sizes=sizes, growth=growth)
+            make = functools.partial(self._planner_at, sizes=sizes, growth=growth, updated=updated)
+            budget = self.budget if self.limit is None else Budget(nbytes=self.limit)
+            if updated is not None and budget is not None and budget.fraction is not None:
+                usual = self._planner_at(joint, sizes, growth)
+                budget = Budget(nbytes=usual.bytes_of(budget))
             chosen = choose_tiles(make(joint), budget, self.saved, make, is_prompt=self._is_prompt)
             if chosen.found.error is None:
                 break
         return None if chosen is None else chosen.tiling
 
-    def _planner_at(self, joint: Joint, sizes: Sizes | None, growth: float) -> Planner:
-        planner = self.policy.planner(joint, fuses=False)
+    def _planner_at(
+        self,
+        joint: Joint,
+        sizes: Sizes | None,
+        growth: float,
+        updated: UpdatedStep | None = None,
+    ) -> Planner:
+        planner = self.policy.planner(joint, fuses=False, updated=updated)
         if sizes is None:
             return planner
         return planner.at({name: int(size * growth) for name, size in sizes.items()})
 
-    def schedule(self, joint: Joint, *, fuses: bool, sizes: Sizes | None) -> GraphSchedule:
+    def schedule(
+        self,
+        joint: Joint,
+        *,
+        fuses: bool,
+        sizes: Sizes | None,
+        updated: UpdatedStep | None = None,
+    ) -> GraphSchedule:
         """The schedule for a step: of a plan that was made, if one keeps within the budget."""
         if not differentiates(joint):
             return forward_only(joint)
-        graph = self._graph_of(joint, fuses)
+        graph = self._graph_of(joint, fuses, updated)
         known = None if sizes is None else graph.known_sizes.find(sizes)
         if known is not None:
             return graph.graph_schedule(known)
-        planner, untiled = (p if sizes is None else p.at(sizes) for p in graph.planners)
+        planner, usual = (p if sizes is None else p.at(sizes) for p in graph.planners)
         for name, size in (sizes or {}).items():
             self._most[name] = max(size, self._most.get(name, 0))
         limit = self.limit
         schedule = (
-            self._fix_limit(planner, untiled) or self._choose(planner) or self._make(graph, planner)
+            self._fix_limit(planner, usual) or self._choose(planner) or self._make(graph, planner)
         )
         if self.limit != limit:
             for each in self._graphs:
@@ -241,26 +265,26 @@ class BudgetJob:
         self._is_declared |= _declaring.get()
         return graph.graph_schedule(schedule)
 
-    def _graph_of(self, joint: Joint, fuses: bool) -> _Graph:
+    def _graph_of(self, joint: Joint, fuses: bool, updated: UpdatedStep | None) -> _Graph:
         for graph in self._graphs:
-            if graph.joint is joint and graph.fuses is fuses:
+            if (graph.joint, graph.fuses, graph.updated) == (joint, fuses, updated):
                 return graph
-        planner = untiled = self.policy.planner(joint, fuses=fuses)
-        if joint.untiled is not None:
-            untiled = self.policy.planner(joint.untiled, fuses=fuses)
-        self._graphs.insert(0, _Graph(joint, fuses, planner, untiled))
+        planner = usual = self.policy.planner(joint, fuses=fuses, updated=updated)
+        if joint.untiled is not None or updated is not None:
+            usual = self.policy.planner(joint.untiled or joint, fuses=fuses)
+        self._graphs.insert(0, _Graph(joint, fuses, updated, planner, usual))
         del self._graphs[_MOST_GRAPHS:]
         return self._graphs[0]
 
     # --- bytes ---
 
-    def _fix_limit(self, planner: Planner, untiled: Planner) -> Schedule | None:
+    def _fix_limit(self, planner: Planner, usual: Planner) -> Schedule | None:
         """Fix the bytes of a relative budget, if this step is the largest so far.
 
         Gives the schedule where a search for the bytes finds one.
         """
         budget = self.budget
-        plain = untiled.plain.peak_bytes
+        plain = usual.plain.peak_bytes
         if budget is None or not budget.is_relative or self._is_declared:
             return None
         if self.largest is not None and plain <= self.largest:
@@ -268,7 +292,7 @@ class BudgetJob:
         self.largest = plain
         self._resident = planner.resident
         if budget.fraction is not None:
-            self.limit = untiled.bytes_of(budget)
+            self.limit = usual.bytes_of(budget)
             return None
         known = min(self._fitting(planner, 1 << 62), key=planner.peak_of, default=None)
         if known is not None and self._adds_little(planner, known):

@@ -1,7 +1,7 @@
 """Policies that decide on a whole graph: a budget of peak memory, and the replay of a plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchremat.autodiff.joint import Joint
@@ -9,17 +9,22 @@ from torchremat.core.formatting import human_bytes
 from torchremat.errors import PolicyError, PolicyValueError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
+from torchremat.optim.step_in_backward import Stepping, find_stepping
 from torchremat.planning.budget import Budget, BudgetLike, bytes_of_limit, plain_number
 from torchremat.planning.budget_job import BudgetJob
 from torchremat.planning.cost_model import CostModel
+from torchremat.planning.memory.update_bytes import find_updates_now
 from torchremat.planning.planner import Planner, check_solver, host_rate_of
 from torchremat.planning.step.out_of_memory import describe_plan
-from torchremat.planning.step.traced_step import WholeGraphPolicy
+from torchremat.planning.step.traced_step import NO_UPDATES, Updates, WholeGraphPolicy
+from torchremat.planning.step.updated_step import UpdatedStep
 from torchremat.planning.tapes.tape_budget import TapeBudgetJob, TapeOptions
+from torchremat.planning.whole_step import WholeStepPlanner
 from torchremat.policies.failed_operator import FailedOperator
 from torchremat.policies.policy import Policy
 from torchremat.policies.spelling import register_spelling
 from torchremat.remat.program.function_program import FunctionProgram
+from torchremat.remat.program.region import Region
 from torchremat.remat.tape.limited_calls import LimitingPolicy, TapeJob
 
 
@@ -69,14 +74,16 @@ class MemoryBudget(PlannedPolicy):
     def on_tape(self) -> Policy:
         return BudgetOnTape(self)
 
-    def planner(self, joint: Joint, *, fuses: bool) -> Planner:
+    def planner(self, joint: Joint, *, fuses: bool, updated: UpdatedStep | None = None) -> Planner:
         model = self.cost_model or CostModel.of(None)
-        return Planner(
+        make = Planner if updated is None else WholeStepPlanner
+        return make(
             joint,
             cost_model=model.fused() if fuses else model,
             solver=self.solver,
             offload=self.offload,
             resident=self.resident_bytes,
+            updated=updated,
         )
 
     @property
@@ -132,18 +139,35 @@ class BudgetInJob(PlannedPolicy):
 
     policy: MemoryBudget
     job: BudgetJob
+    stepping: Stepping = ()
+    """The optimizers that step in the backward pass, as it assumes."""
+    updated: UpdatedStep | None = None
+    """The step with their updates, if they consume a gradient of it."""
+
+    def with_updates(self, region: Region) -> "BudgetInJob":
+        stepping = find_stepping()
+        updates = find_updates_now(region)
+        updated = UpdatedStep(region, updates) if updates else None
+        return replace(self, stepping=stepping, updated=updated)
+
+    def is_current(self, region: Region) -> bool:
+        return region.argument_has_gradient or self.stepping == find_stepping()
+
+    @property
+    def updates(self) -> Updates:  # type: ignore[override]
+        return NO_UPDATES if self.updated is None else self.updated.updates
 
     @property
     def wants_tiles(self) -> bool:  # type: ignore[override]
         return self.policy.tile
 
     def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
-        return self.job.prepare_joint(joint, sizes)
+        return self.job.prepare_joint(joint, sizes, self.updated)
 
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
     ) -> GraphSchedule:
-        return self.job.schedule(joint, fuses=fuses, sizes=sizes)
+        return self.job.schedule(joint, fuses=fuses, sizes=sizes, updated=self.updated)
 
     @property
     def resident_bytes(self) -> int:
@@ -233,6 +257,10 @@ def memory_budget(
     a compiler.
 
     Checkpoints inside the function are opened: the plan decides on their values, too.
+
+    Where an optimizer steps in the backward pass (`optim.step_in_backward`), each gradient counts
+    until an update consumes it, and the bytes of the update do. All gradients count if an argument
+    gets one, on tapes and under compilers.
 
     `saved` limits the bytes that the forward pass saves for the backward pass, which is what
     matters for one layer among many. `nn.split_budget` finds the limits of all layers for a budget

@@ -22,7 +22,8 @@ from torchremat.planning.memory.resident_bytes import (
     state_tensors,
 )
 from torchremat.planning.memory.timeline import Timeline
-from torchremat.planning.step.traced_step import graphs_of, region_of, timeline_of
+from torchremat.planning.memory.update_bytes import find_updates, steps_already
+from torchremat.planning.step.traced_step import NO_UPDATES, graphs_of, region_of, timeline_of
 from torchremat.policies.builtin import plain_autograd
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import Policy, PolicyLike, as_policy
@@ -47,7 +48,7 @@ class Estimate(ShownInNotebook):
         saved_bytes: the bytes that the forward pass saves for the backward pass.
         offloaded_bytes: those that it copies to the host for it.
         parameter_bytes: the tensors that get a gradient.
-        gradient_bytes: their gradients, which are part of the peak.
+        gradient_bytes: their gradients, which are part of the peak if no update consumes them.
         optimizer_bytes: the optimizer's state.
         input_bytes: all other inputs: arguments, buffers, what is frozen.
         seconds: the time by the cost model.
@@ -113,7 +114,8 @@ def estimate(
         policy: what may be saved, see `checkpoint`. With `None` the checkpoints inside decide.
         select: puts the policy on these modules of the model, as `nn.wrap` does, in place of the
             whole; the model stays as it is. `policy=None` then saves nothing but their inputs.
-        optimizer: an optimizer or its class; the bytes of its state are counted.
+        optimizer: an optimizer or its class; the bytes of its state are counted. If it steps in the
+            backward pass (`optim.step_in_backward`), gradients count until it consumes them.
         cost_model: what operators cost in seconds; by default a roofline of `device`.
         device: where the step is to run; by default where the tensors are.
         tile: whether large values that are independent along rows are cut, into 16 tiles each, as a
@@ -145,9 +147,11 @@ def estimate(
     model = choose_cost_model(region, cost_model, device)
     if tile and isinstance(chosen, MemoryBudget):
         chosen, tile = replace(chosen, tile=True), False
-    program = FunctionProgram(region, chosen, chosen=_in_tiles(region, chosen) if tile else None)
+    in_tiles = _in_tiles(region, chosen) if tile else None
+    program = FunctionProgram(region, chosen.begin_job(), chosen=in_tiles)
     program.warn_of_policy()
-    timeline = timeline_of(program)
+    updates = find_updates(region, optimizer) if steps_already(optimizer) else NO_UPDATES
+    timeline = timeline_of(program, updates)
     forward, backward = graphs_of(program)
     parameters, inputs = parameter_nbytes(region), input_tensors(region)
     states = state_tensors(region, optimizer)

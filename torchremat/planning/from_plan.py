@@ -38,10 +38,10 @@ class FromPlan(PlannedPolicy):
     serves_many_sizes = False
 
     @property
-    def begin_updates(self) -> Callable[[], None] | None:  # type: ignore[override]
-        return self._begin_updates if self._plan.updates_in_backward else None
+    def steps_in_backward(self) -> bool:
+        return self._plan.updates_in_backward > 0
 
-    def _begin_updates(self) -> None:
+    def begin_updates(self) -> None:
         """Let the plan's optimizer step in the backward pass; warn once if none is known."""
         optimizer = None if self.optimizer is None else self.optimizer()
         if optimizer is not None:

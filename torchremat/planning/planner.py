@@ -7,15 +7,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-from torch import fx
+from typing import Self
 
 from torchremat.autodiff.joint import Joint
 from torchremat.core.formatting import human_bytes
 from torchremat.core.progress import show_progress
 from torchremat.errors import BudgetError, PlanError, PolicyValueError, nearest_names
-from torchremat.graph.nodes import base_of, call_of, is_forward, nodes_read_by
-from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
@@ -29,7 +26,13 @@ from torchremat.planning.solver import solve_orders
 from torchremat.planning.step.fingerprint import lines_of
 from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.problem_builder import NumericStep
-from torchremat.planning.step.traced_step import Updates
+from torchremat.planning.step.refused_budget import (
+    build_saved_error,
+    describe_gradients,
+    describe_peak,
+)
+from torchremat.planning.step.traced_step import NO_UPDATES
+from torchremat.planning.step.updated_step import UpdatedStep
 
 SOLVERS = ("auto", "milp", "local")
 
@@ -69,8 +72,6 @@ _TIME_ACCURACY = 0.01
 _FARTHER_DOWN = (0.1, 0.25, 0.5, 0.75)
 # What a bound says of the problem is not so of what runs.
 _COUNTED_TWICE = "writes in place are counted as new memory where schedules are compared"
-# The part of the least peak from which an error says what takes it; chosen by hand.
-_MUCH = 0.1
 # The search for these sizes found no plan within the budget, and the one of other sizes is.
 _TAKEN_OVER = "the plan was made for other sizes, and the search for these found none"
 
@@ -98,7 +99,7 @@ class Planner:
         resident: int = 0,
         offload: bool = False,
         step: NumericStep | None = None,
-        updates: Updates | None = None,
+        updated: UpdatedStep | None = None,
     ) -> None:
         self.joint = joint
         self.cost_model = cost_model or CostModel.of(None)
@@ -106,7 +107,7 @@ class Planner:
         self.seconds = seconds
         self.resident = resident
         """Bytes that are there before the step, and count."""
-        self.updates = updates or {}
+        self.updated = updated
         self.host_bytes_per_second = host_rate_of(self.cost_model) if offload else None
         if step is not None:
             self.step = step
@@ -118,15 +119,15 @@ class Planner:
             self.joint,
             self.cost_model.seconds,
             host_bytes_per_second=self.host_bytes_per_second,
-            updates=self.updates,
+            updates=NO_UPDATES if self.updated is None else self.updated.updates,
         )
 
-    def at(self, sizes: Sizes, resident: int | None = None) -> "Planner":
+    def at(self, sizes: Sizes, resident: int | None = None) -> Self:
         """The planner of the same graph with these values of its symbols.
 
         `resident` is for these sizes; without it, as many bytes are there before the step as here.
         """
-        return Planner(
+        return type(self)(
             self.joint,
             cost_model=self.cost_model,
             solver=self.solver,
@@ -134,7 +135,7 @@ class Planner:
             resident=self.resident if resident is None else resident,
             offload=self.host_bytes_per_second is not None,
             step=self.step.at(sizes, self.cost_model.seconds),
-            updates=self.updates,
+            updated=self.updated,
         )
 
     @cached_property
@@ -311,23 +312,15 @@ class Planner:
         plain = self.plain.peak_bytes + self.resident
         least = min(least, plain, *([] if above is None else [self.peak_of(above)]))
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
-        gradients = _describe_gradients(self.step.problem, least)
+        gradients = describe_gradients(self.step.problem, least)
         return BudgetError(
             f"{asked}: a peak of {human_bytes(nbytes)} cannot be met. The least that was found is "
             f"{human_bytes(least)} ({least} bytes{besides}), of {human_bytes(plain)} without "
-            f"rematerialisation. {self._describe_peak(solution)}{gradients}Give a "
+            f"rematerialisation. {describe_peak(self.step, solution.lowest)}{gradients}Give a "
             f"budget of at least {least}, a smaller batch, or smaller parts (nn.wrap with "
             "select=...)",
             least,
         )
-
-    def _describe_peak(self, solution: Solution) -> str:
-        if solution.lowest is None:
-            return ""
-        live = costs_of(self.step.problem, solution.lowest).live
-        order = (*solution.lowest.forward, *solution.lowest.backward)
-        call = self.step.calls[order[max(range(len(live)), key=live.__getitem__)]]
-        return "" if call is None else f"At that peak runs {_describe_call(call)}. "
 
 
 def _give_up(
@@ -344,7 +337,7 @@ def _give_up(
         planner._build_budget_error, nbytes=nbytes, solution=solution, above=above
     )
     if excess is not None:
-        error = functools.partial(_build_saved_error, saved, nbytes=nbytes, excess=excess)
+        error = functools.partial(build_saved_error, saved, nbytes=nbytes, excess=excess)
     return Search(above or planner.evaluate(lowest, budget=nbytes), error)
 
 
@@ -387,34 +380,6 @@ def _solve(problems: tuple[Problem, ...], room: int, options: SolverOptions) -> 
     with show_progress(f"planning {len(problems[0].operators)} operators") as progress:
         options = replace(options, progress=progress)
         return solve_orders(problems, room, options)
-
-
-def _build_saved_error(saved: int | None, asked: str, *, nbytes: int, excess: int) -> BudgetError:
-    assert saved is not None
-    return BudgetError(
-        f"{asked}: no schedule was found that saves at most {human_bytes(saved)} at a peak of "
-        f"{human_bytes(nbytes)}; values that must not be recomputed have to be saved. Let "
-        f"{excess} bytes more be saved, and the peak be as much higher",
-        nbytes + excess,
-    )
-
-
-def _describe_gradients(problem: Problem, least: int) -> str:
-    """Say what gradients take, which no plan changes, where it is much of the least peak."""
-    nbytes = sum(problem.nbytes[v] for v in problem.gradients)
-    if nbytes < _MUCH * least:
-        return ""
-    return f"Gradients take {human_bytes(nbytes)} by the end of the step, whatever is saved. "
-
-
-def _describe_call(call: fx.Node) -> str:
-    if is_forward(call):
-        return f"{call.target} from {notes_of(call).source}"
-    for node in nodes_read_by(call):
-        made_by = call_of(base_of(node))
-        if is_forward(made_by) and notes_of(made_by).source:
-            return f"{call.target}, for what {notes_of(made_by).source} computes"
-    return str(call.target)
 
 
 def add_saved_limit(problem: Problem, room: int, limit: int) -> Problem:

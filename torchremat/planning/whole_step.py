@@ -5,58 +5,89 @@ wait: a gradient is handed out once no operator reads its memory, or that of the
 graphs of a schedule are simulated, and a search with less room follows where they take more.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property, partial
 
 from torchremat.core.formatting import human_bytes
 from torchremat.errors import BudgetError
 from torchremat.planning.budget import Budget
-from torchremat.planning.plan import Plan
-from torchremat.planning.planner import Planner
+from torchremat.planning.planner import Planner, Search
+from torchremat.planning.problem.problem import Schedule
 from torchremat.planning.step.planned_step import PlannedStep
 
 # Searches for one budget; two are mostly enough. Chosen by hand.
 _SEARCHES = 6
 
-Describe = Callable[[PlannedStep], Plan]
-"""Makes the plan of a schedule, with the peak of its graphs."""
 
+class WholeStepPlanner(Planner):
+    """A planner whose peaks are those of the graphs that run, as updates consume gradients."""
 
-def plan_with_updates(planner: Planner, describe: Describe, budget: Budget, asked: str) -> Plan:
-    """The plan of least added time that was found within `budget`, which was written as `asked`.
+    @cached_property
+    def _peaks(self) -> dict[Schedule, int]:
+        return {}
 
-    Raises `BudgetError` with the least budget that can be met if there is none.
-    """
-    nbytes = planner.bytes_of(budget)
-    room, least = nbytes, None
-    for _ in range(_SEARCHES):
-        found = planner.search(Budget(nbytes=room))
-        plan = describe(found.planned)
-        if plan.peak_bytes <= nbytes:
-            return replace(plan, budget=nbytes)
-        if least is None or plan.peak_bytes < least.peak_bytes:
-            least = plan
-        if found.error is not None:
-            break
-        room -= plan.peak_bytes - nbytes
-    lowest = describe(planner.find_lowest())
-    if lowest.peak_bytes <= nbytes:
-        return replace(lowest, budget=nbytes)
-    assert least is not None
-    best = min(least, lowest, key=lambda plan: plan.peak_bytes)
-    if budget.is_searched:
-        return replace(best, budget=best.peak_bytes)
-    raise _build_error(best, nbytes, asked, planner.resident)
+    def peak_of(self, planned: PlannedStep) -> int:
+        assert self.updated is not None
+        if planned.schedule not in self._peaks:
+            self._peaks[planned.schedule] = self.updated.find_peak(planned)
+        return self._peaks[planned.schedule] + self.resident
 
+    def search(
+        self,
+        budget: Budget | None,
+        saved: int | None = None,
+        near: Schedule | None = None,
+        *,
+        seconds: float | None = None,
+        is_prompt: bool = False,
+    ) -> Search:
+        if budget is None or budget.is_searched:
+            return super().search(budget, saved, near, seconds=seconds, is_prompt=is_prompt)
+        nbytes = self.bytes_of(budget)
 
-def _build_error(best: Plan, nbytes: int, asked: str, resident: int) -> BudgetError:
-    least = best.peak_bytes
-    plain = human_bytes(best.baseline.peak_bytes)
-    there = f", {human_bytes(resident)} of it there anyway" if resident else ""
-    return BudgetError(
-        f"{asked}: a peak of {human_bytes(nbytes)} cannot be met, even with updates in the "
-        f"backward pass. The least that was found is {human_bytes(least)} ({least} bytes{there}), "
-        f"of {plain} without rematerialisation. Give a budget of at "
-        f"least {least}, a smaller batch, or an optimizer with less state",
-        least,
-    )
+        def keeps_within(planned: PlannedStep) -> bool:
+            return self.peak_of(planned) <= nbytes and (
+                saved is None or planned.saved_bytes <= saved
+            )
+
+        if keeps_within(self.plain):
+            return Search(replace(self.plain, budget=nbytes), was_needed=False)
+        room = nbytes
+        tried = [self.plain]
+        for _ in range(_SEARCHES):
+            room_left = Budget(nbytes=room)
+            found = super().search(room_left, saved, near, seconds=seconds, is_prompt=is_prompt)
+            tried.append(found.planned)
+            if keeps_within(found.planned) or found.error is not None:
+                break
+            room -= self.peak_of(found.planned) - nbytes
+        else:
+            tried.append(self.find_lowest(seconds))
+        best = next(filter(keeps_within, tried), None)
+        if best is not None:
+            return Search(replace(best, budget=nbytes))
+        best = min(tried, key=self.peak_of)
+        return Search(replace(best, budget=nbytes), partial(self._build_error, best, nbytes))
+
+    def _find_least(self, *, is_prompt: bool) -> PlannedStep:
+        known = self.plain, super()._find_least(is_prompt=is_prompt), self.find_lowest()
+        best = min(known, key=self.peak_of)
+        for _ in range(_SEARCHES):  # the schedule of least numbers is not always that of least peak
+            less = self.search(Budget(nbytes=self.peak_of(best) - 1), is_prompt=is_prompt)
+            if less.error is not None:
+                break
+            best = less.planned
+        return best
+
+    def _build_error(self, best: PlannedStep, nbytes: int, asked: str) -> BudgetError:
+        least = self.peak_of(best)
+        plain = Planner(self.joint, cost_model=self.cost_model, resident=self.resident).plain
+        there = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
+        return BudgetError(
+            f"{asked}: a peak of {human_bytes(nbytes)} cannot be met, even with updates in the "
+            f"backward pass. The least that was found is {human_bytes(least)} ({least} bytes"
+            f"{there}), of {human_bytes(plain.peak_bytes + self.resident)} without "
+            f"rematerialisation. Give a budget of at least {least}, a smaller batch, or an "
+            "optimizer with less state",
+            least,
+        )

@@ -19,12 +19,9 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from torchremat import _torch
-from torchremat.autodiff.joint import Joint
 from torchremat.core.avals import Aval
 from torchremat.core.source import Source
 from torchremat.errors import PolicyError
-from torchremat.graph.schedule import GraphSchedule
-from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.failed_operator import FailedOperator
 from torchremat.policies.spelling import is_policy_maker, parse_spelling
@@ -37,6 +34,7 @@ from torchremat.policies.verdicts import (
     intersection,
     union,
 )  # fmt: skip
+from torchremat.policies.whole_graph import WholeGraphDecisions
 
 __all__ = ["Policy", "Value"]
 
@@ -77,7 +75,7 @@ _value_in_question: ContextVar[Value | None] = ContextVar("_value_in_question", 
 MATCHES_NOTHING = " matches nothing in what was traced"
 
 
-class Policy:
+class Policy(WholeGraphDecisions):
     """Says which values of the forward pass may be saved for the backward.
 
     Policies are values: equal when built alike, hashable, picklable where what they are made of is,
@@ -126,9 +124,6 @@ class Policy:
     recomputes_at_once: ClassVar[bool] = False
     """Whether a backward pass recomputes all before the first derivative, as PyTorch's own does."""
 
-    begin_updates: Callable[[], None] | None = None
-    """Begins the updates that consume gradients one by one, in the backward pass, if there are."""
-
     @property
     def reads_sizes(self) -> bool:
         """Whether a decision may depend on shapes, or on numbers among the arguments.
@@ -140,29 +135,12 @@ class Policy:
     serves_many_sizes: ClassVar[bool] = True
     """Whether the policy decides on a graph of which some sizes are symbols."""
 
-    @property
-    def is_whole_graph(self) -> bool:
-        """Whether the policy decides on all values of a graph at once, through `schedule`."""
-        return False
-
-    def schedule(
-        self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
-    ) -> GraphSchedule:
-        """The values of `joint` that are saved, and the order of operators, at these `sizes`.
-
-        `fuses`: a compiler runs it, which fuses pointwise work with its readers into one kernel.
-        """
-        raise AssertionError(f"{self!r} decides on one value at a time")
-
-    wants_tiles: ClassVar[bool] = False
-    """Whether `prepare_joint` may put tiles into a graph."""
-
-    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
-        """The joint graph that the policy decides on: `joint`, or the same with tiles in it."""
-        return joint
-
     def begin_job(self) -> "Policy":
         """The policy for the calls of one function, in which it may remember what it decided."""
+        return self
+
+    def with_updates(self, region: Any) -> "Policy":
+        """The policy as it decides on `region` while optimizers step in the backward pass."""
         return self
 
     def without_job(self) -> "Policy":

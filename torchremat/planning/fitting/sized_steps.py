@@ -22,6 +22,7 @@ from torchremat.planning.memory.resident_bytes import (
     input_tensors,
     state_tensors,
 )
+from torchremat.planning.memory.update_bytes import steps_already
 from torchremat.planning.planner import Planner
 from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.traced_step import WholeGraphPolicy, region_of
@@ -64,7 +65,8 @@ class TracedCall:
         options = self.options
         model = choose_cost_model(region, options.cost_model, options.device)
         resident = [*input_tensors(region), *state_tensors(region, options.optimizer)]
-        return PlannedFunction(region, model, "auto", resident, offload=False)
+        made = PlannedFunction(region, model, "auto", resident, offload=False)
+        return made.with_updates(options.optimizer) if steps_already(options.optimizer) else made
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,11 @@ from torchremat._torch import TorchDispatchMode
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.core.storages import storages_in
 from torchremat.optim.per_parameter import find_objection
-from torchremat.optim.step_in_backward import shares_gradients, stepping_of
+from torchremat.optim.step_in_backward import (
+    find_stepping,
+    shares_gradients,
+    stepping_of,
+)
 from torchremat.planning.memory.resident_bytes import OptimizerLike, copy_on_meta, take_step
 from torchremat.remat.program.region import Region
 
@@ -45,6 +49,16 @@ def find_updates(region: Region, optimizer: OptimizerLike) -> Mapping[int, int]:
         if kind not in known:
             known[kind] = _count_update_bytes(copy_on_meta(optimizer, [value], number))
         found[i] = known[kind]
+    return found
+
+
+def find_updates_now(region: Region) -> Mapping[int, int]:
+    """`find_updates` of all optimizers that step in the backward pass now."""
+    handles = (handle() for handle in find_stepping())
+    found: dict[int, int] = {}
+    for handle in handles:
+        if handle is not None:
+            found |= find_updates(region, handle.optimizer)
     return found
 
 

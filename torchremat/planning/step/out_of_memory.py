@@ -7,9 +7,8 @@ from torch import fx
 from torchremat.core.formatting import human_bytes
 from torchremat.graph.nodes import call_of
 from torchremat.graph.notes import notes_of
-from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import LiveValue, Timeline
-from torchremat.planning.step.traced_step import graphs_of
+from torchremat.planning.step.traced_step import graphs_of, timeline_of
 from torchremat.policies.failed_operator import FailedOperator
 from torchremat.remat.program.function_program import FunctionProgram
 
@@ -24,8 +23,8 @@ def describe_plan(
 
     `asked` is the policy as written, whose budget counts `resident` bytes beside the step.
     """
+    timeline = timeline_of(program)
     forward, backward = graphs_of(program)
-    timeline = simulate(forward.module, backward.module)
     nodes = {n.name: n for module in (backward.module, forward.module) for n in module.graph.nodes}
     point = timeline.points[timeline.live.index(timeline.peak)]
     where = _position(timeline, failed)

@@ -1,6 +1,7 @@
 """The step of a function at given arguments: traced, not run."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ from torchremat.tracing.ambient_state import meta_as_cpu
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 
+Updates = Mapping[int, int]
+"""By the number of an input: the bytes that the update which consumes its gradient needs."""
+
+NO_UPDATES: Updates = MappingProxyType({})
+"""Without an optimizer that steps in the backward pass."""
+
 
 class WholeGraphPolicy(Policy):
     """A policy that decides on all values at once.
@@ -53,11 +60,11 @@ class FixedSchedule(WholeGraphPolicy):
         schedule: GraphSchedule,
         joint: Joint | None = None,
         *,
-        has_updates: bool = False,
+        updates: Updates = NO_UPDATES,
     ) -> None:
         self._schedule = schedule
         self._joint = joint
-        self.begin_updates = _begin_no_updates if has_updates else None
+        self.updates = updates
 
     def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
         """The joint graph of the schedule, if it is another."""
@@ -67,10 +74,6 @@ class FixedSchedule(WholeGraphPolicy):
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
     ) -> GraphSchedule:
         return self._schedule
-
-
-def _begin_no_updates() -> None:
-    """Nothing runs under a fixed schedule."""
 
 
 def differentiates(joint: Joint) -> bool:
@@ -83,9 +86,6 @@ def forward_only(joint: Joint) -> GraphSchedule:
     order = tuple(n for n in calls if not is_item(n) and not is_view(n))
     return GraphSchedule(frozenset(), order, ())
 
-
-Updates = Mapping[int, int]
-"""By the number of an input: the bytes that the update which consumes its gradient needs."""
 
 ChooseInputs = Callable[[Sequence[Tensor]], tuple[tuple[InputSpec, ...], DynamicInputs | None]]
 """From the tensors of a call to inputs of other sizes, or with symbols for sizes."""
@@ -165,6 +165,8 @@ def note_updates(program: FunctionProgram, updates: Updates) -> None:
     note_graph(graphs_of(program)[1].module, consumption=found)
 
 
-def timeline_of(program: FunctionProgram) -> Timeline:
+def timeline_of(program: FunctionProgram, updates: Updates = NO_UPDATES) -> Timeline:
+    """The timeline of a step; `updates` consume gradients where the policy knows of none."""
+    note_updates(program, program.policy.updates or updates)
     forward, backward = graphs_of(program)
     return simulate(forward.module, backward.module)

@@ -59,7 +59,7 @@ def hands_out_early(program: Program, inputs: Sequence[Tensor]) -> bool:
     """
     if _torch.innermost_proxy_mode() is not None:
         return False
-    if program.policy.begin_updates is not None:
+    if program.policy.steps_in_backward:
         if not any(_torch.has_gradient_hooks(inputs[i]) for i in program.region.wrt):
             program.policy.begin_updates()
         return True

@@ -58,6 +58,8 @@ class FunctionProgram(Program):
         compiler: Compiler | None = None,
         sizes: Sizes | None = None,
     ) -> None:
+        if chosen is None and compiler is None:  # which would hand out all gradients at the end
+            policy = policy.with_updates(region)
         super().__init__(region, policy, compiler=compiler)
         self.module_prefix = module_prefix
         self.is_logged = False
@@ -153,7 +155,7 @@ class FunctionProgram(Program):
         inputs = set(self.region.joint.inputs)
         if self.compiler or self.written_outputs or inputs.intersection(self.output_nodes):
             return ()  # autograd asks a node whose output lies in an input to have it as input
-        closeness = USUAL if self.policy.begin_updates is None else ONE_BY_ONE
+        closeness = ONE_BY_ONE if self.policy.steps_in_backward else USUAL
         return find_stages(
             self.region, self.root_joint, self.schedule, self.gradient_slots, closeness
         )
@@ -218,8 +220,11 @@ class FunctionProgram(Program):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether backward passes were not as was assumed, and the policy can decide anew."""
-        return self.decides_anew and self.assumed_outputs != self.region.usual_outputs
+        """Whether steps are not as the policy assumed, and it can decide anew."""
+        return self.decides_anew and (
+            self.assumed_outputs != self.region.usual_outputs
+            or (self.compiler is None and not self.policy.is_current(self.region))
+        )
 
     @cached_property
     def forward(self) -> CompiledGraph:

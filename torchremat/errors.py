@@ -16,7 +16,8 @@ __all__ = [
     "HookError", "LoopWarning", "MissingRuleError", "NoMatchError", "NoStepError",
     "NotAvailableError", "OffloadWarning", "OptionError", "OverrideWarning",
     "ParallelModuleError", "PermutationError",
-    "PlanError", "PolicyError", "PolicyFailedError", "PolicyValueError", "ProcessError",
+    "PlanError", "PlanWarning", "PolicyError", "PolicyFailedError", "PolicyValueError",
+    "ProcessError",
     "PyTorchVersionError", "PyTorchVersionWarning", "RaggedError", "RaggedTypeError",
     "RecomputationError", "RegistrationError", "RegistrationTypeError", "RetraceError",
     "RetraceWarning", "RuleError", "RuleTypeError", "RuleValueError", "SegmentError",
@@ -371,6 +372,16 @@ class BudgetWarning(_PrintableMessage, UserWarning):
 
     Cure: make batches smaller, give a larger budget, or declare the largest step beforehand, with
     `nn.wrap(..., example=...)`, which raises `BudgetError` before the first step.
+    """
+
+
+class PlanWarning(_PrintableMessage, UserWarning):
+    """A plan is replayed on a device where other values would be worth saving.
+
+    Given once for a policy. Results and the peak are as planned; the step takes more time than one
+    with a plan that was made for the device.
+
+    Cure: make the plan for the device, with `device=` or a `cost_model` that was measured on it.
     """
 
 

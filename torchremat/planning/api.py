@@ -375,6 +375,7 @@ class PlannedFunction:
             link_seconds=planned.costs.link_seconds,
             graphs=(forward.module, backward.module),
             cost_model=self.model,
+            rates=self.model.rates,
             reserved_bytes=max(peak + self.resident, self._count_reserved(timeline)),
             gap_reason=planned.gap_reason,
             updates_in_backward=len(self.updates),

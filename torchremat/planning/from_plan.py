@@ -8,19 +8,31 @@ import torch
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.tiles.tile_joint import tile_joint
-from torchremat.core.formatting import human_bytes
+from torchremat.core.formatting import human_bytes, human_seconds
 from torchremat.core.source import warn_user
-from torchremat.errors import BudgetWarning, PlanError, PolicyError
+from torchremat.errors import BudgetWarning, PlanError, PlanWarning, PolicyError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.optim.step_in_backward import step_in_backward
+from torchremat.planning.budget import Budget
 from torchremat.planning.budget_policy import PlannedPolicy
+from torchremat.planning.cost_model import CostModel
+from torchremat.planning.costs.device_rates import Rates, rates_of, stands_for_others
+from torchremat.planning.costs.measured_rates import label_of
 from torchremat.planning.plan import Plan
+from torchremat.planning.planner import Planner
+from torchremat.planning.step.device_ranking import count_added_seconds, find_spared_share
+from torchremat.planning.step.exact_peak import exact_peak_of
 from torchremat.planning.step.fingerprint import find_growth, lines_of
 from torchremat.planning.step.order import misfit
 from torchremat.planning.step.traced_step import differentiates, forward_only
 from torchremat.policies.policy import Policy
 from torchremat.policies.spelling import register_spelling
+
+# Of the time that a plan spares on the device that it was made for: what it is to spare where it
+# runs, or another is sought. Of the time that it adds: what another is to add for a warning. Chosen
+# by hand.
+_MUCH_LESS = 0.9
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +43,8 @@ class FromPlan(PlannedPolicy):
     _served: set[str] = field(default_factory=set, compare=False, repr=False)
     """The fingerprints of the steps that were served; a job has begun if there is one."""
     _warned: list[bool] = field(default_factory=list, compare=False, repr=False)
+    _compared: list[bool] = field(default_factory=list, compare=False, repr=False)
+    """Whether the device that runs it was compared with that of the plan."""
     optimizer: Callable[[], torch.optim.Optimizer | None] | None = field(
         default=None, compare=False, repr=False
     )
@@ -85,7 +99,45 @@ class FromPlan(PlannedPolicy):
                 BudgetWarning,
             )
         self._served.add(plan.fingerprint)
+        if plan.rates is not None and not self._compared:
+            self._compared.append(True)
+            self._compare_devices(plan.rates, joint, schedule, fuses)
         return schedule
+
+    def _compare_devices(
+        self, rates: Rates, joint: Joint, schedule: GraphSchedule, fuses: bool
+    ) -> None:
+        """Warn if the plan would save other values by the costs of the device that runs it."""
+        device = _device_of(joint)
+        here = rates_of(device)
+        if here == rates or rates.name.startswith(label_of(device)):  # measured on this device
+            return
+        if stands_for_others(here) and here.runs_ahead == rates.runs_ahead:
+            return
+        before, now = (CostModel.of(r).fused() if fuses else CostModel.of(r) for r in (rates, here))
+        shares = [find_spared_share(joint, schedule, model.seconds) for model in (before, now)]
+        if shares[1] < _MUCH_LESS * shares[0]:
+            self._seek_better_plan(joint, schedule, rates.name, now)
+
+    def _seek_better_plan(
+        self, joint: Joint, schedule: GraphSchedule, planned_for: str, model: CostModel
+    ) -> None:
+        """Warn if a plan by the costs of `model` adds much less time at the same peak."""
+        peak = exact_peak_of(joint, schedule)
+        if peak is None:  # with offloaded values, say, whose time is not that of operators
+            return
+        added = count_added_seconds(schedule, model.seconds)
+        found = Planner(joint, cost_model=model).search(Budget(nbytes=peak), is_prompt=True)
+        less = found.planned.costs.added_seconds
+        if found.error is None and less < _MUCH_LESS * added:
+            warn_user(
+                f"{self!r}: the plan was made by the costs of {planned_for}. On "
+                f"{model.rates.name}, where it runs, it adds {human_seconds(added)} to a step, and "
+                f"a plan for that device {human_seconds(less)} at the same peak. Results and peak "
+                "are as planned. Make the plan anew, with device=, or with a cost_model that was "
+                "measured here",
+                PlanWarning,
+            )
 
     @cached_property
     def _plan(self) -> Plan:
@@ -101,6 +153,12 @@ class FromPlan(PlannedPolicy):
         return f"from_plan(<plan {self._plan.fingerprint}>)"
 
 
+def _device_of(joint: Joint) -> torch.device:
+    """The device of the inputs: an accelerator, if some are on one."""
+    devices = [node.meta["val"].device for node in joint.inputs]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
 def from_plan(plan: Plan | str) -> Policy:
     """Save and recompute as `plan` says: a `Plan`, or the path of one that was saved.
 
@@ -111,6 +169,9 @@ def from_plan(plan: Plan | str) -> Policy:
     saves them. A plan with updates in the backward pass lets its optimizer make them, when a
     function first runs under the policy. If there was only the optimizer's class, or the plan was
     loaded, call `optim.step_in_backward`.
+
+    On another device than that of the plan, one for that device may add a tenth less time at the
+    same peak: a `PlanWarning` says so.
 
     >>> import torch, torchremat as tr
     >>> f = lambda x: x.sin().sin().sin().sin().sum()

@@ -18,6 +18,7 @@ from torchremat.core.notebook import ShownInNotebook
 from torchremat.errors import PlanError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.cost_model import CostModel
+from torchremat.planning.costs.device_rates import Rates
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.step.fingerprint import fingerprint_of
@@ -61,6 +62,7 @@ class Plan(ShownInNotebook):
         decisions: for each value of the forward pass that the backward pass needs, by the name of
             its node: `saved`, `recomputed` or `offloaded`; `tiled` for one that is never whole.
         device: the cost model of the times, as text.
+        rates: the rates of that model; `None` in a plan that was saved before it had them.
         offloaded_bytes: the bytes that are copied to the host.
         link_seconds: the time in which the step waits for copies to the host and back.
         reserved_bytes: what PyTorch's caching allocator would take from a GPU for the peak; 0 in
@@ -91,6 +93,7 @@ class Plan(ShownInNotebook):
     updates_in_backward: int = 0
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
+    rates: Rates | None = field(default=None, repr=False)
     """The model of the times; `None` for a plan that was loaded."""
     optimizer: Callable[[], torch.optim.Optimizer | None] | None = field(default=None, repr=False)
     """Gives the optimizer of those updates while it lives, if not only its class was given."""
@@ -207,6 +210,7 @@ class Plan(ShownInNotebook):
             "lower_bound_seconds": self.lower_bound_seconds,
             "device": self.device,
             **{name: getattr(self, name) for name in _LATER_FIELDS},
+            "rates": None if self.rates is None else asdict(self.rates),
             "tiling": None if self.tiling is None else asdict(self.tiling),
             "decisions": dict(self.decisions),
             "order": asdict(self.order),
@@ -224,6 +228,7 @@ class Plan(ShownInNotebook):
             graph=tuple(content["graph"]),
             **{name: content[name] for name in _PLAIN_FIELDS},
             **{name: content[name] for name in _LATER_FIELDS if name in content},
+            rates=Rates(**content["rates"]) if content.get("rates") else None,
             tiling=Tiling(**content["tiling"]) if content.get("tiling") else None,
         )
 

@@ -155,6 +155,8 @@ mi210          | AMD Instinct MI210      |     45.3  45.3  -     181    -    181
 mi250x         | half an MI250X of AMD   |     47.9  47.9  -     191.5  -    191  23.9   | 1638 32
 mi300x         | AMD Instinct MI300X     |     163.4 163.4 653.7 1307.4 2614 2614 163.4  | 5300 64
 mi325x         | AMD Instinct MI325X     |     163.4 163.4 653.7 1307.4 2614 2614 163.4  | 6000 64
+mi350x         | AMD Instinct MI350X     |     72.1  144.2 -     2306.9 4614 4614 144.2  | 8000 64
+mi355x         | AMD Instinct MI355X     |     78.6  157.3 -     2516.6 5033 5033 157.3  | 8000 64
 m1             | Apple M1                |     0.09  2.6   -     -      -    -    2.6    | 68   -
 m1-pro         | Apple M1 Pro            |     0.17  5.2   -     -      -    -    5.2    | 200  -
 m1-max         | Apple M1 Max            |     0.35  10.4  -     -      -    -    10.4   | 400  -
@@ -203,6 +205,18 @@ KNOWN_DEVICES: Mapping[str, Rates] = MappingProxyType(
     dict(map(_gpu, _GPUS.strip().splitlines()[1:])) | {"cpu": _CPU}
 )
 """Devices by short name; `generic-gpu` and `cpu` stand for those that are not here."""
+
+
+_STANDING_IN = ("generic-gpu", "cpu")
+
+
+def stands_for_others(rates: Rates) -> bool:
+    """Whether `rates` are not of a device, but of many whose own are unknown.
+
+    >>> stands_for_others(KNOWN_DEVICES["cpu"]), stands_for_others(KNOWN_DEVICES["h100"])
+    (True, False)
+    """
+    return any(rates is KNOWN_DEVICES[name] for name in _STANDING_IN)
 
 
 def rates_of(device: "str | torch.device | None") -> Rates:

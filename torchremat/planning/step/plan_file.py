@@ -5,11 +5,13 @@ Each error names the file, the line and the value: `plan.json:31: order.saved[2]
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
-from torchremat.errors import PlanError
+from torchremat.errors import ArgumentValueError, PlanError
+from torchremat.planning.costs.device_rates import Rates
 from torchremat.planning.step.fingerprint import fingerprint_of
 
 FORMAT = "torchremat plan"
@@ -94,6 +96,7 @@ class _Check:
             self._check(_is_text, "text", name)
         self._refuse_others(("baseline",), _OF_BASELINE)
         self._check_tiling()
+        self._check_rates()
         self._check_lists()
         self._refuse_others(("order",), _OF_ORDER)
         self._check_decisions()
@@ -114,6 +117,18 @@ class _Check:
         self._check(lambda value: _is_count(value) and value, "a number of tiles", *_NUM_TILES)
         self._check(lambda value: isinstance(value, bool), "true or false", "tiling", "again")
         self._refuse_others(("tiling",), ("num_tiles", "again"))
+
+    def _check_rates(self) -> None:
+        rates = self.content.get("rates")
+        if rates is None:
+            return
+        self._check(lambda value: isinstance(value, dict), "rates with names", "rates")
+        self._check(_is_text, "text", "rates", "name")
+        self._refuse_others(("rates",), [field.name for field in fields(Rates)])
+        try:
+            Rates(**rates)
+        except (TypeError, ArgumentValueError) as error:
+            self._refuse(("rates",), rates, str(error))
 
     def _check_lists(self) -> None:
         self._check(_is_list_of(_is_text), "a list of lines of text", "graph")

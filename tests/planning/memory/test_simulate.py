@@ -382,7 +382,11 @@ def test_it_equals_what_runs_of_models_of_others(name):
         fun = tr.checkpoint(loss, policy=policy)
         trained = [p for p in model.parameters() if p.requires_grad]
         found, _ = measured(lambda fun=fun: (fun(),), trained)
-        assert figures(simulate(*program_of(fun))) == found
+        expected = figures(simulate(*program_of(fun)))
+        if fun.last_program.region.body.num_escaped:  # to hooks of the model, which drop them
+            assert all(e >= f for e, f in zip(expected, found, strict=True))
+        else:
+            assert expected == found
 
 
 def test_backward_accumulates_without_copies():

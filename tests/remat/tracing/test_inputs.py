@@ -316,6 +316,22 @@ def test_attributes_of_a_closed_over_tensor_that_are_computed(name):
     check(lambda x: x @ getattr(w, name), lambda: ((leaf(2, 3),), (w,)), None)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, y: torch.as_strided_scatter(x, y, (2,), (1,), 1),
+        lambda x, y: torch.view_as_real(torch.complex(x[:2], y)),
+    ],
+    ids=["as_strided", "view_as_complex"],
+)
+def test_an_expanded_gradient_of_what_reads_memory(fun, policy):
+    x, y = leaf(3), leaf(2)
+    expected = torch.autograd.grad(fun(x, y).sum(), (x, y))
+    found = torch.autograd.grad(tr.checkpoint(fun, policy=policy)(x, y).sum(), (x, y))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 # --- subclasses and what no graph can take -------------------------------------------------------
 
 

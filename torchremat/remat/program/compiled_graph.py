@@ -220,22 +220,32 @@ def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
             yield from _all_nodes(body.graph)
 
 
+_BY_MEMORY = {
+    aten.as_strided.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+}
+"""They read the memory of their first argument as it lies."""
+
+
 def accept_any_layout(graph: fx.Graph) -> None:
     """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
 
     `view` becomes `reshape`, which is a view where it can be; `view_as_complex` is given pairs that
-    lie side by side.
+    lie side by side, and `as_strided` what was contiguous as that.
     """
     for node in list(graph.nodes):
         if is_forward(node):
             continue
         if node.target in VIEWS_BY_SHAPE:
             node.target = aten.reshape.default
-        elif node.target is aten.view_as_complex.default:
-            pairs = node.args[0]
+        elif node.target is aten.view_as_complex.default or (
+            node.target in _BY_MEMORY and node.args[0].meta["val"].is_contiguous()
+        ):
             with graph.inserting_before(node):
-                node.args = (graph.call_function(aten.contiguous.default, (pairs,)),)
-            node.args[0].meta = dict(pairs.meta)
+                lying = graph.call_function(aten.contiguous.default, (node.args[0],))
+            lying.meta = dict(node.args[0].meta)
+            node.args = (lying, *node.args[1:])
 
 
 def copy_inputs_among_last(graph: fx.Graph, count: int) -> None:

@@ -6,9 +6,13 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compile.dynamo.steps import peak_of_second
-from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
+from torchremat.compile.dynamo.scheduled_joint import Run, may_fuse, merge_within_runs
 
 aten = torch.ops.aten
+
+
+def mark(node: fx.Node, run: Run) -> None:
+    node.meta["custom"] = {"torchremat_run": run}
 
 
 def normalised_twice(dim: list[int], *, reads_mean: bool) -> fx.Graph:
@@ -30,8 +34,8 @@ def normalised_twice(dim: list[int], *, reads_mean: bool) -> fx.Graph:
         if node is calls[1]:
             run = 1
         if run and node is not last:
-            node.meta["custom"] = {"torchremat_run": (1, 0)}
-    last.meta["custom"] = {"torchremat_run": (0, 1)}
+            mark(node, Run(1, 0, "f"))
+    mark(last, Run(0, 1, "last"))
     if reads_mean:  # that of the forward pass
         again = last.args[1]
         items = graph.find_nodes(op="call_function", target=again.target)
@@ -58,6 +62,42 @@ def test_what_reduces_to_little_and_is_kept_is_computed_once(
     x = torch.randn(4, 64)
     for ours, plain in zip(after(x), before(x), strict=True):
         assert torch.equal(ours, plain)
+
+
+def multiplied_twice(*, meets: bool) -> fx.Graph:
+    """A product that is recomputed twice; pointwise work reads both, or a product is between."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        first, again = x @ x, x @ x
+        return torch.sin(first).exp() * again if meets else torch.sin(first) @ again
+
+    graph = make_fx(f)(torch.randn(8, 8)).graph
+    products = graph.find_nodes(op="call_function", target=aten.mm.default)
+    for number, node in enumerate(products[:2]):
+        mark(node, Run(number + 1, number, "mm"))
+    return graph
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_what_one_kernel_would_read_twice_is_recomputed_once(meets: bool) -> None:
+    graph = multiplied_twice(meets=meets)
+    before = fx.GraphModule({}, graph)
+    after = fx.GraphModule({}, merge_within_runs(graph))
+    count = len(after.graph.find_nodes(op="call_function", target=aten.mm.default))
+    assert count == (1 if meets else 3)
+    x = torch.randn(8, 8)
+    assert torch.equal(after(x), before(x))
+
+
+def test_kernels_of_two_runs_of_an_operator_are_not_fused() -> None:
+    graph = multiplied_twice(meets=True)
+    first, again = graph.find_nodes(op="call_function", target=aten.mm.default)
+    (sine,) = graph.find_nodes(op="call_function", target=aten.sin.default)
+    (total,) = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    assert not may_fuse([{first}], [{again}])
+    assert not may_fuse([{sine}], [{again}])  # it reads the first
+    mark(again, Run(1, 1, "mm"))
+    assert may_fuse([{sine}], [{again, total}])
 
 
 class Reshaping(nn.Module):
@@ -89,3 +129,15 @@ def test_a_plan_keeps_its_order_where_lengths_change(policy: str, share: float) 
         found, peak = peak_of_second(model, lambda x: run(x).square().mean(), x)
         assert all(map(torch.equal, found, expected))
         assert peak <= share * plain
+
+
+def test_inductor_keeps_what_a_plan_recomputes_apart() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Reshaping() for _ in range(4)])
+    run = torch.compile(model, backend="torchremat", options={"policy": "budget:least"})
+    x = torch.randn(8, 64, 32)
+    expected, plain = peak_of_second(model, lambda x: model(x).square().mean(), x)
+    found, peak = peak_of_second(model, lambda x: run(x).square().mean(), x)
+    assert all(map(torch.allclose, found, expected))
+    assert peak <= 0.33 * plain

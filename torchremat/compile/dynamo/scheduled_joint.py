@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,7 +26,22 @@ from torchremat.graph.schedule import GraphSchedule, ReplayBuilder
 from torchremat.graph.slicing import UnavailableError
 from torchremat.graph.symbolic_sizes import SYMBOLIC
 
-# PyTorch copies `node.meta["custom"]` when it decomposes a graph; the note (run, step) is under:
+
+class Run(NamedTuple):
+    """A run of an operator in the backward pass.
+
+    Attributes:
+        number: which recomputation of the operator it is; 0 if it is none.
+        step: how many operators that need cotangents run before it.
+        call: the name of the operator.
+    """
+
+    number: int
+    step: int
+    call: str
+
+
+# PyTorch copies `node.meta["custom"]` when it decomposes a graph; the `Run` is under:
 _RUN = "torchremat_run"
 
 # Kernels so few steps apart may be one; farther apart, values stay alive too long. By hand.
@@ -104,7 +119,7 @@ def _run_backward(
         builder.run(call)
         is_recompute = is_forward(call) or call in runs
         runs[call] = runs.get(call, 0) + is_recompute
-        _mark_after(last, runs[call], step)
+        _mark_after(last, Run(runs[call], step, call.name))
 
 
 def _forget_statistics(graph: fx.Graph) -> None:
@@ -114,7 +129,7 @@ def _forget_statistics(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=full):
         x, weight, bias, _, _, is_training, momentum, eps = node.args
         run = _run_of(node)
-        if run is None or not run[0] or not is_training:
+        if run is None or not run.number or not is_training:
             continue
         after = [item for item in node.users if item.args[1] not in (0, 1, 2)]
         if not any(item.users for item in after):
@@ -152,12 +167,12 @@ def _steps_of(order: Sequence[fx.Node], joint: Joint) -> list[int]:
     return steps
 
 
-def _mark_after(node: fx.Node, run: int, step: int) -> None:
+def _mark_after(node: fx.Node, run: Run) -> None:
     """Note when nodes after `node` run, and that none moves forward: one mask more were saved."""
     node = node.next
     while node.op != "root":
         node.meta["recompute"] = _torch.MUST_RECOMPUTE
-        node.meta["custom"] = {**node.meta.get("custom", {}), _RUN: (run, step)}
+        node.meta["custom"] = {**node.meta.get("custom", {}), _RUN: run}
         node = node.next
 
 
@@ -169,13 +184,20 @@ def erase_marks(graph: fx.Graph) -> None:
             node.meta["partitioner_tag"] = "is_backward"
 
 
-def _run_of(node: fx.Node) -> tuple[int, int] | None:
-    run: tuple[int, int] | None = node.meta.get("custom", {}).get(_RUN)
+def _run_of(node: fx.Node) -> Run | None:
+    run: Run | None = node.meta.get("custom", {}).get(_RUN)
     return run
 
 
 def may_fuse(one: list[AbstractSet[fx.Node]], other: list[AbstractSet[fx.Node]]) -> bool:
-    """Whether two kernels, given by loops, may be one: none recomputes long before its reader."""
+    """Whether two kernels, given by loops, may be one.
+
+    They may not if one recomputes long before its reader, or if the plan frees what one recomputes
+    before the other recomputes it again: both results would be alive.
+    """
+    runs, others = (_find_recomputed(loops) for loops in (one, other))
+    if any(runs[call].isdisjoint(others[call]) for call in runs.keys() & others.keys()):
+        return False
     steps, other_steps = ([*filter(None, map(_find_step, loops))] for loops in (one, other))
     return not any(
         (is_recompute or other_is_recompute) and abs(step - other_step) > FAR
@@ -184,37 +206,52 @@ def may_fuse(one: list[AbstractSet[fx.Node]], other: list[AbstractSet[fx.Node]])
     )
 
 
+def _find_recomputed(loops: Iterable[AbstractSet[fx.Node]]) -> dict[str, set[int]]:
+    """By operator, the recomputations that a kernel runs or reads."""
+    found: dict[str, set[int]] = {}
+    inside = set().union(*loops)
+    read = {i for node in inside for i in node.all_input_nodes}
+    for run in map(_run_of, inside | read):
+        if run is not None and run.number:
+            found.setdefault(run.call, set()).add(run.number)
+    return found
+
+
 def _find_step(nodes: AbstractSet[fx.Node]) -> tuple[int, bool] | None:
     """The step for which a loop runs, and whether it only recomputes."""
     runs = [run for node in nodes if (run := _run_of(node)) is not None]
     if not runs:
         return None
-    return max(step for _, step in runs), all(run for run, _ in runs)
+    return max(run.step for run in runs), all(run.number for run in runs)
 
 
 def merge_within_runs(graph: fx.Graph) -> fx.Graph:
-    """A copy with equal operators of a run merged; small reductions that are saved, of all runs."""
+    """A copy with equal operators of a run merged, and those of two runs where that costs less."""
     for node in graph.nodes:
         run = _run_of(node)
-        if run is not None and run[0] and isinstance(node.target, _torch.OpOverload):
-            node.target = _RecomputeRun(node.target, run[0])
+        if run is not None and run.number and isinstance(node.target, _torch.OpOverload):
+            node.target = _RecomputeRun(node.target, run.number)
     merged = _torch.merge_alike(graph)
     for node in merged.nodes:
         if isinstance(node.target, _RecomputeRun):
             node.target = node.target.op
-    _reduce_once(merged)
+    _merge_across_runs(merged)
     return merged
 
 
-def _reduce_once(graph: fx.Graph) -> None:
+def _merge_across_runs(graph: fx.Graph) -> None:
     """Let a recomputed reduction to little be the first one, if the result of that is saved.
 
     forward     m = mean(x);  y = x - m
     backward    m_again = mean(x_again);  y_again = x_again - m_again;  dx = f(dy, m)
     becomes     y_again = x_again - m
+
+    What one kernel would read beside the result of the run before is that result: both would be
+    alive.
     """
     equal: dict[fx.Node, fx.Node] = {}  # for each node the first that computes the same
     first: dict[Any, fx.Node] = {}
+    newest: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if not _is_determined_by_arguments(node):
             continue
@@ -228,6 +265,34 @@ def _reduce_once(graph: fx.Graph) -> None:
         if is_item_of_first or (_reduces_to_little(node) and _is_read_backward(before)):
             node.replace_all_uses_with(before)
             graph.erase_node(node)
+        elif _have_one_reader(newest.get(before, before), node):
+            node.replace_all_uses_with(newest.get(before, before))
+            graph.erase_node(node)
+        else:
+            newest[before] = node
+
+
+def _have_one_reader(one: fx.Node, again: fx.Node) -> bool:
+    """Whether one kernel would read both results of an operator that is recomputed twice."""
+    runs = _run_of(one), _run_of(again)
+    if not all(run is not None and run.number for run in runs) or _is_pointwise(again.target):
+        return False
+    return not _find_inlined(one).isdisjoint(_find_inlined(again))
+
+
+def _find_inlined(node: fx.Node) -> set[fx.Node]:
+    """The pointwise work that is computed of `node` without other operators between."""
+    left, found = [node], set[fx.Node]()
+    while left:
+        for user in left.pop().users:
+            if user not in found and (is_view(user) or _is_pointwise(user.target)):
+                found.add(user)
+                left.append(user)
+    return found
+
+
+def _is_pointwise(target: Any) -> bool:
+    return isinstance(target, _torch.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def _is_determined_by_arguments(node: fx.Node) -> bool:
@@ -241,7 +306,7 @@ def _is_determined_by_arguments(node: fx.Node) -> bool:
 
 def _reduces_to_little(node: fx.Node) -> bool:
     run = _run_of(node)
-    if run is None or not run[0] or not _torch.is_reduction(node.target):
+    if run is None or not run.number or not _torch.is_reduction(node.target):
         return False
     values = [n.meta["val"] for n in node.all_input_nodes]
     return _nbytes(node.meta["val"]) <= LITTLE * max(map(_nbytes, values), default=0)
@@ -253,7 +318,7 @@ def _is_read_backward(reduction: fx.Node) -> bool:
     while left:
         for user in left.pop().users:
             run = _run_of(user)
-            if run is not None and not run[0]:
+            if run is not None and not run.number:
                 return True
             is_new = run is None and user.op == "call_function" and user not in found
             if is_new and _nbytes(user.meta["val"]) <= most:

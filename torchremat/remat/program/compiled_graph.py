@@ -231,8 +231,8 @@ _BY_MEMORY = {
 def accept_any_layout(graph: fx.Graph) -> None:
     """Let a backward graph take cotangents that lie otherwise in memory than when it was traced.
 
-    `view` becomes `reshape`, which is a view where it can be; `view_as_complex` is given pairs that
-    lie side by side, and `as_strided` what was contiguous as that.
+    `view` becomes `reshape`, which is a view where it can be. `view_as_complex` is given pairs that
+    lie side by side, `as_strided` what was contiguous as that.
     """
     for node in list(graph.nodes):
         if is_forward(node):

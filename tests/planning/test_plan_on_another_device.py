@@ -13,7 +13,7 @@ from tests.planning import models
 from torchremat.checkpoint_policies import from_plan
 from torchremat.errors import PlanError, PlanWarning
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.costs.device_rates import KNOWN_DEVICES
+from torchremat.planning.costs.device_rates import KNOWN_DEVICES, is_here
 from torchremat.planning.costs.measured_rates import label_of
 
 
@@ -70,6 +70,13 @@ def test_a_cpu_that_was_measured_elsewhere_is_not_judged_by_a_cpu_in_general(mod
     rates = replace(KNOWN_DEVICES["cpu"], name="another CPU", bytes_per_second=1e9)
     plan = tr.plan(model, TOKENS, budget="60%", cost_model=CostModel.of(rates))
     assert run_twice(model, from_plan(plan)) == []
+
+
+def test_a_device_that_is_not_here_is_not_compared(model, monkeypatch):
+    plan = tr.plan(model, TOKENS, budget="60%", device="h100")
+    monkeypatch.setattr("torchremat.planning.from_plan.is_here", lambda device: False)
+    assert run_twice(model, from_plan(plan)) == []
+    assert is_here(torch.device("cpu")) and not is_here(torch.device("cuda", 99))
 
 
 def test_a_plan_that_was_saved_without_rates_runs(model):

@@ -17,7 +17,7 @@ from torchremat.optim.step_in_backward import step_in_backward
 from torchremat.planning.budget import Budget
 from torchremat.planning.budget_policy import PlannedPolicy
 from torchremat.planning.cost_model import CostModel
-from torchremat.planning.costs.device_rates import Rates, rates_of, stands_for_others
+from torchremat.planning.costs.device_rates import Rates, is_here, rates_of, stands_for_others
 from torchremat.planning.costs.measured_rates import label_of
 from torchremat.planning.plan import Plan
 from torchremat.planning.planner import Planner
@@ -109,6 +109,8 @@ class FromPlan(PlannedPolicy):
     ) -> None:
         """Warn if the plan would save other values by the costs of the device that runs it."""
         device = _device_of(joint)
+        if not is_here(device):
+            return
         here = rates_of(device)
         if here == rates or rates.name.startswith(label_of(device)):  # measured on this device
             return
@@ -155,7 +157,8 @@ class FromPlan(PlannedPolicy):
 
 def _device_of(joint: Joint) -> torch.device:
     """The device of the inputs: an accelerator, if some are on one."""
-    devices = [node.meta["val"].device for node in joint.inputs]
+    values = [node.meta["val"] for node in joint.inputs]  # a compiler's have sizes among them
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 

@@ -291,19 +291,33 @@ def this_device(device: "str | torch.device | None") -> torch.device:
     """
     if isinstance(device, str):
         device = _parse_device(device)
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = _accelerator()
     if device is None or device.type == "meta":
         return here or torch.device("cpu")
-    if device.type == "cpu":
-        return device
-    count = torch.accelerator.device_count()
-    if here is None or here.type != device.type or (device.index or 0) >= count:
-        has = f"{count} of type {here.type!r}" if here else "none but the CPU"
+    if not is_here(device):
+        has = (
+            f"{torch.accelerator.device_count()} of type {here.type!r}"
+            if here
+            else "none but the CPU"
+        )
         raise RuntimeError(
             f"the device {str(device)!r} is not in this machine, which has {has}. To plan for one "
             "that is elsewhere, name it: 'h100', 'NVIDIA H100 PCIe', or with Rates of its own"
         )
     return device
+
+
+def is_here(device: torch.device) -> bool:
+    """Whether this machine has `device`, which fake tensors may be on though it has not."""
+    here = _accelerator()
+    if device.type == "cpu":
+        return True
+    is_alike = here is not None and here.type == device.type
+    return is_alike and (device.index or 0) < torch.accelerator.device_count()
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _parse_device(name: str) -> torch.device:

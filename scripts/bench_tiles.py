@@ -14,7 +14,6 @@ import argparse
 import copy
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -145,8 +144,7 @@ def measure(ways: list[Way], model: GPT, tokens: Tensor, rounds: int) -> None:
             way.refusal = f"{error.least_bytes / 2**20:.0f} MiB at least"
             continue
         take_step(way.model, tokens)
-        with tempfile.TemporaryDirectory() as folder:
-            _, way.peak = peak_of(partial(take_step, way.model, tokens), Path(folder))
+        _, way.peak = peak_of(partial(take_step, way.model, tokens))
     for _ in range(rounds):
         for way in ways:
             if not way.refusal and way.model is not None:

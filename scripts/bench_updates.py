@@ -14,7 +14,6 @@ import argparse
 import copy
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -132,6 +131,14 @@ def prepare_plan(part: float, model: nn.Module, tokens: Tensor) -> Step:
     return make_step(model, optimizer)
 
 
+def prepare_budget(model: nn.Module, tokens: Tensor) -> Step:
+    """A budget as a policy, which counts on updates that begin before its first step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    step_in_backward(optimizer)
+    tr.nn.wrap(model, "budget:30%")
+    return make_step(model, optimizer)
+
+
 CLIPPED = "plain PyTorch, gradients clipped"
 WAYS = {
     "plain PyTorch": prepare_plain,
@@ -139,6 +146,7 @@ WAYS = {
     "`step_in_backward`": prepare_stepping,
     CLIPPED: prepare_clipped_plain,
     "`step_in_backward(max_norm=1.0)`, two passes": prepare_clipped,
+    '`step_in_backward` and `wrap(model, "budget:30%")`': prepare_budget,
     "a plan for 0.3 of the peak": partial(prepare_plan, 0.3),
     "the plan of the least peak": partial(prepare_plan, 0.0),
 }
@@ -150,8 +158,7 @@ def measure(ways: list[Way], model: nn.Module, tokens: Tensor, rounds: int) -> N
         way.step = way.prepare(way.model, tokens)
         for _ in range(2):  # the first makes states
             way.step(tokens)
-        with tempfile.TemporaryDirectory() as folder:
-            _, way.peak = peak_of(partial(way.step, tokens), Path(folder))
+        _, way.peak = peak_of(partial(way.step, tokens))
     for _ in range(rounds):
         for way in ways:
             assert way.step is not None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import torchremat as tr
 from torchremat.measure import LiveBytes, resident_bytes
+from torchremat.optim import step_in_backward
 
 WIDTH, DEPTH = 256, 8
 
@@ -51,6 +52,13 @@ def main() -> None:
     print(f"plain: {plain_peak / 2**10:.0f} KiB; {plan.updates_in_backward} parameters updated in")
     print(f"the backward pass: {peak / 2**10:.0f} KiB, same parameters: {same}")
     assert loss == plain_loss
+
+    wrapped, third = make()
+    step_in_backward(third)  # before the first step, so that the budget counts on it
+    tr.nn.wrap(wrapped, f"budget:{plain_peak // 2}B")
+    loss, peak = train(wrapped, third, x)
+    print(f"the same budget as a policy: {peak / 2**10:.0f} KiB")
+    assert loss == plain_loss and peak <= plain_peak // 2
 
 
 if __name__ == "__main__":

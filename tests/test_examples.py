@@ -69,6 +69,7 @@ LINES = {
     "20_updates_in_the_backward_pass.py": [
         r"plain: \d{4} KiB; 32 parameters updated in",
         r"the backward pass: \d{3,4} KiB, same parameters: True",
+        r"the same budget as a policy: \d{3,4} KiB",
     ],
     "10_debug_with_the_report.py": [r"548 KiB saved -> 48.0 KiB .*, 3 values decided otherwise"],
 }

@@ -166,3 +166,17 @@ def test_the_largest_size_with_updates_is_larger():
     with step_in_backward(optimizer):
         found = tr.fit(model, x, memory="26MiB", optimizer=optimizer, maximize="batch")
     assert found.size > 2 * usual.size
+
+
+def test_a_program_that_hands_out_nothing_early_counts_all_gradients(monkeypatch):
+    model, x, optimizer = make()
+    with step_in_backward(optimizer):
+        step = tr.checkpoint(model, policy="budget:100%")
+        step(x)
+        assert len(step.last_program.policy.updates) == 16
+        monkeypatch.setattr(tr.config, "verify_recomputation", "bitwise")
+        step(x)
+        assert not step.last_program.policy.updates
+        monkeypatch.undo()
+        with pytest.raises(BudgetError):
+            tr.jit(model, policy="budget:45%")(x)

@@ -56,6 +56,8 @@ def lower(module: fx.GraphModule, backend: str) -> Runner:
 
 @dataclass(frozen=True)
 class Backend:
+    """The way in which `jit` and `wrap` run graphs, by its name, such as `"inductor"`."""
+
     name: str
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ def human_bytes(nbytes: int) -> str:
 
 
 def percent(part: float, whole: float) -> str:
+    """`part` of `whole` as text; a dash if there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 

@@ -57,6 +57,7 @@ class Source:
 
 
 def is_user_file(file: str) -> bool:
+    """Whether code of the file is neither PyTorch's nor this library's."""
     return not file.startswith(_SKIPPED)
 
 
@@ -85,6 +86,7 @@ def current_source() -> Source | None:
 
 
 def source_of_error(error: BaseException) -> Source | None:
+    """The innermost line of the user's in the traceback of an error, if there is one."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -106,6 +108,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
 
 def is_user_written(file: str) -> bool:
+    """Whether the file is the user's or of a package, and not of Python's own library."""
     return is_user_file(file) and (not file.startswith(_STDLIB) or "site-packages" in file)
 
 

@@ -99,10 +99,12 @@ class Structure:
 
 
 def positional(count: int) -> Structure:
+    """The structure of a call with so many positional arguments, each one tensor."""
     return Structure(((HOLE,) * count, {}))
 
 
 def tuple_of(count: int) -> Structure:
+    """The structure of a tuple of so many tensors."""
     return Structure((HOLE,) * count)
 
 

@@ -19,6 +19,7 @@ from torchremat.tracing.tracing import lift_all
 
 
 def check_callable(fun: Any, what: str) -> None:
+    """Raise `DerivativeTypeError` (a `TypeError`) if `what` was given no function."""
     if not callable(fun):
         raise DerivativeTypeError(
             f"{what} takes a function or an nn.Module, but it was given {fun!r} "

@@ -93,8 +93,8 @@ class Plan(ShownInNotebook):
     updates_in_backward: int = 0
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
-    rates: Rates | None = field(default=None, repr=False)
     """The model of the times; `None` for a plan that was loaded."""
+    rates: Rates | None = field(default=None, repr=False)
     optimizer: Callable[[], torch.optim.Optimizer | None] | None = field(default=None, repr=False)
     """Gives the optimizer of those updates while it lives, if not only its class was given."""
 

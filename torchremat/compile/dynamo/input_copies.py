@@ -50,6 +50,7 @@ def copy_written_inputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
 
 
 def drop_copies_for(graph: fx.Graph, is_late: Callable[[fx.Node], bool]) -> None:
+    """Take out our copies of inputs that neither an output nor a late operator reads."""
     for target in (torch.ops.torchremat.copied.default, aten.clone.default):
         for node in graph.find_nodes(op="call_function", target=target):
             source = node.args[0]

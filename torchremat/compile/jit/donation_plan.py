@@ -200,6 +200,7 @@ def out_variant(target: object) -> _torch.OpOverload | None:
 
 
 def write_by_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
+    """A copy whose operators write outputs into inputs; `written` has both by position."""
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     results = results_of(module)
@@ -220,6 +221,7 @@ def write_by_operators(module: fx.GraphModule, written: Mapping[int, int]) -> fx
 
 
 def write_at_the_end(module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
+    """A copy that copies outputs into inputs at its end; `written` has both by position."""
     module = _copy_module(module)
     inputs = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")

@@ -26,7 +26,10 @@ from torchremat.remat.program.region import Region
 
 
 class JitProgram(FunctionProgram):
+    """A program that writes outputs into donated inputs, and whose policy offloads nothing."""
+
     stages = ()
+    may_have_stages = False
 
     def __init__(
         self,

@@ -39,8 +39,8 @@ def describe_gradients(problem: Problem, least: int) -> str:
     if nbytes < _MUCH * least:
         return ""
     return (
-        f"Gradients take {human_bytes(nbytes)} by the end of the step, whatever is saved; in a "
-        "model that is wrapped as a whole, optim.step_in_backward consumes them before. "
+        f"Gradients take {human_bytes(nbytes)} by the end of the step, whatever is saved; where a "
+        "whole model is wrapped, optim.step_in_backward consumes those of parameters before. "
     )
 
 

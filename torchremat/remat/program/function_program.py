@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -47,6 +47,8 @@ class FunctionProgram(Program):
     """
 
     root_joint: Joint
+    may_have_stages: ClassVar[bool] = True
+    """Whether it may hand out gradients before the end, as a compiled graph never does."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class FunctionProgram(Program):
         compiler: Compiler | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        if chosen is None and compiler is None:  # which would hand out all gradients at the end
+        if chosen is None and compiler is None and self.may_have_stages:
             policy = policy.with_updates(region)
         super().__init__(region, policy, compiler=compiler)
         self.module_prefix = module_prefix
@@ -223,7 +225,11 @@ class FunctionProgram(Program):
         """Whether steps are not as the policy assumed, and it can decide anew."""
         return self.decides_anew and (
             self.assumed_outputs != self.region.usual_outputs
-            or (self.compiler is None and not self.policy.is_current(self.region))
+            or (
+                self.compiler is None
+                and self.may_have_stages
+                and not self.policy.is_current(self.region)
+            )
         )
 
     @cached_property

@@ -93,7 +93,7 @@ def in_kib(nbytes: int) -> str:
 
 def bits(tensor: Tensor) -> bytes:
     """The values of `tensor` as they lie in memory, in the order of its indices."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return tensor.view(torch.uint8).numpy().tobytes()
 
 

@@ -21,6 +21,7 @@ from torchremat.batching import attention_rule
 from torchremat.batching.mapped_arguments import MappedLeaves, check_axes, check_randomness
 from torchremat.batching.vmap_level import Mapping
 from torchremat.batching.vmappable import holds_containers, is_axis_size, is_spec, is_vmappable
+from torchremat.core.accelerators import get_all_generator_states, set_all_generator_states
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import (
     ArgumentTypeError,
@@ -260,11 +261,11 @@ def call_in_chunks(
     is_same = mapping.randomness == "same"
     if is_same and _torch.innermost_proxy_mode() is not None:
         return map_over(size)(*args, **kwargs)  # a graph draws once, and not for each chunk
-    states = _get_random_states() if is_same else None
+    states = get_all_generator_states() if is_same else None
     results = []
     for start in range(0, max(size, 1), chunk_size):
         if states is not None and start:  # all chunks draw the numbers of the first
-            _set_random_states(states)
+            set_all_generator_states(states.items())
         length = min(chunk_size, size - start)
         leaves = [
             leaf.narrow(axis, start, length) if axis is not None and leaf is not None else leaf
@@ -273,18 +274,6 @@ def call_in_chunks(
         part_args, part_kwargs = _torch.tree_unflatten(leaves, call.spec)
         results.append(map_over(length)(*part_args, **part_kwargs))
     return _join_results(results, mapping)
-
-
-def _get_random_states() -> tuple[Tensor, list[Tensor]]:
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_devices
-
-
-def _set_random_states(states: tuple[Tensor, list[Tensor]]) -> None:
-    on_host, on_devices = states
-    torch.set_rng_state(on_host)
-    if on_devices:
-        torch.cuda.set_rng_state_all(on_devices)
 
 
 def _join_results(results: Sequence[Any], mapping: Mapping) -> Any:

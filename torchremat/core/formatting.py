@@ -1,6 +1,7 @@
-"""Seconds, bytes, shares and tables as text for people."""
+"""Seconds, bytes, shares and tables as text for people, and results as HTML in a notebook."""
 
 from collections.abc import Sequence
+from html import escape
 
 from torchremat.errors import make_printable
 
@@ -83,3 +84,30 @@ def shorten(text: str, width: int) -> str:
         return text
     end = width // 2
     return f"{text[: width - end - 1]}…{text[len(text) - end :]}"
+
+
+# Colours of the page are inherited, and lines are half transparent: both serve light and dark.
+_BOX = (
+    "display:inline-block;max-width:100%;overflow-x:auto;border:1px solid rgba(128,128,128,.4);"
+    "border-radius:4px;padding:.5em .8em"
+)
+_TEXT = "margin:0;background:none;color:inherit;font:.85em/1.4 monospace"
+
+
+class ShownInNotebook:
+    """A result that a notebook shows as a titled box with its text. Nothing is loaded or run.
+
+    >>> class Figures(ShownInNotebook):
+    ...     def __str__(self):
+    ...         return "a < b"
+    >>> Figures()._repr_html_().startswith("<div style=")
+    True
+    >>> "<b>Figures</b>" in Figures()._repr_html_(), "a &lt; b" in Figures()._repr_html_()
+    (True, True)
+    """
+
+    def _repr_html_(self) -> str:  # the name that notebooks look for
+        return (
+            f'<div style="{_BOX}"><b>{escape(type(self).__name__)}</b>'
+            f'<pre style="{_TEXT}">{escape(str(self))}</pre></div>'
+        )

@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from torchremat.core.accelerators import has_streams, read_allocated_bytes
 from torchremat.core.formatting import human_bytes
 from torchremat.core.source import warn_user
 from torchremat.errors import OptionError, UnmatchedWarning
@@ -233,9 +234,9 @@ class StepPeak:
         return self._memory is not None or self._before is not None
 
     def start(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = _read_requested_nbytes(self._device, "current")
+        if has_streams(self._device):
+            torch.accelerator.reset_peak_memory_stats(self._device)
+            self._before = read_allocated_bytes(self._device, "current")
         else:
             self._memory = LiveBytes()
             self._memory.__enter__()
@@ -247,8 +248,4 @@ class StepPeak:
             return memory.peak
         assert self._before is not None, "it was not started"
         before, self._before = self._before, None
-        return _read_requested_nbytes(self._device, "peak") - before
-
-
-def _read_requested_nbytes(device: torch.device, which: str) -> int:
-    return int(torch.cuda.memory_stats(device).get(f"requested_bytes.all.{which}", 0))
+        return read_allocated_bytes(self._device, "peak") - before

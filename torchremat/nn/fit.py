@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchremat.core.formatting import human_bytes, human_seconds, percent, table
-from torchremat.core.notebook import ShownInNotebook
+from torchremat.core.formatting import ShownInNotebook, human_bytes, human_seconds, percent, table
 from torchremat.core.progress import show_progress
 from torchremat.core.source import name_of
 from torchremat.errors import ArgumentTypeError, BudgetError

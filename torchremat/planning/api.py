@@ -11,8 +11,7 @@ from torch import Tensor, fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.tiles.tiled_op import tiled_p
-from torchremat.core.formatting import human_bytes, human_seconds, table
-from torchremat.core.notebook import ShownInNotebook
+from torchremat.core.formatting import ShownInNotebook, human_bytes, human_seconds, table
 from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
 from torchremat.graph.nodes import body_of, is_forward, is_view
 from torchremat.planning.budget import Budget, BudgetLike

@@ -9,8 +9,7 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.tiles.tile_joint import Tiling, tile_joint
-from torchremat.core.formatting import human_bytes, human_seconds, table
-from torchremat.core.notebook import ShownInNotebook
+from torchremat.core.formatting import ShownInNotebook, human_bytes, human_seconds, table
 from torchremat.errors import ArgumentTypeError
 from torchremat.planning.budget import Budget
 from torchremat.planning.budget_policy import MemoryBudget

@@ -13,8 +13,7 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.tiles.tile_joint import Tiling
-from torchremat.core.formatting import human_bytes, human_seconds, percent, table
-from torchremat.core.notebook import ShownInNotebook
+from torchremat.core.formatting import ShownInNotebook, human_bytes, human_seconds, percent, table
 from torchremat.errors import PlanError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.planning.cost_model import CostModel

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchremat.core.formatting import human_bytes, table
-from torchremat.core.notebook import ShownInNotebook
+from torchremat.core.formatting import ShownInNotebook, human_bytes, table
 from torchremat.errors import ArgumentTypeError
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike, as_policy

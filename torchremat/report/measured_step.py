@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.core.accelerators import get_all_generator_states, is_here, set_all_generator_states
 from torchremat.core.open_objects import flatten_result
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.report.live_bytes import LiveBytes
@@ -106,8 +107,8 @@ class MeasuredStep:
 
     def _wait(self) -> None:
         for device in self._devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if is_here(device):
+                torch.accelerator.synchronize(device)
 
 
 class _HandOver(torch.autograd.Function):
@@ -130,15 +131,14 @@ class _HandOver(torch.autograd.Function):
 def restore_after(observation: Observation) -> Iterator[None]:
     closed_over = [i for i in observation.inputs if i.label.kind != "argument"]
     written = [i.tensor for i in closed_over if i.is_written]
-    devices = {i.tensor.device for i in observation.inputs}
-    gpus = [device.index or 0 for device in devices if device.type == "cuda"]
     copies = [tensor.detach().clone() for tensor in written]
-    with torch.random.fork_rng(gpus):
-        try:
-            yield
-        finally:
-            for tensor, copy in zip(written, copies, strict=True):
-                tensor.detach().copy_(copy)
+    states = get_all_generator_states()
+    try:
+        yield
+    finally:
+        set_all_generator_states(states.items())
+        for tensor, copy in zip(written, copies, strict=True):
+            tensor.detach().copy_(copy)
 
 
 def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchremat.core.avals import dtype_name
-from torchremat.core.formatting import human_bytes, table
-from torchremat.core.notebook import ShownInNotebook
+from torchremat.core.formatting import ShownInNotebook, human_bytes, table
 from torchremat.errors import ArgumentTypeError
 from torchremat.remat.program.decisions import Outcome
 from torchremat.report.report_rows import DECISIONS, SAVED, Row, fold_rows, format_rows

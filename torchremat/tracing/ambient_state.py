@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchremat import _torch
+from torchremat.core.accelerators import list_kinds
 from torchremat.tracing.axes.named_axes import AxisFrame, axis_environment, restore_axes
 
 
@@ -94,7 +95,7 @@ class AmbientState:
     def now(cls) -> "AmbientState":
         autocast = tuple(
             (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
+            for device in list_kinds()
             if torch.is_autocast_enabled(device)
         )
         return cls(

@@ -14,8 +14,9 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
+from torchremat.core.accelerators import list_kinds
 from torchremat.core.avals import Aval
-from torchremat.core.notebook import ShownInNotebook
+from torchremat.core.formatting import ShownInNotebook
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.nodes import results_of
@@ -160,7 +161,7 @@ def eval_graph(g: TypedGraph, /, *args: Any, **kwargs: Any) -> Any:
         for i in g.writes:  # autograd may keep what will be written to
             operands[i] = tensors[i].clone()
     with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
+        for device in list_kinds():
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         # not `graph_module(...)`: the user's modules alone have hooks and a name that are seen

@@ -300,7 +300,7 @@ needs_gpu = pytest.mark.skipif(
 @needs_gpu
 @pytest.mark.parametrize("select", [None, "layers.*"])
 def test_delayed_copies_change_nothing_on_a_gpu(select, monkeypatch):
-    begin = streams._GpuStream.copy
+    begin = streams._DeviceStream.copy
     cycles = random.Random(0)
 
     def delayed(self, target, source):
@@ -308,7 +308,7 @@ def test_delayed_copies_change_nothing_on_a_gpu(select, monkeypatch):
             torch.cuda._sleep(cycles.randrange(1, 2_000_000))
         return begin(self, target, source)
 
-    monkeypatch.setattr(streams._GpuStream, "copy", delayed)
+    monkeypatch.setattr(streams._DeviceStream, "copy", delayed)
     model = GPT(4, 128).cuda()
     tokens = torch.randint(31, (8, 64), device="cuda")
     wrapped = tr.nn.wrap(copy.deepcopy(model), DOTS, select=select)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchremat.cli.arguments.read_policies import apply_policy, read_policies
 from torchremat.cli.arguments.targets import Target, load_target
 from torchremat.cli.terminal.output import check_writable, show, show_progress_of, write_json
+from torchremat.core.accelerators import has_streams
 from torchremat.core.avals import Aval
 from torchremat.core.formatting import human_bytes, human_seconds, table
 from torchremat.core.progress import show_progress
@@ -167,15 +168,15 @@ def _no_collection() -> Iterator[None]:
 
 def _measure_peak(step: MeasuredStep, plain: Observation) -> int:
     """Bytes of live storages, or on a GPU what its allocator says."""
-    gpus = sorted({i.tensor.device.index for i in plain.inputs if i.tensor.device.type == "cuda"})
+    gpus = {i.tensor.device for i in plain.inputs if has_streams(i.tensor.device)}
     counted = step.peak()
     if not gpus:
         return counted
-    before = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
+    before = {gpu: torch.accelerator.memory_allocated(gpu) for gpu in gpus}
     for gpu in gpus:
-        torch.cuda.reset_peak_memory_stats(gpu)
+        torch.accelerator.reset_peak_memory_stats(gpu)
     step.seconds()
-    return sum(torch.cuda.max_memory_allocated(gpu) - before[gpu] for gpu in gpus)
+    return sum(torch.accelerator.max_memory_allocated(gpu) - before[gpu] for gpu in gpus)
 
 
 def _text(measured: Mapping[str, Measured]) -> str:

@@ -19,6 +19,11 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.core.accelerators import (
+    get_all_generator_states,
+    has_streams,
+    set_all_generator_states,
+)
 from torchremat.planning.costs.device_rates import Rates, accelerator_name, rates_of
 from torchremat.tracing.ambient_state import without_autocast
 
@@ -62,16 +67,12 @@ def _nothing(device: torch.device) -> None:
 @contextmanager
 def on_real_tensors(device: torch.device) -> Iterator[None]:
     """A block that runs operators, in a trace too, and leaves the random streams as they are."""
-    has_streams = device.type in ("cuda", "xpu")  # Apple's cannot be set aside
-    devices = [device.index or 0] if has_streams else []
-    kind = device.type if has_streams else "cuda"
-    with (
-        _torch.isolate(),
-        without_autocast(),
-        torch.no_grad(),
-        torch.random.fork_rng(devices, device_type=kind),
-    ):
-        yield
+    with _torch.isolate(), without_autocast(), torch.no_grad():
+        states = get_all_generator_states()
+        try:
+            yield
+        finally:
+            set_all_generator_states(states.items())
 
 
 def cache_file(kind: str, device: torch.device, suffix: str) -> Path:
@@ -176,7 +177,7 @@ def measure_rates(device: torch.device) -> Rates:
             pointwise=_pointwise_rate(device) if device.type == "cpu" else f32,
             bytes_per_second=_memory_rate(device),
             launch_seconds=_launch_seconds(device),
-            host_bytes_per_second=_host_rate(device) if device.type in ("cuda", "xpu") else None,
+            host_bytes_per_second=_host_rate(device) if has_streams(device) else None,
             runs_ahead=device.type != "cpu",
             compute_fraction=1.0,
             memory_fraction=1.0,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.core.accelerators import is_here, read_free_bytes
 from torchremat.planning.costs.measured_rates import cache_file, on_real_tensors, time_call
 from torchremat.planning.costs.op_signature import Layout, Opaque, OpSignature, Place
 
@@ -104,10 +105,8 @@ def _has_opaque(value: Any) -> bool:
 
 
 def _free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "xpu":
-        return torch.xpu.mem_get_info(device)[0]
+    if is_here(device) and (free := read_free_bytes(device)) is not None:
+        return free
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # macOS and Windows do not tell

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.core.accelerators import is_here
 from torchremat.graph.symbolic_sizes import Size
 
 # Two elements a dimension tell the storage of a scalar from that of all elements.
@@ -58,13 +59,8 @@ def _can_probe(node: fx.Node, value: Tensor, operands: list[Any]) -> bool:
         and all(isinstance(t, Tensor) for t in operands)
         and any(t.dim() > 0 for t in operands)
         and not any(isinstance(literal, Size) for literal in literals)
-        and (value.device.type == "cpu" or _is_present(value.device))
+        and (value.device.type == "cpu" or is_here(value.device))
     )
-
-
-def _is_present(device: torch.device) -> bool:
-    here = torch.accelerator.current_accelerator()
-    return here is not None and here.type == device.type
 
 
 def _probe(node: fx.Node, index: int, small: list[tuple[int, ...]]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat.autodiff.joint import Joint
+from torchremat.core.accelerators import has_streams
 from torchremat.graph.nodes import (
     base_of,
     call_of,
@@ -29,8 +30,6 @@ from torchremat.remat.offload.copies import (
     start_fetch,
     to_host,
 )
-
-_KINDS = ("cpu", "cuda")
 
 
 class OffloadRules:
@@ -54,8 +53,8 @@ class OffloadRules:
 
 
 def _why_not_there(device: torch.device, verdict: Offloadable) -> str | None:
-    if device.type not in _KINDS:
-        return f"values on {device.type!r} are not offloaded, only those on 'cpu' and 'cuda'"
+    if device.type not in ("cpu", "cuda") and not has_streams(device):
+        return f"values on {device.type!r} are not offloaded: it has no streams, or is not here"
     src, dst = verdict.src, verdict.dst
     if dst != "pinned_host" and dst != torch.device("cpu"):
         return f"values are offloaded to 'pinned_host' or the CPU, not to {str(dst)!r}"

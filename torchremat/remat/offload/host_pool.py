@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchremat import config
+from torchremat.core.accelerators import has_streams
 from torchremat.core.source import warn_user
 from torchremat.errors import OffloadWarning
 from torchremat.remat.offload.streams import Copy
@@ -163,7 +164,7 @@ class HostPool:
 
     def lend(self, nbytes: int, device: torch.device) -> Tensor | None:
         """That many bytes, as a tensor of them, for `device`; `None` if there is no room."""
-        pinned = device.type == "cuda"
+        pinned = has_streams(device)
         size = 1 << (nbytes - 1).bit_length() if pinned and nbytes else nbytes
         limit = _limit()
         with self._lock:

@@ -6,7 +6,7 @@ reads its target or frees its source, the operators that follow must wait for it
     operators   mm   sin   mul ...  (wait)  mm           the memory of what mm made is free here
     copies         [ what mm made  ]
 
-On a GPU that is a CUDA stream for each device. On the CPU a copy is done at once.
+On an accelerator each device has a stream for them. On the CPU a copy is done at once.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchremat.core.accelerators import has_streams
+
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A copy on a GPU that has begun."""
+    """A copy on an accelerator that has begun."""
 
-    event: torch.cuda.Event
-    operators: torch.cuda.Stream
+    event: torch.Event
+    operators: torch.Stream
 
     def is_done(self) -> bool:
         """Whether it is done already; asks without waiting."""
@@ -28,7 +30,7 @@ class Copy:
 
     def is_of_here(self) -> bool:
         """Whether it waited for the operators of the stream that is current now."""
-        return bool(torch.cuda.current_stream(self.operators.device) == self.operators)
+        return bool(torch.accelerator.current_stream(self.operators.device) == self.operators)
 
     def wait(self) -> None:
         """Let the operators that follow, on the stream it waited for, wait for it."""
@@ -44,16 +46,16 @@ class _CpuStream:
         """Do nothing: each copy is done at once."""
 
 
-class _GpuStream:
+class _DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.Stream(device)
 
     def copy(self, target: Tensor, source: Tensor) -> Copy:
         """Begin to copy `source` to `target`, one of them on the device."""
-        operators = torch.cuda.current_stream(self.device)
+        operators = torch.accelerator.current_stream(self.device)
         self.stream.wait_stream(operators)
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             target.copy_(source, non_blocking=True)
             return Copy(self.stream.record_event(), operators)
 
@@ -62,17 +64,17 @@ class _GpuStream:
         self.stream.synchronize()
 
 
-_streams: dict[torch.device, _GpuStream] = {}
+_streams: dict[torch.device, _DeviceStream] = {}
 _cpu_stream = _CpuStream()
 
 
-def stream_of(device: torch.device) -> _CpuStream | _GpuStream:
+def stream_of(device: torch.device) -> _CpuStream | _DeviceStream:
     """The stream of `device`, always the same.
 
     >>> stream_of(torch.device("cpu")).copy(torch.empty(2), torch.ones(2)) is None
     True
     """
-    if device.type != "cuda":
+    if not has_streams(device):
         return _cpu_stream
     stream = _streams.get(device)
-    return _streams.setdefault(device, _GpuStream(device)) if stream is None else stream
+    return _streams.setdefault(device, _DeviceStream(device)) if stream is None else stream

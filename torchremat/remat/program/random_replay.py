@@ -7,6 +7,7 @@ A generator's state has 5,056 bytes on the CPU and 16 on a GPU, a dropout mask a
 masks. Numbers are replayed from a generator of our own, so that no other stream changes.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.core.accelerators import get_generator_state, has_streams
 from torchremat.core.avals import Aval
 from torchremat.graph.nodes import call_of, is_item
 from torchremat.graph.ops import draws_by_shape, packet_name
@@ -22,7 +24,7 @@ from torchremat.graph.symbolic_sizes import literal_size
 
 aten = torch.ops.aten
 
-# the length of `torch.Generator(device).get_state()`
+# The length of `torch.Generator(device).get_state()`. A graph may be planned for CUDA anywhere.
 _STATE_NBYTES = {"cpu": 5056, "cuda": 16}
 
 
@@ -38,7 +40,7 @@ def state_nbytes(node: fx.Node) -> int | None:
         return None
     if with_generator(node.target) is None:
         return None
-    nbytes = _STATE_NBYTES.get(value.device.type)
+    nbytes = _state_nbytes_at(value.device.type)
     numel = 1
     for size in value.shape:
         numel *= _torch.hint_of(size)
@@ -46,7 +48,16 @@ def state_nbytes(node: fx.Node) -> int | None:
 
 
 def state_aval(node: fx.Node) -> Aval:
-    return Aval((_STATE_NBYTES[node.meta["val"].device.type],), torch.uint8)
+    nbytes = _state_nbytes_at(node.meta["val"].device.type)
+    assert nbytes is not None, node
+    return Aval((nbytes,), torch.uint8)
+
+
+@functools.cache
+def _state_nbytes_at(kind: str) -> int | None:
+    if kind in _STATE_NBYTES or not has_streams(torch.device(kind)):
+        return _STATE_NBYTES.get(kind)
+    return torch.Generator(kind).get_state().nbytes
 
 
 def with_generator(op: _torch.OpOverload) -> _torch.OpOverload | None:
@@ -125,14 +136,7 @@ def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
 
 
 def generator_state(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    return (generator or default_generator(device)).get_state()
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
+    return get_generator_state(device) if generator is None else generator.get_state()
 
 
 def draw_now(draw: fx.Node, state: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchremat import _torch
 from torchremat.policies.replay_rules import drops_nothing
-from torchremat.remat.program.random_replay import default_generator
+from torchremat.remat.program.random_replay import generator_state
 from torchremat.remat.tape.checksum import Checksum, WholeValue
 from torchremat.remat.tape.contents import (
     Blank,
@@ -340,8 +340,7 @@ class _Call:
             self.is_replayable = False
             return None
         device = default_device(self.args, self.kwargs)
-        generator = self.kwargs.get("generator") or default_generator(device)
-        return generator.get_state(), device
+        return generator_state(self.kwargs.get("generator"), device), device
 
     def copy_before_writes(self) -> None:
         """Copy what has to be read again, and is about to be overwritten."""

@@ -10,8 +10,8 @@ import torch
 from torch import Generator, Tensor, fx
 
 from torchremat import _torch
+from torchremat.core.accelerators import DefaultGenerator
 from torchremat.graph.nodes import attribute
-from torchremat.remat.program.random_replay import default_generator
 from torchremat.tracing.tracing import current_tracing
 
 
@@ -24,17 +24,20 @@ def pass_on(flags: Sequence[Tensor]) -> None:
             assert bool(flag)  # which raises: this trace takes none
 
 
-def find_generators(module: fx.GraphModule) -> list[Generator]:
+def find_generators(module: fx.GraphModule) -> list[Generator | DefaultGenerator]:
     """List the generators that the operators of a graph draw from, also those of graphs inside."""
-    found: dict[int, Generator] = {}
+    found: dict[int | torch.device, Generator | DefaultGenerator] = {}
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for generator in _generators_of(part):
-                found.setdefault(_torch.generator_id(generator), generator)
+                if isinstance(generator, DefaultGenerator):
+                    found.setdefault(generator.device, generator)
+                else:
+                    found.setdefault(_torch.generator_id(generator), generator)
     return list(found.values())
 
 
-def _generators_of(module: fx.GraphModule) -> Iterator[Generator]:
+def _generators_of(module: fx.GraphModule) -> Iterator[Generator | DefaultGenerator]:
     for node in module.graph.nodes:
         if not isinstance(node.target, _torch.OpOverload):
             continue
@@ -46,7 +49,7 @@ def _generators_of(module: fx.GraphModule) -> Iterator[Generator]:
         elif isinstance(given, Generator):
             yield given
         elif isinstance(value := _result_of(node), Tensor):
-            yield default_generator(value.device)
+            yield DefaultGenerator(value.device)
 
 
 def _result_of(node: fx.Node) -> object:

@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 
 from torchremat import _torch
 from torchremat.api_util import WrapHashably
+from torchremat.core.accelerators import DefaultGenerator
 from torchremat.graph.nodes import base_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.policy import Policy
@@ -124,7 +125,7 @@ class Trace:
         return self.region.body.num_checks
 
     @cached_property
-    def _generators(self) -> Sequence[Generator]:
+    def _generators(self) -> Sequence[Generator | DefaultGenerator]:
         return find_generators(self.region.joint.module)
 
     def run_checked(self, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...] | None:

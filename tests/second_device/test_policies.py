@@ -1,0 +1,87 @@
+"""Every kind of policy, on a device that does everything late: plain PyTorch's bits."""
+
+import pytest
+import torch
+
+import torchremat as tr
+from tests.second_device.training import MODELS, assert_trained_alike, make_input
+from torchremat import checkpoint_policies as cp
+from torchremat.measure import host_stats
+
+
+def _is_product(op, *_args, **_params):
+    aten = torch.ops.aten
+    return op in (aten.addmm.default, aten.convolution.default, aten.native_layer_norm.default)
+
+
+POLICIES = {
+    "full": "full",
+    "dots": "dots",
+    "dots without batch": "dots_with_no_batch_dims_saveable",
+    "everything": cp.everything_saveable,
+    "by operator": _is_product,
+    "budget": "budget:85%",
+    "least": "budget:least",
+    "by time": "budget:time:+10%",
+    "budget and offload": "budget:80%+offload",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_training_is_plain_pytorchs(late, name, policy):
+    build, shape = MODELS[name]
+    x = make_input(shape)
+    assert_trained_alike(build, lambda m: tr.nn.wrap(m, policy), x)
+    if not str(policy).startswith("budget"):
+        assert_trained_alike(build, lambda m: tr.nn.wrap(m, policy, select="*"), x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("select", [None, "*"])
+def test_offloaded_values_come_back(late, name, select):
+    build, shape = MODELS[name]
+
+    def everything(*_args, **_params):
+        return tr.Offloadable("device", "pinned_host")
+
+    before = host_stats().num_copied
+    assert_trained_alike(
+        build, lambda m: tr.nn.wrap(m, everything, select=select), make_input(shape)
+    )
+    assert host_stats().num_copied > before
+    assert host_stats().nbytes == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "budget:95%"])
+def test_tapes_train_alike(late, policy):
+    """Routing by values cannot be one graph."""
+
+    class Routed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+            self.drop = torch.nn.Dropout(0.3)
+
+        def forward(self, x):
+            out = torch.zeros_like(x)
+            for i, expert in enumerate(self.experts):
+                rows = (x.sum(1).long() % 3 == i).nonzero().squeeze(1)
+                if rows.tolist():
+                    out = out.index_add(0, rows, self.drop(expert(x[rows]).tanh()))
+            return out
+
+    def build():
+        return Routed().to("late")
+
+    x = make_input((12, 8))
+    assert_trained_alike(build, lambda m: tr.nn.wrap(m, policy), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["full", "dots", "budget:70%"])
+def test_autocast_of_the_device(late, policy, dtype):
+    build, shape = MODELS["encoder"]
+    x = make_input(shape)
+    assert_trained_alike(build, lambda m: tr.nn.wrap(m, policy), x, autocast=dtype)

@@ -29,7 +29,7 @@ class VerifyingProgram(FunctionProgram):
     """
 
     stages = ()
-    may_have_stages = False
+    may_have_stages = may_run_again = False
     why_none_offloaded = "config.verify_recomputation keeps everything on its device"
 
     def __init__(self, region: Region, policy: Policy, **options: Any) -> None:

@@ -16,6 +16,8 @@ weight = torch.randn(64, 64, dtype=D).requires_grad_()
 DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "dropout of a transpose": lambda x: F.dropout(x.t(), 0.3).t(),
+    "dropout in one operator": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "its mask alone": lambda x: x * torch.native_dropout(x, 0.3, True)[1],
     "dropout1d": lambda x: F.dropout1d(x[None], 0.3)[0],
     "alpha dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
     "rand": lambda x: x * torch.rand(SHAPE, dtype=D),
@@ -94,6 +96,19 @@ def test_kept_is_the_state_where_that_takes_less():
     small = torch.randn(3, 64, dtype=D, requires_grad=True)
     assert held(fun, small)[0] == [((3, 64), D)]
     assert tr.explain(fun, small).total == 3 * 64 * 8
+
+
+def test_an_operator_without_a_generator_runs_again():
+    def f(x, w):
+        y, mask = torch.native_dropout(x @ w, 0.3, True)
+        return (y @ w) * mask
+
+    x, w = (torch.randn(96, 96).requires_grad_() for _ in range(2))
+    report = tr.explain(f, x, w, policy="full")
+    assert [row.shape for row in report if row.decision == "saved"] == [(5056,)] * 2
+    assert_same(
+        derivatives(tr.checkpoint(f, policy="full"), (x, w), [x, w]), derivatives(f, (x, w), [x, w])
+    )
 
 
 def test_a_policy_may_keep_the_numbers():

@@ -75,7 +75,7 @@ def exact_peak_of(joint: Joint, schedule: GraphSchedule) -> int | None:
     if joint.by_compiler and any(map(_is_size, joint.module.graph.nodes)):
         return None
     decisions = PolicyDecisions(joint, FixedSchedule(schedule))
-    if schedule.offloaded or decisions.from_states or joint.parts:
+    if schedule.offloaded or decisions.replayable or joint.parts:
         return None
     found = decisions.residuals(joint)
     written = {joint.inputs[i] for i, _ in joint.mutations}

@@ -37,7 +37,7 @@ from torchremat.policies.replay_rules import (
     reason_not_replayable,
     reason_to_save,
 )
-from torchremat.remat.program.random_replay import state_nbytes
+from torchremat.remat.program.random_replay import can_run_again, state_nbytes
 
 _NO_UPDATES: Updates = {}
 
@@ -309,7 +309,8 @@ class _ProblemBuilder:
         reads = tuple(self._values_of(nodes_read_by(call)))
         draws = any(reason_not_replayable(value) is not None for value in _result_nodes(call))
         again = draws and state_nbytes(call) is not None
-        once = (draws and not again) or reason_to_save(call) is not None
+        runs_again = again or (not self.joint.by_compiler and can_run_again(call))
+        once = (draws and not runs_again) or reason_to_save(call) is not None
         writes = []
         for index, value in enumerate(_outputs_of(call)):
             if isinstance(value, torch.Tensor):

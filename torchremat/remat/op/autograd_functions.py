@@ -375,10 +375,16 @@ def _apply_vjp_differentiably(
             inputs[i] = tensor
     residuals = saved[len(program.saved_inputs) :]
     if ctx.with_states:
-        for i in program.replayed_random:
+        for i in set(program.replayed_random).difference(program.rerun):
             residuals[i] = draw_now(program.residuals[i], residuals[i])
         for i in program.offloaded:
             residuals[i] = fetch_value(residuals[i], program.residuals[i].meta["val"].device)
+        if program.rerun:
+            with torch.no_grad():
+                given_now = [*saved[: len(program.saved_inputs)], *residuals]
+                found = run_graph(program.run_again, given_now, ctx.call)
+            for i, value in zip(program.rerun, found, strict=True):
+                residuals[i] = value
     body, known = inputs[:num_body], inputs[num_body:][: len(program.known_values)]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
     gradients = scatter_values(found, vjp.wrt, count)

@@ -15,7 +15,7 @@ from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, StagedRunner, compile_graph, compile_in_stages
 from torchremat.graph.hand_outs import Groups, Targets, move_results_up
-from torchremat.graph.nodes import VIEWS_BY_SHAPE, inner_graphs_of, is_forward, is_item
+from torchremat.graph.nodes import VIEWS_BY_SHAPE, call_of, inner_graphs_of, is_forward, is_item
 from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.reuse import Reuse, reuse_in
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
@@ -25,7 +25,7 @@ from torchremat.graph.write_order import move_views_before_writes
 from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
 from torchremat.remat.program.compilers import Compiler
-from torchremat.remat.program.random_replay import replay_from_states
+from torchremat.remat.program.random_replay import is_run_again, replay_from_states
 
 aten = torch.ops.aten
 
@@ -149,23 +149,28 @@ def compile_backward(
             _refuse_replay(slice_graph(joint.module, [*inputs, *joint.inputs], outputs).graph)
             raise
     else:
-        drawn = set(form.draws.values())
-        calls = [call for call in schedule.backward if call not in drawn]
+        given = {call_of(n) for n in inputs if n is not None and _is_drawn(n)}
+        rerun = {call_of(node) for node in form.draws.values() if is_run_again(node)}
+        calls = [call for call in schedule.backward if call not in given or call in rerun]
         module = build_scheduled_graph(joint.module, inputs, outputs, calls)
     prune_bodies(module)
-    _refuse_replay(module.graph)
-    accept_any_layout(module.graph)
-    move_results_up(module)
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     if form.draws:
         states = [placeholders[i] for i in form.draws]
         replay_from_states(module.graph, list(form.draws.values()), states)
+    _refuse_replay(module.graph)
+    accept_any_layout(module.graph)
+    move_results_up(module)
     if form.copies:
         early = _fetch(module.graph, placeholders, form, schedule)
         note_graph(module, fetched_first=early)
     note_graph(module, cut=(joint, list(inputs), list(outputs)))
     note_roles(module, form.roles)
     return CompiledGraph.of(module, "backward", program, compiler)
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    return node.op == "call_function" and reason_not_replayable(node) is not None
 
 
 def _fetch(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value
 from torchremat.policies.replay_rules import body_value_of, reason_not_replayable, reason_to_save
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
-from torchremat.remat.program.random_replay import state_nbytes
+from torchremat.remat.program.random_replay import is_run_again, state_nbytes
 from torchremat.remat.program.written_outputs import find_written_residuals, is_read_by_derivative
 from torchremat.tracing.modules.module_paths import below
 
@@ -76,6 +76,8 @@ class PolicyDecisions:
         names = _names_among(joint.forward_nodes)
         self.forced: set[fx.Node] = set()
         """Values that are saved against the policy: their operators must not run again."""
+        self.runs_again = False
+        """Whether operators of which only the generator's state is saved may run again as well."""
         self.not_moved: dict[str, str] = {}
         """Why a policy's offloading is impossible, with the name of the first such value."""
         self._rules = OffloadRules(joint)
@@ -179,7 +181,17 @@ class PolicyDecisions:
     @cached_property
     def from_states(self) -> set[fx.Node]:
         """Forced random values that a generator's state, which is smaller, can stand for."""
+        return {n for n in self.replayable if self.runs_again or not is_run_again(n)}
+
+    @property
+    def replayable(self) -> set[fx.Node]:
+        """Likewise, were those that need their arguments to run again allowed to."""
         return {node for node in self.forced if state_nbytes(node) is not None}
+
+    @cached_property
+    def rerun(self) -> set[fx.Node]:
+        """Those of `from_states` that are results of operators which run again as they did."""
+        return {node for node in self.from_states if is_run_again(node)}
 
     def copy_to(self, nodes: Mapping[fx.Node, fx.Node]) -> "PolicyDecisions":
         other = copy.copy(self)
@@ -187,6 +199,7 @@ class PolicyDecisions:
         other.forced = {nodes[node] for node in self.forced}
         # settled when the forward pass ran, whatever takes less at the sizes of the copy
         other.from_states = {nodes[node] for node in self.from_states}
+        other.rerun = {nodes[node] for node in self.rerun}
         other.by_value = {nodes[node]: decision for node, decision in self.by_value.items()}
         if self.schedule is not None:
             other.schedule = self.schedule.copy_to(nodes)
@@ -201,11 +214,11 @@ class PolicyDecisions:
     def _residuals_of(
         self, schedule: GraphSchedule, joint: Joint, wanted: Sequence[fx.Node]
     ) -> Residuals:
-        order = [call for call in schedule.backward if call not in self.forced]
+        order = [call for call in schedule.backward if self._runs(call)]
         needed = read_from_before(order, wanted)
         inside = [node for node in joint.module.graph.nodes if node in needed]
         inputs = set(joint.inputs)
-        return Residuals(
+        found = Residuals(
             tuple(node for node in inside if node.op == "call_function"),
             tuple(node for node in inside if node in inputs),
             frozenset(
@@ -215,16 +228,32 @@ class PolicyDecisions:
                 for value in (call, *(user for user in call.users if is_item(user)))
             ),
         )
+        return self._with_states(joint, found)
+
+    def _runs(self, call: fx.Node) -> bool:
+        """Whether a call of a schedule's backward pass runs there; else its results are saved."""
+        forced = {value for value in (call, *call.users) if value in self.forced}
+        return not forced or bool(forced & self.rerun)
+
+    def _with_states(self, joint: Joint, found: Residuals) -> Residuals:
+        """Add what runs again: its generator's state is saved, in the place of each result."""
+        if found.recomputed.isdisjoint(self.rerun):
+            return found
+        wanted = {*found.values, *(found.recomputed & self.rerun)}
+        return replace(found, values=tuple(n for n in joint.module.graph.nodes if n in wanted))
 
     def residuals_for(self, joint: Joint, wanted: Sequence[fx.Node]) -> Residuals:
         known = {*joint.inputs, *joint.forward_nodes}
         if self.schedule is not None:
             known |= self.schedule.kept
-        return find_residuals(wanted, known.__contains__, self._may_keep)
+        found = find_residuals(wanted, known.__contains__, self._may_keep)
+        return self._with_states(joint, found)
 
     def _may_keep(self, node: fx.Node) -> bool:
         if self.schedule is not None and node in self.schedule.kept:
             return True
+        if node in self.rerun:
+            return False
         decision = self.by_value.get(node)  # none for a call of which only the items are values
         return decision is not None and decision.outcome in ("saved", "offloaded")
 

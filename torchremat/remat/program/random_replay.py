@@ -5,9 +5,18 @@
 
 A generator's state has 5,056 bytes on the CPU and 16 on a GPU, a dropout mask as many as what it
 masks. Numbers are replayed from a generator of our own, so that no other stream changes.
+
+Some operators take no generator, and compute with what they draw. So they run again as they did,
+while the default generator is in the state that it had:
+
+    forward     s = generator_state();  y, mask = native_dropout(x, 0.1)                  -> s
+    backward    y, mask = run_again(s, native_dropout, x, 0.1);  dw = mm(dz, y);  ...
+
+If only the mask is read, an empty tensor does for x.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +25,13 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.core.accelerators import get_generator_state, has_streams
+from torchremat.core.accelerators import (
+    get_generator_state,
+    has_streams,
+    set_generator_state,
+)
 from torchremat.core.avals import Aval
-from torchremat.graph.nodes import call_of, is_item
+from torchremat.graph.nodes import call_of, is_item, item_index
 from torchremat.graph.ops import draws_by_shape, packet_name
 from torchremat.graph.symbolic_sizes import literal_size
 
@@ -34,17 +47,47 @@ def state_nbytes(node: fx.Node) -> int | None:
     `None` if it cannot be, or if it takes no more bytes itself.
     """
     value = node.meta.get("val")
-    if is_item(node) or not isinstance(node.target, _torch.OpOverload):
-        return None
-    if not isinstance(value, Tensor) or not draws_by_shape(node.target):
-        return None
-    if with_generator(node.target) is None:
+    if not isinstance(value, Tensor) or not (_is_drawn_by_shape(node) or is_run_again(node)):
         return None
     nbytes = _state_nbytes_at(value.device.type)
     numel = 1
     for size in value.shape:
         numel *= _torch.hint_of(size)
     return nbytes if nbytes is not None and nbytes < numel * value.dtype.itemsize else None
+
+
+def _is_drawn_by_shape(node: fx.Node) -> bool:
+    if is_item(node):
+        return (call_of(node).target, item_index(node)) in _MASKS
+    op = node.target
+    if not isinstance(op, _torch.OpOverload) or not draws_by_shape(op):
+        return False
+    return with_generator(op) is not None
+
+
+_MASKS = frozenset({(aten.native_dropout.default, 1)})
+"""Results that depend on the shapes of the arguments alone, among others that do not."""
+
+
+def is_run_again(node: fx.Node) -> bool:
+    """Whether `node` is a result of a random operator that needs its arguments to run again."""
+    return is_item(node) and can_run_again(call_of(node)) and not _is_drawn_by_shape(node)
+
+
+def can_run_again(call: fx.Node) -> bool:
+    """Whether a random operator with several results gives them again from a generator's state.
+
+    It draws from the default generator of its device: it takes no other.
+    """
+    op = call.target
+    return (
+        isinstance(op, _torch.OpOverload)
+        and isinstance(call.meta.get("val"), tuple | list)
+        and torch.Tag.nondeterministic_seeded in op.tags
+        and find_replayed(op) is op
+        and not takes_generator(op)
+        and _state_nbytes_at(_device_of(call).type) is not None
+    )
 
 
 def state_aval(node: fx.Node) -> Aval:
@@ -57,11 +100,29 @@ def state_aval(node: fx.Node) -> Aval:
 def _state_nbytes_at(kind: str) -> int | None:
     if kind in _STATE_NBYTES or not has_streams(torch.device(kind)):
         return _STATE_NBYTES.get(kind)
-    return torch.Generator(kind).get_state().nbytes
+    with _torch.isolate():  # a trace may be in progress
+        return torch.Generator(kind).get_state().nbytes
+
+
+@functools.cache
+def takes_generator(op: _torch.OpOverload) -> bool:
+    return any(argument.name == "generator" for argument in _torch.schema_arguments(op))
+
+
+def find_replayed(op: _torch.OpOverload) -> _torch.OpOverload | None:
+    """The overload that draws again what the random operator `op` drew, from a generator's state.
+
+    It takes a generator, or else draws from the default one as `op` itself does. An operator that
+    writes to its arguments and takes none has none.
+    """
+    if op.namespace != "aten":
+        return None
+    found = with_generator(op)
+    return op if found is None and not _torch.schema_of(op).is_mutable else found
 
 
 def with_generator(op: _torch.OpOverload) -> _torch.OpOverload | None:
-    if any(argument.name == "generator" for argument in _torch.schema_arguments(op)):
+    if takes_generator(op):
         return op
     packet = getattr(aten, packet_name(op).removeprefix("aten."))
     names = [argument.name for argument in _torch.schema_arguments(op)]
@@ -80,13 +141,17 @@ def output_generator_states(graph: fx.Graph, positions: Sequence[int]) -> None:
     """Let the outputs at `positions`, random values, be the states that they are drawn from."""
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
+    states: dict[fx.Node, fx.Node] = {}
     for position in positions:
         drawn = results[position]
-        generator = call_of(drawn).kwargs.get("generator")
-        with graph.inserting_before(call_of(drawn)):
-            state = graph.call_function(generator_state, (generator, drawn.meta["val"].device))
-        state.meta = {**drawn.meta, "val": None}
-        results[position] = state
+        call = call_of(drawn)
+        if call not in states:
+            generator = call.kwargs.get("generator")
+            with graph.inserting_before(call):
+                state = graph.call_function(generator_state, (generator, drawn.meta["val"].device))
+            state.meta = {**drawn.meta, "val": None}
+            states[call] = state
+        results[position] = states[call]
     output.args = (tuple(results),)
 
 
@@ -94,25 +159,67 @@ def replay_from_states(
     graph: fx.Graph, draws: Sequence[fx.Node], placeholders: Sequence[fx.Node]
 ) -> None:
     """Let `placeholders`, which stood for the values of `draws`, be states they are drawn from."""
+    running = _let_run_again(graph, draws, placeholders)
     for draw, state in zip(draws, placeholders, strict=True):
-        users = list(state.users)
+        users = [user for user in state.users if user.target is not run_again]
         if not users:
             continue
-        first = next(node for node in graph.nodes if node in state.users)
+        first = next(node for node in graph.nodes if node in users)
+        call = call_of(draw)
+        runs = running.get(id(call.meta["val"]))
         with graph.inserting_before(first):
-            again = graph.call_function(replay_random, (state, *_call_again(graph, draw)))
-        again.meta = dict(draw.meta)
+            if runs is None or first < runs:
+                function, rest = _call_again(graph, call)
+                again = graph.call_function(function, (state, *rest))
+                again.meta = dict(call.meta)
+            else:
+                again = runs
+            if is_item(draw):
+                again = graph.call_function(operator.getitem, (again, item_index(draw)))
+                again.meta = dict(draw.meta)
         for user in users:
             user.replace_input_with(state, again)
 
 
+def _let_run_again(
+    graph: fx.Graph, draws: Sequence[fx.Node], placeholders: Sequence[fx.Node]
+) -> dict[int, fx.Node]:
+    """Let the copies of random operators in `graph` draw from states; by what they are copies of.
+
+    A copy has the metadata of what it was copied from. Of several copies the first is returned.
+    """
+    states = {id(call_of(d).meta["val"]): s for d, s in zip(draws, placeholders, strict=True)}
+    found: dict[int, fx.Node] = {}
+    for node in list(graph.nodes):
+        key = id(node.meta.get("val"))
+        if key not in states or not can_run_again(node):
+            continue
+        with graph.inserting_before(node):
+            runs = graph.call_function(
+                run_again, (states[key], node.target, _device_of(node), node.args, node.kwargs)
+            )
+        runs.meta = dict(node.meta)
+        node.replace_all_uses_with(runs)
+        graph.erase_node(node)
+        found.setdefault(key, runs)
+    return found
+
+
+def _device_of(call: fx.Node) -> torch.device:
+    value = call.meta["val"]
+    first = value if isinstance(value, Tensor) else next(v for v in value if isinstance(v, Tensor))
+    return first.device
+
+
 def draws_again(node: fx.Node) -> bool:
     """Whether `node` draws from a saved state, or allocates the tensor that is filled so."""
-    nodes = [node] if node.target is replay_random else list(node.users)
-    return bool(nodes) and all(n.target is replay_random for n in nodes)
+    call = call_of(node)
+    nodes = [call] if call.target in _REPLAYS else list(node.users)
+    return bool(nodes) and all(n.target in _REPLAYS for n in nodes)
 
 
-def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
+def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that draws again, and its arguments after the state."""
     assert isinstance(draw.target, _torch.OpOverload)
 
     def like(node: fx.Node) -> fx.Node:
@@ -129,7 +236,9 @@ def _call_again(graph: fx.Graph, draw: fx.Node) -> tuple[Any, ...]:
 
     args = fx.node.map_arg(draw.args, like)
     kwargs = {k: v for k, v in draw.kwargs.items() if k != "generator"}
-    return (with_generator(draw.target), draw.meta["val"].device, args, kwargs)
+    op = find_replayed(draw.target)
+    assert op is not None
+    return replay_of(op), (op, _device_of(draw), args, kwargs)
 
 
 # --- at run time ---------------------------------------------------------------------------------
@@ -140,7 +249,9 @@ def generator_state(generator: torch.Generator | None, device: torch.device) -> 
 
 
 def draw_now(draw: fx.Node, state: Tensor) -> Tensor:
-    op = draw.target
+    """The value of `draw`, which is drawn by shapes, from the state."""
+    call = call_of(draw)
+    op = call.target
     assert isinstance(op, _torch.OpOverload)
 
     def like(node: fx.Node) -> Tensor:
@@ -149,11 +260,13 @@ def draw_now(draw: fx.Node, state: Tensor) -> Tensor:
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
 
-    args: Any = fx.node.map_arg(draw.args, like)
-    kwargs = {k: v for k, v in draw.kwargs.items() if k != "generator"}
-    again = with_generator(op)
+    args: Any = fx.node.map_arg(call.args, like)
+    kwargs = {k: v for k, v in call.kwargs.items() if k != "generator"}
+    again = find_replayed(op)
     assert again is not None
-    return replay_random(state, again, draw.meta["val"].device, args, kwargs)
+    drawn = replay_of(again)(state, again, _device_of(call), args, kwargs)
+    result: Tensor = drawn[item_index(draw)] if is_item(draw) else drawn
+    return result
 
 
 class _Scratch(threading.local):
@@ -182,3 +295,27 @@ def replay_random(
 ) -> Tensor:
     """Draw again what `op` drew when its generator was in `state`."""
     return op(*args, **kwargs, generator=_scratch.at(state, device))
+
+
+def run_again(
+    state: Tensor,
+    op: Callable[..., Any],
+    device: torch.device,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run `op` as it ran when the default generator of `device` was in `state`."""
+    before = get_generator_state(device)
+    set_generator_state(device, state)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        set_generator_state(device, before)
+
+
+_REPLAYS = (replay_random, run_again)
+
+
+def replay_of(op: _torch.OpOverload) -> Callable[..., Any]:
+    """The function that calls `op`, which `find_replayed` gave, again."""
+    return replay_random if takes_generator(op) else run_again

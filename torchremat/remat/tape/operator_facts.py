@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchremat import _torch
 from torchremat.graph.ops import packet_name
 from torchremat.policies.replay_rules import is_random
-from torchremat.remat.program.random_replay import with_generator
+from torchremat.remat.program.random_replay import find_replayed
 
 # They read nothing of their tensor arguments but the layout.
 _LIKE = frozenset(
@@ -57,8 +57,8 @@ class OperatorFacts:
     is_like: bool = False
     is_uninitialised: bool = False
     is_random: bool = False
-    with_generator: Any = None
-    """The overload that draws from a given generator, if there is one."""
+    replayed_by: Any = None
+    """The overload that draws again what it drew from a generator's state, if there is one."""
     written: frozenset[int | str] = frozenset()
     """Positions and names of the arguments that it writes to."""
     overwritten: frozenset[int | str] = frozenset()
@@ -112,7 +112,7 @@ def facts_of(op: Any) -> OperatorFacts:
         is_like=name in _LIKE,
         is_uninitialised=name in _UNINITIALISED,
         is_random=draws,
-        with_generator=with_generator(op) if draws and name.startswith("aten.") else None,
+        replayed_by=find_replayed(op) if draws else None,
         written=frozenset(written),
         overwritten=frozenset(overwritten),
         statistics=statistics,

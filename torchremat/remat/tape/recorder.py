@@ -336,7 +336,7 @@ class _Call:
         """The state that random numbers are drawn from, if they can be drawn again from it."""
         if not self.facts.is_random or drops_nothing(self.op, self.args, self.kwargs):
             return None
-        if self.facts.with_generator is None or not self.is_replayable:
+        if self.facts.replayed_by is None or not self.is_replayable:
             self.is_replayable = False
             return None
         device = default_device(self.args, self.kwargs)
@@ -444,6 +444,6 @@ class _Call:
         if sum(content.nbytes for _, content in (*made, *written)) <= state[0].nbytes:
             return "it draws random numbers, which take no more bytes than the generator's state"
         self._entry.state = state
-        self._entry.op = self.facts.with_generator
+        self._entry.op = self.facts.replayed_by
         self._entry.kwargs.pop("generator", None)
         return None

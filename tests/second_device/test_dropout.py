@@ -1,0 +1,138 @@
+"""Dropout on a device is one operator, which takes no generator and computes with what it draws."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchremat as tr
+from tests.helpers import assert_same
+from tests.second_device.training import assert_trained_alike, build_encoder, make_input, train
+from torchremat.measure import HeldBytes
+from torchremat.policies.policy import Policy
+
+aten = torch.ops.aten
+
+
+def _build():
+    torch.manual_seed(1)
+    layers = [nn.Linear(32, 64), nn.Dropout(0.1), nn.Linear(64, 32), nn.GELU(), nn.Dropout(0.3)]
+    return nn.Sequential(*layers, nn.Linear(32, 32)).to("late")
+
+
+def _count_held(model, run, x):
+    with HeldBytes([x], [*model.parameters()]) as held:
+        loss = run(x)
+    del loss
+    return held.total
+
+
+def test_neither_its_output_nor_its_mask_is_saved(late):
+    model, x = _build(), make_input((128, 32))
+    plain = copy.deepcopy(model)
+    wrapped = tr.nn.wrap(model, "full")
+    ours = _count_held(wrapped, wrapped, x)
+    theirs = _count_held(plain, lambda x: checkpoint(plain, x, use_reentrant=False), x)
+    assert theirs == 0
+    assert ours == 2 * 16  # the state of the generator, for each
+    rows = [row for row in tr.nn.report(wrapped) if row.decision == "saved"]
+    assert {row.reason for row in rows} == {
+        "the state of the generator, from which it is drawn again"
+    }
+
+
+def test_a_mask_alone_is_drawn_from_the_shape(late):
+    """What the dropout read is not computed again for it."""
+
+    def f(x, w):
+        return torch.nn.functional.dropout(x @ w, 0.4)
+
+    x, w = (make_input((64, 64)).requires_grad_() for _ in range(2))
+    report = tr.explain(f, x, w, policy="full")
+    assert "mm" not in {row.name for row in report if row.decision == "recomputed"}
+
+
+class _SaveResult(Policy):
+    """Saves one result of each dropout."""
+
+    def __init__(self, index):
+        self.index = index
+
+    def decide(self, value):
+        return value.op is aten.native_dropout.default and value.index == self.index
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_of_its_results_is_saved(late, index):
+    x = make_input((128, 32))
+    assert_trained_alike(_build, lambda m: tr.nn.wrap(m, _SaveResult(index)), x)
+
+
+def test_budgets_run_it_again(late):
+    x = make_input((64, 16, 32))
+    plain = tr.estimate(build_encoder(), x, policy="none").peak_bytes
+    least = tr.plan(build_encoder(dropout=0.0), x, budget="least").peak_bytes
+    dropped = tr.plan(build_encoder(), x, budget="least").peak_bytes
+    assert dropped <= 1.15 * least < plain
+    assert_trained_alike(build_encoder, lambda m: tr.nn.wrap(m, f"budget:{dropped}B"), x)
+
+
+def test_second_derivatives_read_it(late):
+    def f(x, w, v):
+        return torch.nn.functional.dropout(torch.tanh(x @ w), 0.4) @ v
+
+    given = [make_input((16, 16)).double() * scale for scale in (1.0, 0.5, 0.3)]
+
+    def penalty(f):
+        x, w, v = (t.detach().clone().requires_grad_() for t in given)
+        torch.manual_seed(5)
+        slopes = torch.autograd.grad(f(x, w, v).square().sum(), [x, w], create_graph=True)
+        return torch.autograd.grad(sum(s.square().sum() for s in slopes), [x, w, v])
+
+    assert_same(penalty(tr.checkpoint(f, policy="full")), penalty(f), close=True)
+
+
+def test_a_graph_that_is_kept_runs_it_twice(late):
+    wrapped, x = tr.nn.wrap(_build(), "full"), make_input((128, 32))
+    loss = wrapped(x).square().sum()
+    weights = list(wrapped.parameters())
+    first = torch.autograd.grad(loss, weights, retain_graph=True)
+    state = late.get_rng_state()
+    assert_same(torch.autograd.grad(loss, weights), first)
+    assert torch.equal(late.get_rng_state(), state)
+
+
+def test_it_is_verified(late, monkeypatch):
+    monkeypatch.setattr(tr.config, "verify_recomputation", "bitwise")
+    x = make_input((128, 32))
+    assert_trained_alike(_build, lambda m: tr.nn.wrap(m, "full"), x)
+
+
+def test_on_a_tape(late):
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = _build()
+
+        def forward(self, x):
+            return self.layers(x) if x.sum().item() < 1e6 else x
+
+    x = make_input((128, 32))
+    assert_trained_alike(Routed, lambda m: tr.nn.wrap(m, "full"), x)
+    wrapped = tr.nn.wrap(Routed(), "full")
+    train(wrapped, x, steps=1)
+    assert {row.way for row in tr.nn.report(wrapped)} == {"tape"}
+    assert _count_held(wrapped, wrapped, x) <= 4 * 1024
+
+
+def test_lengths_that_change(late):
+    model, wrapped = _build(), tr.nn.wrap(_build(), "full")
+    for rows in (16, 40, 24, 33):
+        x = make_input((rows, 32))
+        torch.manual_seed(rows)
+        expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        torch.manual_seed(rows)
+        found = torch.autograd.grad(wrapped(x).square().sum(), list(wrapped.parameters()))
+        assert_same(found, expected)

@@ -22,10 +22,11 @@ from torchremat.graph.aliasing import spread
 from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.policies.replay_rules import draws_in_forward
-from torchremat.remat.offload.copies import expect, fetch_value, note_kept, wait_for_copies
+from torchremat.remat.offload.copies import expect, note_kept, wait_for_copies
 from torchremat.remat.op.edges import Edges
 from torchremat.remat.op.node_hooks import call_where_needed, limit_hooks
 from torchremat.remat.op.remat_op import records_gradients, run_graph, run_program
+from torchremat.remat.op.saved_values import bring_back
 from torchremat.remat.op.second_part import SecondPart
 from torchremat.remat.op.staged_backward import (
     EdgeTest,
@@ -44,7 +45,6 @@ from torchremat.remat.program.derived_programs import (
     vjp_program,
 )
 from torchremat.remat.program.program import Program
-from torchremat.remat.program.random_replay import draw_now
 from torchremat.remat.program.region import VmapAxis
 from torchremat.remat.program.split_backward import split_backward
 from torchremat.tracing.axes.named_axes import frame_being_mapped, map_over
@@ -375,16 +375,7 @@ def _apply_vjp_differentiably(
             inputs[i] = tensor
     residuals = saved[len(program.saved_inputs) :]
     if ctx.with_states:
-        for i in set(program.replayed_random).difference(program.rerun):
-            residuals[i] = draw_now(program.residuals[i], residuals[i])
-        for i in program.offloaded:
-            residuals[i] = fetch_value(residuals[i], program.residuals[i].meta["val"].device)
-        if program.rerun:
-            with torch.no_grad():
-                given_now = [*saved[: len(program.saved_inputs)], *residuals]
-                found = run_graph(program.run_again, given_now, ctx.call)
-            for i, value in zip(program.rerun, found, strict=True):
-                residuals[i] = value
+        residuals = bring_back(program, saved[: len(program.saved_inputs)], residuals, ctx.call)
     body, known = inputs[:num_body], inputs[num_body:][: len(program.known_values)]
     found = apply_program(vjp, ctx.owner, [*body, *cotangents, *known, *residuals])
     gradients = scatter_values(found, vjp.wrt, count)

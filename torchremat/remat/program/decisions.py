@@ -190,7 +190,7 @@ class PolicyDecisions:
 
     @cached_property
     def rerun(self) -> set[fx.Node]:
-        """Those of `from_states` that are results of operators which run again as they did."""
+        """Results of operators that run again as they did, among `from_states`."""
         return {node for node in self.from_states if is_run_again(node)}
 
     def copy_to(self, nodes: Mapping[fx.Node, fx.Node]) -> "PolicyDecisions":

@@ -26,16 +26,14 @@ from torchremat.policies.policy import Policy
 from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.graph_nodes import memory_of, put_out_copies
 from torchremat.remat.program.compiled_graph import (
-    BackwardInputs,
     CompiledGraph,
-    compile_backward,
     copy_inputs_among_last,
 )
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.decisions import PolicyDecisions, warn_of_whole_values
 from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nested, rejoin_opened
 from torchremat.remat.program.program import Program
-from torchremat.remat.program.random_replay import is_run_again, output_generator_states
+from torchremat.remat.program.random_replay import output_generator_states
 from torchremat.remat.program.region import Mask, Region
 from torchremat.remat.program.stages import ONE_BY_ONE, USUAL, find_stages, is_long
 from torchremat.remat.program.written_outputs import find_written_outputs, find_written_residuals
@@ -251,20 +249,6 @@ class FunctionProgram(Program):
             ("runtime forward",),
             lambda: self._compile_forward(self.replayed_random, self.offloaded),
         )
-
-    @cached_property
-    def rerun(self) -> tuple[int, ...]:  # type: ignore[override]
-        residuals = self.residuals
-        return tuple(i for i in self.replayed_random if is_run_again(residuals[i]))
-
-    @cached_property
-    def run_again(self) -> CompiledGraph:
-        joint, start = self.root_joint, len(self.saved_inputs)
-        inputs: list[fx.Node | None] = [joint.inputs[i] for i in self.saved_inputs]
-        inputs += [None if i in self.rerun else node for i, node in enumerate(self.residuals)]
-        form = BackwardInputs(draws={start + i: self.residuals[i] for i in self.rerun})
-        wanted = [self.residuals[i] for i in self.rerun]
-        return compile_backward(joint, inputs, wanted, self, form=form)
 
     def _compile_backward(
         self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool

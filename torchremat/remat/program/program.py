@@ -37,6 +37,7 @@ from torchremat.remat.program.compiled_graph import (
     compile_backward,
 )
 from torchremat.remat.program.compilers import Compiler
+from torchremat.remat.program.random_replay import is_run_again
 from torchremat.remat.program.region import Mask, Region
 from torchremat.remat.program.written_outputs import WrittenOutput
 from torchremat.tracing.axes.named_axes import AxisName, axis_names_in
@@ -63,8 +64,6 @@ class Program(ABC):
     """The order of both passes, if a policy that decides on all values at once gives one."""
     replayed_random: tuple[int, ...] = ()
     """Positions of random residuals: outside traces the generator's state is saved instead."""
-    rerun: tuple[int, ...] = ()
-    """Those of `replayed_random` that are results of operators which run again as they did."""
     offloaded: tuple[int, ...] = ()
     """Positions of residuals in the host's memory: outside traces, in eager mode."""
     gradient_slots: tuple[int, ...] = ()
@@ -148,11 +147,6 @@ class Program(ABC):
         """The graph from inputs to outputs, new values of written inputs, and residuals."""
 
     @property
-    def run_again(self) -> CompiledGraph:
-        """The graph from saved inputs and residuals, of `rerun` states, to the values of those."""
-        raise NotImplementedError
-
-    @property
     def runtime_forward(self) -> CompiledGraph:
         """`forward` outside traces, where values are `replayed_random` or `offloaded`."""
         return self.forward
@@ -194,8 +188,9 @@ class Program(ABC):
         if with_states:
             start = len(saved)
             draws = {start + i: self.residuals[i] for i in self.replayed_random}
-            for i in self.rerun:  # they are computed in the graph
-                residuals[i] = None
+            for i in self.replayed_random:
+                if is_run_again(self.residuals[i]):  # the graph computes it
+                    residuals[i] = None
             copies = {start + i: memory_of(self.residuals[i]) for i in self.offloaded}
         roles = (
             *["input"] * len(saved),

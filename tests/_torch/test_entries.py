@@ -19,6 +19,7 @@ from torch import distributed, fx
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils.module_tracker import ModuleTracker
 
 from tests.helpers import IS_BEFORE_2_13
@@ -366,6 +367,22 @@ def isolation():
     torch.func.grad(inside)(torch.ones(2))
     with Refuse(), _torch.isolate():
         torch.ones(2).sin()
+
+
+@check("leave_function_mode")
+def a_function_mode_below_another():
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(self)
+            return func(*args, **(kwargs or {}))
+
+    seen, below, above = [], Sees(), Sees()
+    below.__enter__()
+    with above:
+        _torch.leave_function_mode(below)
+        torch.ones(2).sin()
+    torch.ones(2).sin()
+    assert set(seen) == {above}
 
 
 @check("set_saved_tensors_hooks_aside")

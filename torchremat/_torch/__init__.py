@@ -34,8 +34,9 @@ from .fake_proxy import (
     answer_nan_checks, answer_operators, autograd_as_at_the_top, enter_proxy_modes,
     erase_questions, find_ragged_dim, function_modes,
     innermost_proxy_mode, is_active, is_any_autocast_enabled, is_fake, is_faking,
-    is_traceable_wrapper_subclass, is_transformed_or_watched, isolate, new_fake_mode, new_tracer,
-    proxy_of, replay_views, track, track_size, untraced, without_function_modes,
+    is_traceable_wrapper_subclass, is_transformed_or_watched, isolate, leave_function_mode,
+    new_fake_mode, new_tracer, proxy_of, replay_views, track, track_size, untraced,
+    without_function_modes,
 )  # fmt: skip
 from .flash_attention import (
     FLASH_ATTENTION, FLASH_ATTENTION_BACKWARD, attend_ragged, attend_ragged_backward,

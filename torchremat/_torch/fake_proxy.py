@@ -37,7 +37,12 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -88,6 +93,15 @@ def _suspend_captures() -> Iterator[None]:
             _pop_mode()
         for mode in modes:
             _push_mode(mode)
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Take `mode` off the stack of function modes, where others may have come above it."""
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
 
 
 def new_fake_mode(shapes: ShapeEnv | None = None) -> FakeTensorMode:

@@ -9,7 +9,6 @@ PyTorch's functions, before any operator runs, and passes each through `lift`:
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -157,13 +156,14 @@ class _EnterWhenRead:
         self._mode = mode
         self._cotangents = cotangents
         self._count = count
-        self._stack = ExitStack()
+        self._is_entered = False
 
     def __enter__(self) -> None:
-        self._stack.__enter__()
+        """Do nothing yet."""
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        if self._is_entered:  # a mode of the user, set aside like this one, may be back before it
+            _torch.leave_function_mode(self._mode)
 
     def __iter__(self) -> Iterator[Tensor | None]:
         given = self._cotangents
@@ -171,7 +171,8 @@ class _EnterWhenRead:
             given = [None] * self._count
         elif isinstance(given, Tensor):
             given = [given]
-        self._stack.enter_context(self._mode)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._is_entered = True
         return iter(given)
 
 

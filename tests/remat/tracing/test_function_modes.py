@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import torchremat as tr
+from tests.helpers import nothing_left_behind
 
 
 class SineIsCosine(TorchFunctionMode):
@@ -71,3 +72,26 @@ def test_a_default_device_is_no_mode_of_the_user():
         with torch.device("cpu"):
             step(wrapped, None, False)
     assert tr.nn.report(wrapped).traces == 1
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, tr.grad])
+def test_a_derivative_inside_leaves_the_modes_as_they_were(transform):
+    """`torch.autograd.grad` sets the user's mode and that of the trace aside."""
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def f(x):
+        return transform(lambda x: (x.sin() * x).sum())(x)
+
+    x = torch.randn(3)
+    for mode in (torch.device("cpu"), Mode()):
+        with mode:
+            with nothing_left_behind():
+                tr.make_graph(f)(x)
+            with nothing_left_behind():
+                found = tr.checkpoint(f)(x)
+            torch.testing.assert_close(found, f(x), rtol=0, atol=0)
+            with nothing_left_behind(), pytest.raises(ZeroDivisionError):
+                tr.make_graph(lambda x: f(x) / (1 // 0))(x)

@@ -1,9 +1,10 @@
 // Streams, events and the guard through which PyTorch reaches them.
 #include "late.h"
 
-#include <ATen/ThreadLocalState.h>
-#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <deque>
 #include <exception>
@@ -39,13 +40,10 @@ c10::Stream make_stream(c10::DeviceIndex device, int64_t id) {
 
 // Tasks run outside all modes and transforms that are active where somebody waits.
 void run_outside_modes(const Task& task) {
-  static const at::ThreadLocalState nothing = [] {
-    std::optional<at::ThreadLocalState> found;
-    std::thread([&] { found.emplace(); }).join();
-    return *found;
-  }();
-  at::ThreadLocalStateGuard guard(nothing);
-  at::AutoDispatchBelowADInplaceOrView below;
+  auto excluded = c10::default_excluded_set | c10::autograd_dispatch_keyset |
+      c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+  c10::impl::ForceDispatchKeyGuard guard(
+      c10::DispatchKeySet(c10::DispatchKey::BackendSelect), excluded);
   try {
     task();
   } catch (...) {

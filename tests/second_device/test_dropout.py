@@ -127,6 +127,30 @@ def test_on_a_tape(late):
     assert _count_held(wrapped, wrapped, x) <= 4 * 1024
 
 
+def test_one_of_two_outputs_has_a_gradient(late):
+    """The backward graph is then of another trace than the decisions."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = _build()
+
+        def forward(self, x):
+            y = self.layers(x)
+            return y.sin(), y.cos()
+
+    model, wrapped = Two(), tr.nn.wrap(Two(), "full")
+    x = make_input((64, 32))
+    for which in ([0], [1], [0, 1]):
+        found = []
+        for each in (model, wrapped):
+            torch.manual_seed(4)
+            outputs = each(x)
+            loss = sum(outputs[i].square().sum() for i in which)
+            found.append(torch.autograd.grad(loss, list(each.parameters())))
+        assert_same(found[1], found[0])
+
+
 def test_lengths_that_change(late):
     model, wrapped = _build(), tr.nn.wrap(_build(), "full")
     for rows in (16, 40, 24, 33):

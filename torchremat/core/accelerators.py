@@ -94,6 +94,11 @@ class DefaultGenerator:
 
 def get_all_generator_states() -> dict[torch.device, Tensor]:
     """The states of all default generators that may have been used."""
+    return {torch.device("cpu"): torch.get_rng_state(), **get_accelerator_states()}
+
+
+def get_accelerator_states() -> dict[torch.device, Tensor]:
+    """Those among them that are not of the CPU."""
     return {device: get_generator_state(device) for device in _list_used_devices()}
 
 
@@ -103,12 +108,10 @@ def set_all_generator_states(states: Iterable[tuple[torch.device, Tensor]]) -> N
 
 
 def _list_used_devices() -> list[torch.device]:
-    devices = [torch.device("cpu")]
     here = torch.accelerator.current_accelerator()
     if here is None:
-        return devices
+        return []
     module = torch.get_device_module(here)
-    if getattr(module, "is_initialized", module.is_available)():
-        count = torch.accelerator.device_count()
-        devices += [torch.device(here.type, index) for index in range(count)]
-    return devices
+    if not getattr(module, "is_initialized", module.is_available)():
+        return []
+    return [torch.device(here.type, index) for index in range(torch.accelerator.device_count())]

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchremat import _torch
+from torchremat.core.accelerators import (
+    get_accelerator_states,
+    get_generator_state,
+    set_generator_state,
+)
 from torchremat.core.source import Source, current_source
 from torchremat.errors import EffectError
 from torchremat.graph.nodes import attribute
@@ -93,6 +98,15 @@ def _generator(label: str, generator: torch.Generator) -> RandomSource:
     return RandomSource(label, get, set_, draw)
 
 
+def _is_seeded(before: Tensor, now: Tensor) -> bool:
+    """Whether more was done to the generator of a GPU than to draw: it is a seed and an offset."""
+    if before.numel() != 16 or now.numel() != 16:
+        return False
+    seed, offset = before.view(torch.int64).tolist()
+    new_seed, new_offset = now.view(torch.int64).tolist()
+    return bool(new_seed != seed or new_offset < offset)
+
+
 class DrawWatch:
     """Notices a generator that is seeded or restored between the draws of a traced function.
 
@@ -109,6 +123,8 @@ class DrawWatch:
             _torch.generator_id(torch.default_generator): self._default.get()
         }
         self._last: Source | None = None
+        self._on_devices = get_accelerator_states()
+        """PyTorch runs operators without a rule for shapes on real tensors, and they draw there."""
 
     def note(self, node: fx.Node) -> None:
         """Note an operator that a trace records, which may draw random numbers."""
@@ -134,7 +150,7 @@ class DrawWatch:
         key = _torch.generator_id(generator)
         if self._expected.get(key, before) != before:
             source.set(self._expected[key])
-            raise _seeding_error(source, line)
+            raise _seeding_error(source.label, line)
         self._watched.setdefault(key, (source, before))
         source.draw()
         self._expected[key] = source.get()
@@ -142,17 +158,24 @@ class DrawWatch:
 
     def finish(self) -> None:
         """Restore the generators; raise if one was set after the last draw."""
-        moved = [s for key, (s, _) in self._watched.items() if s.get() != self._expected[key]]
+        moved = [s.label for key, (s, _) in self._watched.items() if s.get() != self._expected[key]]
         for source, before in self._watched.values():
             source.set(before)
         self._watched.clear()
+        for device, state in self._on_devices.items():
+            with _torch.isolate():
+                now = get_generator_state(device)
+                if not torch.equal(now, state):
+                    set_generator_state(device, state)
+                    if _is_seeded(state, now):
+                        moved.append(f"the default generator of {device}")
         if moved:
             raise _seeding_error(moved[0], self._last)
 
 
-def _seeding_error(source: RandomSource, line: Source | None) -> EffectError:
+def _seeding_error(label: str, line: Source | None) -> EffectError:
     return EffectError(
-        f"the function seeds {source.label}, or sets its state, around the draw at {line} (by "
+        f"the function seeds {label}, or sets its state, around the draw at {line} (by "
         "manual_seed, set_rng_state or fork_rng): a checkpoint replays a graph, which draws from "
         "generators as they are. Seed outside of the checkpoint, or pass a generator to the draw."
     )

@@ -7,6 +7,7 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
 #include <functional>
@@ -32,6 +33,12 @@ c10::Stream new_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(c10::Stream stream);
 c10::DeviceIndex current_device();
 c10::DeviceIndex exchange_device(c10::DeviceIndex device);
+
+// Runs a block outside all modes and transforms that are active in this thread, below autograd.
+struct OutsideModes {
+  OutsideModes();
+  c10::impl::ForceDispatchKeyGuard guard;
+};
 
 // The number of the task, among those of its stream.
 uint64_t enqueue(c10::Stream stream, Task task);

@@ -361,6 +361,7 @@ std::optional<std::vector<IValue>> infer_shapes(const Call& call) {
   if (writes_only)
     return written;
   try {
+    OutsideModes outside;
     auto stack = call.to_meta();
     call.op.callBoxed(stack);
     auto found = results_of(call, stack);
@@ -381,7 +382,11 @@ std::vector<IValue> run(Call call) {
   std::vector<Tensor> made;
   if (!shapes.has_value()) {
     wait_on_host(stream);
-    auto computed = results_of(call, run_on_cpu(call, stack));
+    std::vector<IValue> computed;
+    {
+      OutsideModes outside;
+      computed = results_of(call, run_on_cpu(call, stack));
+    }
     std::vector<IValue> fresh;
     for (size_t i = 0; i < computed.size(); ++i) {
       auto written = find_written(call, i);
@@ -564,6 +569,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+}
+
+// A copy reads through both bits itself, as that of the CPU does.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 } // namespace late

@@ -4,7 +4,6 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <deque>
 #include <exception>
@@ -38,12 +37,8 @@ c10::Stream make_stream(c10::DeviceIndex device, int64_t id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(kLate, device), id);
 }
 
-// Tasks run outside all modes and transforms that are active where somebody waits.
-void run_outside_modes(const Task& task) {
-  auto excluded = c10::default_excluded_set | c10::autograd_dispatch_keyset |
-      c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
-  c10::impl::ForceDispatchKeyGuard guard(
-      c10::DispatchKeySet(c10::DispatchKey::BackendSelect), excluded);
+void run_task(const Task& task) {
+  OutsideModes outside;
   try {
     task();
   } catch (...) {
@@ -61,6 +56,12 @@ void raise_failure() {
 }
 
 } // namespace
+
+OutsideModes::OutsideModes()
+    : guard(
+          c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
+          c10::default_excluded_set | c10::autograd_dispatch_keyset |
+              c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView)) {}
 
 void set_order(Order wanted) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
@@ -124,7 +125,7 @@ void run_until(c10::Stream stream, uint64_t number) {
   while (queue.num_done < number) {
     auto task = std::move(queue.tasks.front());
     queue.tasks.pop_front();
-    run_outside_modes(task);
+    run_task(task);
     ++queue.num_done;
   }
 }

@@ -184,11 +184,12 @@ class Program(ABC):
         residuals = values[num_known:]
         cotangents = [ct for ct in joint.cotangents if ct is not None]
         gradients = self.gradients_of(joint, inputs_needing_grad)
-        draws, copies = {}, {}
+        draws: dict[int, fx.Node] = {}
+        copies = {}
         if with_states:
             start = len(saved)
-            draws = {start + i: self.residuals[i] for i in self.replayed_random}
             for i in self.replayed_random:
+                draws[start + i] = residuals[i] or self.residuals[i]
                 if is_run_again(self.residuals[i]):  # the graph computes it
                     residuals[i] = None
             copies = {start + i: memory_of(self.residuals[i]) for i in self.offloaded}

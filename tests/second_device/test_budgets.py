@@ -9,6 +9,9 @@ import torchremat as tr
 from tests.second_device.training import MODELS, build_encoder, make_input
 from torchremat.core.accelerators import read_allocated_bytes
 
+pytestmark = pytest.mark.parametrize("late", ["copies last"], indirect=True)
+"""No copy runs beside the operators here."""
+
 
 def _measure_peak(run):
     """The bytes that `run` has at its peak beyond those from before it."""

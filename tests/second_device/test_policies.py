@@ -23,10 +23,14 @@ POLICIES = {
     "budget": "budget:85%",
     "least": "budget:least",
     "by time": "budget:time:+10%",
-    "budget and offload": "budget:80%+offload",
 }
 
 
+NO_COPIES = pytest.mark.parametrize("late", ["copies last"], indirect=True)
+"""None runs beside the operators."""
+
+
+@NO_COPIES
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_training_is_plain_pytorchs(late, name, policy):
@@ -35,6 +39,12 @@ def test_training_is_plain_pytorchs(late, name, policy):
     assert_trained_alike(build, lambda m: tr.nn.wrap(m, policy), x)
     if not str(policy).startswith("budget"):
         assert_trained_alike(build, lambda m: tr.nn.wrap(m, policy, select="*"), x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_that_offloads(late, name):
+    build, shape = MODELS[name]
+    assert_trained_alike(build, lambda m: tr.nn.wrap(m, "budget:80%+offload"), make_input(shape))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,6 +63,7 @@ def test_offloaded_values_come_back(late, name, select):
     assert host_stats().nbytes == 0
 
 
+@NO_COPIES
 @pytest.mark.parametrize("policy", ["full", "dots", "budget:95%"])
 def test_tapes_train_alike(late, policy):
     """Routing by values cannot be one graph."""
@@ -79,6 +90,7 @@ def test_tapes_train_alike(late, policy):
     assert_trained_alike(build, lambda m: tr.nn.wrap(m, policy), x)
 
 
+@NO_COPIES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("policy", ["full", "dots", "budget:70%"])
 def test_autocast_of_the_device(late, policy, dtype):

@@ -6,6 +6,9 @@ import torch
 import torchremat as tr
 from tests.helpers import assert_same
 
+pytestmark = pytest.mark.parametrize("late", ["copies last"], indirect=True)
+"""No copy runs beside the operators here."""
+
 DRAWS = {
     "rand_like": lambda x: x * torch.rand_like(x),
     "normal_": lambda x: x * torch.empty_like(x).normal_(),

@@ -7,6 +7,9 @@ from torch.func import grad, hessian, jvp, vmap
 import torchremat as tr
 from tests.helpers import assert_same
 
+pytestmark = pytest.mark.parametrize("late", ["copies last"], indirect=True)
+"""No copy runs beside the operators here."""
+
 
 def _function(x, w):
     return torch.tanh(x @ w).square().sum() + torch.sin(x).prod(-1).sum()

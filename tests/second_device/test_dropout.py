@@ -12,6 +12,8 @@ from tests.helpers import assert_same
 from tests.second_device.training import assert_trained_alike, build_encoder, make_input, train
 from torchremat.measure import HeldBytes
 from torchremat.policies.policy import Policy
+from torchremat.remat.op import autograd_functions
+from torchremat.remat.tape import recorder
 
 pytestmark = pytest.mark.parametrize("late", ["copies last"], indirect=True)
 """No copy runs beside the operators here."""
@@ -156,6 +158,31 @@ def test_one_of_two_outputs_has_a_gradient(late):
             loss = sum(outputs[i].square().sum() for i in which)
             found.append(torch.autograd.grad(loss, list(each.parameters())))
         assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("way", ["graph", "tape"])
+def test_a_recorded_cuda_graph_reads_no_state(late, monkeypatch, way):
+    """PyTorch refuses to tell it then: values are saved, as without a checkpoint."""
+    for module in (autograd_functions, recorder):
+        monkeypatch.setattr(module, "is_captured", lambda: True)
+
+    def refuse():
+        raise RuntimeError("Cannot call get_state during CUDA graph capture")
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = _build()
+
+        def forward(self, x):
+            return self.layers(x) if way == "graph" or x.sum().item() < 1e6 else x
+
+    wrapped, x = tr.nn.wrap(Routed(), "full"), make_input((64, 32))
+    wrapped(x)  # it is traced before, as graphs are warmed up
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.late, "get_rng_state", lambda *_: refuse())
+        wrapped(x).sum().backward()
+    assert_trained_alike(Routed, lambda m: tr.nn.wrap(m, "full"), x)
 
 
 def test_lengths_that_change(late):

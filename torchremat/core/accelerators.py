@@ -36,6 +36,11 @@ def has_streams(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps") and is_here(device)
 
 
+def is_captured() -> bool:
+    """Whether a CUDA graph is being recorded, of which the state of a generator is no part."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def read_free_bytes(device: torch.device) -> int | None:
     """The bytes that are free on an accelerator; `None` if it does not tell."""
     try:

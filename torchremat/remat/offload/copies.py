@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.core.accelerators import is_captured
 from torchremat.remat.offload.host_pool import POOL, holds
 from torchremat.remat.offload.streams import Copy, stream_of
 
@@ -83,7 +84,7 @@ def _share_copy(like: Tensor, value: Tensor) -> Tensor:
 
 def _is_captured(value: Tensor) -> bool:
     """Whether a CUDA graph is being recorded, to which no other stream may lead in and out."""
-    return value.is_cuda and torch.cuda.is_current_stream_capturing()
+    return value.is_cuda and is_captured()
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.autodiff.gradient_parts import fill_slots
+from torchremat.core.accelerators import is_captured
 from torchremat.core.trees import scatter_values
 from torchremat.errors import EffectError
 from torchremat.graph.aliasing import spread
@@ -153,7 +154,8 @@ def _run_and_save(
     ctx.call = next(_calls)
     ctx.sizes = sizes
     offloads = bool(program.offloaded)
-    ctx.with_states = (offloads or bool(program.replayed_random)) and not _torch.is_faking()
+    in_other_form = offloads or bool(program.replayed_random)
+    ctx.with_states = in_other_form and not _torch.is_faking() and not is_captured()
     results = run_program(
         program,
         inputs,

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchremat import _torch
+from torchremat.core.accelerators import is_captured
 from torchremat.policies.replay_rules import drops_nothing
 from torchremat.remat.program.random_replay import generator_state
 from torchremat.remat.tape.checksum import Checksum, WholeValue
@@ -336,7 +337,7 @@ class _Call:
         """The state that random numbers are drawn from, if they can be drawn again from it."""
         if not self.facts.is_random or drops_nothing(self.op, self.args, self.kwargs):
             return None
-        if self.facts.replayed_by is None or not self.is_replayable:
+        if self.facts.replayed_by is None or not self.is_replayable or is_captured():
             self.is_replayable = False
             return None
         device = default_device(self.args, self.kwargs)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import torchremat as tr
 from tests.helpers import assert_same, derivatives
+from torchremat.remat.program.random_replay import find_replayed
 
 D = torch.double
 ours = torch.Generator()
@@ -108,6 +109,15 @@ def test_an_operator_without_a_generator_runs_again():
     assert [row.shape for row in report if row.decision == "saved"] == [(5056,)] * 2
     assert_same(
         derivatives(tr.checkpoint(f, policy="full"), (x, w), [x, w]), derivatives(f, (x, w), [x, w])
+    )
+
+
+def test_an_operator_with_a_state_of_its_own_does_not_run_again():
+    """A recurrent layer of cuDNN draws from the state of that library."""
+    assert find_replayed(torch.ops.aten._cudnn_rnn.default) is None
+    assert (
+        find_replayed(torch.ops.aten.native_dropout.default)
+        is torch.ops.aten.native_dropout.default
     )
 
 

@@ -83,9 +83,8 @@ def can_run_again(call: fx.Node) -> bool:
     return (
         isinstance(op, _torch.OpOverload)
         and isinstance(call.meta.get("val"), tuple | list)
-        and torch.Tag.nondeterministic_seeded in op.tags
-        and find_replayed(op) is op
-        and not takes_generator(op)
+        and op.namespace == "aten"
+        and packet_name(op) in _FROM_DEFAULT
         and _state_nbytes_at(_device_of(call).type) is not None
     )
 
@@ -112,13 +111,23 @@ def takes_generator(op: _torch.OpOverload) -> bool:
 def find_replayed(op: _torch.OpOverload) -> _torch.OpOverload | None:
     """The overload that draws again what the random operator `op` drew, from a generator's state.
 
-    It takes a generator, or else draws from the default one as `op` itself does. An operator that
-    writes to its arguments and takes none has none.
+    It takes a generator, or is `op` itself, which takes none and draws from the default one.
     """
     if op.namespace != "aten":
         return None
-    found = with_generator(op)
-    return op if found is None and not _torch.schema_of(op).is_mutable else found
+    return op if packet_name(op) in _FROM_DEFAULT else with_generator(op)
+
+
+# Recurrent layers of cuDNN and MIOpen are not among them: their libraries have states of their own.
+_FROM_DEFAULT = frozenset(
+    f"aten.{name}"
+    for name in (
+        "native_dropout", "_scaled_dot_product_flash_attention", "_flash_attention_forward",
+        "_scaled_dot_product_efficient_attention", "_efficient_attention_forward",
+        "_scaled_dot_product_cudnn_attention", "_cudnn_attention_forward",
+    )
+)  # fmt: skip
+"""Random operators that take no generator, and draw from the default one of their device."""
 
 
 def with_generator(op: _torch.OpOverload) -> _torch.OpOverload | None:

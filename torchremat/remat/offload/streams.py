@@ -74,7 +74,9 @@ def stream_of(device: torch.device) -> _CpuStream | _DeviceStream:
     >>> stream_of(torch.device("cpu")).copy(torch.empty(2), torch.ones(2)) is None
     True
     """
+    stream = _streams.get(device)
+    if stream is not None:
+        return stream
     if not has_streams(device):
         return _cpu_stream
-    stream = _streams.get(device)
-    return _streams.setdefault(device, _DeviceStream(device)) if stream is None else stream
+    return _streams.setdefault(device, _DeviceStream(device))

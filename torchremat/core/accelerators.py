@@ -75,6 +75,7 @@ def get_generator_state(device: torch.device) -> Tensor:
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Set the default generator of `device` to a state that `get_generator_state` gave."""
     if device.type == "cpu":
         torch.set_rng_state(state)
         return
@@ -103,11 +104,12 @@ def get_all_generator_states() -> dict[torch.device, Tensor]:
 
 
 def get_accelerator_states() -> dict[torch.device, Tensor]:
-    """Those among them that are not of the CPU."""
+    """The states of the default generators that are not of the CPU."""
     return {device: get_generator_state(device) for device in _list_used_devices()}
 
 
 def set_all_generator_states(states: Iterable[tuple[torch.device, Tensor]]) -> None:
+    """Set default generators back, each to the state that belongs to its device."""
     for device, state in states:
         set_generator_state(device, state)
 

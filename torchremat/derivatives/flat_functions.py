@@ -28,6 +28,7 @@ def check_callable(fun: Any, what: str) -> None:
 
 
 def resolve_argnums(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
+    """The positions that `argnums` names among `args`; `DerivativeTypeError` if one has none."""
     numbers = as_argnums(argnums, "argnums")
     least = max((n + 1 if n >= 0 else -n for n in numbers), default=0)
     if least > len(args):
@@ -184,6 +185,7 @@ def as_scalar_tensor(value: Any, aval: Aval) -> Any:
 
 
 def fits(tensor: Tensor, aval: Aval) -> bool:
+    """Whether `tensor` has the shape and the dtype of `aval`."""
     return tuple(tensor.shape) == aval.shape and tensor.dtype == aval.dtype
 
 

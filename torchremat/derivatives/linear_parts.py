@@ -75,6 +75,7 @@ _linear_parts = _LinearParts()
 
 @contextmanager
 def note_linear_part(tangents: Tensors, primals: Tensors) -> Iterator[None]:
+    """A block in which a rule for tangents runs with these `tangents` and `primals`."""
     _linear_parts.running.append(_LinearPart(_torch.transform_depth(), tangents, primals))
     try:
         yield

@@ -17,6 +17,7 @@ from torchremat.errors import ArgumentValueError, RuleTypeError
 
 
 def name_of(fun: Callable[..., Any]) -> str:
+    """The name of a function, or else that of its class."""
     return getattr(fun, "__name__", None) or type(fun).__name__
 
 
@@ -161,8 +162,10 @@ def describe_tree(tree: Any) -> str:
 
 
 def aval_of_value(value: Any) -> Any:
+    """The shape and dtype of a tensor; any other value as it is."""
     return Aval.of(value) if isinstance(value, Tensor) else value
 
 
 def mark_tensors(structure: Structure) -> list[bool]:
+    """Tell for each leaf of `structure` whether a tensor belongs there."""
     return [leaf is HOLE for leaf in _torch.tree_flatten(structure.tree)[0]]

@@ -384,6 +384,7 @@ def place_axis(tensor: Tensor, dim: int | None, to: int | None, size: int) -> Te
 
 
 def is_inexact(value: Any) -> bool:
+    """Whether it is a tensor of floating-point or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

@@ -185,7 +185,7 @@ class PolicyDecisions:
 
     @property
     def replayable(self) -> set[fx.Node]:
-        """Likewise, were those that need their arguments to run again allowed to."""
+        """Forced random values for which a state can stand, also those with arguments to read."""
         return {node for node in self.forced if state_nbytes(node) is not None}
 
     @cached_property

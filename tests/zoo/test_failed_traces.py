@@ -61,22 +61,7 @@ def _step(zoo, model, batch):
     return loss.detach(), gradients, dict(model.named_buffers())
 
 
-HALF_PUT_BACK = {
-    "big_bird": "its forward puts other attention modules in place; of that only the root's "
-    "attribute is put back"
-}
-"""Models that a failed trace does not leave as they were."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.xfail(reason=HALF_PUT_BACK[n], strict=True))
-        if n in HALF_PUT_BACK
-        else n
-        for n in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_failed_trace_leaves_the_model_as_it_was(name):
     zoo = MODELS[name]
     torch.manual_seed(0)

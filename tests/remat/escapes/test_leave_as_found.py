@@ -1,10 +1,12 @@
 """Traces leave no fake tensor in what a function writes to, though it fails."""
 
 import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import torchremat as tr
 from tests.remat.escapes.test_slots import InSlots
@@ -74,3 +76,54 @@ def test_arguments_are_left_as_they_were(trace):
     trace(fun, held, many)
     assert held.x is x
     assert len(many) == 1
+
+
+class Rebuilt(nn.Module):
+    """Whose forward puts other modules in place, counts, and logs numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.config = SimpleNamespace(kind="sparse", sizes=[])
+        self.count = 0
+
+    def forward(self, batch):
+        x = batch.pop("x")
+        self.count += 1
+        self.config.kind = "full"
+        self.config.sizes.append(len(x))
+        if self.count == 1:
+            first = self.first
+            del self.first
+            self.first = nn.Sequential(first)
+            self.seen = None
+            self.eval()
+        return self.last(self.first(x)).sum()
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_modules_are_left_as_they_were_though_nothing_traced_is_in_them(trace):
+    model, batch = Rebuilt(), {"x": torch.ones(2, 3, requires_grad=True), "y": 1}
+    parts, keys = list(model.modules()), list(model.state_dict())
+    items = list(batch.items())
+    refused = pytest.raises(tr.EffectError, match="'training'")  # a plan is of what is replayed
+    with refused if trace in (tr.estimate, plan_all) else nullcontext():
+        trace(model, batch)
+    assert list(model.modules()) == parts
+    assert list(model.state_dict()) == keys
+    assert model.count == 0
+    assert model.training
+    assert vars(model.config) == {"kind": "sparse", "sizes": []}
+    assert [(k, id(v)) for k, v in batch.items()] == [(k, id(v)) for k, v in items]
+
+
+def test_what_a_closure_logs_is_kept():
+    lengths = []
+
+    def fun(x):
+        lengths.append(len(x))
+        return x.sin().sum()
+
+    tr.make_graph(fun)(torch.ones(3))
+    assert lengths == [3]

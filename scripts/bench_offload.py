@@ -19,7 +19,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from accelerator import find_device, measure_peak, synchronize
+
 import torchremat as tr
-from torchremat.measure import LiveBytes
 from torchremat.remat.offload import host_pool
 
 TARGET = 1.10  # of the step without offload, where that takes twice as long as the copies
@@ -95,11 +95,11 @@ class Run:
     def step(self, x: torch.Tensor) -> None:
         """One step, which is timed."""
         self.model.zero_grad()
-        _synchronize(x.device)
+        synchronize(x.device)
         start = time.perf_counter()
         loss = self.model(x).square().mean()
         loss.backward()
-        _synchronize(x.device)
+        synchronize(x.device)
         self.seconds.append(time.perf_counter() - start)
         self.loss = loss.item()
 
@@ -107,34 +107,21 @@ class Run:
         """One step, of which the bytes are counted: above what was there before."""
         self.model.zero_grad()
         host_pool.reset_counts()
-        is_gpu = x.device.type == "cuda"
-        before = 0
-        if is_gpu:
-            torch.cuda.reset_peak_memory_stats(x.device)
-            before = torch.cuda.memory_allocated(x.device)
-        with nullcontext() if is_gpu else LiveBytes() as memory:
-            self.model(x).square().mean().backward()
-        _synchronize(x.device)
-        peak = torch.cuda.max_memory_allocated(x.device) - before if is_gpu else memory.peak
-        self.peak_nbytes, self.host_nbytes = peak, host_pool.stats().peak_nbytes
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        self.peak_nbytes = measure_peak(lambda: self.model(x).square().mean().backward(), x.device)
+        self.host_nbytes = host_pool.stats().peak_nbytes
 
 
 def link_seconds(nbytes: int, device: torch.device) -> float:
     """How long so many bytes take to the host and back, in blocks of 64 MiB."""
     block = min(nbytes, 64 << 20)
     there = torch.empty(block, dtype=torch.uint8, device=device)
-    here = torch.empty(block, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    here = torch.empty(block, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
     def copy() -> None:
         for _ in range(max(nbytes // block, 1)):
             here.copy_(there, non_blocking=True)
             there.copy_(here, non_blocking=True)
-        _synchronize(device)
+        synchronize(device)
 
     return _best(copy)
 
@@ -174,8 +161,9 @@ def measure(args: argparse.Namespace) -> list[Run]:
 def main() -> int:
     """Print a line for each variant. The status is 1 if they differ, or miss the target."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    is_gpu = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if is_gpu else "cpu")
+    device = find_device()
+    is_gpu = device.type == "cuda"
+    parser.add_argument("--device", default=str(device))
     parser.add_argument("--blocks", type=int, default=8 if is_gpu else 3)
     parser.add_argument("--width", type=int, default=4096 if is_gpu else 128)
     parser.add_argument("--rows", type=int, default=8192 if is_gpu else 2048)

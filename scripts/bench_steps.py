@@ -16,7 +16,6 @@ PyTorch's where `torch.utils.checkpoint` keeps them.
 
 import argparse
 import copy
-import gc
 import json
 import statistics
 import sys
@@ -30,11 +29,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from accelerator import find_device, measure_peak, synchronize
 from compile_measure import checkpointed
 from compile_models import MODELS, Model
 
 import torchremat as tr
-from torchremat.measure import LiveBytes
 
 FRACTIONS = (0.7, 0.5)
 """Of the plain peak, by the simulation: the budgets."""
@@ -68,35 +67,21 @@ class Step:
         """Seconds of one step, gradients made anew."""
         self.module.zero_grad()
         torch.manual_seed(0)
-        _synchronize(self.args[0].device)
+        synchronize(self.args[0].device)
         start = time.perf_counter()
         self.module(*self.args).backward()
-        _synchronize(self.args[0].device)
+        synchronize(self.args[0].device)
         return time.perf_counter() - start
 
     def _weigh(self) -> int:
-        device = self.args[0].device
         self.run()
         self.module.zero_grad()
-        gc.collect()  # else garbage of other variants may go while this one runs
-        if device.type != "cuda":
-            with LiveBytes() as memory:
-                self.run()
-            return memory.peak
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        torch.cuda.reset_peak_memory_stats()
-        self.run()
-        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
+        return measure_peak(self.run, self.args[0].device)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def variants_of(model: Model, device: torch.device) -> dict[str, Callable[[], Step]]:
+def variants_of(model: Model, device: torch.device, small: bool) -> dict[str, Callable[[], Step]]:
     """How each variant is made, by name."""
-    module, args = model.make(device)
+    module, args = model.make(device, small=small)
     blocks = ",".join(f"{name}.*" for name in model.blocks)
 
     def budget(fraction: float) -> Step:
@@ -121,10 +106,11 @@ def variants_of(model: Model, device: torch.device) -> dict[str, Callable[[], St
     } | {f"{f}": lambda f=f: budget(f) for f in FRACTIONS}
 
 
-def measure(name: str, device: torch.device, rounds: int) -> list[Row]:
+def measure(name: str, args: argparse.Namespace) -> list[Row]:
     """The rows of one model."""
-    steps = [make() for make in variants_of(MODELS[name], device).values()]
-    for _ in range(rounds):
+    variants = variants_of(MODELS[name], torch.device(args.device), args.small)
+    steps = [make() for make in variants.values()]
+    for _ in range(args.rounds):
         for step in steps:
             step.seconds.append(step.run())
     plain = steps[0]
@@ -160,13 +146,14 @@ def print_rows(rows: list[Row]) -> None:
 def main() -> int:
     """Measure, print, and write the JSON that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=str(find_device()))
+    parser.add_argument("--small", action="store_true", help="the sizes for a CPU, on any device")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.backends.cudnn.deterministic = True  # else plain PyTorch differs from itself
-    rows = [row for m in args.models for row in measure(m, torch.device(args.device), args.rounds)]
+    rows = [row for name in args.models for row in measure(name, args)]
     print_rows(rows)
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

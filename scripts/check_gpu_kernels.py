@@ -6,7 +6,7 @@
 Each reduction, dtype and distribution of lengths is compared with a loop on the CPU in double
 precision and differentiated. A second run must be equal to the bit. Then kernel and twin are timed,
 with the bytes that each moves in a second, and `torch.compile` is tried. The exit status is 1 if
-anything differs. Without a GPU the twin is checked on the CPU, and nothing is timed.
+anything differs. Without a GPU the twin is checked on what is there, and nothing is timed.
 """
 
 import itertools
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from accelerator import describe_device, find_device
 
 from torchremat.kernels.segments import segment_ops
 from torchremat.kernels.segments.segments import offsets_of, segment_max, segment_min, segment_sum
@@ -54,15 +56,15 @@ TIMED = {  # lengths, trailing dims
 def main() -> int:
     """Print what is there, what differs, and times."""
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"PyTorch {torch.__version__}, Triton {triton_version()}, {name_of(device)}")
+    device = find_device()
+    print(f"PyTorch {torch.__version__}, Triton {triton_version()}, {describe_device(device)}")
     begun = time.perf_counter()
     wrong = check_values(device) + check_gradients(device)
     print(f"checked in {time.perf_counter() - begun:.0f} s: {len(wrong)} wrong")
     for line in wrong:
         print("  WRONG", line)
-    if device.type == "cpu":
-        print("no GPU: the twin was checked, and no kernel")
+    if device.type != "cuda":
+        print(f"no GPU: the twin was checked on {device.type}, and no kernel")
         return int(bool(wrong))
     if not segment_ops.HAS_TRITON:
         print("no Triton: the twin was checked on the GPU, and no kernel")
@@ -79,10 +81,6 @@ def triton_version() -> str:
     import triton  # noqa: PLC0415
 
     return str(triton.__version__)
-
-
-def name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def check_values(device: torch.device) -> list[str]:

@@ -26,11 +26,11 @@ class Model:
     large: tuple[int, ...]
     blocks: tuple[str, ...]
 
-    def make(self, device: torch.device) -> Built:
-        """The module and its arguments on `device`, the same each time."""
+    def make(self, device: torch.device, *, small: bool = False) -> Built:
+        """The module and its arguments on `device`, the same each time; `small` as on a CPU."""
         torch.manual_seed(0)
         with device:
-            return self.build(*(self.small if device.type == "cpu" else self.large))
+            return self.build(*(self.small if small or device.type == "cpu" else self.large))
 
 
 def _gpt(depth: int, width: int, batch: int, length: int) -> Built:

@@ -7,13 +7,19 @@ python scripts/describe_machine.py
 import datetime
 import importlib.metadata
 import platform
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from accelerator import describe_device, find_device
 
 
 def main() -> None:
     """Print one sentence."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    device = describe_device(find_device())
     versions = [f"PyTorch {torch.__version__}", f"Python {platform.python_version()}"]
     for name in ("triton", "transformers"):
         try:

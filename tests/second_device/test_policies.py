@@ -97,3 +97,39 @@ def test_autocast_of_the_device(late, policy, dtype):
     build, shape = MODELS["encoder"]
     x = make_input(shape)
     assert_trained_alike(build, lambda m: tr.nn.wrap(m, policy), x, autocast=dtype)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+@NO_COPIES
+def test_what_stands_in_a_graph_is_run_under_autocast(late):
+    # a name, a nested checkpoint, a block without gradients, a class with its own derivative
+    def build():
+        torch.manual_seed(1)
+        return torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(2)]).to("late")
+
+    class Named(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.checkpoint = build(), lambda f: f
+
+        def forward(self, x):
+            first, last = self.layers
+            hidden = tr.checkpoint_name(self.checkpoint(lambda y: first(y).sin())(x), "hidden")
+            with torch.no_grad():
+                scale = last(hidden).abs().amax()
+            return Doubled.apply(last(hidden) / scale)
+
+    def wrapped(model):
+        model.checkpoint = tr.checkpoint
+        return tr.nn.wrap(model, cp.save_only_these_names("hidden"))
+
+    assert_trained_alike(Named, wrapped, make_input((4, 8)), autocast=torch.bfloat16)

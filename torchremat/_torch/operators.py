@@ -54,6 +54,16 @@ def dispatch_call(op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
     return HigherOrderOperator.__call__(op, *args, **kwargs)
 
 
+# A tangent that forward mode knows to be zero, and numbers whose reader conjugates or negates.
+# PyTorch skips the autocast of CPU, CUDA and XPU alone: Apple's and others' are devices too.
+_SKIPPED = (
+    DispatchKey.ZeroTensor,
+    DispatchKey.Conjugate,
+    DispatchKey.Negative,
+    *(getattr(DispatchKey, name) for name in dir(DispatchKey) if name.startswith("Autocast")),
+)
+
+
 def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> None:
     """Give `op` its rules below autograd, all from `run`: dense, fake, traced, functionalised.
 
@@ -83,8 +93,7 @@ def register_simple_rules(op: HigherOrderOperator, run: Callable[..., Any]) -> N
         with context.redispatch_to_next():
             return context.wrap_tensors(dispatch_call(op, *inner, **kwargs))
 
-    # a tangent that forward mode knows to be zero, and numbers whose reader conjugates or negates
-    for key in (DispatchKey.ZeroTensor, DispatchKey.Conjugate, DispatchKey.Negative):
+    for key in _SKIPPED:
         op.fallthrough(key)
     op.py_impl(DispatchKey.CompositeExplicitAutograd)(dense)
     op.py_impl(DispatchKey.Autograd)(autograd)

@@ -560,6 +560,6 @@ def test_a_graph_without_values_is_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none is there")
 def test_it_equals_what_the_allocator_was_asked_for():
-    script = Path(__file__).parents[3] / "scripts" / "check_cuda_memory.py"
-    found = runpy.run_path(str(script))["check_all"]()
+    script = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "check_device_memory.py"))
+    found = script["check_all"](torch.device("cuda", 0), list(script["MODELS"]))
     assert [row for row in found if row.simulated != row.requested] == []

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Compare simulated peaks with the bytes requested from the CUDA allocator.
+"""Compare simulated peaks with the bytes requested from the allocator of an accelerator.
 
-    .venv/bin/python scripts/check_cuda_memory.py        a line for each model and policy
+    .venv/bin/python scripts/check_device_memory.py        a line for each model and policy
 
-`requested` is `torch.cuda.memory_stats()["requested_bytes.all.peak"]` of a step, above the bytes
+`requested` is "requested_bytes.all.peak" of the allocator's statistics in a step, above the bytes
 that were there before. Kernels also allocate workspaces (cuBLAS, cuDNN, sorts, reductions in
 blocks). A step of its own measures what each operator allocates and frees while it runs. These
 bytes are added to the simulated ones of that operator. The two must be equal then, to the byte. The
-exit status is 1 if they are not. Without a CUDA device nothing is checked, and it is 0.
+exit status is 1 if they are not. Without an accelerator nothing is checked, and it is 0.
 """
 
-import gc
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from accelerator import find_device, measure_peak, synchronize
+
 import torchremat as tr
+from torchremat.core.accelerators import read_allocated_bytes
 from torchremat.planning.memory.simulate import simulate
 
 POLICIES = ("none", "full", "dots", "dots_with_no_batch_dims_saveable")
@@ -44,10 +47,14 @@ class Row:
 
 def main() -> int:
     """Print a line for each model and policy."""
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing is checked")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", type=torch.device, default=find_device())
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    args = parser.parse_args()
+    if args.device.type == "cpu":
+        print("no accelerator: nothing is checked")
         return 0
-    rows = check_all()
+    rows = check_all(args.device, args.models)
     for row in rows:
         verdict = "equal" if row.simulated == row.requested else "NOT EQUAL"
         print(
@@ -58,16 +65,16 @@ def main() -> int:
     return int(any(row.simulated != row.requested for row in rows))
 
 
-def check_all() -> list[Row]:
+def check_all(device: torch.device, models: list[str]) -> list[Row]:
     """The figures of each model and policy."""
-    return [check(name, policy) for name in MODELS for policy in POLICIES]
+    return [check(name, policy, device) for name in models for policy in POLICIES]
 
 
-def check(name: str, policy: str) -> Row:
+def check(name: str, policy: str, device: torch.device) -> Row:
     """The figures of one model under one policy."""
     torch.manual_seed(0)
     module, x = MODELS[name]()
-    module, x = module.cuda(), x.cuda()
+    module, x = module.to(device), x.to(device)
     parameters = list(module.parameters())
     fun = tr.checkpoint(lambda: module(x).float().square().mean(), policy=policy)
 
@@ -76,17 +83,13 @@ def check(name: str, policy: str) -> Row:
 
     step()
     step()  # handles and their workspaces are there from now on
-    gc.collect()  # else parameters of the model before may go during the step
-    before = requested("current")
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    peak = requested("peak") - before
-    with Workspaces() as mode:
+    peak = measure_peak(step, device)
+    with Workspaces(device) as mode:
         step()
     program = fun.last_program
     needed = tuple(spec.requires_grad for spec in program.region.specs)
     backward = program.backward((True,), needed, with_states=True)
-    timeline = simulate(program.runtime_forward.module, backward.module, device="cuda")
+    timeline = simulate(program.runtime_forward.module, backward.module, device=device.type)
     points = [p for p in timeline if "generator_state" not in p.name]
     spaces = list(mode.without_the_rest(sum(p.phase == "forward" for p in points)))
     assert len(spaces) == len(points), (len(spaces), len(points))
@@ -101,29 +104,29 @@ def check(name: str, policy: str) -> Row:
     )
 
 
-def requested(which: str) -> int:
-    """The bytes requested from the allocator: `"current"` or `"peak"`."""
-    torch.cuda.synchronize()
-    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
-
-
 class Workspaces(TorchDispatchMode):
     """Notes what each operator asks for while it runs, above what is there before and after."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self.found: list[tuple[str, int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        before = requested("current")
-        torch.cuda.reset_peak_memory_stats()
+        before = self._read("current")
+        torch.accelerator.reset_peak_memory_stats(self._device)
         out = func(*args, **(kwargs or {}))
-        most = max(before, requested("current"))
-        if func.namespace == "aten":
-            self.found.append((str(func), requested("peak") - most))
+        most = max(before, self._read("current"))
+        is_token = func == torch.ops.aten.empty.memory_format and args[0] == [0]  # of a stage
+        if func.namespace == "aten" and not is_token:
+            self.found.append((str(func), self._read("peak") - most))
         return out
+
+    def _read(self, which: str) -> int:
+        synchronize(self._device)
+        return read_allocated_bytes(self._device, which)
 
     def without_the_rest(self, num_forward: int) -> Iterator[tuple[str, int]]:
         """The operators of the graphs, without writes to buffers and `ones_like`, the cotangent."""
@@ -162,7 +165,7 @@ class GPT(nn.Module):
         self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
-        with torch.autocast("cuda", self.dtype, enabled=self.dtype is not None):
+        with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype is not None):
             return self.head(self.blocks(self.embed(tokens)))
 
 

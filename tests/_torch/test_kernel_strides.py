@@ -18,7 +18,9 @@ from torchremat.nn import report, wrap
 
 OTHERS = {
     "aten._fft_r2c.default",
+    "aten._sparse_mm_reduce_impl.default",
     "aten.ldexp.Tensor",
+    "aten.max_pool3d_with_indices_backward.default",
     "aten.max_unpool2d.default",
     "aten.native_dropout_backward.default",
     "aten.normal.Tensor_Tensor",
@@ -30,7 +32,7 @@ OTHERS = {
 CALLERS = {
     "_batch_norm_with_update", "_native_batch_norm_legit", "native_batch_norm", "copysign",
     "nn.functional.batch_norm", "nn.functional.channel_shuffle", "nn.functional.cross_entropy",
-    "nn.functional.glu", "nn.functional.huber_loss", "nn.functional.logsigmoid", "div",
+    "nn.functional.glu", "nn.functional.max_pool3d", "nn.functional.huber_loss", "nn.functional.logsigmoid", "div",
     "nn.functional.mse_loss", "nn.functional.smooth_l1_loss", "nn.functional.nll_loss",
     "nn.functional.pad", "native_layer_norm", "logaddexp", "logical_and", "xlogy", "heaviside",
 }  # fmt: skip
@@ -47,10 +49,13 @@ class Comparison(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = str(func)
-        try:
+        try:  # before it runs, as `transpose_` changes its argument
             fakes = pytree.tree_map_only(Tensor, self._fake_mode.from_tensor, (args, kwargs))
+        except Exception:
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        try:
             with self._fake_mode:
                 fake = func(*fakes[0], **fakes[1])
         except Exception:  # it depends on values, or cannot be faked

@@ -32,6 +32,20 @@ def _in_format_of(position: int) -> _Rule:
     return make
 
 
+def _in_format_of_volume(position: int) -> _Rule:
+    """As `_in_format_of`, of a volume with channels that may stand for a batch of one."""
+
+    def make(result: Tensor, *args: Any) -> Tensor:
+        volume = args[position]
+        if volume.dim() != 4:
+            return torch.empty_like(result, memory_format=_find_memory_format(volume))
+        is_last = volume.unsqueeze(0).is_contiguous(memory_format=torch.channels_last_3d)
+        layout = torch.channels_last_3d if is_last else torch.contiguous_format
+        return torch.empty_like(result.unsqueeze(0), memory_format=layout).squeeze(0)
+
+    return make
+
+
 def _as_sum(result: Tensor, a: Any, b: Any, *_: Any) -> Tensor:
     """As the operators that PyTorch iterates over elements for."""
     return torch.empty_like(torch.add(a, b), dtype=result.dtype)
@@ -75,6 +89,8 @@ _RULES: dict[Any, tuple[_Rule, ...]] = {
         ),
         (_contiguous,),
     ),
+    aten.max_pool3d_with_indices.default: (_in_format_of_volume(0), _in_format_of_volume(0)),
+    aten.max_pool3d_with_indices_backward.default: (_in_format_of_volume(1),),
     aten.log_sigmoid_forward.default: (_contiguous, _contiguous),
     aten.native_layer_norm_backward.default: (_contiguous, _contiguous),
     **dict.fromkeys(

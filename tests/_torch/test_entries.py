@@ -1226,6 +1226,14 @@ def test_a_kernel_that_reads_what_another_writes_is_fused_with_it_if_allowed():
     assert asked[:2] == [{"aten.sum.dim_IntList"}, {"aten.sub.Tensor"}]
 
 
+@check("MARK_OF_DYNAMO")
+def what_dynamo_notes_on_a_parameter():
+    model = torch.nn.Linear(2, 2)
+    torch.compile(model, backend="eager")(torch.ones(2))
+    torch._dynamo.mark_static_address(model.weight, guard=False)
+    assert _torch.MARK_OF_DYNAMO in vars(model.weight)
+
+
 @check("is_exporting")
 def what_a_module_is_traced_for():
     class Looks(torch.nn.Module):

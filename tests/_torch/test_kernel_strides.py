@@ -32,7 +32,8 @@ OTHERS = {
 CALLERS = {
     "_batch_norm_with_update", "_native_batch_norm_legit", "native_batch_norm", "copysign",
     "nn.functional.batch_norm", "nn.functional.channel_shuffle", "nn.functional.cross_entropy",
-    "nn.functional.glu", "nn.functional.max_pool3d", "nn.functional.huber_loss", "nn.functional.logsigmoid", "div",
+    "nn.functional.glu", "nn.functional.huber_loss", "nn.functional.logsigmoid", "div",
+    "nn.functional.max_pool3d",
     "nn.functional.mse_loss", "nn.functional.smooth_l1_loss", "nn.functional.nll_loss",
     "nn.functional.pad", "native_layer_norm", "logaddexp", "logical_and", "xlogy", "heaviside",
 }  # fmt: skip

@@ -12,7 +12,7 @@ from .versions.supplied import MISSING_PARTS  # isort: skip  (before those that 
 from .aot import (
     MUST_RECOMPUTE, MUST_SAVE, Partitioner, aot_autograd, decompose, decomposition_table,
     ends_in_graph_break, keep_compile_context,
-    default_partition, find_written_inputs, is_compiled_by_inductor, is_exporting,
+    default_partition, find_written_inputs, is_compiled_by_inductor, is_exporting, MARK_OF_DYNAMO,
     is_in_stock_compiler, mark_as_constant, merge_alike, min_cut_partition, node_in_compiler,
     out_of_compiler, run_outside_dynamo, selective_policy_at_work, selective_policy_of, to_user,
 )  # fmt: skip

@@ -68,6 +68,10 @@ def is_in_stock_compiler() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
+MARK_OF_DYNAMO = "_dynamo_static_input_type"
+"""The attribute that Dynamo sets on a parameter which it meets, in the body of a `scan` say."""
+
+
 def is_exporting() -> bool:
     """`torch.compiler.is_exporting`, which PyTorch 2.11 compiles as true whatever it traces for."""
     return torch.compiler._is_exporting_flag

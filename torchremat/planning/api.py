@@ -33,7 +33,7 @@ from torchremat.planning.step.traced_step import (
     timeline_of,
 )
 from torchremat.planning.step.updated_step import UpdatedStep
-from torchremat.planning.tile_choice import choose_tiles
+from torchremat.planning.tile_choice import choose_tiles, may_cut
 from torchremat.planning.whole_step import WholeStepPlanner
 from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.program.function_program import FunctionProgram
@@ -315,7 +315,7 @@ class PlannedFunction:
     def even_budgets(self, count: int) -> list[Budget]:
         most = self.planner.bytes_of(Budget(fraction=1.0))
         try:
-            self.planner.plan(Budget(nbytes=self.resident + 1), "pareto")
+            self.plan(Budget(nbytes=self.resident + 1), "pareto")
         except BudgetError as error:
             least = error.least_bytes
         else:
@@ -328,13 +328,15 @@ class PlannedFunction:
     def plan(
         self, budget: Budget, asked: str, near: Schedule | None = None, *, tile: bool = False
     ) -> Plan:
-        if tile:
-            return self.plan_in_tiles(budget, asked)
+        if may_cut(self.joint, tile=tile):
+            return self.plan_in_tiles(budget, asked, tile=tile)
         return self._describe(self.planner.plan(budget, asked, near=near))
 
-    def plan_in_tiles(self, budget: Budget, asked: str) -> Plan:
-        """The plan of the step with as many tiles as make it take the least time."""
-        chosen = choose_tiles(self.planner, budget, None, self._make_planner, is_prompt=False)
+    def plan_in_tiles(self, budget: Budget, asked: str, *, tile: bool) -> Plan:
+        """The plan of the step with as many tiles and segments as make it take the least time."""
+        chosen = choose_tiles(
+            self.planner, budget, None, self._make_planner, tile=tile, is_prompt=False
+        )
         if chosen.found.error is not None:
             raise chosen.found.error(asked)
         made = self._describe(chosen.found.planned)

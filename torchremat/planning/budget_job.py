@@ -36,7 +36,7 @@ from torchremat.planning.step.planned_step import PlannedStep
 from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import differentiates, forward_only
 from torchremat.planning.step.updated_step import UpdatedStep
-from torchremat.planning.tile_choice import choose_tiles
+from torchremat.planning.tile_choice import choose_tiles, may_cut
 
 _logger = logging.getLogger("torchremat")
 
@@ -190,11 +190,11 @@ class BudgetJob:
     def prepare_joint(
         self, joint: Joint, sizes: Sizes | None, updated: UpdatedStep | None = None
     ) -> Joint:
-        """The joint graph with as many tiles as the budget needs; as it is without `tile`.
+        """The joint graph with as many tiles, and segments of loops, as the budget needs.
 
         The number that was chosen for one trace stays for the others of the function.
         """
-        if not self.policy.tile or not differentiates(joint):
+        if not differentiates(joint) or not may_cut(joint, tile=self.policy.tile):
             return joint
         if joint not in self._tiled:
             while len(self._tiled) >= _MOST_GRAPHS:
@@ -216,7 +216,14 @@ class BudgetJob:
             if updated is not None and budget is not None and budget.fraction is not None:
                 usual = self._planner_at(joint, sizes, growth)
                 budget = Budget(nbytes=usual.bytes_of(budget))
-            chosen = choose_tiles(make(joint), budget, self.saved, make, is_prompt=self._is_prompt)
+            chosen = choose_tiles(
+                make(joint),
+                budget,
+                self.saved,
+                make,
+                tile=self.policy.tile,
+                is_prompt=self._is_prompt,
+            )
             if chosen.found.error is None:
                 break
         return None if chosen is None else chosen.tiling
@@ -271,7 +278,7 @@ class BudgetJob:
                 return graph
         planner = usual = self.policy.planner(joint, fuses=fuses, updated=updated)
         if joint.untiled is not None or updated is not None:
-            usual = self.policy.planner(joint.untiled or joint, fuses=fuses)
+            usual = planner.usual = self.policy.planner(joint.untiled or joint, fuses=fuses)
         self._graphs.insert(0, _Graph(joint, fuses, updated, planner, usual))
         del self._graphs[_MOST_GRAPHS:]
         return self._graphs[0]

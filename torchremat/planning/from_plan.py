@@ -70,7 +70,7 @@ class FromPlan(PlannedPolicy):
             )
 
     def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
-        """The joint graph with the tiles of the plan."""
+        """The joint graph with the tiles of the plan, and its segments of loops."""
         tiling = self._plan.tiling
         return joint if tiling is None else tile_joint(joint, tiling) or joint
 
@@ -83,8 +83,9 @@ class FromPlan(PlannedPolicy):
         plan = self._plan
         if plan.tiling is not None and joint.untiled is None:
             raise PlanError(
-                f"{self!r}: the plan has tiles, and this graph has none: a compiler runs it, or it "
-                "is another function. Make a plan for it, without tile=True for a compiler"
+                f"{self!r}: the plan has tiles, or segments of loops, and this graph has none: a "
+                "compiler runs it, or it is another function. Make a plan for it, without "
+                "tile=True for a compiler"
             )
         schedule = plan.graph_schedule(joint)
         lines = lines_of(joint.module.graph)

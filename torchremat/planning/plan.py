@@ -67,7 +67,7 @@ class Plan(ShownInNotebook):
         reserved_bytes: what PyTorch's caching allocator would take from a GPU for the peak; 0 in
             files of an earlier torchremat.
         gap_reason: why `gap` is large; empty up to 5 %.
-        tiling: how many tiles there are; `None` without tiles.
+        tiling: how many tiles there are, and segments of loops; `None` without any.
         updates_in_backward: how many parameters `optim.step_in_backward` updates in the backward
             pass, each as soon as its gradient is there; 0 if the budget needs none.
     """
@@ -164,6 +164,8 @@ class Plan(ShownInNotebook):
         said = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
         head = f"plan on {self.device}: {said or 'nothing to decide'}"
         why = [f"gap {100 * self.gap:.0f} %: {self.gap_reason}"] if self.gap_reason else []
+        if self.tiling is not None and self.tiling.num_segments:
+            why.append(f"loops run in {self.tiling.num_segments} segments")
         if self.updates_in_backward:
             why.append(f"{self.updates_in_backward} parameters are updated in the backward pass")
         return "\n".join([head, *table(rows, numeric=(1, 2)), *why])

@@ -111,6 +111,8 @@ class Planner:
         self.host_bytes_per_second = host_rate_of(self.cost_model) if offload else None
         if step is not None:
             self.step = step
+        self.usual = self
+        """The planner without tiles, segments and updates, whose peak errors name."""
         self._relative: dict[Budget, Search] = {}
 
     @cached_property
@@ -127,7 +129,7 @@ class Planner:
 
         `resident` is for these sizes; without it, as many bytes are there before the step as here.
         """
-        return type(self)(
+        made = type(self)(
             self.joint,
             cost_model=self.cost_model,
             solver=self.solver,
@@ -137,6 +139,9 @@ class Planner:
             step=self.step.at(sizes, self.cost_model.seconds),
             updated=self.updated,
         )
+        if self.usual is not self:
+            made.usual = self.usual.at(sizes, resident)
+        return made
 
     @cached_property
     def plain(self) -> PlannedStep:
@@ -309,7 +314,7 @@ class Planner:
         self, asked: str, *, nbytes: int, solution: Solution, above: PlannedStep | None
     ) -> BudgetError:
         least = solution.least_peak + self.step.copied_nbytes + self.resident
-        plain = self.plain.peak_bytes + self.resident
+        plain = self.usual.plain.peak_bytes + self.resident
         least = min(least, plain, *([] if above is None else [self.peak_of(above)]))
         besides = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
         gradients = describe_gradients(self.step.problem, least)

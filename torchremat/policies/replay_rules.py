@@ -22,8 +22,8 @@ from torchremat.graph.ops import communicates, packet_name
 
 def reason_not_replayable(node: fx.Node) -> str | None:
     inside = body_value_of(node)
-    if inside is not None:
-        return reason_not_replayable(inside)
+    if inside is not None and (reason := reason_not_replayable(inside)):
+        return reason
     call = call_of(node)
     if not isinstance(call.target, _torch.OpOverload):
         if packet_name(call.target).startswith("higher_order.auto_functionalized"):

@@ -21,6 +21,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.tiles.growth import TileRegion, count_bytes, find_seeds, grow_from
+from torchremat.autodiff.tiles.loop_segments import segment_loops
 from torchremat.autodiff.tiles.loss_rules import compute_weight_sums
 from torchremat.autodiff.tiles.one_pass import (
     find_late,
@@ -45,20 +46,28 @@ _WORTH = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a joint graph is cut in tiles.
+    """How a joint graph is cut in tiles, and its loops in segments.
 
     Attributes:
-        num_tiles: of each region.
+        num_tiles: of each region; 0 for none.
         again: whether regions whose gradients have to wait for cotangents have tiles too: their
             backward pass makes all that is in them again.
+        num_segments: of each loop; 0 for loops as they are.
     """
 
     num_tiles: int
     again: bool = False
+    num_segments: int = 0
 
 
 def tile_joint(joint: Joint, tiling: Tiling) -> Joint | None:
-    """The joint graph with its large values in tiles; `None` if there are none to be cut."""
+    """The joint graph with its loops and large values cut; `None` if there are none to be cut."""
+    cut = segment_loops(joint, tiling.num_segments) if tiling.num_segments else None
+    tiled = _tile_values(cut or joint, tiling) if tiling.num_tiles else None
+    return tiled and replace(tiled, untiled=joint) if tiled else cut
+
+
+def _tile_values(joint: Joint, tiling: Tiling) -> Joint | None:
     skipped: set[str] = set()
     while True:
         copy, _ = joint.copy()
@@ -66,7 +75,7 @@ def tile_joint(joint: Joint, tiling: Tiling) -> Joint | None:
         tiler = _Tiler(copy, tiling, skipped)
         failed = tiler.run()
         if failed is None:
-            return replace(tiler.joint, untiled=joint) if tiler.num_regions else None
+            return tiler.joint if tiler.num_regions else None
         skipped.add(failed)
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
+from torchremat.autodiff.tiles.tile_joint import Tiling
 from torchremat.errors import ArgumentValueError, PlanError
 from torchremat.planning.costs.device_rates import Rates
 from torchremat.planning.step.fingerprint import fingerprint_of
@@ -75,7 +76,6 @@ _OF_BASELINE = ("peak_bytes", "saved_bytes", "seconds", "flops", "reserved_bytes
 _OF_ORDER = ("saved", "forward", "backward", "offloaded")
 _LATER = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason", "updates_in_backward")
 """They are not in the first files of this version."""
-_NUM_TILES = ("tiling", "num_tiles")
 # of 64 bits, as sizes are in PyTorch
 _MOST = 2**63 - 1
 
@@ -114,9 +114,13 @@ class _Check:
     def _check_tiling(self) -> None:
         if self.content.get("tiling") is None:
             return
-        self._check(lambda value: _is_count(value) and value, "a number of tiles", *_NUM_TILES)
+        self._check(_is_count, "a number of tiles", "tiling", "num_tiles")
+        if "num_segments" in self.content["tiling"]:  # which the first files did not have
+            self._check(_is_count, "a number of segments", "tiling", "num_segments")
+        if not any(self.content["tiling"].get(name) for name in ("num_tiles", "num_segments")):
+            self._refuse(("tiling", "num_tiles"), 0, "there are no segments of loops either")
         self._check(lambda value: isinstance(value, bool), "true or false", "tiling", "again")
-        self._refuse_others(("tiling",), ("num_tiles", "again"))
+        self._refuse_others(("tiling",), [field.name for field in fields(Tiling)])
 
     def _check_rates(self) -> None:
         rates = self.content.get("rates")

@@ -15,6 +15,7 @@ from torchremat.graph.nodes import (
     ancestors,
     base_of,
     call_of,
+    inner_graphs_of,
     is_checkpoint,
     is_forward,
     is_item,
@@ -37,7 +38,11 @@ from torchremat.policies.replay_rules import (
     reason_not_replayable,
     reason_to_save,
 )
-from torchremat.remat.program.random_replay import can_run_again, state_nbytes
+from torchremat.remat.program.random_replay import (
+    can_run_again,
+    state_nbytes,
+    state_nbytes_of,
+)
 
 _NO_UPDATES: Updates = {}
 
@@ -131,18 +136,27 @@ class NumericStep:
 
     @property
     def copied_nbytes(self) -> int:
-        """The bytes of written inputs that may be read again: copied after the forward pass."""
+        """The bytes of copies that a second run of operators may need.
+
+        They are of inputs that are written to, and of the states that loops draw again from.
+        """
         if self.written_nbytes is not None:
             return self.written_nbytes
-        again = (o for o, op in enumerate(self.problem.operators) if op.repeatable)
-        return self._count_written(again)
+        again = [o for o, op in enumerate(self.problem.operators) if op.repeatable]
+        return self._count_written(again) + self._count_states(again)
 
     def count_copied(self, schedule: Schedule) -> int:
-        """The bytes of written inputs that `schedule` reads again."""
+        """The bytes of written inputs, and of states, that `schedule` reads again."""
         again = [o for o in schedule.backward if self.problem.operators[o].part is Part.FORWARD]
-        if not again or not self.joint.mutations:
-            return 0
-        return self._count_written(again) if self.sizes is None else self.copied_nbytes
+        if again and self.joint.mutations and self.sizes is not None:
+            return self.copied_nbytes
+        written = self._count_written(again) if again and self.joint.mutations else 0
+        return written + self._count_states(again)
+
+    def _count_states(self, operators: Iterable[int]) -> int:
+        calls = (self.calls[o] for o in {*operators})
+        drawing = (c for c in calls if c is not None and inner_graphs_of(c) and can_run_again(c))
+        return sum(map(state_nbytes_of, drawing))
 
     def _count_written(self, operators: Iterable[int]) -> int:
         inputs = self.joint.inputs

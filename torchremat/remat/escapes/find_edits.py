@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchremat import _torch
 from torchremat.api_util import same_value
 from torchremat.remat.escapes.edits import Before, Edit, ItemsEdit, SlotEdit
 from torchremat.remat.escapes.holders import ABSENT, write_items, write_slot
@@ -26,7 +27,9 @@ def undo_edits(holder: Holder, maker: TemplateMaker) -> list[Edit]:
     if holder.is_sequence:
         return _undo_items(holder, after, maker)
     before = holder.before
-    changed = [k for k in after if after[k] is not before.get(k, ABSENT)]
+    changed = [
+        k for k in after if after[k] is not before.get(k, ABSENT) and k != _torch.MARK_OF_DYNAMO
+    ]
     removed = [k for k in before if k not in after]
     if not holder.place.is_in_arguments and not any(holds_traced(after[k]) for k in changed):
         if holder.is_noted_by_modules:

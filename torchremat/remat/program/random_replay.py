@@ -31,7 +31,7 @@ from torchremat.core.accelerators import (
     set_generator_state,
 )
 from torchremat.core.avals import Aval
-from torchremat.graph.nodes import call_of, is_item, item_index
+from torchremat.graph.nodes import call_of, inner_graphs_of, is_checkpoint, is_item, item_index
 from torchremat.graph.ops import draws_by_shape, packet_name
 from torchremat.graph.symbolic_sizes import literal_size
 
@@ -77,16 +77,39 @@ def is_run_again(node: fx.Node) -> bool:
 def can_run_again(call: fx.Node) -> bool:
     """Whether a random operator with several results gives them again from a generator's state.
 
-    It draws from the default generator of its device: it takes no other.
+    It draws from the default generator of its device: it takes no other, or its body gives none.
     """
+    if not isinstance(call.meta.get("val"), tuple | list):
+        return False
+    device = _find_device(call)
+    if device is None or _state_nbytes_at(device.type) is None:
+        return False
     op = call.target
-    return (
-        isinstance(op, _torch.OpOverload)
-        and isinstance(call.meta.get("val"), tuple | list)
-        and op.namespace == "aten"
-        and packet_name(op) in _FROM_DEFAULT
-        and _state_nbytes_at(_device_of(call).type) is not None
+    if isinstance(op, _torch.OpOverload):
+        return op.namespace == "aten" and packet_name(op) in _FROM_DEFAULT
+    bodies = inner_graphs_of(call)
+    return bool(bodies) and not is_checkpoint(call) and _draws_on(bodies, device)
+
+
+def _draws_on(bodies: Sequence[fx.GraphModule], device: torch.device) -> bool:
+    """Whether bodies draw random numbers, all from the default generator of `device`."""
+    inner = [node for body in bodies for node in body.graph.nodes]
+    if any(inner_graphs_of(node) for node in inner):
+        return False
+    draws = [
+        node
+        for node in inner
+        if isinstance(node.target, _torch.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]
+    return bool(draws) and all(
+        _find_device(node) == device and node.kwargs.get("generator") is None for node in draws
     )
+
+
+def state_nbytes_of(call: fx.Node) -> int:
+    """The bytes of the state of the generator that an operator with several results draws from."""
+    return _state_nbytes_at(_device_of(call).type) or 0
 
 
 def state_aval(node: fx.Node) -> Aval:
@@ -215,9 +238,15 @@ def _let_run_again(
 
 
 def _device_of(call: fx.Node) -> torch.device:
+    device = _find_device(call)
+    assert device is not None, call
+    return device
+
+
+def _find_device(call: fx.Node) -> torch.device | None:
     value = call.meta["val"]
-    first = value if isinstance(value, Tensor) else next(v for v in value if isinstance(v, Tensor))
-    return first.device
+    values = (value,) if isinstance(value, Tensor) else value
+    return next((v.device for v in values if isinstance(v, Tensor)), None)
 
 
 def draws_again(node: fx.Node) -> bool:

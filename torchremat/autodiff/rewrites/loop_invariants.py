@@ -70,7 +70,7 @@ def _compute_once(item: fx.Node, reader: fx.Node) -> fx.Node | None:
             if node not in given:
                 args = fx.node.map_arg(node.args, given.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, given.__getitem__)
-                given[node] = add_like(reader, node.target, args, node.meta["val"], kwargs)
+                given[node] = add_like(reader, node.target, args, _compute(node, given), kwargs)
         made = given[value]
         if not isinstance(made, fx.Node) or not isinstance(made.meta["val"], Tensor):
             return None
@@ -78,6 +78,18 @@ def _compute_once(item: fx.Node, reader: fx.Node) -> fx.Node | None:
             made = add_like(
                 reader, aten.clone.default, (made,), made.meta["val"].contiguous(), _CONTIGUOUS
             )
+    return made
+
+
+def _compute(node: fx.Node, given: dict[fx.Node, Any]) -> Tensor:
+    """The fake result of `node`, of the values outside: it has memory of its own, or is a view."""
+
+    def find(read: fx.Node) -> Any:
+        there = given[read]
+        return there.meta["val"] if isinstance(there, fx.Node) else there
+
+    args, kwargs = fx.node.map_arg(node.args, find), fx.node.map_arg(node.kwargs, find)
+    made: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     return made
 
 

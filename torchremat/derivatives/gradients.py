@@ -309,6 +309,7 @@ def jvp(
 def push_forward(
     flat: Flattened, tangents: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Run `flat` with tangents of its inputs: outputs, their tangents, other results."""
     values = flat.values
     if not values:
         found, rest = flat()

@@ -72,6 +72,8 @@ class Signature:
 
 @dataclass(frozen=True, eq=False)
 class RuleArguments:
+    """The arguments of a call, and the positions of those that have no derivative."""
+
     name: str
     args: tuple[Any, ...]
     nondiff_argnums: tuple[int, ...]
@@ -122,6 +124,7 @@ _TENSOR = Structure(HOLE)
 
 
 def unflatten_tensors(structure: Structure, values: Sequence[Any]) -> Any:
+    """Put `values` into the tree; for a single tensor, or a tuple of tensors, at once."""
     tree = structure.tree
     if tree is HOLE:
         return values[0]

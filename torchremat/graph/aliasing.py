@@ -24,6 +24,7 @@ def before_identities(node: fx.Node) -> fx.Node:
 
 
 def lies_alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether the values of two nodes have one dtype and layout."""
     return tensors_lie_alike(a.meta.get("val"), b.meta.get("val"))
 
 
@@ -120,12 +121,14 @@ def _reaches(ranges: Sequence[tuple[int, Sequence[int]]], distance: int) -> bool
 
 
 def has_form_of(value: Any, like: Any) -> bool:
+    """Whether two values are tensors of one dtype and shape, symbols included."""
     if not isinstance(value, Tensor) or not isinstance(like, Tensor):
         return False
     return value.dtype == like.dtype and [*map(str, value.shape)] == [*map(str, like.shape)]
 
 
 def is_static(value: Any) -> bool:
+    """Whether `value` is a tensor without symbols in its shape, strides and offset."""
     if not isinstance(value, Tensor):
         return False
     numbers = (*value.shape, *value.stride(), value.storage_offset())
@@ -133,6 +136,7 @@ def is_static(value: Any) -> bool:
 
 
 def overlaps_itself(value: Tensor) -> bool:
+    """Whether two entries of `value` may have one place in memory, as where it is expanded."""
     hints = ([*map(_torch.hint_of, numbers)] for numbers in (value.stride(), value.shape))
     end = 0
     for stride, size in sorted((s, n) for s, n in zip(*hints, strict=True) if n > 1):

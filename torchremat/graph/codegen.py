@@ -53,6 +53,7 @@ def inputs_filled_by(run: Runner) -> tuple[int, ...]:
 
 
 def source_of(run: Runner | StagedRunner) -> str:
+    """The Python that `run` was compiled from; empty if it was not."""
     return getattr(run, "source", None) or run.__doc__ or ""
 
 

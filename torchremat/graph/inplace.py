@@ -19,11 +19,13 @@ aten = torch.ops.aten
 
 
 def is_mutable(node: fx.Node) -> bool:
+    """Whether the operator of `node` writes to an argument."""
     target = node.target
     return isinstance(target, _torch.OpOverload) and _torch.schema_of(target).is_mutable
 
 
 def functionalize_unaliased_writes(graph: fx.Graph) -> None:
+    """Give writes a result of their own where nobody else sees the memory written to."""
     for node in list(graph.nodes):
         functional = _functional_form(node) if is_mutable(node) else None
         value = None if functional is None else _value_of(node, functional)

@@ -31,6 +31,7 @@ class BodyOperator(_torch.HigherOrderOperator):
 
 
 def is_checkpoint(node: fx.Node) -> bool:
+    """Whether `node` calls an operator that runs its body and does nothing else."""
     return isinstance(node.target, BodyOperator)
 
 

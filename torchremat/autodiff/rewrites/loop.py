@@ -18,7 +18,7 @@ _LEAST_STEPS = 4
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A call of PyTorch's `scan` in a graph: `scan(step, initial, sliced, others)`."""
+    """A call of PyTorch's `scan` in a graph: `scan(step, initial, stacks, others)`."""
 
     node: fx.Node
 
@@ -27,7 +27,8 @@ class Loop:
         return list(self.node.args[1])  # type: ignore[arg-type]
 
     @property
-    def sliced(self) -> list[fx.Node]:
+    def stacks(self) -> list[fx.Node]:
+        """The values of which each step reads one entry along the first dim."""
         return list(self.node.args[2])  # type: ignore[arg-type]
 
     @property
@@ -42,10 +43,11 @@ class Loop:
 
     @property
     def num_steps(self) -> Any:
-        return self.sliced[0].meta["val"].shape[0]
+        return self.stacks[0].meta["val"].shape[0]
 
     @property
     def has_known_steps(self) -> bool:
+        """Whether the number of steps is known, and a result is what its segments give in turn."""
         stacked = self.results[len(self.initial) :]
         is_known = isinstance(self.num_steps, int) and self.num_steps >= _LEAST_STEPS
         return is_known and all(value.is_contiguous() for value in stacked)
@@ -60,13 +62,13 @@ class Loop:
         return {item_index(user): user for user in self.node.users}
 
     @property
-    def flipped(self) -> dict[int, fx.Node]:
-        """By position, what it slices that another loop gave, the last step first.
+    def reversed_results(self) -> dict[int, fx.Node]:
+        """The nodes that take results of other loops, which it reads with the last step first.
 
-        Each is the node that takes the result of that loop.
+        They are given by position among `stacks`.
         """
         found = {}
-        for i, x in enumerate(self.sliced):
+        for i, x in enumerate(self.stacks):
             if x.target is aten.flip.default and x.args[1] == [0]:
                 item = x.args[0]
                 if isinstance(item, fx.Node) and is_item(item) and is_loop(call_of(item)):
@@ -75,6 +77,7 @@ class Loop:
 
 
 def is_loop(node: fx.Node) -> bool:
+    """Whether `node` calls `scan`, and its results are taken one by one."""
     if node.op != "call_function" or op_name(node.target) != "higher_order.scan":
         return False
     return bool(node.args[2]) and all(is_item(user) for user in node.users)

@@ -29,18 +29,21 @@ def hoist_invariants(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if is_loop(node) and not is_forward(node):
             _hoist(Loop(node))
+    for node in list(graph.find_nodes(op="get_attr")):
+        if not node.users:
+            graph.erase_node(node)  # a body that was written anew
 
 
 def _hoist(loop: Loop) -> None:
     found: dict[int, fx.Node] = {}
-    for i, item in loop.flipped.items():
+    for i, item in loop.reversed_results.items():
         made = _compute_once(item, loop.node)
         if made is not None:
             found[i] = made
     if not found:
         return
-    flips = [loop.sliced[i] for i in found]
-    items = dict.fromkeys(loop.flipped[i] for i in found)
+    flips = [loop.stacks[i] for i in found]
+    items = dict.fromkeys(loop.reversed_results[i] for i in found)
     _read_whole(loop, found)
     for flip in dict.fromkeys(flips):
         if not flip.users:
@@ -55,7 +58,7 @@ def _compute_once(item: fx.Node, reader: fx.Node) -> fx.Node | None:
     source, index = Loop(call_of(item)), item_index(item)
     if not is_forward(source.node):
         return None
-    first = len(source.initial) + len(source.sliced)
+    first = len(source.initial) + len(source.stacks)
     value = results_of(source.body)[index]
     if index < len(source.initial) or not isinstance(value, fx.Node):
         return None
@@ -116,10 +119,10 @@ def _read_whole(loop: Loop, found: dict[int, fx.Node]) -> None:
         kept = [p for i, p in enumerate(places) if i - count not in found]
         return [*kept, *(places[count + i] for i in found)]
 
-    sliced = [x for i, x in enumerate(loop.sliced) if i not in found]
+    stacks = [x for i, x in enumerate(loop.stacks) if i not in found]
     others = (*loop.others, *found.values())
     body = _copy_body(loop, reorder, lambda results: results)
-    loop.node.args = (body, loop.initial, sliced, others)
+    loop.node.args = (body, loop.initial, stacks, others)
 
 
 def _drop_result(item: fx.Node) -> None:

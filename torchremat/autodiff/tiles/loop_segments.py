@@ -53,7 +53,7 @@ def _find_loops(joint: Joint) -> list[Loop]:
     found: set[fx.Node] = set()
     for loop in loops:
         if loop.node not in forward:
-            sources = set(map(call_of, loop.flipped.values())) & forward
+            sources = set(map(call_of, loop.reversed_results.values())) & forward
             found |= {loop.node, *sources} if sources else set()
     return [loop for loop in loops if loop.node in found]
 
@@ -109,13 +109,13 @@ class _Cutter:
     def _run_segment(
         self, loop: Loop, state: list[fx.Node], start: int, stop: int
     ) -> list[fx.Node]:
-        sliced = [self._slice(x, start, stop, loop.node) for x in loop.sliced]
+        entries = [self._slice(x, start, stop, loop.node) for x in loop.stacks]
         count = len(state)
         values = tuple(
             _copy_of(value if i < count else value[start:stop])
             for i, value in enumerate(loop.results)
         )
-        args = (loop.node.args[0], state, sliced, *loop.node.args[3:])
+        args = (loop.node.args[0], state, entries, *loop.node.args[3:])
         call = add_like(loop.node, loop.node.target, args, values)
         return [
             add_like(loop.node, operator.getitem, (call, i), value)

@@ -4,8 +4,8 @@
                      as it runs          y lies in the memory of x, unless x is read again
                      discounted          y takes nothing while it is made
 
-A schedule never needs less than the discounted problem says. So what no schedule of that spares, no
-step spares as it runs.
+As it runs, a schedule needs at least the bytes that the discounted problem counts. So the time that
+each schedule of that problem adds, within some bytes, is a bound for what runs within them.
 """
 
 from dataclasses import replace

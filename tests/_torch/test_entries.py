@@ -571,6 +571,18 @@ def operators():
     assert _torch.get_boxed_call(aten.add.Tensor)(torch.ones(1), torch.ones(1)) == 2
 
 
+@check("Gpu", "stand_for_gpu")
+def gpus_that_are_not_here():
+    assert _torch.Gpu("sm_90").version == (9, 0)
+    x = torch.ones(4, 4, requires_grad=True)
+    with _torch.new_fake_mode(None) as mode:
+        fake = mode.from_tensor(x)
+        plain = torch.dropout(fake, 0.5, True).grad_fn.name()
+        with _torch.stand_for_gpu(_torch.Gpu("sm_90")):
+            assert torch.dropout(fake, 0.5, True).grad_fn.name() == "NativeDropoutBackward0"
+        assert torch.dropout(fake, 0.5, True).grad_fn.name() == plain == "MulBackward0"
+
+
 @check("FREES_COTANGENTS")
 def cotangents_that_are_freed():
     class Double(torch.autograd.Function):

@@ -257,6 +257,25 @@ def length():
         return type(len(torch.empty(_torch.new_symbol(shapes, 6, "n"))))
 
 
+@case(
+    "torch.nn.attention.flex_attention._validate_device",
+    lambda: _torch.stand_for_gpu(_torch.Gpu("sm_90")),
+)
+def gradients_of_flex_attention():
+    check = resolve_name("torch.nn.attention.flex_attention._validate_device")
+    try:
+        return check(*(torch.ones(1, requires_grad=True) for _ in range(3)))
+    except NotImplementedError:
+        return "refused"
+
+
+@case("torch.library.Library", lambda: _torch.stand_for_gpu(_torch.Gpu("sm_90")))
+def kernel_of_dropout():
+    with _torch.new_fake_mode() as mode:
+        x = mode.from_tensor(torch.ones(2, 2, requires_grad=True))
+        return torch.dropout(x, 0.5, True).grad_fn.name()
+
+
 # what is there for good, or for all threads, has a test of its own below
 FOR_ALL = {
     "torch._functorch.autograd_function.vmapify_autograd_function",

@@ -53,6 +53,7 @@ from .functorch import (
     unwrap_dead_wrappers, without_batch, without_dead_levels, without_level,
     wrap_at_current_level,
 )  # fmt: skip
+from .kernels.gpu import Gpu
 from .inductor import (
     compile_fx, compile_with_inductor, has_triton, inductor_decompositions, inductor_modes,
     inductor_option_names, inductor_option_type, inductor_partitioner, simplify_for_inductor,
@@ -68,12 +69,17 @@ from .operators import (
     register_derivative_rules, register_function, register_simple_rules, schema_arguments,
     schema_of,
 )  # fmt: skip
+from .kernels.registered import (
+    let_modes_see_views_of_zeros,
+    replace_batching_rule,
+    restore_batching_rule,
+)
 from .patches import (
     CheckpointHandler, call_around_modules, dual_level_as_functorch_level,
     handle_checkpoints, handle_function_calls, hide_fakes, let_functions_know_axes,
-    let_modes_see_views_of_zeros,
-    lift_before_wrapping, note_attribute_reads, replace_batching_rule, restore_batching_rule,
-    set_module_trackers_aside, symbolic_lengths,
+
+    lift_before_wrapping, note_attribute_reads,
+    set_module_trackers_aside, symbolic_lengths, stand_for_gpu,
 )  # fmt: skip
 from .pytrees import (
     GetAttrKey, SequenceKey, TreeSpec, children_of, keystr, register_pytree_node, tree_flatten,

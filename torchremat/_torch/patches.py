@@ -6,18 +6,15 @@ other threads see nothing. Rows for which that is impossible say who sees what.
 """
 
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
-from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -30,6 +27,8 @@ from .engine import (
     in_dual_level,
     receive_diverted,
 )
+from .kernels.gpu import Gpu
+from .kernels.gpu_choice import choose_as_gpu
 from .replacements import (
     HAS_CONTEXT_FOR_COMPILED,
     AttributeReader,
@@ -38,6 +37,7 @@ from .replacements import (
     TracingFlag,
     Values,
     begin_session,
+    check_unless_standing_in,
     handle_checkpoint,
     hide_class_of_fakes,
     ignore_module,
@@ -201,6 +201,18 @@ _DETERMINISTIC = Patch(
     "not deterministic with `warn_only`. Others see it while one kernel is launched",
 )  # fmt: skip
 
+_GPU_KERNELS = Patch(
+    "torch.library", "Library",
+    "Operators composed of others take those of the CPU, where a trace on the CPU stands for a GPU "
+    "that is not here; `stand_for_gpu`.",
+    "2.11", "thread-local: others meet a kernel of the dispatcher that calls PyTorch's own",
+)  # fmt: skip
+_FLEX_DEVICE = Patch(
+    "torch.nn.attention.flex_attention", "_validate_device",
+    "It refuses gradients on the CPU, also where a trace stands for a GPU that has them.",
+    "2.11", make=check_unless_standing_in,
+)  # fmt: skip
+
 _FAKE_CLASS = Patch(
     "torch._subclasses", "__class__", "Libraries that find fake tensors make needless masks.",
     "2.11", make=hide_class_of_fakes,
@@ -211,7 +223,7 @@ EVERY_PATCH = (
     _APPLY, _BIND, _CALL_CUSTOM, _SETUP_CONTEXT, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT,
     _FX_FLAG, _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING,
     _TRACKERS, _MODULE_HOOKS, _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
-    _FAKE_CLASS, _LEN,
+    _GPU_KERNELS, _FLEX_DEVICE, _FAKE_CLASS, _LEN,
 )  # fmt: skip
 """The table for all supported versions of PyTorch."""
 
@@ -222,7 +234,7 @@ PATCHES = (
     *_APPLY_PATCHES, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, *_FLAG_PATCHES, *_SETTINGS,
     _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS, _MODULE_HOOKS,
     _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
-    _FAKE_CLASS, _LEN,
+    _GPU_KERNELS, _FLEX_DEVICE, _FAKE_CLASS, _LEN,
 )  # fmt: skip
 """The rows of the installed version."""
 
@@ -371,6 +383,13 @@ def hide_fakes(asked: list[str] | None) -> AbstractContextManager[None]:
     return _enter({_FAKE_CLASS: asked})
 
 
+@contextmanager
+def stand_for_gpu(gpu: Gpu) -> Iterator[None]:
+    """Let operators on fake CPU tensors take the kernels of `gpu`, in this thread."""
+    with _enter({_FLEX_DEVICE: True}), choose_as_gpu(gpu):
+        yield
+
+
 def symbolic_lengths() -> AbstractContextManager[None]:
     return _enter({_LEN: True})
 
@@ -412,39 +431,3 @@ def let_functions_know_axes(known: Callable[[type], type]) -> None:
             _knowers.append(known)
         if _num_blocks[_VMAPIFY] == 0:
             _install(_VMAPIFY)
-
-
-@cache
-def let_modes_see_views_of_zeros() -> torch.library.Library:
-    """Let `view` of an efficient zero tensor, of which forward mode makes many, reach fake tensors.
-
-    PyTorch's kernel takes the fake tensor's memory (other views fall through), so that `vmap` of
-    `jvp` of `vmap` of `jvp` cannot be traced.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        library.impl("view", torch.library.fallthrough_kernel, "ZeroTensor")
-    return library
-
-
-def replace_batching_rule(op: OpOverload, kernel: Callable[..., Any]) -> torch.library.Library:
-    """Have `kernel` called where `op` is mapped by `vmap`, until `restore_batching_rule`.
-
-    It is called with PyTorch's own kernel and the arguments of `op`, in which tensors are wrapped,
-    at the innermost level, which is a `vmap`.
-    """
-    plain = torch.library.get_kernel(op, "FuncTorchBatched")
-
-    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return kernel(partial(plain.call_boxed, keys), *args, **kwargs)
-
-    library = torch.library.Library(op.namespace, "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl(op, call, "FuncTorchBatched", with_keyset=True, allow_override=True)
-    return library
-
-
-def restore_batching_rule(library: torch.library.Library) -> None:
-    library._destroy()

@@ -46,6 +46,14 @@ _OWN_OPTIONS = (
 )  # fmt: skip
 
 
+def check_unless_standing_in(plain: Callable[..., None], stands_in: Values) -> Any:
+    def check(*tensors: torch.Tensor) -> None:
+        if not stands_in():
+            plain(*tensors)
+
+    return check
+
+
 def handle_checkpoint(plain: Any, handlers: Values) -> Any:
     if plain is None:  # as PyTorch makes it at the first call
         checkpoint: Any = torch.utils.checkpoint.checkpoint

@@ -23,7 +23,7 @@ from torchremat.graph.nodes import ancestors, is_forward
 from torchremat.graph.notes import notes_of
 from torchremat.tracing.dynamic_inputs import shapes_of
 from torchremat.tracing.function_op import FunctionCalls, drop_inside
-from torchremat.tracing.functionalize import functionalize
+from torchremat.tracing.functional.functionalize import functionalize
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
 from torchremat.tracing.no_grad_op import refuse_no_grad_writes

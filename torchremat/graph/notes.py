@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from torchremat.core.source import Source
 
@@ -17,7 +17,7 @@ _KEY = "torchremat"
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes on a node: the first eight come from its trace, the others from later passes.
+    """The notes on a node: the first nine come from its trace, the others from later passes.
 
     Attributes:
         phase: `forward`, `backward`, or `None` for a node that no trace made.
@@ -31,6 +31,7 @@ class Notes:
             output is a view of what was written. It has no phase, and is not a forward operator.
         written_by: the operator of the user's code that wrote to a tensor, where the graph has one
             that gives a new tensor.
+        stands_for: the kind of device that its CPU tensors stand for, which is not here.
         label: what the user calls an input.
         is_inside_function: a user's `autograd.Function` ran it.
         is_kept_apart: what is computed of this input must not be merged with equal values.
@@ -50,6 +51,7 @@ class Notes:
     is_rerun: bool = False
     is_for_output: bool = False
     written_by: Any = None
+    stands_for: str | None = None
     label: Any = None
     is_inside_function: bool = False
     is_kept_apart: bool = False
@@ -70,6 +72,7 @@ class Notes:
             self.is_rerun,
             self.is_for_output,
             self.written_by,
+            self.stands_for,
         )
 
 
@@ -79,6 +82,11 @@ _NO_NOTES = Notes()
 def notes_of(node: fx.Node) -> Notes:
     notes: Notes = node.meta.get(_KEY, _NO_NOTES)
     return notes
+
+
+def device_kind_of(node: fx.Node, value: Tensor) -> str:
+    """The kind of device that `value`, of `node`, is on in a real run."""
+    return notes_of(node).stands_for or value.device.type
 
 
 def set_notes(node: fx.Node, notes: Notes) -> None:

@@ -15,10 +15,11 @@ from torchremat.core.formatting import ShownInNotebook, human_bytes, human_secon
 from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
 from torchremat.graph.nodes import body_of, is_forward, is_view
 from torchremat.planning.budget import Budget, BudgetLike
-from torchremat.planning.cost_model import CostModel, choose_cost_model
+from torchremat.planning.cost_model import CostModel, StepDevice
 from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_tensors
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.memory.update_bytes import find_updates, steps_already
+from torchremat.planning.memory.workspace_bytes import allow_workspace
 from torchremat.planning.plan import Figures, Plan
 from torchremat.planning.planner import Planner
 from torchremat.planning.problem.problem import Part, Schedule
@@ -29,7 +30,6 @@ from torchremat.planning.step.traced_step import (
     Updates,
     WholeGraphPolicy,
     graphs_of,
-    region_of,
     timeline_of,
 )
 from torchremat.planning.step.updated_step import UpdatedStep
@@ -75,7 +75,7 @@ def plan(
         cost_model: what operators cost in seconds; by default a roofline of `device`. For a step
             that inductor is to run, `CostModel.of(device).fused()`.
         device: where the step is to run (`"cuda"`, `"h100"`); by default where the tensors are, or
-            this machine if they are on the meta device.
+            this machine if they are on the meta device. Those take the kernels of that device.
         offload: whether values may be copied to the host and back, where the device has a link to
             one. `from_plan` runs such a plan in eager mode; a compiler saves what it offloads.
         tile: whether operators that are independent along rows may run for some rows at a time, so
@@ -261,8 +261,8 @@ def _prepare(
     device: str | torch.device | None,
     offload: bool,
 ) -> "PlannedFunction":
-    region = region_of(fun, args, kwargs, WholeGraphPolicy())
-    model = choose_cost_model(region, cost_model, device)
+    place = StepDevice.of(fun, args, kwargs, cost_model, device)
+    region, model = place.trace(fun, args, kwargs, WholeGraphPolicy())
     return PlannedFunction(region, model, solver, resident_tensors(region, optimizer), offload)
 
 
@@ -378,6 +378,7 @@ class PlannedFunction:
             cost_model=self.model,
             rates=self.model.rates,
             reserved_bytes=max(peak + self.resident, self._count_reserved(timeline)),
+            workspace_bytes=allow_workspace((forward, backward), self.model.rates),
             gap_reason=planned.gap_reason,
             updates_in_backward=len(self.updates),
             optimizer=self._find_live_optimizer(),

@@ -4,10 +4,10 @@ A roofline: an operator takes as long as its operations or its bytes, whichever 
 no less than its launch. A measured time of an operator, if there is one, replaces it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Union
+from typing import Any, Union
 
 import torch
 from torch import fx
@@ -17,13 +17,17 @@ from torchremat.autodiff.tiles.tiled_op import TileLayout, tiled_p
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
 from torchremat.graph.nodes import inner_graphs_of, is_item, is_view
 from torchremat.graph.ops import op_name
-from torchremat.planning.costs.device_rates import Rates, rates_of, this_device
+from torchremat.planning.costs.device_rates import Rates, arch_of, rates_of, this_device
 from torchremat.planning.costs.fusion import flops_again, is_read_in_place, is_written
 from torchremat.planning.costs.measured_rates import load_rates
 from torchremat.planning.costs.op_signature import OpSignature
 from torchremat.planning.costs.op_timer import NodeTimer
 from torchremat.planning.costs.op_work import Work, has_formula, work_of
+from torchremat.planning.step.traced_step import region_of
+from torchremat.policies.policy import Policy
 from torchremat.remat.program.region import Region
+from torchremat.remat.tracing.input_labels import BoundCall
+from torchremat.tracing.ambient_state import find_gpu, is_nowhere
 
 __all__ = ["measure"]
 
@@ -249,19 +253,63 @@ def measure(device: "str | torch.device | None" = None, *, again: bool = False) 
     return CostModel.of(load_rates(this_device(device), again=again))
 
 
-def choose_cost_model(
-    region: Region, cost_model: CostModel | None, device: str | torch.device | None
-) -> CostModel:
-    model = cost_model if cost_model is not None else CostModel.of(device or device_of(region))
-    if not isinstance(model, CostModel):
-        raise ArgumentTypeError(
-            f"cost_model={cost_model!r} is none: give a CostModel, such as CostModel.of('h100') or "
-            "cost_model.measure('cuda')"
-        )
-    return model
-
-
 def device_of(region: Region) -> torch.device | None:
     """Where the tensors of a step are; `None` if they are on the meta device."""
     devices = [spec.device for spec in region.specs if spec.device.type != "meta"]
     return next((device for device in devices if device.type != "cpu"), next(iter(devices), None))
+
+
+UNKNOWN_GPU = "generic-gpu"
+"""The device whose rates are taken for one that is not here and has no name."""
+
+
+@dataclass(frozen=True)
+class StepDevice:
+    """Where a step is to run.
+
+    Tensors on the meta device, and fake ones on a device that is not here, are traced as those of
+    this device: with the kernels that PyTorch takes there. Others are traced where they are.
+
+    Attributes:
+        model: what operators cost there; `None` if the tensors of the step say it.
+        gpu: the GPU whose kernels a trace takes; `None` if it takes those of its tensors' device.
+    """
+
+    model: CostModel | None
+    gpu: _torch.Gpu | None
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        cost_model: CostModel | None,
+        device: str | torch.device | None,
+    ) -> "StepDevice":
+        """The device of a call, from what the user said of it and where the tensors are."""
+        if cost_model is not None and not isinstance(cost_model, CostModel):
+            raise ArgumentTypeError(
+                f"cost_model={cost_model!r} is none: give a CostModel, such as "
+                "CostModel.of('h100') or cost_model.measure('cuda')"
+            )
+        nowhere = [t for t in BoundCall(fun, args, kwargs).list_tensors() if is_nowhere(t)]
+        model = cost_model if device is None else cost_model or CostModel.of(device)
+        if model is None and nowhere:
+            # of a fake tensor's GPU the name is not known
+            model = CostModel.of(this_device(None) if find_gpu(nowhere) is None else UNKNOWN_GPU)
+        arch = arch_of(model.rates) if model is not None and nowhere else None
+        return cls(model, None if arch is None else _torch.Gpu(arch))
+
+    def model_of(self, region: Region) -> CostModel:
+        return self.model or CostModel.of(device_of(region))
+
+    def trace(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy,
+    ) -> tuple[Region, CostModel]:
+        region = region_of(fun, args, kwargs, policy, gpu=self.gpu)
+        return region, self.model_of(region)

@@ -13,7 +13,7 @@ from torchremat.core.formatting import ShownInNotebook, human_bytes, human_secon
 from torchremat.errors import ArgumentTypeError
 from torchremat.planning.budget import Budget
 from torchremat.planning.budget_policy import MemoryBudget
-from torchremat.planning.cost_model import CostModel, choose_cost_model
+from torchremat.planning.cost_model import CostModel, StepDevice
 from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,
     input_tensors,
@@ -22,7 +22,8 @@ from torchremat.planning.memory.resident_bytes import (
 )
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.memory.update_bytes import find_updates, steps_already
-from torchremat.planning.step.traced_step import NO_UPDATES, graphs_of, region_of, timeline_of
+from torchremat.planning.memory.workspace_bytes import allow_workspace
+from torchremat.planning.step.traced_step import NO_UPDATES, graphs_of, timeline_of
 from torchremat.policies.builtin import plain_autograd
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import Policy, PolicyLike, as_policy
@@ -52,6 +53,8 @@ class Estimate(ShownInNotebook):
         input_bytes: all other inputs: arguments, buffers, what is frozen.
         seconds: the time by the cost model.
         reserved_bytes: what PyTorch's caching allocator would take from a GPU for `total_bytes`.
+        workspace_bytes: what to allow beside those for workspaces of cuBLAS, cuDNN and kernels of
+            attention; 0 without a GPU.
     """
 
     peak_bytes: int
@@ -63,6 +66,7 @@ class Estimate(ShownInNotebook):
     seconds: float
     offloaded_bytes: int = 0
     reserved_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -70,11 +74,11 @@ class Estimate(ShownInNotebook):
         return self.peak_bytes + self.parameter_bytes + self.input_bytes + self.optimizer_bytes
 
     def fits(self, memory: int | str) -> bool:
-        """Whether `total_bytes` fit into `memory` (bytes, or text such as `"24GiB"`)."""
+        """Whether `total_bytes` and `workspace_bytes` fit into `memory` (bytes, or `"24GiB"`)."""
         nbytes = Budget.of(memory).nbytes
         if nbytes is None:
             raise ArgumentTypeError(f"fits({memory!r}): memory is bytes, or text such as '24GiB'")
-        return self.total_bytes <= nbytes
+        return self.total_bytes + self.workspace_bytes <= nbytes
 
     def __str__(self) -> str:
         rows = [
@@ -88,6 +92,8 @@ class Estimate(ShownInNotebook):
             ("  reserved on a GPU", human_bytes(self.reserved_bytes)),
             ("time", human_seconds(self.seconds)),
         ]
+        if self.workspace_bytes:
+            rows.insert(-1, ("  workspaces beside", human_bytes(self.workspace_bytes)))
         if self.offloaded_bytes:
             rows.insert(-1, ("on the host", human_bytes(self.offloaded_bytes)))
         return "\n".join(table(rows, numeric=(1,), indent=""))
@@ -116,7 +122,8 @@ def estimate(
         optimizer: an optimizer or its class; the bytes of its state are counted. If it steps in the
             backward pass (`optim.step_in_backward`), gradients count until it consumes them.
         cost_model: what operators cost in seconds; by default a roofline of `device`.
-        device: where the step is to run; by default where the tensors are.
+        device: where the step is to run (`"cuda"`, `"h100"`); by default where the tensors are, or
+            this machine if they are on the meta device. Those take the kernels of that device.
         tile: whether large values that are independent along rows are cut, into 16 tiles each, as a
             plan with `tile=True` may do. A policy decides on the others.
         **kwargs: keyword arguments of `fun_or_module`.
@@ -139,22 +146,21 @@ def estimate(
     """
     refuse_misspelt(estimate, fun_or_module, kwargs)
     if select is not None:
-        fun_or_module = under_policy(fun_or_module, policy, select)
-        policy = None
+        fun_or_module, policy = under_policy(fun_or_module, policy, select), None
     chosen = plain_autograd if policy is None else as_policy(policy)
-    region = region_of(fun_or_module, args, kwargs, chosen)
-    model = choose_cost_model(region, cost_model, device)
+    place = StepDevice.of(fun_or_module, args, kwargs, cost_model, device)
+    region, model = place.trace(fun_or_module, args, kwargs, chosen)
     if tile and isinstance(chosen, MemoryBudget):
         chosen, tile = replace(chosen, tile=True), False
-    in_tiles = _in_tiles(region, chosen) if tile else None
-    program = FunctionProgram(region, chosen.begin_job(), chosen=in_tiles)
+    cut = _in_tiles(region, chosen) if tile else None
+    program = FunctionProgram(region, chosen.begin_job(), chosen=cut)
     program.warn_of_policy()
     updates = find_updates(region, optimizer) if steps_already(optimizer) else NO_UPDATES
     timeline = timeline_of(program, updates)
-    forward, backward = graphs_of(program)
-    parameters, inputs = parameter_nbytes(region), input_tensors(region)
-    states = state_tensors(region, optimizer)
-    gradients: Any = backward.module.graph.output_node().args[0]
+    graphs = graphs_of(program)
+    parameters, states = parameter_nbytes(region), state_tensors(region, optimizer)
+    inputs = input_tensors(region)
+    gradients: Any = graphs[1].module.graph.output_node().args[0]
     return Estimate(
         peak_bytes=timeline.peak,
         saved_bytes=timeline.saved_bytes,
@@ -162,7 +168,8 @@ def estimate(
         gradient_bytes=sum(_nbytes(value) for value in gradients if value is not None),
         optimizer_bytes=sum(states),
         input_bytes=sum(inputs) - parameters,
-        seconds=sum(_seconds(c.module, timeline, model) for c in (forward, backward)),
+        seconds=sum(_seconds(half.module, timeline, model) for half in graphs),
+        workspace_bytes=allow_workspace(graphs, model.rates),
         offloaded_bytes=timeline.offloaded_bytes,
         reserved_bytes=timeline.count_reserved_bytes([*inputs, *states]),
     )

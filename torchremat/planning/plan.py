@@ -66,6 +66,8 @@ class Plan(ShownInNotebook):
         link_seconds: the time in which the step waits for copies to the host and back.
         reserved_bytes: what PyTorch's caching allocator would take from a GPU for the peak; 0 in
             files of an earlier torchremat.
+        workspace_bytes: what to allow beside the peak for workspaces of cuBLAS, cuDNN and kernels
+            of attention; 0 without a GPU.
         gap_reason: why `gap` is large; empty up to 5 %.
         tiling: how many tiles there are, and segments of loops; `None` without any.
         updates_in_backward: how many parameters `optim.step_in_backward` updates in the backward
@@ -87,6 +89,7 @@ class Plan(ShownInNotebook):
     offloaded_bytes: int = 0
     link_seconds: float = 0.0
     reserved_bytes: int = 0
+    workspace_bytes: int = 0
     gap_reason: str = ""
     tiling: Tiling | None = None
     updates_in_backward: int = 0
@@ -174,7 +177,11 @@ class Plan(ShownInNotebook):
         if not self.reserved_bytes:
             return []
         base = human_bytes(self.baseline.reserved_bytes)
-        return [("reserved", human_bytes(self.reserved_bytes), base, "by a GPU's allocator")]
+        rows = [("reserved", human_bytes(self.reserved_bytes), base, "by a GPU's allocator")]
+        if self.workspace_bytes:
+            space = human_bytes(self.workspace_bytes)
+            rows.append(("workspace", space, space, "beside that, an allowance for libraries"))
+        return rows
 
     def _of_the_link(self) -> list[tuple[str, str, str, str]]:
         if not self.order.offloaded:
@@ -266,6 +273,7 @@ _LATER_FIELDS = (
     "offloaded_bytes",
     "link_seconds",
     "reserved_bytes",
+    "workspace_bytes",
     "gap_reason",
     "updates_in_backward",
 )

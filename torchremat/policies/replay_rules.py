@@ -17,6 +17,7 @@ from torchremat.graph.nodes import (
     item_index,
     results_of,
 )
+from torchremat.graph.notes import device_kind_of
 from torchremat.graph.ops import communicates, packet_name
 
 
@@ -88,22 +89,21 @@ def reason_to_save(node: fx.Node) -> str | None:
         return reason_to_save(inside)
     call = call_of(node)
     value = node.meta.get("val")
-    device = value.device if isinstance(value, torch.Tensor) else None
-    return reason_to_save_results(call.target, call.kwargs, device)
+    kind = device_kind_of(node, value) if isinstance(value, torch.Tensor) else None
+    return reason_to_save_results(call.target, call.kwargs, kind)
 
 
 def reason_to_save_results(
-    op: object, kwargs: Mapping[str, object], device: torch.device | None
+    op: object, kwargs: Mapping[str, object], device_kind: str | None
 ) -> str | None:
-    """Why the results of a call of `op`, which are on `device`, should not be recomputed."""
+    """Why the results of a call of `op`, on a device of a kind, should not be recomputed."""
     if communicates(op, kwargs):
         return "it is a collective, for which the processes would communicate again"
     if selects(op):
         return "it selects among values, and a replay might select others"
     if (
         packet_name(op).removesuffix("_") in _ADDING_IN_ANY_ORDER
-        and device is not None
-        and device.type != "cpu"
+        and device_kind not in (None, "cpu")
         and not torch.are_deterministic_algorithms_enabled()
     ):
         return "it adds with atomics, in an order that varies"
@@ -148,12 +148,17 @@ def draws_anywhere(node: fx.Node) -> bool:
 
 
 def body_value_of(node: fx.Node) -> fx.Node | None:
+    """The value of a body that `node` is, a result of a call with the results of its body."""
     if not is_item(node):
         return None
-    bodies = inner_graphs_of(call_of(node))
+    call = call_of(node)
+    bodies = inner_graphs_of(call)
     if not bodies:
         return None
-    made = results_of(bodies[0])[item_index(node)]
+    results = results_of(bodies[0])
+    if len(results) != len(call.meta["val"]):  # flex_attention's bodies change a score
+        return None
+    made = results[item_index(node)]
     if not isinstance(made, fx.Node):
         return None
     base = base_of(made)

@@ -50,7 +50,7 @@ from torchremat.remat.tracing.trace_cache import (
 )
 from torchremat.remat.values.residual_log import log_residuals
 from torchremat.remat.verify import VerifyingProgram
-from torchremat.tracing.ambient_state import is_meta_as_cpu, switches
+from torchremat.tracing.ambient_state import stands_in, switches
 from torchremat.tracing.axes.named_axes import axis_environment
 from torchremat.tracing.dtensors import unwrap_inputs
 from torchremat.tracing.dynamic_inputs import DynamicInputs
@@ -179,7 +179,7 @@ class Checkpointed(TapeFallback):
                 and trace.state[1].switches == switches()
                 and trace.state[1].caches_casts is torch.is_autocast_cache_enabled()
                 and trace.state[1].axes == axis_environment()
-                and trace.state[1].meta_as_cpu is is_meta_as_cpu()
+                and trace.state[1].stands_in == stands_in()
                 and trace.tensor_guard.check(*tensors)
                 and (trace.dynamic is None or (sizes := trace.dynamic.sizes(tensors)) is not None)
                 and trace.has_offsets_of(tensors)

@@ -33,7 +33,7 @@ from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import state_aval
 from torchremat.remat.tracing.input_labels import BoundCall, InputLabel
 from torchremat.remat.values.scope import Scope, ScopedValue, op_base_name, program_of
-from torchremat.tracing.ambient_state import cache_casts, meta_as_cpu
+from torchremat.tracing.ambient_state import cache_casts, find_gpu, meta_as_cpu
 from torchremat.tracing.dtensors import Sharding, local_tensor, wrap_local
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.module_paths import ModulePaths
@@ -133,7 +133,7 @@ def observe_saved(call: BoundCall) -> Observation:
 def _observe_run(call: BoundCall, differentiate_all: bool) -> Observation:
     asked: list[str] = []
     found = leave_as_found(call.fun, call.arguments)
-    with found, meta_as_cpu(), _torch.hide_fakes(asked):
+    with found, meta_as_cpu(find_gpu(call.list_tensors())), _torch.hide_fakes(asked):
         try:
             return _observe_with_hooks(call, differentiate_all)
         except ConcretizationError:

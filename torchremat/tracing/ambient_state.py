@@ -1,7 +1,7 @@
 """The state of PyTorch that changes what a function computes."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchremat import _torch
-from torchremat.core.accelerators import list_kinds
+from torchremat.core.accelerators import is_here, list_kinds
 from torchremat.tracing.axes.named_axes import AxisFrame, axis_environment, restore_axes
 
 
@@ -38,27 +38,36 @@ def switches() -> tuple[Any, ...]:
 
 class _MetaAsCpu(threading.local):
     is_on = False
+    gpu: _torch.Gpu | None = None
 
 
 _meta_as_cpu = _MetaAsCpu()
 
 
 @contextmanager
-def meta_as_cpu() -> Iterator[None]:
+def meta_as_cpu(gpu: _torch.Gpu | None = None) -> Iterator[None]:
     """In the block, a tensor on the meta device is traced as one on the CPU.
+
+    So are fake tensors on a device that is not here, which PyTorch cannot differentiate.
 
     On the meta device PyTorch takes other operators than those that will run (attention comes as
     products of whole matrices), and refuses autocast. What a function makes by itself goes where
     its arguments are.
+
+    With a `gpu` the tensors stand for some on it, and operators take its kernels. The function
+    reads `cpu` as their device still: PyTorch cannot differentiate on one that is not here.
     """
-    before, _meta_as_cpu.is_on = _meta_as_cpu.is_on, True
+    before = _meta_as_cpu.is_on, _meta_as_cpu.gpu
+    _meta_as_cpu.is_on, _meta_as_cpu.gpu = True, gpu
     try:
         with ExitStack() as stack:
-            if _default_device().type == "meta":
+            if _is_elsewhere(_default_device()):
                 stack.enter_context(torch.device("cpu"))
+            if gpu is not None:
+                stack.enter_context(_torch.stand_for_gpu(gpu))
             yield
     finally:
-        _meta_as_cpu.is_on = before
+        _meta_as_cpu.is_on, _meta_as_cpu.gpu = before
 
 
 def _default_device() -> torch.device:
@@ -69,6 +78,31 @@ def _default_device() -> torch.device:
 
 def is_meta_as_cpu() -> bool:
     return _meta_as_cpu.is_on
+
+
+def gpu_stood_for() -> _torch.Gpu | None:
+    """The GPU for which CPU tensors of a trace stand, if they stand for one."""
+    return _meta_as_cpu.gpu
+
+
+def stands_in() -> bool | _torch.Gpu:
+    """Whether tensors of a trace are on the CPU in place of another device, or for which GPU."""
+    return _meta_as_cpu.gpu or _meta_as_cpu.is_on
+
+
+def is_nowhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the meta device, or a fake one on a device that is not here."""
+    return tensor.is_meta or (_torch.is_fake(tensor) and _is_elsewhere(tensor.device))
+
+
+def find_gpu(tensors: Iterable[torch.Tensor]) -> _torch.Gpu | None:
+    """A GPU like an A100 for fake tensors on one that is not here, whose name nobody knows."""
+    kinds = (t.device.type for t in tensors if not t.is_meta and is_nowhere(t))
+    return _torch.Gpu("sm_80") if _torch.Gpu.kind in kinds else None
+
+
+def _is_elsewhere(device: torch.device) -> bool:
+    return device.type != "cpu" and not is_here(device)
 
 
 @dataclass(frozen=True)
@@ -86,8 +120,8 @@ class AmbientState:
     """The named axes in scope."""
     caches_casts: bool = True
     """Whether autocast casts a leaf once, until its outermost block ends."""
-    meta_as_cpu: bool = False
-    """Whether tensors on the meta device are traced as those on the CPU."""
+    stands_in: bool | _torch.Gpu = False
+    """Whether tensors on the meta device are traced as those on the CPU, or for which GPU."""
     modes: Sequence[Any] = field(default=(), compare=False)
     """The function modes of the user, whose types are among the switches."""
 
@@ -104,7 +138,7 @@ class AmbientState:
             switches(),
             axis_environment(),
             torch.is_autocast_cache_enabled(),
-            is_meta_as_cpu(),
+            stands_in(),
             _torch.function_modes(),
         )
 
@@ -119,8 +153,9 @@ class AmbientState:
                 stack.enter_context(cache_casts(self.caches_casts))
                 for device, dtype in self.autocast:
                     stack.enter_context(torch.autocast(device, dtype))
-                if self.meta_as_cpu:
-                    stack.enter_context(meta_as_cpu())
+                if self.stands_in:
+                    gpu = self.stands_in if isinstance(self.stands_in, _torch.Gpu) else None
+                    stack.enter_context(meta_as_cpu(gpu))
                 in_force = _torch.function_modes()
                 for mode in self.modes:
                     if not any(mode is other for other in in_force):

@@ -19,8 +19,8 @@ from torchremat import _torch
 from torchremat.core.interrupts import let_interrupts_in
 from torchremat.core.source import current_source
 from torchremat.errors import EffectError
-from torchremat.tracing.ambient_state import is_meta_as_cpu
-from torchremat.tracing.input_spec import CPU, META
+from torchremat.tracing.ambient_state import gpu_stood_for, is_meta_as_cpu
+from torchremat.tracing.input_spec import CPU
 from torchremat.tracing.modules.backward_hooks import make_tensor_stand_in
 from torchremat.tracing.value_guards import QUESTIONS, question
 
@@ -95,16 +95,17 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
         redirects_meta = is_meta_as_cpu() and not is_inside_operator
         if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
             value = func(*args)  # x.shape needs no input, x.T does
-            return _redirect_meta(value) if redirects_meta else value
+            return _redirect_device(value) if redirects_meta else value
         if func in _READS_OF_LAYOUT:  # nor do these; a trace inside, which is over, asks them too
             return func(*args, **(kwargs or {}))
         # what has no tensor may set grad mode back, and C++ cannot take exceptions of all that it
         # calls inside of an operator
         if not is_inside_operator and any(isinstance(argument, Tensor) for argument in args):
             let_interrupts_in()
-        if redirects_meta:
-            args = tuple(map(_redirect_meta, args))
-            kwargs = {name: _redirect_meta(value) for name, value in (kwargs or {}).items()}
+        if redirects_meta and func is not torch.device:
+            func, args = _stay_on_cpu(func, args)
+            args = tuple(map(_redirect_device, args))
+            kwargs = {name: _redirect_device(value) for name, value in (kwargs or {}).items()}
         if func is torch.autograd.grad:
             func = self._differentiate
         elif args and _is_autograd_function(args[0]):  # `apply` under torch.func
@@ -203,10 +204,22 @@ def _run_in_mode(cls: type, mode: CaptureMode) -> type:
     return type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
 
 
-def _redirect_meta(value: Any) -> Any:
-    if isinstance(value, str | torch.device) and value in ("meta", META):
-        return CPU
-    return value
+def _stay_on_cpu(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A function that asks for the GPU, as one that leaves tensors where they stand for it."""
+    if gpu_stood_for() is None:
+        return func, args
+    if func is Tensor.cuda:
+        return Tensor.to, (args[0], CPU)
+    return func, args
+
+
+def _redirect_device(value: Any) -> Any:
+    if not isinstance(value, str | torch.device):
+        return value
+    gpu = gpu_stood_for()
+    kinds = ("meta",) if gpu is None else ("meta", gpu.kind)
+    kind = value.type if isinstance(value, torch.device) else value.partition(":")[0]
+    return CPU if kind in kinds else value
 
 
 def _outside_inference_mode(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.errors import DonationError, TraceError
-from torchremat.tracing.ambient_state import is_meta_as_cpu
+from torchremat.tracing.ambient_state import is_meta_as_cpu, is_nowhere
 from torchremat.tracing.dtensors import Sharding, local_tensor
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class InputSpec:
                 tuple(tensor.shape),
                 tensor.stride(),
                 tensor.dtype,
-                CPU if tensor.is_meta and is_meta_as_cpu() else tensor.device,
+                CPU if is_meta_as_cpu() and is_nowhere(tensor) else tensor.device,
                 requires_grad,
                 is_leaf,
                 _torch.offset_of(tensor),

@@ -9,7 +9,7 @@ the module that ran it and its phase. `torch.func` levels and dispatch modes aro
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchremat.core.source import current_source
 from torchremat.errors import TraceError
 from torchremat.graph.notes import Notes, note, set_notes
 from torchremat.graph.symbolic_sizes import sizes_as_literals, track_from_elsewhere
-from torchremat.tracing.ambient_state import without_autocast
+from torchremat.tracing.ambient_state import gpu_stood_for, without_autocast
 from torchremat.tracing.axes.named_axes import out_of_reach
 from torchremat.tracing.capture import CaptureMode, map_arguments
 from torchremat.tracing.checks.checks import Checks
@@ -51,7 +51,9 @@ def _new_tracer(tracing: "Tracing") -> _torch.PythonKeyTracer:
         else:
             note_frames()
             module, source = tracing.paths.current, current_source()
-            set_notes(node, Notes(tracing.phase, module, source, tracing.grad_enabled))
+            gpu = gpu_stood_for()
+            notes = Notes(tracing.phase, module, source, tracing.grad_enabled)
+            set_notes(node, notes if gpu is None else replace(notes, stands_for=gpu.kind))
         return node
 
     tracer.create_node = create_noted_node  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from .compiler_parts import COMPILERS
 from .engine_parts import ENGINE
+from .gpu_parts import GPU_PARTS
 from .level_parts import LEVELS
 from .part import PrivatePart as PrivatePart
 from .part import find_all_missing as find_all_missing
@@ -23,6 +24,7 @@ AREAS = {
     "Tensors, modules and trees": TENSORS,
     "Traces": TRACES,
     "Compilers": COMPILERS,
+    "Kernels of GPUs": GPU_PARTS,
 }
 """The rows by area."""
 

@@ -86,6 +86,14 @@ ALTERNATIVES = {
         "None: what is asked is the class of the tensor, which PyTorch gives no way to choose.",
         "A wrapped language model would make masks, and lose the fast kernels of attention.",
     ),
+    "torch.library.Library": Alternative(
+        "It is registered by torch.library, which is public.",
+        "A plan for a GPU that is not here would have the operators of the CPU.",
+    ),
+    "torch.nn.attention.flex_attention._validate_device": Alternative(
+        "None: the function has no argument for it.",
+        "flex_attention could not be planned on a machine without a GPU.",
+    ),
     "builtins.len": Alternative(
         "No hook of PyTorch is asked: Python makes a number of what `__len__` returns.",
         "`len(x)` in a ragged batch would be one number for all elements.",

@@ -31,7 +31,7 @@ from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import Policy
 from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.program.decisions import PolicyDecisions, warn_of_whole_values
-from torchremat.tracing.functionalize import drop_running_statistics
+from torchremat.tracing.functional.functionalize import drop_running_statistics
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]

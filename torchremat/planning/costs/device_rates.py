@@ -207,6 +207,35 @@ KNOWN_DEVICES: Mapping[str, Rates] = MappingProxyType(
 """Devices by short name; `generic-gpu` and `cpu` stand for those that are not here."""
 
 
+# What compilers call the architectures: NVIDIA's compute capability, and AMD's names.
+_DEVICES_BY_ARCH = {
+    "sm_70": "v100 v100-pcie",
+    "sm_75": "t4",
+    "sm_80": "a100 a100-80gb a100-80gb-pcie a30 generic-gpu",
+    "sm_86": "a10 a10g a40 a6000 3090",
+    "sm_89": "l4 l40 l40s 4090",
+    "sm_90": "gh200 h200 h200-nvl h100 h100-pcie h100-nvl",
+    "sm_100": "gb200 b200",
+    "sm_120": "5090",
+    "gfx90a": "mi210 mi250x",
+    "gfx942": "mi300x mi325x",
+    "gfx950": "mi350x mi355x",
+}
+_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {name: arch for arch, names in _DEVICES_BY_ARCH.items() for name in names.split()}
+)
+
+
+def arch_of(rates: Rates) -> str | None:
+    """The architecture of a GPU, as compilers name it; `None` for a CPU and an unknown device.
+
+    >>> arch_of(rates_of("h100")), arch_of(rates_of("mi300x")), arch_of(rates_of("cpu"))
+    ('sm_90', 'gfx942', None)
+    """
+    known = next((name for name, other in KNOWN_DEVICES.items() if other == rates), None)
+    return _ARCHITECTURES.get(known or _name_of_known(rates.name) or "")
+
+
 _STANDING_IN = ("generic-gpu", "cpu")
 
 
@@ -269,11 +298,14 @@ def _generic_gpu(name: str) -> Rates:
 
 def _find_known(name: str) -> Rates | None:
     """The entry of `KNOWN_DEVICES` that says the most words of `name` and no others."""
+    short_name = _name_of_known(name)
+    return None if short_name is None else KNOWN_DEVICES[short_name]
+
+
+def _name_of_known(name: str) -> str | None:
     words = _words(name)
     short_names = [short for short in KNOWN_DEVICES if _words(short) <= words]
-    if not short_names:
-        return None
-    return KNOWN_DEVICES[max(short_names, key=lambda short: len(_words(short)))]
+    return max(short_names, key=lambda short: len(_words(short)), default=None)
 
 
 def _words(name: str) -> frozenset[str]:

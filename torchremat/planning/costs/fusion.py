@@ -43,7 +43,8 @@ _REDUCTIONS = frozenset(
         "argmin", "any", "all", "prod", "linalg_vector_norm", "logsumexp", "cumsum",
         "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward",
         "native_group_norm_backward", "native_batch_norm_backward", "cudnn_batch_norm_backward",
-        "_fused_rms_norm_backward", "nll_loss_forward", "nll_loss_backward", "mse_loss",
+        "miopen_batch_norm_backward", "_fused_rms_norm_backward", "nll_loss_forward",
+        "nll_loss_backward", "mse_loss",
     )
 ) | {"torchremat.loss_gradient"}  # fmt: skip
 
@@ -57,7 +58,7 @@ _NORMALISATIONS = {
         8: "_softmax _log_softmax",
     }.items()
     for name in names.split()
-}
+} | {f"torchremat.functional_{library}_batch_norm": 4 for library in ("cudnn", "miopen")}
 
 
 def is_written(node: fx.Node) -> bool:

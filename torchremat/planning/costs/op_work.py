@@ -81,6 +81,7 @@ _SAME_FLOPS = {
         aten._scaled_dot_product_flash_attention_backward
     ),
     "aten._int_mm": aten.mm,
+    "aten._scaled_mm_v2": aten.mm,
 }
 
 
@@ -89,8 +90,27 @@ def _count_grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * min(a.numel() * b.size(-1), b.numel() * a.size(-2))
 
 
+def _count_rnn(x: Tensor, *weights: Any, **_: Any) -> int:
+    """The products of a recurrent layer: each step multiplies by each matrix of weights."""
+    listed = weights[0] if isinstance(weights[0], list) else weights[:2]
+    numbers = sum(weight.numel() for weight in listed if weight.dim() == 2)
+    return 2 * (x.numel() // x.size(-1)) * int(numbers)
+
+
+def _count_rnn_backward(x: Tensor, *weights: Any, **_: Any) -> int:
+    return 2 * _count_rnn(x, *weights)
+
+
 # PyTorch 2.13 has none for them
-_OWN_FORMULAS = {"aten._grouped_mm": _count_grouped_mm}
+_OWN_FORMULAS = {
+    "aten._grouped_mm": _count_grouped_mm,
+    "aten._scaled_grouped_mm": _count_grouped_mm,
+    "aten._scaled_grouped_mm_v2": _count_grouped_mm,
+    "aten._cudnn_rnn": _count_rnn,
+    "aten.mkldnn_rnn_layer": _count_rnn,
+    "aten.mkldnn_rnn_layer_backward": _count_rnn_backward,
+    "torchremat.flat_aten__cudnn_rnn_backward": _count_rnn_backward,
+}
 
 
 def has_formula(target: object) -> bool:
@@ -171,7 +191,11 @@ _FLOPS_PER_ELEMENT = {f"aten.{name}": count for count, names in {
     100: "max_pool2d_with_indices upsample_bilinear2d scatter scatter_add index_put polar "
          "var_mean var std std_mean",
     400: "sort topk argsort unique _unique2 kthvalue median mode randperm",
-}.items() for name in names.split()} | {"torchremat.loss_gradient": 7}
+}.items() for name in names.split()} | {
+    "torchremat.loss_gradient": 7,
+    "torchremat.functional_cudnn_batch_norm": 15,
+    "torchremat.functional_miopen_batch_norm": 15,
+}
 # fmt: on
 
 

@@ -15,7 +15,7 @@ from torchremat.core.interrupts import hold_interrupts
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.api import PlannedFunction
 from torchremat.planning.budget_job import MadePlan
-from torchremat.planning.cost_model import CostModel, choose_cost_model
+from torchremat.planning.cost_model import CostModel, StepDevice
 from torchremat.planning.fitting.dimension import Dimension
 from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,
@@ -59,11 +59,16 @@ class TracedCall:
         if dimension is not None:
             args, kwargs = dimension.resize(args, kwargs, size)
             choose = dimension.inputs_at(size, symbolic=symbolic)
-        return region_of(self.fun, args, kwargs, WholeGraphPolicy(), choose)
+        gpu = self._step_device().gpu
+        return region_of(self.fun, args, kwargs, WholeGraphPolicy(), choose, gpu)
+
+    def _step_device(self) -> StepDevice:
+        options = self.options
+        return StepDevice.of(self.fun, self.args, self.kwargs, options.cost_model, options.device)
 
     def plan_of(self, region: Region) -> PlannedFunction:
         options = self.options
-        model = choose_cost_model(region, options.cost_model, options.device)
+        model = self._step_device().model_of(region)
         resident = [*input_tensors(region), *state_tensors(region, options.optimizer)]
         made = PlannedFunction(region, model, "auto", resident, offload=False)
         return made.with_updates(options.optimizer) if steps_already(options.optimizer) else made

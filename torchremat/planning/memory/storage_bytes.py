@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.graph.notes import device_kind_of
 from torchremat.planning.memory.probed_storage import scalar_nbytes
 
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ def nbytes_of(node: fx.Node, value: Tensor, index: int = 0, *, inside: int | Non
         return _span(value)
     if node.target in _KEEP_STORAGE:
         return _nbytes_with_storage(node, value, inside)
-    if node.target is _BATCH_NORM and value.device.type == "cpu":
+    if node.target is _BATCH_NORM and device_kind_of(node, value) == "cpu":
         return _numel(value) * _dtype_of_batch_norm(node, value, index).itemsize
     if value.dim() == 0 and node.op == "call_function":
         return scalar_nbytes(node, value, index)

@@ -97,15 +97,17 @@ def region_of(
     kwargs: Mapping[str, Any],
     policy: Policy = everything_saveable,
     choose_inputs: ChooseInputs | None = None,
+    gpu: _torch.Gpu | None = None,
 ) -> Region:
     """Trace `fun` at these arguments for such a policy; nothing runs on their values.
 
-    With `choose_inputs` the trace is of the inputs that it gives. Differentiated are the tensors
-    that require a gradient, else all floating arguments. Raises `TypeError` if `fun` is not
-    callable, and `TraceError` (a `TypeError`) if there is nothing to differentiate.
+    With `choose_inputs` the trace is of the inputs that it gives, and with a `gpu` its operators
+    take the kernels of that. Differentiated are the tensors that require a gradient, else all
+    floating arguments. Raises `TypeError` if `fun` is not callable, and `TraceError` (a
+    `TypeError`) if there is nothing to differentiate.
     """
     bound = BoundCall(fun, args, kwargs)
-    with meta_as_cpu(), torch.enable_grad():
+    with meta_as_cpu(gpu), torch.enable_grad():
         region = _trace_region(fun, args, kwargs, policy, choose_inputs)
         if not region.wrt:
             args, kwargs = _torch.tree_map(_mark_differentiated, (args, dict(kwargs)))

@@ -32,6 +32,7 @@ from torchremat.core.accelerators import (
 )
 from torchremat.core.avals import Aval
 from torchremat.graph.nodes import call_of, inner_graphs_of, is_checkpoint, is_item, item_index
+from torchremat.graph.notes import device_kind_of, notes_of
 from torchremat.graph.ops import draws_by_shape, packet_name
 from torchremat.graph.symbolic_sizes import literal_size
 
@@ -49,7 +50,7 @@ def state_nbytes(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not (_is_drawn_by_shape(node) or is_run_again(node)):
         return None
-    nbytes = _state_nbytes_at(value.device.type)
+    nbytes = _state_nbytes_at(device_kind_of(node, value))
     numel = 1
     for size in value.shape:
         numel *= _torch.hint_of(size)
@@ -82,7 +83,7 @@ def can_run_again(call: fx.Node) -> bool:
     if not isinstance(call.meta.get("val"), tuple | list):
         return False
     device = _find_device(call)
-    if device is None or _state_nbytes_at(device.type) is None:
+    if device is None or state_nbytes_of(call) == 0:
         return False
     op = call.target
     if isinstance(op, _torch.OpOverload):
@@ -109,11 +110,11 @@ def _draws_on(bodies: Sequence[fx.GraphModule], device: torch.device) -> bool:
 
 def state_nbytes_of(call: fx.Node) -> int:
     """The bytes of the state of the generator that an operator with several results draws from."""
-    return _state_nbytes_at(_device_of(call).type) or 0
+    return _state_nbytes_at(notes_of(call).stands_for or _device_of(call).type) or 0
 
 
 def state_aval(node: fx.Node) -> Aval:
-    nbytes = _state_nbytes_at(node.meta["val"].device.type)
+    nbytes = _state_nbytes_at(device_kind_of(node, node.meta["val"]))
     assert nbytes is not None, node
     return Aval((nbytes,), torch.uint8)
 

@@ -137,8 +137,8 @@ class TapeDecisions:
         if isinstance(verdict, Saveable):
             return TapeDecision(True, f"{self.policy}", value)
         if isinstance(verdict, NotSaved):
-            device = value.outputs[value.index].device
-            reason = reason_to_save_results(value.op, kwargs, device)
+            kind = value.outputs[value.index].device.type
+            reason = reason_to_save_results(value.op, kwargs, kind)
             if reason is not None:
                 return TapeDecision(True, reason, value)
         return TapeDecision(False, f"{self.policy} does not let it be saved", value)

@@ -105,10 +105,14 @@ class BoundCall:
 
     def is_known_to_require_grad(self) -> bool:
         """Whether an argument, or something that the function is seen to close over, does."""
+        return any(map(_torch.requires_grad_at_any_level, self.list_tensors()))
+
+    def list_tensors(self) -> list[Tensor]:
+        """The arguments, what the function is seen to close over, and those of its modules."""
         tensors = [*self.tensors, *(v for v in self._closed_over.values() if isinstance(v, Tensor))]
         for _, module in self._modules:
-            tensors += module.parameters()
-        return any(_torch.requires_grad_at_any_level(tensor) for tensor in tensors)
+            tensors += [*module.parameters(), *module.buffers()]
+        return tensors
 
     def labels_of_captured(self, tensors: Sequence[Tensor], paths: ModulePaths) -> list[InputLabel]:
         known: dict[int, InputLabel] = {}

@@ -21,6 +21,8 @@ from torchremat.graph.notes import Notes, notes_of
 from torchremat.graph.symbolic_sizes import Interpreter, literal_size
 from torchremat.tracing.axes.mapped_operators import let_vmap_scatter
 from torchremat.tracing.dynamic_inputs import shapes_of
+from torchremat.tracing.functional.batch_norm_ops import find_functional
+from torchremat.tracing.functional.nested_results import flatten_nested_results
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.tracing import Tracing
 
@@ -49,6 +51,7 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
     let_vmap_scatter()
     graph = module.graph
     _expose_batch_norm_updates(graph)
+    flatten_nested_results(graph)
     renamed: dict[fx.Node, fx.Node] = {}
     functionalize_unaliased_writes(graph)
     if any(is_mutable(node) for node in graph.nodes):
@@ -64,21 +67,22 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
 def _expose_batch_norm_updates(graph: fx.Graph) -> None:
     """Write the update of running statistics, which the operator hides, as a `copy_`.
 
-    `native_batch_norm` declares no write. The functional form returns the new statistics.
+    `native_batch_norm` and its kin declare no write. The functional form returns the new
+    statistics.
     """
-    for node in list(graph.find_nodes(op="call_function", target=aten.native_batch_norm.default)):
-        x, weight, bias, mean, var, training, momentum, eps = node.args
-        if not training or mean is None:
+    for node in list(graph.nodes):
+        functional = find_functional(node)
+        if functional is None:
             continue
+        op, first = functional
+        mean, var = node.args[3:5]
         with graph.inserting_before(node):
-            new = graph.call_function(
-                aten._native_batch_norm_legit_functional.default,
-                (x, weight, bias, mean, var, training, momentum, eps),
-            )
-            new.meta = dict(node.meta)
+            new = graph.call_function(op, node.args)
+            statistics = (mean.meta["val"], var.meta["val"])
+            new.meta = {**node.meta, "val": (*node.meta["val"], *statistics)}
         node.replace_all_uses_with(new)
         with graph.inserting_after(new):
-            for i, statistic in ((4, var), (3, mean)):
+            for i, statistic in ((first + 1, var), (first, mean)):
                 item = graph.call_function(operator.getitem, (new, i))
                 item.meta = dict(node.meta, val=statistic.meta["val"])
                 with graph.inserting_after(item):
@@ -91,13 +95,20 @@ def _expose_batch_norm_updates(graph: fx.Graph) -> None:
 def drop_running_statistics(graph: fx.Graph) -> None:
     """Take the running statistics from derivatives of batch normalisation that do not read them.
 
-    In training the derivative reads the statistics of the batch alone.
+    In training the derivative reads the statistics of the batch alone. Those of cuDNN and MIOpen
+    are for training.
     """
-    for node in graph.find_nodes(
-        op="call_function", target=aten.native_batch_norm_backward.default
-    ):
-        if node.args[7]:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
+    for op in _DERIVATIVES:
+        for node in graph.find_nodes(op="call_function", target=op):
+            if op is not _DERIVATIVES[0] or node.args[7]:
+                node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+_DERIVATIVES = (
+    aten.native_batch_norm_backward.default,
+    aten.cudnn_batch_norm_backward.default,
+    aten.miopen_batch_norm_backward.default,
+)
 
 
 def _refuse_out_besides_others(graph: fx.Graph) -> None:

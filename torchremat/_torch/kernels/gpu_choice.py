@@ -1,0 +1,100 @@
+"""Let operators that have other kernels on a GPU take those, in traces on fake CPU tensors.
+
+The operators are composed of others, of which PyTorch takes some by the device. A library of the
+dispatcher stands before them while a trace asks for it; other threads meet PyTorch's own kernels.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import gpu_attention, gpu_layers, gpu_recurrent
+from .gpu import Gpu
+
+aten = torch.ops.aten
+
+_CHOICES: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
+    {
+        aten.scaled_dot_product_attention.default: gpu_attention.attend,
+        aten.dropout.default: gpu_layers.drop,
+        aten.rms_norm.default: gpu_layers.normalize_rms,
+        aten._batch_norm_impl_index.default: gpu_layers.normalize_batch,
+        aten.lstm_cell.default: gpu_layers.run_lstm_cell,
+        aten.gru_cell.default: gpu_layers.run_gru_cell,
+        aten.lstm.input: gpu_recurrent.run_lstm,
+        aten.gru.input: gpu_recurrent.run_gru,
+        aten.rnn_tanh.input: gpu_recurrent.run_tanh,
+        aten.rnn_relu.input: gpu_recurrent.run_relu,
+    }
+)
+
+_SHAPES: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
+    {
+        aten._thnn_fused_gru_cell.default: gpu_layers.fake_gru_cell,
+        aten._thnn_fused_gru_cell_backward.default: gpu_layers.fake_gru_cell_backward,
+        aten._cudnn_rnn.default: gpu_recurrent.fake_cudnn_rnn,
+        aten._cudnn_rnn_backward.default: gpu_recurrent.fake_cudnn_rnn_backward,
+    }
+)
+# Of these kernels PyTorch has no rule for fake tensors, for it runs them on the device. Its rule
+# for cuDNN's layers gives them nothing for the backward pass.
+
+
+class _GpusOfThread(threading.local):
+    def __init__(self) -> None:
+        self.gpus: list[Gpu] = []
+
+
+_entered = _GpusOfThread()
+_lock = threading.Lock()
+_in_use: list[torch.library.Library] = []
+# The library, and once more for each block that is entered.
+
+
+@contextmanager
+def choose_as_gpu(gpu: Gpu) -> Iterator[None]:
+    """In the block, operators on CPU tensors take the kernels that `gpu` has, in this thread.
+
+    There are only rules of shapes for these kernels: the tensors must be fake.
+    """
+    with _lock:
+        if not _in_use:
+            _in_use.append(_new_library())
+        _in_use.append(_in_use[0])
+    _entered.gpus.append(gpu)
+    try:
+        yield
+    finally:
+        _entered.gpus.pop()
+        with _lock:
+            _in_use.pop()
+            if len(_in_use) == 1:
+                _in_use.pop()._destroy()
+
+
+def _new_library() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for op, choose in _CHOICES.items():
+            plain = torch.library.get_kernel(op, "AutogradCPU")
+            kernel = partial(_choose, plain, choose)
+            library.impl(op, kernel, "AutogradCPU", with_keyset=True, allow_override=True)
+        for op, shape in _SHAPES.items():
+            library.impl(op, shape, "Meta", allow_override=True)
+    return library
+
+
+def _choose(plain: Any, choose: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
+    run = partial(plain.call_boxed, keys)
+    if not _entered.gpus or not isinstance(args[0], FakeTensor):
+        return run(*args, **kwargs)
+    return choose(_entered.gpus[-1], run, *args, **kwargs)

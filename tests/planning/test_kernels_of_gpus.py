@@ -133,6 +133,13 @@ def test_a_fused_kernel_saves_no_scores():
     assert plan.baseline.saved_bytes == rows * 64 * 2 + rows * 4 + 2 * 8  # and the state of a draw
 
 
+class HalfSoftmax(nn.Module):
+    """It is computed in float32 without a copy of its argument."""
+
+    def forward(self, x):
+        return F.softmax(x.half(), -1, dtype=torch.float32)
+
+
 def on_meta(build):
     with torch.device("meta"):
         return build()
@@ -155,8 +162,15 @@ def on_meta(build):
             "native_batch_norm_backward",
         ),
         (lambda: nn.RMSNorm(32), (16, 32), "rsqrt", "_fused_rms_norm_backward"),
+        (lambda: HalfSoftmax(), (16, 32), "_softmax", "_softmax_backward_data"),
         (
             lambda: nn.LSTMCell(32, 32),
+            (16, 32),
+            "_thnn_fused_lstm_cell",
+            "_thnn_fused_lstm_cell_backward_impl",
+        ),
+        (
+            lambda: nn.LSTMCell(32, 32, bias=False),
             (16, 32),
             "_thnn_fused_lstm_cell",
             "_thnn_fused_lstm_cell_backward_impl",

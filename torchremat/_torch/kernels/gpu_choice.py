@@ -25,6 +25,8 @@ _CHOICES: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     {
         aten.scaled_dot_product_attention.default: gpu_attention.attend,
         aten.dropout.default: gpu_layers.drop,
+        aten.softmax.int: gpu_layers.normalize_exponentials(aten._softmax.default),
+        aten.log_softmax.int: gpu_layers.normalize_exponentials(aten._log_softmax.default),
         aten.rms_norm.default: gpu_layers.normalize_rms,
         aten._batch_norm_impl_index.default: gpu_layers.normalize_batch,
         aten.lstm_cell.default: gpu_layers.run_lstm_cell,
@@ -38,6 +40,7 @@ _CHOICES: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 _SHAPES: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     {
+        aten._thnn_fused_lstm_cell.default: gpu_layers.fake_lstm_cell,
         aten._thnn_fused_gru_cell.default: gpu_layers.fake_gru_cell,
         aten._thnn_fused_gru_cell_backward.default: gpu_layers.fake_gru_cell_backward,
         aten._cudnn_rnn.default: gpu_recurrent.fake_cudnn_rnn,
@@ -45,7 +48,7 @@ _SHAPES: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     }
 )
 # Of these kernels PyTorch has no rule for fake tensors, for it runs them on the device. Its rule
-# for cuDNN's layers gives them nothing for the backward pass.
+# for cuDNN's layers gives them nothing for the backward pass, and that of LSTM cells wants biases.
 
 
 class _GpusOfThread(threading.local):

@@ -22,6 +22,19 @@ def drop(gpu: Gpu, plain: Callable[..., Any], x: Tensor, p: float, train: bool) 
     return plain(x, p, train)
 
 
+def normalize_exponentials(op: Any) -> Callable[..., Any]:
+    """A softmax or its logarithm, which a GPU computes of float16 in float32 without a copy."""
+
+    def normalize(
+        gpu: Gpu, plain: Callable[..., Any], x: Tensor, dim: int, dtype: torch.dtype | None = None
+    ) -> Any:
+        if x.dtype == torch.float16 and dtype == torch.float32:
+            return op(x, dim, True)
+        return plain(x, dim, dtype)
+
+    return normalize
+
+
 def normalize_rms(
     gpu: Gpu,
     plain: Callable[..., Any],
@@ -149,6 +162,17 @@ def run_gru_cell(
 ) -> Any:
     gates = x.matmul(w_ih.t()), h.matmul(w_hh.t())
     return aten._thnn_fused_gru_cell.default(*gates, h, b_ih, b_hh)[0]
+
+
+def fake_lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    c: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes of a fused cell: the next state and cell, and the gates for its backward."""
+    return c.new_empty(c.shape), c.new_empty(c.shape), input_gates.new_empty(input_gates.shape)
 
 
 def fake_gru_cell(

@@ -14,7 +14,8 @@ GPU_PARTS = (
         _WHY, _PUBLIC, _WITHOUT,
     ),
     PrivatePart(
-        "torch.ops.aten: _batch_norm_impl_index, _fused_rms_norm, _fused_rms_norm_backward",
+        "torch.ops.aten: _softmax, _log_softmax, _batch_norm_impl_index, _fused_rms_norm, "
+        "_fused_rms_norm_backward",
         _WHY, _PUBLIC, _WITHOUT,
     ),
     PrivatePart(

@@ -130,6 +130,11 @@ def compile_variant(variant: Variant) -> Resources:
     aligned = {(i,): [["tt.divisibility", 16]] for i in pointers} if variant.is_plain else {}
     source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(source, target=GPUTarget(*TARGETS[variant.target]))
+    return read_resources(binary)
+
+
+def read_resources(binary: Any) -> Resources:
+    """What a compiled kernel takes, by the assembler's output."""
     return _read_cubin(binary) if "cubin" in binary.asm else _read_amdgcn(binary)
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.planning.schedules import plain_schedule
+from torchremat.autodiff.joint import Joint
 from torchremat.graph.nodes import base_of, call_of, is_item, results_of
 from torchremat.graph.notes import note_roles, notes_of
 from torchremat.planning.memory.simulate import simulate
@@ -79,7 +80,7 @@ def peers_of(step: NumericStep, blocks: tuple[str, ...], *, quick: bool = False)
 def compiled_peers(step: NumericStep, *, quick: bool = False) -> Iterator[Peer]:
     """PyTorch's partitioner, by default, aggressive, and under each of its budgets and solvers."""
     yield Peer("default_partition", plain_schedule(step.problem))
-    module, num_outputs = partitioner_input(step)
+    module, num_outputs = partitioner_input(step.joint)
     partition = _Partition(step, module, num_outputs)
     yield partition.run("budget 1.0", activation_memory_budget=1.0)
     yield partition.run("aggressive", activation_memory_budget=1.0, aggressive_recomputation=True)
@@ -97,9 +98,8 @@ def compiled_peers(step: NumericStep, *, quick: bool = False) -> Iterator[Peer]:
                 break
 
 
-def partitioner_input(step: NumericStep) -> tuple[fx.GraphModule, int]:
+def partitioner_input(joint: Joint) -> tuple[fx.GraphModule, int]:
     """The joint graph as `torch._functorch.partitioners` want it, and its number of outputs."""
-    joint = step.joint
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     inputs = [(f"primals_{i}", n) for i, n in enumerate(joint.inputs, 1)]

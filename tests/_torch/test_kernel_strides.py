@@ -115,6 +115,7 @@ def _sweep(names: set[str] | None) -> Comparison:
     return comparison
 
 
+@pytest.mark.slow
 def test_operators_of_the_table_have_the_strides_of_their_kernels():
     comparison = _sweep(CALLERS)
     assert len(comparison.ran & {str(op) for op in _RULES}) >= 20

@@ -4,6 +4,7 @@ Each thread is an executor of one worker that is waited for, so that the order o
 """
 
 import threading
+import warnings
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -267,6 +268,16 @@ def gradients_of_flex_attention():
         return check(*(torch.ones(1, requires_grad=True) for _ in range(3)))
     except NotImplementedError:
         return "refused"
+
+
+@case(
+    "torch.amp.autocast_mode:autocast.__init__",
+    lambda: _torch.stand_for_gpu(_torch.Gpu("sm_90")),
+)
+def device_of_autocast():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.autocast("cuda").device
 
 
 @case("torch.library.Library", lambda: _torch.stand_for_gpu(_torch.Gpu("sm_90")))

@@ -44,7 +44,7 @@ def list_derivatives(result):
         node = stack.pop()
         if node is None:
             continue
-        found.append(node.name().removeprefix("_FusedRmsNorm").replace("FusedRmsNorm", ""))
+        found.append(node.name().replace("_FusedRmsNormBackward", "FusedRmsNormBackward0"))
         stack += [other for other, _ in node.next_functions]
     return sorted(found), tuple(result.shape), result.stride(), result.dtype
 
@@ -111,6 +111,99 @@ def test_the_choice_is_that_of_the_build(name):
         stood = list_derivatives(CALLS[name]())
     with be_on_cuda():
         expected = list_derivatives(CALLS[name]())
+    assert stood == expected
+
+
+@contextmanager
+def cast_by(device):
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+        torch.clear_autocast_cache()
+
+
+def targets(x):
+    return torch.zeros_like(x).sigmoid()
+
+
+CASTS = {
+    **{
+        name: lambda x, name=name: getattr(torch, name)(x)
+        for name in (
+            "exp",
+            "log",
+            "log1p",
+            "expm1",
+            "rsqrt",
+            "reciprocal",
+            "sinh",
+            "cosh",
+            "tan",
+            "acos",
+            "asin",
+            "sin",
+            "sigmoid",
+            "tanh",
+            "relu",
+            "erf",
+            "sqrt",
+            "abs",
+            "sum",
+            "mean",
+            "prod",
+            "logsumexp_all",
+            "norm",
+            "std",
+            "amax",
+        )
+        if hasattr(torch, name)
+    },
+    "linear": lambda x: F.linear(x, torch.randn(8, 8, requires_grad=True)),
+    "bilinear": lambda x: torch.bmm(x[None], torch.randn(1, 8, 3)),
+    "convolution": lambda x: F.conv1d(x[None], torch.randn(4, 3, 3)),
+    "softmax": lambda x: x.softmax(-1),
+    "log softmax": lambda x: F.log_softmax(x, -1),
+    "softmin": lambda x: F.softmin(x, -1),
+    "layer norm": lambda x: F.layer_norm(x, (8,), torch.ones(8), torch.zeros(8)),
+    "group norm": lambda x: F.group_norm(x[None].transpose(1, 2), 2),
+    "rms norm": lambda x: F.rms_norm(x, (8,)),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "power": lambda x: x.pow(3),
+    "reversed power": lambda x: 2**x,
+    "cumulative sum": lambda x: x.cumsum(0),
+    "cumulative product": lambda x: x.cumprod(0),
+    "logarithm of sums": lambda x: x.logsumexp(-1),
+    "sum along a dim": lambda x: x.sum(0),
+    "sum in a dtype": lambda x: x.sum(0, dtype=torch.bfloat16),
+    "mean squared error": lambda x: F.mse_loss(x, targets(x)),
+    "absolute error": lambda x: F.l1_loss(x, targets(x)),
+    "smooth error": lambda x: F.smooth_l1_loss(x, targets(x)),
+    "divergence": lambda x: F.kl_div(x, targets(x), reduction="batchmean"),
+    "logits": lambda x: F.binary_cross_entropy_with_logits(x, targets(x)),
+    "cross entropy": lambda x: F.cross_entropy(x, torch.zeros(3, dtype=torch.long)),
+    "cosine": lambda x: F.cosine_similarity(x, x + 1),
+    "distances": lambda x: torch.cdist(x, x),
+    "concatenation": lambda x: torch.cat([x, torch.ones(3, 8)]),
+    "difference": lambda x: torch.addcmul(x, x, torch.ones(3, 8)),
+    "prelu": lambda x: F.prelu(x, torch.ones(1)),
+    "gru cell": lambda x: nn.GRUCell(8, 8, bias=False)(x),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_as_there(name, dtype):
+    if name == "gru cell":
+        pytest.skip("PyTorch has no rule of shapes for it")
+    with stand_on_cpu(), cast_by("cpu"):
+        stood = list_derivatives(CASTS[name](rows(dtype=dtype)))
+    with be_on_cuda(), cast_by("cuda"):
+        expected = list_derivatives(CASTS[name](rows(dtype=dtype)))
     assert stood == expected
 
 

@@ -329,6 +329,42 @@ def test_a_model_of_blocks_under_budgets_and_tiles():
     assert found.size > 8
 
 
+def test_autocast_of_a_gpu_casts_as_there():
+    """Norms and softmax are in float32, unlike those of the CPU, and products in bfloat16."""
+    model = on_meta(lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Softmax(-1)))
+    x = torch.empty(32, 64, device="meta", requires_grad=True)
+
+    def step(x):
+        with torch.autocast("cuda", HALF):
+            return model(x.to(HALF)).sum()
+
+    nodes = plan_on_meta(step, x).forward_graph.graph.nodes
+    dtypes = {
+        str(node.target).split(".")[1]: node.meta["val"].dtype
+        for node in nodes
+        if isinstance(node.meta.get("val"), torch.Tensor) and "aten" in str(node.target)
+    }
+    assert dtypes["addmm"] == HALF
+    assert dtypes["_softmax"] == dtypes["sum"] == torch.float32
+
+
+def test_autocast_of_the_cpu_stays_what_it_is():
+    x = torch.randn(4, 8, dtype=HALF)
+
+    def cast():
+        with torch.autocast("cpu", HALF):
+            return [F.softmax(x, -1).dtype, F.mse_loss(x, x).dtype, torch.cat([x, x.float()]).dtype]
+
+    plain = cast()
+    found = []
+    with _torch.stand_for_gpu(_torch.Gpu("sm_90")):
+        thread = threading.Thread(target=lambda: found.append(cast()))
+        thread.start()
+        thread.join()
+        found.append(cast())  # real tensors stand for nothing
+    assert found == [plain, plain] == [[HALF, torch.float32, torch.float32]] * 2
+
+
 def test_other_threads_and_later_calls_meet_plain_kernels():
     def node_of_dropout():
         x = torch.ones(4, 4, requires_grad=True)

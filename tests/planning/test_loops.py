@@ -56,7 +56,10 @@ def xs():
     return torch.randn(STEPS, ROWS, WIDTH, requires_grad=True)
 
 
-@pytest.mark.parametrize(("share", "p"), [(0.6, 0.0), (0.35, 0.0), (0.6, 0.2)])
+@pytest.mark.parametrize(
+    ("share", "p"),
+    [(0.6, 0.2), *(pytest.param(part, 0.0, marks=pytest.mark.slow) for part in (0.6, 0.35))],
+)
 def test_a_plan_of_a_loop_is_kept(share, p, xs):
     torch.manual_seed(0)
     model = Scanned(p)
@@ -80,6 +83,7 @@ def test_a_budget_of_a_loop_is_kept(xs):
     assert peak <= 0.45 * plain
 
 
+@pytest.mark.slow
 def test_what_cannot_be_met_names_a_budget_that_can(xs):
     model = Scanned()
     plain = tr.estimate(model, xs, policy="none").peak_bytes

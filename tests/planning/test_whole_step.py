@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchremat as tr
+from tests.helpers import one_in
 from tests.planning.stepping import MODELS, OPTIMIZERS, Mlp, make, train
 from torchremat.checkpoint_policies import from_plan
 from torchremat.errors import BudgetError, BudgetWarning
@@ -69,7 +70,7 @@ def test_a_schedule_takes_no_more_than_its_numbers_say(name, part):
     assert order_of(planned.graph_schedule, planned.step.joint) == plan.order
 
 
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("is_autocast", one_in(2, [False, True]))
 def test_steps_of_changing_lengths(is_autocast):
     found = []
     for is_planned in (False, True):
@@ -185,6 +186,7 @@ def test_on_the_meta_device():
     assert 6 * 3 * layer < plan.peak_bytes < (6 * 3 + 3.5) * layer
 
 
+@pytest.mark.slow
 def test_with_tiles():
     model, x, optimizer = make("gpt", "sgd")
     plan = tr.plan(model, x, budget=plan_least(model, x, optimizer).budget, optimizer=optimizer)

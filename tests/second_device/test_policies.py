@@ -133,3 +133,43 @@ def test_what_stands_in_a_graph_is_run_under_autocast(late):
         return tr.nn.wrap(model, cp.save_only_these_names("hidden"))
 
     assert_trained_alike(Named, wrapped, make_input((4, 8)), autocast=torch.bfloat16)
+
+
+def _offload_everything(*_args, **_params):
+    return tr.Offloadable("device", "pinned_host")
+
+
+def _measure_peak(model, x):
+    """The peak of the second step's memory, by the allocator of the device."""
+    model(x).square().sum().backward()
+    model.zero_grad()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    model(x).square().sum().backward()
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("late", ["copies first"], indirect=True)
+def test_copies_that_are_fetched_early_are_held_longer(late, monkeypatch):
+    """The bits stay: what reads a copy waits for it, however many are on their way.
+
+    Where copies run last, what is copied to the host is held until they have run.
+    """
+    build, shape = MODELS["encoder"]
+    peaks = []
+    for num in (1, 64):
+        monkeypatch.setattr(tr.config, "offload_prefetch", num)
+        x = make_input(shape)
+        assert_trained_alike(build, lambda m: tr.nn.wrap(m, _offload_everything), x)
+        peaks.append(_measure_peak(tr.nn.wrap(build(), _offload_everything), x))
+    assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("num", [1, 4, 64])
+def test_plans_fetch_where_they_say(late, monkeypatch, num):
+    """A plan has its own schedule of copies; the setting is for policies."""
+    monkeypatch.setattr(tr.config, "offload_prefetch", num)
+    build, shape = MODELS["encoder"]
+    assert_trained_alike(build, lambda m: tr.nn.wrap(m, "budget:70%+offload"), make_input(shape))

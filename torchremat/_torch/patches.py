@@ -36,6 +36,7 @@ from .replacements import (
     Nesting,
     TracingFlag,
     Values,
+    autocast_on_cpu,
     begin_session,
     check_unless_standing_in,
     handle_checkpoint,
@@ -213,6 +214,13 @@ _FLEX_DEVICE = Patch(
     "2.11", make=check_unless_standing_in,
 )  # fmt: skip
 
+_AUTOCAST = Patch(
+    "torch.amp.autocast_mode:autocast", "__init__",
+    "That of `cuda` is off where there is no GPU. Tensors that stand for some of one take that of "
+    "the CPU, which has the casts of a GPU then.",
+    "2.11", make=autocast_on_cpu,
+)  # fmt: skip
+
 _FAKE_CLASS = Patch(
     "torch._subclasses", "__class__", "Libraries that find fake tensors make needless masks.",
     "2.11", make=hide_class_of_fakes,
@@ -223,7 +231,7 @@ EVERY_PATCH = (
     _APPLY, _BIND, _CALL_CUSTOM, _SETUP_CONTEXT, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT,
     _FX_FLAG, _FX_MODULE, _NESTED_FX, _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING,
     _TRACKERS, _MODULE_HOOKS, _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
-    _GPU_KERNELS, _FLEX_DEVICE, _FAKE_CLASS, _LEN,
+    _GPU_KERNELS, _FLEX_DEVICE, _AUTOCAST, _FAKE_CLASS, _LEN,
 )  # fmt: skip
 """The table for all supported versions of PyTorch."""
 
@@ -234,7 +242,7 @@ PATCHES = (
     *_APPLY_PATCHES, _WRAP_FOR_GRAD, _ADD_BATCH_DIM, _CHECKPOINT, *_FLAG_PATCHES, *_SETTINGS,
     _GLOBAL_HOOKS, _TRACER, _SET_TRACER, _VMAPIFY, _JVP_NESTING, _TRACKERS, _MODULE_HOOKS,
     _READS, _VIEW_OF_ZEROS, _BATCHING_RULES, _DETERMINISTIC,
-    _GPU_KERNELS, _FLEX_DEVICE, _FAKE_CLASS, _LEN,
+    _GPU_KERNELS, _FLEX_DEVICE, _AUTOCAST, _FAKE_CLASS, _LEN,
 )  # fmt: skip
 """The rows of the installed version."""
 
@@ -386,7 +394,7 @@ def hide_fakes(asked: list[str] | None) -> AbstractContextManager[None]:
 @contextmanager
 def stand_for_gpu(gpu: Gpu) -> Iterator[None]:
     """Let operators on fake CPU tensors take the kernels of `gpu`, in this thread."""
-    with _enter({_FLEX_DEVICE: True}), choose_as_gpu(gpu):
+    with _enter({_FLEX_DEVICE: True, _AUTOCAST: True}), choose_as_gpu(gpu):
         yield
 
 

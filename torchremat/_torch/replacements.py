@@ -54,6 +54,15 @@ def check_unless_standing_in(plain: Callable[..., None], stands_in: Values) -> A
     return check
 
 
+def autocast_on_cpu(plain: Callable[..., None], stands_in: Values) -> Any:
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if stands_in() and device_type == "cuda":
+            dtype, device_type = dtype or torch.get_autocast_dtype("cuda"), "cpu"
+        plain(self, device_type, dtype, *args, **kwargs)
+
+    return init
+
+
 def handle_checkpoint(plain: Any, handlers: Values) -> Any:
     if plain is None:  # as PyTorch makes it at the first call
         checkpoint: Any = torch.utils.checkpoint.checkpoint

@@ -151,11 +151,11 @@ class AmbientState:
         try:
             with without_autocast(), restore_axes(self.axes), ExitStack() as stack:
                 stack.enter_context(cache_casts(self.caches_casts))
-                for device, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(device, dtype))
                 if self.stands_in:
                     gpu = self.stands_in if isinstance(self.stands_in, _torch.Gpu) else None
                     stack.enter_context(meta_as_cpu(gpu))
+                for device, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(device, dtype))
                 in_force = _torch.function_modes()
                 for mode in self.modes:
                     if not any(mode is other for other in in_force):

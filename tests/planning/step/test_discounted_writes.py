@@ -51,7 +51,10 @@ def step_of(name):
     return (lambda x: model(x).square().mean()), x
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "dropouts" else []) for n in MODELS],
+)
 def test_no_plan_that_runs_in_the_budget_adds_less_than_its_bound(name):
     step, x = step_of(name)
     least = tr.plan(step, x, budget="least")

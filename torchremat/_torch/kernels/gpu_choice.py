@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import gpu_attention, gpu_layers, gpu_recurrent
+from . import gpu_attention, gpu_autocast, gpu_layers, gpu_recurrent
 from .gpu import Gpu
 
 aten = torch.ops.aten
@@ -91,9 +91,38 @@ def _new_library() -> torch.library.Library:
             plain = torch.library.get_kernel(op, "AutogradCPU")
             kernel = partial(_choose, plain, choose)
             library.impl(op, kernel, "AutogradCPU", with_keyset=True, allow_override=True)
+        for op, cast in gpu_autocast.list_casts():
+            kernel = partial(_cast, _autocast_kernel(op), op, cast)
+            library.impl(op, kernel, "AutocastCPU", with_keyset=True, allow_override=True)
         for op, shape in _SHAPES.items():
             library.impl(op, shape, "Meta", allow_override=True)
     return library
+
+
+def _autocast_kernel(op: OpOverload) -> Callable[..., Any]:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU"):
+        return torch.library.get_kernel(op, "AutocastCPU").call_boxed
+    return partial(_redispatch, op)
+
+
+def _redispatch(op: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    return op.redispatch(keys - gpu_autocast.AUTOCAST, *args, **kwargs)
+
+
+def _cast(
+    plain: Callable[..., Any],
+    op: OpOverload,
+    cast: Callable[..., Any] | None,
+    keys: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    tensors = gpu_autocast.tensors_in(args)
+    if not _entered.gpus or not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return plain(keys, *args, **kwargs)
+    if cast is None:
+        return _redispatch(op, keys, *args, **kwargs)
+    return gpu_autocast.run_below_autocast(cast, op, args, kwargs)
 
 
 def _choose(plain: Any, choose: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:

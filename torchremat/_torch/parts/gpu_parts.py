@@ -24,6 +24,13 @@ GPU_PARTS = (
         _WHY, _PUBLIC, _WITHOUT,
     ),
     PrivatePart(
+        "torch._C: _ExcludeDispatchKeyGuard, DispatchKeySet, DispatchKey, "
+        "_dispatch_get_registrations_for_dispatch_key",
+        "To run an operator below autocast, with its arguments cast.",
+        "`torch.autocast(enabled=False)` would end it for what the operator calls, too.",
+        "A step under the autocast of a GPU would be planned with the casts of the CPU.",
+    ),
+    PrivatePart(
         "torch._C: _get_sdp_priority_order",
         "The order of kernels of attention that a user asked for.",
         "`sdpa_kernel` sets it, and nothing public reads it.",

@@ -94,6 +94,10 @@ ALTERNATIVES = {
         "None: the function has no argument for it.",
         "flex_attention could not be planned on a machine without a GPU.",
     ),
+    "torch.amp.autocast_mode:autocast.__init__": Alternative(
+        "The class is public, and asks whether there is a GPU.",
+        "A step under the autocast of a GPU that is not here would be planned in float32.",
+    ),
     "builtins.len": Alternative(
         "No hook of PyTorch is asked: Python makes a number of what `__len__` returns.",
         "`len(x)` in a ragged batch would be one number for all elements.",

@@ -700,3 +700,15 @@ def test_a_second_derivative_of_what_a_checkpoint_inside_draws(draw):
     with pytest.raises(EffectError, match=r"test_errors\.py:\d+ \(<lambda>\).*draws random"):
         (first,) = torch.autograd.grad((function(x) ** 2).sum(), x, create_graph=True)
         torch.autograd.grad(first.sum(), x)
+
+
+def test_random_numbers_in_a_branch_name_the_branch():
+    """PyTorch's derivative of `torch.cond` runs the branch again, with other numbers."""
+
+    def f(x):
+        branches = (lambda x: torch.nn.functional.dropout(x.sin()), torch.cos)
+        return torch.cond(x.sum() > 0, *branches, (x,)).sum()
+
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(EffectError, match=r"derivative of cond, at test_errors.py:.* aten.bern"):
+        tr.checkpoint(f)(x).backward()

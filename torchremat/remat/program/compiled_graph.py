@@ -192,29 +192,41 @@ def _fetch(
 
 
 def _refuse_replay(graph: fx.Graph) -> None:
-    """Raise where a derivative of higher order would run an operator that must not run again."""
-    for node in _find_replayed(graph):
+    """Raise where a derivative would run an operator again that must not run twice."""
+    for node, whose in _find_replayed(graph, None):
         reason = reason_not_replayable(node)
-        if reason is not None:
+        if reason is None:
+            continue
+        if whose is None:
             raise EffectError(
                 f"a second derivative needs the value of {node.target} from "
                 f"{notes_of(node).source} again, which was not saved: {reason}. Draw random "
                 "numbers outside the innermost checkpoint or vmap, and pass them in."
             )
+        raise EffectError(
+            f"PyTorch's derivative of {whose.target}, at {notes_of(whose).source}, runs what is "
+            f"inside again, with {node.target}: {reason}. Draw random numbers outside, and pass "
+            "them in."
+        )
 
 
-def _find_replayed(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The operators of the forward pass that a backward graph runs again, in bodies too."""
+def _find_replayed(
+    graph: fx.Graph, whose: fx.Node | None
+) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+    """The operators of the forward pass that a backward graph runs again, in bodies too.
+
+    With each comes the call in whose body it is, if that is a derivative of PyTorch's.
+    """
     for node in graph.nodes:
         if node.op != "call_function" or is_item(node):
             continue
         if is_forward(node):
-            yield node
+            yield node, whose
             for body in inner_graphs_of(node):
-                yield from _all_nodes(body.graph)
+                yield from ((inner, whose) for inner in _all_nodes(body.graph))
         else:
             for body in inner_graphs_of(node):
-                yield from _find_replayed(body.graph)
+                yield from _find_replayed(body.graph, node)
 
 
 def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -712,3 +712,49 @@ def test_calls_that_are_alike_are_one():
     calls = {OpSignature.of(n) for n in nodes if n.op == "call_function"}
     assert len(calls) == 2
     assert cost_model.work_of(next(iter(calls))) is cost_model.work_of(next(iter(calls)))
+
+
+def test_rates_are_saved_shared_and_loaded(tmp_path):
+    """A measured model plans on a machine that lacks the device, by the same times."""
+    rates = replace(KNOWN_DEVICES["h100"], name="NVIDIA H100 80GB HBM3, measured", pointwise=1e13)
+    model = CostModel.of(rates)
+    model.save(tmp_path / "h100.json")
+    assert CostModel.load(str(tmp_path / "h100.json")) == model
+
+    x = torch.empty(64, 64, device="meta", requires_grad=True)
+    step = lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp().sum()  # noqa: E731
+    plans = [
+        tr.plan(step, x, budget="100%", cost_model=cost_model)
+        for cost_model in (model, CostModel.load(tmp_path / "h100.json"))
+    ]
+    assert plans[0].to_json() == plans[1].to_json()
+    assert "native_dropout" in str(plans[0].forward_graph.graph)  # an H100, by its name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no JSON", "has no rates of a device"),
+        ("{}", "has no rates of a device .'version'."),
+        ('{"version": 1, "rates": {"name": "a"}}', "missing 9 required positional arguments"),
+        ('{"version": 1, "rates": 7}', "has no rates of a device"),
+        ("[]", "measure.'cuda'..save"),
+    ],
+)
+def test_a_file_without_rates_is_refused(tmp_path, text, message):
+    (tmp_path / "rates.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        CostModel.load(tmp_path / "rates.json")
+
+
+def test_rates_of_another_version_are_refused(tmp_path):
+    path = tmp_path / "rates.json"
+    CostModel.of("h100").save(path)
+    path.write_text(path.read_text().replace('"version": 1', '"version": 0'))
+    with pytest.raises(ValueError, match="rates of version 0"):
+        CostModel.load(path)
+    path.write_text(path.read_text().replace("3350000000000.0", "-1").replace(": 0", ": 1"))
+    with pytest.raises(ValueError, match="bytes_per_second=-1"):
+        CostModel.load(path)
+    with pytest.raises(FileNotFoundError):
+        CostModel.load(tmp_path / "nothing.json")

@@ -16,10 +16,10 @@ from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
 from torchremat.graph.nodes import body_of, is_forward, is_view
 from torchremat.planning.budget import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel, StepDevice
+from torchremat.planning.costs.workspace_bytes import allow_workspace
 from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_tensors
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.memory.update_bytes import find_updates, steps_already
-from torchremat.planning.memory.workspace_bytes import allow_workspace
 from torchremat.planning.plan import Figures, Plan
 from torchremat.planning.planner import Planner
 from torchremat.planning.problem.problem import Part, Schedule
@@ -30,6 +30,7 @@ from torchremat.planning.step.traced_step import (
     Updates,
     WholeGraphPolicy,
     graphs_of,
+    region_of,
     timeline_of,
 )
 from torchremat.planning.step.updated_step import UpdatedStep
@@ -262,7 +263,8 @@ def _prepare(
     offload: bool,
 ) -> "PlannedFunction":
     place = StepDevice.of(fun, args, kwargs, cost_model, device)
-    region, model = place.trace(fun, args, kwargs, WholeGraphPolicy())
+    region = region_of(fun, args, kwargs, WholeGraphPolicy(), gpu=place.gpu)
+    model = place.model_of(region)
     return PlannedFunction(region, model, solver, resident_tensors(region, optimizer), offload)
 
 

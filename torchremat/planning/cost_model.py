@@ -4,9 +4,12 @@ A roofline: an operator takes as long as its operations or its bytes, whichever 
 no less than its launch. A measured time of an operator, if there is one, replaces it.
 """
 
+import json
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Union
 
 import torch
@@ -19,12 +22,10 @@ from torchremat.graph.nodes import inner_graphs_of, is_item, is_view
 from torchremat.graph.ops import op_name
 from torchremat.planning.costs.device_rates import Rates, arch_of, rates_of, this_device
 from torchremat.planning.costs.fusion import flops_again, is_read_in_place, is_written
-from torchremat.planning.costs.measured_rates import load_rates
+from torchremat.planning.costs.measured_rates import VERSION_OF_RATES, load_rates
 from torchremat.planning.costs.op_signature import OpSignature
 from torchremat.planning.costs.op_timer import NodeTimer
 from torchremat.planning.costs.op_work import Work, has_formula, work_of
-from torchremat.planning.step.traced_step import region_of
-from torchremat.policies.policy import Policy
 from torchremat.remat.program.region import Region
 from torchremat.remat.tracing.input_labels import BoundCall
 from torchremat.tracing.ambient_state import find_gpu, is_nowhere
@@ -111,6 +112,43 @@ class CostModel:
         """
         here = this_device(device)
         return replace(measure(here), timer=NodeTimer(here))
+
+    def save(self, path: "str | os.PathLike[str]") -> None:
+        """Write the rates to a file, for machines that have no such device.
+
+        It is JSON, to be read and mended by people too. Times of `profiled` are not in it.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     CostModel.of("h100").save(f"{folder}/h100.json")
+        ...     CostModel.load(f"{folder}/h100.json")
+        CostModel('NVIDIA H100 SXM')
+        """
+        content = {"version": VERSION_OF_RATES, "rates": asdict(self.rates)}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: "str | os.PathLike[str]") -> "CostModel":
+        """The model of the rates in a file that `save` wrote; TF32 as `of` has it.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it is not such a file, or a rate in it is none.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            version, rates = content["version"], Rates(**content["rates"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArgumentValueError(
+                f"{os.fspath(path)} has no rates of a device ({error}): write it with "
+                "cost_model.measure('cuda').save(...) on a machine that has the device"
+            ) from error
+        if version != VERSION_OF_RATES:
+            raise ArgumentValueError(
+                f"{os.fspath(path)} has rates of version {version}, and this torchremat reads "
+                f"{VERSION_OF_RATES}: measure the device again, with the same torchremat"
+            )
+        return cls.of(rates)
 
     def fused(self) -> "CostModel":
         """The model for a plan that a compiler runs; budgets under inductor use it by themselves.
@@ -303,13 +341,3 @@ class StepDevice:
 
     def model_of(self, region: Region) -> CostModel:
         return self.model or CostModel.of(device_of(region))
-
-    def trace(
-        self,
-        fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        policy: Policy,
-    ) -> tuple[Region, CostModel]:
-        region = region_of(fun, args, kwargs, policy, gpu=self.gpu)
-        return region, self.model_of(region)

@@ -14,6 +14,7 @@ from torchremat.errors import ArgumentTypeError
 from torchremat.planning.budget import Budget
 from torchremat.planning.budget_policy import MemoryBudget
 from torchremat.planning.cost_model import CostModel, StepDevice
+from torchremat.planning.costs.workspace_bytes import allow_workspace
 from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,
     input_tensors,
@@ -22,8 +23,7 @@ from torchremat.planning.memory.resident_bytes import (
 )
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.memory.update_bytes import find_updates, steps_already
-from torchremat.planning.memory.workspace_bytes import allow_workspace
-from torchremat.planning.step.traced_step import NO_UPDATES, graphs_of, timeline_of
+from torchremat.planning.step.traced_step import NO_UPDATES, graphs_of, region_of, timeline_of
 from torchremat.policies.builtin import plain_autograd
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import Policy, PolicyLike, as_policy
@@ -149,7 +149,7 @@ def estimate(
         fun_or_module, policy = under_policy(fun_or_module, policy, select), None
     chosen = plain_autograd if policy is None else as_policy(policy)
     place = StepDevice.of(fun_or_module, args, kwargs, cost_model, device)
-    region, model = place.trace(fun_or_module, args, kwargs, chosen)
+    region = region_of(fun_or_module, args, kwargs, chosen, gpu=place.gpu)
     if tile and isinstance(chosen, MemoryBudget):
         chosen, tile = replace(chosen, tile=True), False
     cut = _in_tiles(region, chosen) if tile else None
@@ -168,8 +168,8 @@ def estimate(
         gradient_bytes=sum(_nbytes(value) for value in gradients if value is not None),
         optimizer_bytes=sum(states),
         input_bytes=sum(inputs) - parameters,
-        seconds=sum(_seconds(half.module, timeline, model) for half in graphs),
-        workspace_bytes=allow_workspace(graphs, model.rates),
+        seconds=sum(_seconds(half.module, timeline, place.model_of(region)) for half in graphs),
+        workspace_bytes=allow_workspace(graphs, place.model_of(region).rates),
         offloaded_bytes=timeline.offloaded_bytes,
         reserved_bytes=timeline.count_reserved_bytes([*inputs, *states]),
     )

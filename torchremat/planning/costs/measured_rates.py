@@ -117,14 +117,14 @@ def load_rates(device: torch.device, *, again: bool = False) -> Rates:
     return rates
 
 
-# The version of the files. It changes with the meaning of a rate: others are measured again.
-_VERSION = 1
+VERSION_OF_RATES = 1
+"""The version of the files. It changes with the meaning of a rate: others are measured again."""
 
 
 def _read(path: Path) -> Rates | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["version"] != _VERSION:
+        if kept["version"] != VERSION_OF_RATES:
             return None
         return Rates(**kept["rates"])
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def _read(path: Path) -> Rates | None:
 
 
 def _write(path: Path, rates: Rates) -> None:
-    text = json.dumps({"version": _VERSION, "rates": asdict(rates)}, indent=1)
+    text = json.dumps({"version": VERSION_OF_RATES, "rates": asdict(rates)}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # another process may read, or write, at the same time

@@ -74,6 +74,22 @@ def test_the_graph_says_what_is_written(cudnn_on_cpu):
     assert names.count("aten.copy.default") == 2
 
 
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_second_derivatives(cudnn_on_cpu, policy):
+    torch.manual_seed(0)
+    plain = Normalised()
+    ours = copy.deepcopy(plain)
+    x = torch.randn(4, 3, 9, 9, requires_grad=True)
+
+    def penalty(run, model):
+        (slope,) = torch.autograd.grad(run(x), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), list(model.parameters()))
+
+    expected = penalty(plain, plain)
+    assert_same(penalty(tr.checkpoint(ours, policy=policy), ours), expected)
+    assert_same(dict(ours.named_buffers()), dict(plain.named_buffers()))
+
+
 def test_a_call_in_evaluation_writes_nothing(cudnn_on_cpu):
     model = Normalised().eval()
     before = copy.deepcopy(dict(model.named_buffers()))

@@ -4,7 +4,7 @@ PyTorch's operators write them to their arguments, which their schemas do not sa
 backward pass, they would update the statistics twice. Those here update copies, in training.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,9 @@ from torch import Tensor, fx
 from torchremat import _torch
 
 aten = torch.ops.aten
+
+# `custom_op` would compare the memory of all results and arguments at each call.
+_LIBRARY = torch.library.Library("torchremat", "FRAGMENT")
 
 _ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
@@ -73,11 +76,13 @@ _KERNELS = (
 def _define(kernel: _Kernel) -> _torch.OpOverload:
     name = f"functional_{kernel.forward.name().removeprefix('aten::')}"
     results = ", ".join(["Tensor"] * (kernel.num_results + 2))
-    schema = f"({_ARGUMENTS}) -> ({results})"
-    new_op: Callable[..., Any] = torch.library.custom_op
-    op = new_op(f"torchremat::{name}", kernel.run, mutates_args=(), schema=schema)
-    op.register_fake(kernel.make_fakes)
-    op.register_autograd(kernel.differentiate, setup_context=kernel.save)
+    _LIBRARY.define(f"{name}({_ARGUMENTS}) -> ({results})")
+    _LIBRARY.impl(name, kernel.run, "CompositeExplicitAutograd")
+    qualified = f"torchremat::{name}"
+    torch.library.register_fake(qualified, kernel.make_fakes, lib=_LIBRARY)
+    torch.library.register_autograd(
+        qualified, kernel.differentiate, setup_context=kernel.save, lib=_LIBRARY
+    )
     overload: _torch.OpOverload = getattr(torch.ops.torchremat, name).default
     return overload
 

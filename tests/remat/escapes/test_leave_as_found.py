@@ -118,6 +118,27 @@ def test_modules_are_left_as_they_were_though_nothing_traced_is_in_them(trace):
     assert [(k, id(v)) for k, v in batch.items()] == [(k, id(v)) for k, v in items]
 
 
+class Reordered(nn.Module):
+    """Whose forward takes an attribute away, and gives it back."""
+
+    def __init__(self):
+        super().__init__()
+        self.kind, self.size = "sparse", 3
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        vars(self)["kind"] = vars(self).pop("kind")
+        return self.last(x).sum()
+
+
+@pytest.mark.parametrize("trace", TRACES[:3])
+def test_attributes_stand_in_the_order_in_which_they_stood(trace):
+    model = Reordered()
+    before = list(vars(model))
+    trace(model, torch.ones(2, 3, requires_grad=True))
+    assert list(vars(model)) == before
+
+
 def test_what_a_closure_logs_is_kept():
     lengths = []
 

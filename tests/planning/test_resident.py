@@ -97,6 +97,7 @@ def test_a_fraction_is_of_the_whole_device():
     assert f"({int(0.9 * (plain + there))} bytes)" in line
 
 
+@pytest.mark.slow
 def test_errors_name_the_bytes_of_the_device():
     x, there = tokens(8), 1 << 20
     with pytest.raises(BudgetError, match=r"bytes, 1.00 MiB of it there anyway") as alone:

@@ -27,8 +27,7 @@ def plan_least(model, x, optimizer):
     return tr.plan(model, x, budget=error.value.least_bytes, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "optimizer"), one_in(3, MODELS, OPTIMIZERS))
 def test_a_plan_keeps_to_a_budget_that_all_gradients_exceed(name, optimizer):
     plain_peak, *plain = train(*make(name, optimizer))
     model, x, stepped = make(name, optimizer)

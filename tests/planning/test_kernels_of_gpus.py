@@ -116,6 +116,11 @@ def test_the_settings_of_the_user_hold():
         assert kernel_of(step, *inputs) == "math"
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION]):
         assert kernel_of(step, *inputs) == "flash"
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        pytest.raises(RuntimeError, match="no kernel of attention that is enabled .* on sm_70"),
+    ):
+        kernel_of(step, *inputs, device="v100")
     asked = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION]
     with sdpa_kernel(asked, set_priority=True):
         assert kernel_of(step, *inputs) == "efficient"
@@ -198,8 +203,10 @@ def test_layers_take_the_kernels_of_the_gpu(build, shape, forward, backward):
     assert backward in names_of(plan.backward_graph)
 
 
-def test_dropout_is_replayed_from_the_state_of_the_generator_of_a_gpu():
-    x = torch.empty(256, 256, device="meta", requires_grad=True)
+@pytest.mark.parametrize("width", [32, 256])
+def test_dropout_is_replayed_from_the_state_of_the_generator_of_a_gpu(width):
+    """It has 16 bytes. That of the CPU has 5,056, more than the smaller mask."""
+    x = torch.empty(width, width, device="meta", requires_grad=True)
 
     def step(x):
         for _ in range(6):
@@ -336,7 +343,8 @@ def test_autocast_of_a_gpu_casts_as_there():
 
     def step(x):
         with torch.autocast("cuda", HALF):
-            return model(x.to(HALF)).sum()
+            pooled = F.avg_pool3d(x.to(HALF)[None, None, None], (1, 1, 2))
+            return model(x.to(HALF)).sum() + pooled.float().sum()
 
     nodes = plan_on_meta(step, x).forward_graph.graph.nodes
     dtypes = {
@@ -344,7 +352,7 @@ def test_autocast_of_a_gpu_casts_as_there():
         for node in nodes
         if isinstance(node.meta.get("val"), torch.Tensor) and "aten" in str(node.target)
     }
-    assert dtypes["addmm"] == HALF
+    assert dtypes["addmm"] == dtypes["avg_pool3d"] == HALF
     assert dtypes["_softmax"] == dtypes["sum"] == torch.float32
 
 

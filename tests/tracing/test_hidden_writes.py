@@ -140,3 +140,27 @@ def test_lists_are_planned():
     flat = torch.ops.torchremat.flat_torchremat_tests_scale_all.default
     for graph in (plan.forward_graph, plan.backward_graph):
         assert len(graph.graph.find_nodes(op="call_function", target=flat)) == 1
+
+
+def test_flat_operators_are_differentiated_as_those_that_they_are_made_of():
+    """A graph that has one may be traced again, for a derivative of it."""
+    tr.plan(lambda x, y: scale_all(x.sin(), [y])[0].sum(), *torch.ones(2, 3), budget="100%")
+    x, y = torch.ones(2, 3, requires_grad=True)
+    flat = torch.ops.torchremat.flat_torchremat_tests_scale_all
+    first, second = flat(x, [y])
+    found = torch.autograd.grad((first.square() + second.square()).sum(), (x, y))
+    assert_same(found, (8 * x.detach(), 18 * y.detach()))
+
+
+def test_batch_norm_with_statistics_is_differentiated_as_without(cudnn_on_cpu):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 3, 5, 5), torch.randn(3), torch.randn(3)
+    inputs = [t.requires_grad_() for t in (x, weight, bias)]
+    mean, var = torch.zeros(3), torch.ones(3)
+    functional = torch.ops.torchremat.functional_cudnn_batch_norm
+    results = functional(*inputs, mean, var, True, 0.1, 1e-5)
+    assert_same([mean, var], [torch.zeros(3), torch.ones(3)])
+    expected = torch.cudnn_batch_norm(*inputs, mean, var, True, 0.1, 1e-5)[0]
+    assert_same([results[0], *results[-2:]], [expected, mean, var])
+    gradients = [torch.autograd.grad(y.square().sum(), inputs) for y in (results[0], expected)]
+    assert_same(*gradients)

@@ -22,7 +22,7 @@ _AMPERE, _NEWEST = (8, 0), (12, 1)
 _MOST_HEAD_DIM, _MOST_HEAD_DIM_ROCM, _MOST_HEAD_DIM_CUDNN = 256, 512, 128
 # More, which newer versions of cuDNN take, is left to the kernel after it.
 _CUDNN_STEPS = 16
-# In such parts of one does cuDNN drop numbers.
+# cuDNN rounds the probability of dropout to sixteenths; PyTorch asks it for no other.
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def choose_backend(gpu: Gpu, call: _Attention) -> SDPBackend:
     for backend, is_enabled, takes in _order(gpu):
         if is_enabled() and takes(gpu, call):
             return backend
-    return SDPBackend.MATH
+    raise RuntimeError(f"no kernel of attention that is enabled takes this call on {gpu.arch}")
 
 
 def _order(

@@ -51,7 +51,6 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
     let_vmap_scatter()
     graph = module.graph
     _expose_batch_norm_updates(graph)
-    flatten_nested_results(graph)
     renamed: dict[fx.Node, fx.Node] = {}
     functionalize_unaliased_writes(graph)
     if any(is_mutable(node) for node in graph.nodes):
@@ -59,6 +58,7 @@ def functionalize(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> Function
         _refuse_out_besides_others(graph)
         module, renamed = _retrace(module)
         graph = module.graph
+    flatten_nested_results(graph)  # at the end: a trace has made lists of flat ones again
     _end_within_sizes(graph)
     mutations = _pop_writes(graph, [renamed.get(n, n) for n in inputs])
     return FunctionalGraph(module, tuple(results_of(module)), mutations, renamed)

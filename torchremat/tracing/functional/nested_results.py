@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.graph.inplace import is_mutable
 from torchremat.graph.nodes import is_item
 
 _LIBRARY = torch.library.Library("torchremat", "FRAGMENT")
@@ -24,7 +25,7 @@ def flatten_nested_results(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         if not isinstance(node.target, _torch.OpOverload) or not _is_nested(value):
             continue
-        if all(map(is_item, _readers_of_lists(node))):
+        if not is_mutable(node) and all(map(is_item, (*node.users, *_readers_of_lists(node)))):
             _flatten(graph, node)
 
 
@@ -70,6 +71,7 @@ def _flat(results: Sequence[Any]) -> list[Any]:
 
 @cache
 def _flat_form(op: _torch.OpOverload) -> _torch.OpOverload:
+    """An operator composed of `op`: a trace meets `op` in its place, with its derivative."""
     namespace, _, name = op.name().partition("::")
     name = f"flat_{namespace}_{name.replace('.', '_')}"
     arguments = str(_torch.schema_of(op)).partition("(")[2].rpartition(" -> ")[0]
@@ -80,7 +82,6 @@ def _flat_form(op: _torch.OpOverload) -> _torch.OpOverload:
         known = next(result for result in results if result is not None)
         return [known.new_empty((0,)) if result is None else result for result in results]
 
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torchremat::{name}", run, lib=_LIBRARY)
+    _LIBRARY.impl(name, run, "CompositeImplicitAutograd")
     flat: _torch.OpOverload = getattr(torch.ops.torchremat, name).default
     return flat

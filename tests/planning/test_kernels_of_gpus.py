@@ -336,6 +336,29 @@ def test_a_model_of_blocks_under_budgets_and_tiles():
     assert found.size > 8
 
 
+def test_inside_transformations():
+    """Under `vmap` and `grad` of `torch.func` tensors are wrapped."""
+    q = torch.empty(3, 1, 2, 16, 32, device="meta", dtype=HALF, requires_grad=True)
+    weight = torch.empty(32, 32, device="meta", dtype=HALF, requires_grad=True)
+
+    def attend_dropped(q):
+        y = F.scaled_dot_product_attention(q, q, q)
+        return F.rms_norm(F.dropout(y @ weight, 0.1), (32,)).sum()
+
+    def mapped(q):
+        return torch.func.vmap(attend_dropped, randomness="different")(q).sum()
+
+    names = names_of(plan_on_meta(mapped, q).forward_graph)
+    assert names.count("_scaled_dot_product_cudnn_attention") == 1
+    assert "native_dropout" in names
+
+    def dropped_slope(w):
+        return torch.func.grad(lambda w: F.dropout(w.exp(), 0.1).sum())(w).sum()
+
+    names = names_of(plan_on_meta(dropped_slope, weight).forward_graph)
+    assert "native_dropout" in names
+
+
 def test_autocast_of_a_gpu_casts_as_there():
     """Norms and softmax are in float32, unlike those of the CPU, and products in bfloat16."""
     model = on_meta(lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Softmax(-1)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 from . import gpu_attention, gpu_autocast, gpu_layers, gpu_recurrent
 from .gpu import Gpu
@@ -88,15 +88,24 @@ def _new_library() -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for op, choose in _CHOICES.items():
-            plain = torch.library.get_kernel(op, "AutogradCPU")
-            kernel = partial(_choose, plain, choose)
-            library.impl(op, kernel, "AutogradCPU", with_keyset=True, allow_override=True)
+            for key in _keys_of(op):
+                kernel = partial(_choose, torch.library.get_kernel(op, key), choose)
+                library.impl(op, kernel, key, with_keyset=True, allow_override=True)
         for op, cast in gpu_autocast.list_casts():
             kernel = partial(_cast, _autocast_kernel(op), op, cast)
             library.impl(op, kernel, "AutocastCPU", with_keyset=True, allow_override=True)
         for op, shape in _SHAPES.items():
             library.impl(op, shape, "Meta", allow_override=True)
     return library
+
+
+def _keys_of(op: OpOverload) -> Iterator[str]:
+    """Where an operator becomes others: at autograd, or before it if `torch.func` has a rule."""
+    yield "AutogradCPU"
+    if op is not aten.rms_norm.default:  # under vmap a GPU composes it of others, too
+        for key in ("FuncTorchDynamicLayerFrontMode", "FuncTorchVmapMode", "FuncTorchBatched"):
+            if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+                yield key
 
 
 def _autocast_kernel(op: OpOverload) -> Callable[..., Any]:
@@ -118,7 +127,7 @@ def _cast(
     **kwargs: Any,
 ) -> Any:
     tensors = gpu_autocast.tensors_in(args)
-    if not _entered.gpus or not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    if not _entered.gpus or not any(map(is_fake, tensors)):
         return plain(keys, *args, **kwargs)
     if cast is None:
         return _redispatch(op, keys, *args, **kwargs)
@@ -127,6 +136,6 @@ def _cast(
 
 def _choose(plain: Any, choose: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
     run = partial(plain.call_boxed, keys)
-    if not _entered.gpus or not isinstance(args[0], FakeTensor):
+    if not _entered.gpus or not is_fake(args[0]):
         return run(*args, **kwargs)
     return choose(_entered.gpus[-1], run, *args, **kwargs)

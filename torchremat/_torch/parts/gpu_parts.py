@@ -31,6 +31,12 @@ GPU_PARTS = (
         "A step under the autocast of a GPU would be planned with the casts of the CPU.",
     ),
     PrivatePart(
+        "torch._subclasses.fake_tensor: is_fake",
+        "Whether a tensor that `torch.func` has wrapped is of a trace.",
+        "None.",
+        "Inside `vmap` and `grad` plans for a GPU would have the operators of the CPU.",
+    ),
+    PrivatePart(
         "torch._C: _get_sdp_priority_order",
         "The order of kernels of attention that a user asked for.",
         "`sdpa_kernel` sets it, and nothing public reads it.",

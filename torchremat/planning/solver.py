@@ -22,6 +22,7 @@ from torchremat.planning.problem.problem import Problem, Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.backward_search import BackwardFrontier, BackwardSearch, Limits
+from torchremat.planning.search.chain_optimum import try_chains
 from torchremat.planning.search.clock import Deadline, TimeSlice, WorkTimer
 from torchremat.planning.search.eviction import Evictor, try_evictions
 from torchremat.planning.search.incumbent import Incumbent
@@ -242,7 +243,9 @@ def _search(
     floor, is_large = floor_of(problem), len(problem.known) > _MOST_WHOLE
     if budget >= floor:
         has_integers = is_large and options.solver != "local"
-        WholeRounds(evaluator, incumbent).run(has_integers=has_integers)
+        try_chains(evaluator, incumbent)
+        if not incumbent.is_good:
+            WholeRounds(evaluator, incumbent).run(has_integers=has_integers)
     if incumbent.is_near(_SAFE_GAP) or (is_large and incumbent.is_good):
         return incumbent
     if options.is_prompt and not problem.offloadable:

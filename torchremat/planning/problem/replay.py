@@ -76,7 +76,7 @@ def backward_order(
             wanted += [v for o in early[step] for v in operators[o].writes if v not in there]
         start = len(order)
         if wanted:
-            again = _find_missing(problem, wanted, there)
+            again = find_missing(problem, wanted, there)
             order += again
             steps += [step] * len(again)
         order.append(b)
@@ -88,7 +88,7 @@ def backward_order(
     return tuple(order), tuple(steps)
 
 
-def _find_missing(problem: Problem, wanted: list[int], there: set[int]) -> list[int]:
+def find_missing(problem: Problem, wanted: list[int], there: set[int]) -> list[int]:
     """The operators that compute `wanted` from what is `there`, to which it is added."""
     operators, producers, known = problem.operators, problem.producers, problem.known
     found: set[int] = set()

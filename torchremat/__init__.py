@@ -67,6 +67,8 @@ if TYPE_CHECKING:
         NoMatchError,
         UnmatchedWarning,
     )
+    from torchremat.loops.scan import scan
+    from torchremat.loops.while_loop import while_loop
     from torchremat.nn.fit import fit
     from torchremat.parallel.devices import (
         device_count,
@@ -168,6 +170,7 @@ __all__ = [
     "remat",
     "remat_p",
     "saved_residuals",
+    "scan",
     "sequential_vmap",
     "testing",
     "transpose_graph",
@@ -175,6 +178,7 @@ __all__ = [
     "viz",
     "vjp",
     "vmap",
+    "while_loop",
 ]
 
 
@@ -193,6 +197,8 @@ _HOMES = {
     "derivatives.jacobians": "hessian jacfwd jacrev",
     "derivatives.linearize": "linear_transpose linearize",
     "errors": "BudgetError ConcretizationError EffectError NoMatchError UnmatchedWarning",
+    "loops.scan": "scan",
+    "loops.while_loop": "while_loop",
     "nn.fit": "fit",
     "parallel.devices": "device_count devices host_count host_id local_device_count local_devices "
     "process_count process_index",

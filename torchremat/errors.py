@@ -102,7 +102,8 @@ class EffectError(TorchrematError, RuntimeError):
 
     Raised at the first call: random numbers of Python or NumPy, seeding, an attribute that a
     module's `forward` changes, `x.data = ...`, writes that a graph cannot hold together with a
-    derivative. Also raised for a tensor that the function leaves where a graph cannot put it.
+    derivative. Also raised for a tensor that the function leaves where a graph cannot put it. A
+    step of `while_loop` or `scan` that writes in place raises it, too.
 
     Cure: draw with `torch`, or outside; keep counters in buffers and write to them in place;
     return new values instead of writing.

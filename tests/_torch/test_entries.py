@@ -804,6 +804,18 @@ def mapped_dimensions():
     assert torch.equal(rows, torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]))
 
 
+@check("is_of_level_above")
+def levels_that_wrap():
+    def fun(x):
+        depth = _torch.transform_depth()
+        assert _torch.is_of_level_above(x, depth - 1)
+        assert not _torch.is_of_level_above(x, depth)
+        return x.sum()
+
+    torch.func.grad(fun)(torch.ones(2))
+    assert not _torch.is_of_level_above(torch.ones(2), 0)
+
+
 @check("let_functions_know_axes")
 def functions_that_are_mapped():
     class Twice(torch.autograd.Function):

@@ -47,6 +47,7 @@ from .functorch import (
     asks_for_value, at_level_below, differentiates, dispatch_restored, find_looped_operator,
     find_unmapped_operator,
     functorch_is_active, has_tangents, innermost_tensor, innermost_transform, is_mapped_at,
+    is_of_level_above,
     leaf_at_current_level, map_at_current_level, needs_mapped_value, offset_of,
     push_dual_numbers_forward, push_forward_at_current_level, record_at_current_level,
     requires_grad_at_any_level, restore_vmap, transform_depth, unwrap_batched_tensor,

@@ -60,6 +60,11 @@ def requires_grad_at_any_level(tensor: torch.Tensor) -> bool:
         tensor = get_unwrapped(tensor)
 
 
+def is_of_level_above(tensor: torch.Tensor, depth: int) -> bool:
+    """Whether `tensor` is wrapped by a level of `torch.func` with a greater number than `depth`."""
+    return is_functorch_wrapped_tensor(tensor) and maybe_get_level(tensor) > depth
+
+
 def innermost_tensor(tensor: torch.Tensor) -> torch.Tensor:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)

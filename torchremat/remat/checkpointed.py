@@ -7,7 +7,7 @@ function are searched, and the function is traced if none fits.
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -56,6 +56,7 @@ from torchremat.tracing.dtensors import unwrap_inputs
 from torchremat.tracing.dynamic_inputs import DynamicInputs
 from torchremat.tracing.input_spec import InputSpec
 from torchremat.tracing.modules.reached_code import note_code
+from torchremat.tracing.outer_arguments import call_lifted, pause_replacing
 from torchremat.tracing.tracing import has_symbols, trace_lock
 
 _traces = TracesByFunction()
@@ -253,13 +254,16 @@ class Checkpointed(TapeFallback):
     def _apply(
         self, trace: Trace, program: FunctionProgram, tensors: list[Tensor], sizes: Sizes | None
     ) -> tuple[Any, ...]:
+        def apply(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+            return apply_program(program, self.fun, inputs, sizes)
+
         if trace.records is trace.state[0]:
-            return apply_program(program, self.fun, tensors, sizes)
+            return call_lifted(apply, tensors)
         with torch.enable_grad():  # as the function itself does inside a `no_grad`
-            return apply_program(program, self.fun, tensors, sizes)
+            return call_lifted(apply, tensors)
 
     def prepare(self, call: Call, args: Any, kwargs: Any) -> tuple[Trace, FunctionProgram]:
-        with hold_interrupts(), trace_lock:
+        with hold_interrupts(), trace_lock, pause_replacing():
             trace = self.trace_of(call, args, kwargs)
             key = self._current_key
             program = trace.program_of(key)

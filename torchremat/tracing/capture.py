@@ -26,7 +26,7 @@ from torchremat.tracing.value_guards import QUESTIONS, question
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
-_TENSOR_GETTERS = frozenset(
+TENSOR_GETTERS = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
 )
 """Attributes whose value is a tensor, so that reading them is an operator of the graph."""
@@ -93,7 +93,7 @@ class CaptureMode(_torch.TorchFunctionMetadataMode):
         # PyTorch's own code, which makes meta tensors for fake ones, runs inside of an operator
         is_inside_operator = _torch.innermost_proxy_mode() is None
         redirects_meta = is_meta_as_cpu() and not is_inside_operator
-        if getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS:
+        if getattr(func, "__name__", "") == "__get__" and func not in TENSOR_GETTERS:
             value = func(*args)  # x.shape needs no input, x.T does
             return _redirect_device(value) if redirects_meta else value
         if func in _READS_OF_LAYOUT:  # nor do these; a trace inside, which is over, asks them too

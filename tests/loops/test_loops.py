@@ -139,6 +139,24 @@ def test_steps_run_again_as_they_ran(context, h0, xs):
     assert_same(found[0], found[1], close=context == "autocast")
 
 
+def test_later_steps_that_draw_draw_the_same_again(h0):
+    def f(state, _):
+        number, h = state
+        return (number + 1, h.sin() * torch.rand_like(h) if number > 2 else h.cos()), None
+
+    found = []
+    for budget in (0, "1MiB"):
+        torch.manual_seed(0)
+        (_, last), _ = tr.scan(f, (0, h0), length=9, budget=budget)
+        found.append((last, torch.autograd.grad(last.sum(), h0), torch.rand(1)))
+    assert_same(*found)
+    torch.manual_seed(0)
+    state = (0, h0)
+    for _ in range(9):
+        state, _ = f(state, None)
+    assert_same(found[0][:2], (state[1], torch.autograd.grad(state[1].sum(), h0)))
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -198,6 +216,19 @@ def test_a_step_that_writes_is_refused(h0, w):
         tr.while_loop(lambda h: True, lambda h: h.mul_(2), h0.detach())
     with pytest.raises(EffectError, match="writes to a tensor that it closes over"):
         tr.scan(lambda h, x: (h, total.add_(h).sum()), h0.detach(), length=3)
+
+
+def test_a_later_step_that_writes_is_refused(h0):
+    total = torch.zeros(ROWS, WIDTH, dtype=torch.double)
+
+    def f(state, _):
+        number, h = state
+        if number == 2:
+            total.add_(h)
+        return (number + 1, h.sin()), None
+
+    with pytest.raises(EffectError, match="writes to a tensor that it closes over"):
+        tr.scan(f, (0, h0), length=3)
 
 
 @pytest.mark.parametrize(

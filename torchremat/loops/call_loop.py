@@ -49,14 +49,18 @@ def call_loop(
     first = [tensor.select(0, -1 if is_reversed else 0) for tensor in slices]
     if not step.look(state, first):
         return state, []
-    before = get_all_generator_states() if step.draws else {}
+    before = get_all_generator_states()
     for _ in range(_MOST_RUNS):
         inputs = [*state, *slices, *announce(*step.captured)]
         try:
             outputs = _run(step, inputs, length, is_reversed, most)
         except NewInputError:
-            step.captured += step.found
-            step.found.clear()
+            step.take_found()
+            set_all_generator_states(before.items())
+            continue
+        step.check_versions()
+        if not step.draws and _has_drawn(before):  # not the first step, but one after it
+            step.draws = True
             set_all_generator_states(before.items())
             continue
         num_states = step.layout.state
@@ -95,6 +99,11 @@ def _write_out(
     if is_reversed:
         stacked.reverse()
     return state, [torch.stack(column) for column in zip(*stacked, strict=True)]
+
+
+def _has_drawn(before: dict[torch.device, Tensor]) -> bool:
+    after = get_all_generator_states()
+    return any(not torch.equal(after[device], state) for device, state in before.items())
 
 
 def _is_differentiated(inputs: Tensors) -> bool:

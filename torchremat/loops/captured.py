@@ -7,6 +7,7 @@ body = lambda h: h @ w              step    runs with the argument in the place 
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -24,12 +25,30 @@ class NewInputError(Exception):
     """
 
 
+@dataclass(eq=False)
+class Found:
+    """Tensors from outside that steps have read, and that are no inputs of the loop.
+
+    Attributes:
+        inputs: those that may have a gradient, so that they must be.
+        others: the others, with their versions when they were first read.
+    """
+
+    inputs: list[Tensor] = field(default_factory=list)
+    others: list[tuple[weakref.ref[Tensor], int | None]] = field(default_factory=list)
+
+    def was_written(self) -> bool:
+        """Whether a step wrote to one of the others, if that is still there."""
+        pairs = ((reference(), version) for reference, version in self.others)
+        return any(t is not None and version_of(t) != version for t, version in pairs)
+
+
 class Arguments(TorchFunctionMode):
     """Passes `given` to PyTorch's functions where the user's function gives them `captured`.
 
     Args:
         own: other tensors that the function may read.
-        found: gets tensors from outside that are none of `captured`, and may have a gradient.
+        found: gets tensors from outside that are none of `captured`.
     """
 
     def __init__(
@@ -37,7 +56,7 @@ class Arguments(TorchFunctionMode):
         captured: Sequence[Tensor],
         given: Sequence[Tensor],
         own: Sequence[Tensor],
-        found: list[Tensor],
+        found: "Found",
     ) -> None:
         super().__init__()
         self._given = {id(t): inside for t, inside in zip(captured, given, strict=True)}
@@ -74,9 +93,11 @@ class Arguments(TorchFunctionMode):
 
     def _take(self, tensor: Tensor) -> None:
         if has_derivative(tensor):
-            self._found.append(tensor)
+            self._found.inputs.append(tensor)
             if not self._is_level_inside(tensor):  # no operator here can read it
                 raise NewInputError
+        else:
+            self._found.others.append((weakref.ref(tensor), version_of(tensor)))
         self.note(tensor)
 
     def _is_inside(self, tensor: Tensor) -> bool:
@@ -106,7 +127,7 @@ class Collector(Arguments):
     """Finds out what the functions of a loop close over: `captured`, with their versions."""
 
     def __init__(self, captured: list[Tensor], own: Sequence[Tensor]) -> None:
-        super().__init__((), (), own, [])
+        super().__init__((), (), own, Found())
         self._captured = captured
         self.versions: list[tuple[Tensor, int | None]] = []
         self._depth = _torch.transform_depth()

@@ -11,7 +11,7 @@ from torchremat import _torch
 from torchremat.core.accelerators import get_all_generator_states, set_all_generator_states
 from torchremat.core.interrupts import let_interrupts_in
 from torchremat.errors import EffectError
-from torchremat.loops.captured import NewInputError, find_stray_leaf
+from torchremat.loops.captured import Found, NewInputError, find_stray_leaf
 from torchremat.loops.snapshots import Snapshots, choose_next, num_snapshots
 from torchremat.loops.step import Step, StepLayout, Tensors, is_differentiable, pick
 from torchremat.report.live_bytes import LiveBytes
@@ -49,7 +49,7 @@ class LoopCall:
     lends: bool
     draws: bool
     ambient: AmbientState
-    found: list[Tensor]
+    found: Found
     wanted: tuple[bool, ...] | None = None
 
     def varies(self, inputs: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -106,7 +106,7 @@ def _run_forward(call: LoopCall, record: Record, inputs: Sequence[Tensor]) -> Te
         stacked.append(results)
         number += 1
         let_interrupts_in()
-    if call.found:
+    if call.found.inputs:
         raise NewInputError
     record.num_steps = number
     record.positions = tuple(saved)
@@ -330,7 +330,7 @@ class _BackwardRun:
         pairs = [(t, ct) for t, ct in zip(outputs, cotangents, strict=True) if t.requires_grad]
         if not self.is_checked:
             self.is_checked = True
-            found = self.call.found
+            found = self.call.found.inputs
             stray = found[0] if found else find_stray_leaf([t for t, _ in pairs], leaves)
             if stray is not None:
                 raise EffectError(

@@ -19,10 +19,12 @@ from torchremat import _torch
 from torchremat.core.accelerators import get_all_generator_states, set_all_generator_states
 from torchremat.core.trees import Structure
 from torchremat.errors import ArgumentTypeError, EffectError
-from torchremat.loops.captured import Arguments, Collector, version_of
+from torchremat.loops.captured import Arguments, Collector, Found, version_of
 from torchremat.tracing.outer_arguments import handle_function_calls
 
 Tensors = list[Tensor]
+
+_CLOSED_OVER = "a tensor that it closes over"
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,9 @@ class UserStep:
         self._stacked: Structure | None = None
         self._specs = [_spec(tensor) for tensor in first]
         self.captured: Tensors = []
-        self.found: Tensors = []
+        self.found = Found()
         self.draws = False
+        self._versions: list[tuple[Tensor, int | None]] = []
 
     def look(self, state: Tensors, slices: Tensors) -> bool:
         """Run a first step to see what it reads, and what it returns. Its draws are undone.
@@ -104,12 +107,27 @@ class UserStep:
                 return False
             result = self._call_body(state, slices)
         self._flatten(result)
-        for tensor, version in collector.versions:
-            _check_version(tensor, version, "a tensor that it closes over")
+        self._versions = collector.versions
+        self.check_versions()
         after = get_all_generator_states()
         self.draws = any(not torch.equal(after[device], s) for device, s in before.items())
         set_all_generator_states(before.items())
         return True
+
+    def take_found(self) -> None:
+        """Make what steps have found further inputs of the loop."""
+        self.captured += self.found.inputs
+        self._versions += [(tensor, version_of(tensor)) for tensor in self.found.inputs]
+        self.found.inputs.clear()
+        self.found.others.clear()
+
+    def check_versions(self) -> None:
+        """Raise `EffectError` if a step wrote to what its functions close over."""
+        for tensor, version in self._versions:
+            _check_version(tensor, version, _CLOSED_OVER)
+        if self.found.was_written():
+            raise _writing_error(_CLOSED_OVER)
+        self.found.others.clear()
 
     @property
     def layout(self) -> StepLayout:
@@ -226,7 +244,11 @@ def _unwritten(state: Tensors) -> Iterator[None]:
 
 def _check_version(tensor: Tensor, version: int | None, whose: str) -> None:
     if version_of(tensor) != version:
-        raise EffectError(
-            f"the function of a loop writes to {whose}, in place. It runs again in the backward "
-            "pass, and would write twice: return new values as parts of the state"
-        )
+        raise _writing_error(whose)
+
+
+def _writing_error(whose: str) -> EffectError:
+    return EffectError(
+        f"the function of a loop writes to {whose}, in place. It runs again in the backward pass, "
+        "and would write twice: return new values as parts of the state"
+    )

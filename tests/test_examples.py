@@ -71,6 +71,11 @@ LINES = {
         r"the backward pass: \d{3,4} KiB, same parameters: True",
         r"the same budget as a policy: \d{3,4} KiB",
     ],
+    "21_loops_of_many_steps.py": [
+        r"in Python: damping 0.[23]\d after 6 rounds, \d+ steps in the last, peak \d+.\d\d MiB",
+        r"while_loop: damping 0.[23]\d after 6 rounds, \d+ steps in the last, peak 0.\d\d MiB",
+        r"equal but for rounding: True",
+    ],
     "10_debug_with_the_report.py": [r"548 KiB saved -> 48.0 KiB .*, 3 values decided otherwise"],
 }
 # the row of a variant: label, held MB, peak MB, time over plain, first and last loss, verdict

@@ -58,6 +58,16 @@ def test_parameters_of_a_module(xs):
     check(lambda h, x: (torch.tanh(layer(h + x)), h.sum()), xs, layer.parameters())
 
 
+def test_a_tensor_that_is_read_three_times_in_a_step(xs):
+    """Autograd adds its gradients one by one."""
+    v = torch.randn(WIDTH, requires_grad=True)
+
+    def f(h, x):
+        return torch.sin(v * torch.cos(v * torch.sin(v + h + x))), x.sum()
+
+    check(f, xs, [v])
+
+
 def test_what_a_function_of_autograd_is_given(xs):
     v = torch.randn(WIDTH, requires_grad=True)
     check(lambda h, x: (Product.apply(torch.sin(h + x), v), h.sum()), xs, [v])

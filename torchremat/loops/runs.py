@@ -169,22 +169,6 @@ def _generators_as_they_are(draws: bool) -> Iterator[None]:
         set_all_generator_states(states.items())
 
 
-@dataclass
-class _GradientSum:
-    """Gradients, added in the order of the steps, as autograd adds them."""
-
-    value: Tensor | None = None
-    is_own: bool = False
-
-    def add(self, gradient: Tensor) -> None:
-        if self.value is None:
-            self.value = gradient  # which may be the memory of something else
-        elif self.is_own and _torch.innermost_tensor(gradient) is gradient:
-            self.value += gradient
-        else:
-            self.value, self.is_own = self.value + gradient, True
-
-
 class _BackwardRun:
     """The backward pass of a loop, from the last step to the first."""
 
@@ -202,7 +186,7 @@ class _BackwardRun:
         self.state_cotangents = list(cotangents[:num_states])
         self.stacked_cotangents = cotangents[num_states:]
         self.slice_gradients: list[Tensor | None] = [None] * sum(self.flags[1])
-        self.shared_gradients = [_GradientSum() for _ in range(sum(self.flags[2]))]
+        self.shared_gradients: list[Tensor | None] = [None] * sum(self.flags[2])
         self.random_states = dict(record.random_states)
         self.is_checked = False
         self.step_size = 1.0
@@ -220,7 +204,7 @@ class _BackwardRun:
             end = positions[number]
         self._go_back(0, self.initial, end, room)
         varying = [*pick(self.slices, self.flags[1]), *pick(self.shared, self.flags[2])]
-        found = [*self.slice_gradients, *(total.value for total in self.shared_gradients)]
+        found = [*self.slice_gradients, *self.shared_gradients]
         gradients = [
             torch.zeros_like(t) if gradient is None else gradient
             for t, gradient in zip(varying, found, strict=True)
@@ -302,8 +286,15 @@ class _BackwardRun:
     def _differentiate_step(self, number: int, outputs: Tensors, leaves: Tensors) -> None:
         index = _index_of(self.call, number)
         cotangents = [*self.state_cotangents, *(ct[index] for ct in self.stacked_cotangents)]
-        gradients = self._gradients_of(outputs, cotangents, leaves)
         num_states, num_slices = len(self.state_cotangents), len(self.slice_gradients)
+        with torch.enable_grad():
+            for leaf, total in zip(
+                leaves[num_states + num_slices :], self.shared_gradients, strict=True
+            ):
+                if total is not None:  # autograd comes to the last node first, and adds to it
+                    outputs.append(leaf.view_as(leaf))
+                    cotangents.append(total)
+        gradients = self._gradients_of(outputs, cotangents, leaves)
         self.state_cotangents = [
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(leaves[:num_states], gradients[:num_states], strict=True)
@@ -311,11 +302,7 @@ class _BackwardRun:
         for i, gradient in enumerate(gradients[num_states : num_states + num_slices]):
             if gradient is not None:
                 self._put_slice(i, index, gradient)
-        for total, gradient in zip(
-            self.shared_gradients, gradients[num_states + num_slices :], strict=True
-        ):
-            if gradient is not None:
-                total.add(gradient)
+        self.shared_gradients = gradients[num_states + num_slices :]
 
     def _put_slice(self, number: int, index: int, gradient: Tensor) -> None:
         whole = self.slice_gradients[number]

@@ -27,6 +27,7 @@ def while_loop(
     Plain autograd saves what all steps make.
 
     Derivatives of any order, forward and reverse, and `vmap` are those of the loop written out.
+    Gradients have its bits, but for sums of gradients of states that a step reads several times.
     Under `vmap` steps run until each element has ended, and one that has ended stays as it is.
     Tensors that the functions close over have gradients, too; under autocast these are summed in
     float32. Inside of a checkpoint, a plan or `jit` the loop is written out in the graph, whose

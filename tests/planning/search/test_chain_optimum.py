@@ -143,25 +143,18 @@ def test_a_chain_too_long_for_tables_is_planned_without_them():
     assert solution.lower_bound_seconds <= solution.added_seconds
 
 
-def test_a_residual_network_has_a_chain_that_joins_others():
-    """Its optimum is a bound, and plans that fit come from smaller budgets."""
+def test_a_residual_network_has_no_chain():
     builder = Builder()
     x = builder.add(FORWARD, [])
     made = []
-    for _ in range(3):
+    for _ in range(8):
         inner = builder.add(FORWARD, [x])
         x = builder.add(FORWARD, [x, inner])
         made += [inner, x]
     cotangent = builder.add(BACKWARD, [])
     for value in reversed(made):
         cotangent = builder.add(BACKWARD, [cotangent, value])
-    problem = builder.build(cotangent)
-    (chain,) = find_chains(problem)
-    assert not chain.is_alone
-    for budget in range(least_peak(problem), 9):
-        optimum = least_seconds(problem, budget)
-        assert ChainOptimum(chain, budget).seconds <= optimum
-        assert solve(problem, budget).added_seconds == optimum
+    assert not list(find_chains(builder.build(cotangent)))
 
 
 def test_a_plan_is_proved_best_where_the_backward_pass_reads_what_is_beside_the_chain():

@@ -14,18 +14,19 @@ pebbles on the chain bounds the time that any schedule of the whole step adds:
 import bisect
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 from torchremat.planning.problem.fixed_bytes import BackwardBytes
-from torchremat.planning.problem.problem import Operator, Problem
+from torchremat.planning.problem.problem import Problem
 
 # Sizes of values for which a chain is looked for: those of the most time. Chosen by hand.
 _MOST_UNITS = 2
 # Of the time of the forward pass, the least of a chain that says much about it. Chosen by hand.
-_LEAST_SHARE = 0.5
-# Of the moves of a chain that is alone, the most that read another large value. By hand.
+_LEAST_SHARE = 0.9
+# Of the moves of a chain, the most that read another large value. A residual network has more, and
+# linear programs say more about it. Chosen by hand.
 _MOST_JOINED = 0.1
 
 
@@ -63,21 +64,18 @@ class Chain:
         moves: how many lead from its start to its end.
         demands: each of a value further down the chain than the one before.
         constant: bytes that are alive in the forward pass anyway.
-        is_alone: whether few of its moves read another large value, so that its optimum is often
-            that of the step.
     """
 
     unit: int
     moves: int
     demands: tuple[Demand, ...]
     constant: int
-    is_alone: bool
 
 
 def find_chains(problem: Problem) -> Iterator[Chain]:
     """The chains of most seconds, for the sizes of values that take most of the time.
 
-    A chain that takes less than half of the forward pass says little, and is left out.
+    Steps that do little beside have one; others have none.
     """
     seconds: dict[int, float] = defaultdict(float)
     for v in problem.known - problem.outputs:
@@ -85,14 +83,11 @@ def find_chains(problem: Problem) -> Iterator[Chain]:
     seconds.pop(0, None)
     for unit in heapq.nlargest(_MOST_UNITS, sorted(seconds), key=seconds.__getitem__):
         path = _find_path(problem, unit)
-        operators = [problem.operators[problem.producers[v]] for v in path]
-        seconds_of_path = sum(op.seconds for op in operators)
-        if seconds_of_path < _LEAST_SHARE * problem.seconds_of(problem.forward):
+        if not _is_most(problem, unit, path):
             continue
         demands = _find_demands(problem, unit, path)
         if demands:
-            is_alone = _is_alone(problem, unit, operators)
-            yield Chain(unit, len(path), demands, problem.constant, is_alone)
+            yield Chain(unit, len(path), demands, problem.constant)
 
 
 def _find_path(problem: Problem, unit: int) -> dict[int, tuple[int, float]]:
@@ -116,10 +111,13 @@ def _find_path(problem: Problem, unit: int) -> dict[int, tuple[int, float]]:
     return {v: (moves, reached[v]) for moves, v in enumerate(reversed(path), 1)}
 
 
-def _is_alone(problem: Problem, unit: int, operators: Sequence[Operator]) -> bool:
+def _is_most(problem: Problem, unit: int, path: Mapping[int, tuple[int, float]]) -> bool:
+    """Whether `path` takes most of the forward pass, and seldom reads what is not on it."""
+    operators = [problem.operators[problem.producers[v]] for v in path]
+    share = sum(op.seconds for op in operators) / (problem.seconds_of(problem.forward) or 1.0)
     large = {v for v in problem.known - problem.outputs if problem.nbytes[v] >= unit}
     joined = sum(len(large.intersection(op.reads)) > 1 for op in operators)
-    return joined <= _MOST_JOINED * len(operators)
+    return share >= _LEAST_SHARE and joined <= _MOST_JOINED * len(operators)
 
 
 def _find_demands(

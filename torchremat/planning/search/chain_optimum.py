@@ -38,10 +38,6 @@ Floats = NDArray[np.float64]
 
 # Numbers that the tables of a chain may compare, as 460 demands need: 7 s at most. Chosen by hand.
 _MOST_WORK = 2e9
-# The same of a chain that joins others: its bound is seldom the best. Chosen by hand.
-_LITTLE_WORK = 2e7
-# Budgets that are tried: each takes a table, and most fit at the second. Chosen by hand.
-_MOST_BUDGETS = 5
 # Bases that are looked at in one array. More of them compare more numbers in vain. By hand.
 _BASES_AT_ONCE = 64
 # Nominal seconds for one of them: measured, of a core of about 3 GHz.
@@ -50,33 +46,18 @@ _SECONDS_OF_ONE = 3.5e-9
 
 def try_chains(evaluator: Evaluator, incumbent: Incumbent) -> None:
     """Prove the bound of the longest chains, and note the decisions of their optima."""
-    if evaluator.problem.offloadable:  # a value on the host takes no room
+    problem = evaluator.problem
+    if problem.offloadable:  # a value on the host takes no room
         return
-    for chain in find_chains(evaluator.problem):
-        _try_chain(chain, evaluator, incumbent)
-
-
-def _try_chain(chain: Chain, evaluator: Evaluator, incumbent: Incumbent) -> None:
-    """Try the optimum, and those of smaller budgets where what is beside the chain needs room."""
-    fitting, budget, above = None, evaluator.budget, evaluator.budget
-    for number in range(_MOST_BUDGETS):
-        optimum = ChainOptimum(chain, budget)
-        if optimum.work > (_MOST_WORK if chain.is_alone else _LITTLE_WORK):
-            return
+    for chain in find_chains(problem):
+        optimum = ChainOptimum(chain, evaluator.budget)
+        if optimum.work > _MOST_WORK:
+            continue
         incumbent.clock.timer.charge(_SECONDS_OF_ONE * optimum.work)
-        if number == 0:
-            incumbent.prove(optimum.seconds)
-        if optimum.seconds == float("inf"):
-            return
-        decisions = decide(evaluator.problem, chain, optimum.pebbles(), evaluator.fixed)
-        trial = incumbent.note(evaluator(decisions))
-        if trial.fits and number == 0:
-            return
-        fitting, above = (budget, above) if trial.fits else (fitting, budget)
-        if fitting is None:
-            budget -= trial.costs.peak - evaluator.budget
-        else:
-            budget = (fitting + above) // 2
+        incumbent.prove(optimum.seconds)
+        if optimum.seconds < float("inf"):
+            decisions = decide(problem, chain, optimum.pebbles(), evaluator.fixed)
+            incumbent.note(evaluator(decisions))
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,18 @@ def test_our_transforms_take_loops():
     assert_same(push(H), jvp(lambda h: unrolled(h, XS, W), (H,), (H,))[1], close=True)
 
 
+def test_second_derivatives_with_a_checkpoint_in_each_step():
+    step = tr.checkpoint(lambda h: torch.tanh(h @ W), policy="dots")
+
+    def loss(h):
+        return tr.scan(lambda h, _: (step(h), None), h, length=5)[0].square().sum()
+
+    expected = hessian(lambda h: plain(5, h).square().sum())(H[0])
+    assert_same(hessian(loss)(H[0]), expected, close=True)
+    found = vmap(grad(loss))(H)
+    assert_same(found, vmap(grad(lambda h: plain(5, h).square().sum()))(H), close=True)
+
+
 def test_second_derivatives_save_few_states_too():
     from torchremat.measure import LiveBytes
 

@@ -238,6 +238,8 @@ def test_a_later_step_that_writes_is_refused(h0):
         ({"xs": torch.zeros(0, 4)}, "at least one step"),
         ({"xs": torch.tensor(1.0)}, "no dimension"),
         ({"xs": torch.zeros(3, 4), "length": 4}, r"several numbers of steps, \[3, 4\]"),
+        ({"length": 2.5}, "length=2.5 must be an int"),
+        ({"length": True}, "length=True must be an int"),
         ({"length": 3, "budget": "50%"}, "is not a number of bytes"),
     ],
 )
@@ -249,5 +251,7 @@ def test_bad_arguments_are_refused(arguments, message, h0):
 def test_functions_must_be_functions(h0):
     with pytest.raises(ArgumentTypeError, match="cond_fun=3 must be a function"):
         tr.while_loop(3, lambda h: h, h0)
+    with pytest.raises(ArgumentTypeError, match="cond_fun returned None"):
+        tr.while_loop(lambda h: None, lambda h: h, h0)
     with pytest.raises(ArgumentTypeError, match="f=None must be a function"):
         tr.scan(None, h0, length=3)

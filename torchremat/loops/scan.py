@@ -1,6 +1,7 @@
 """`scan`: a loop over slices."""
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -81,6 +82,8 @@ def _run(
 
 
 def _count_steps(values: Tensors, length: int | None) -> int:
+    if length is not None and (isinstance(length, bool) or not isinstance(length, Integral)):
+        raise ArgumentTypeError(f"scan: length={length!r} must be an int, the number of steps")
     if any(tensor.ndim == 0 for tensor in values):
         raise ArgumentValueError("scan: a tensor of xs has no dimension to take slices of")
     found = {tensor.shape[0] for tensor in values} | (set() if length is None else {length})

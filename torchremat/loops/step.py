@@ -102,7 +102,7 @@ class UserStep:
         """
         before = get_all_generator_states()
         collector = Collector(self.captured, [*state, *slices])
-        with torch.no_grad(), handle_function_calls(), _unwritten(state), collector.enter():
+        with torch.no_grad(), handle_function_calls(), _check_unwritten(state), collector.enter():
             if self._cond is not None and _is_false(self.asks_plainly(state)):
                 return False
             result = self._call_body(state, slices)
@@ -143,7 +143,7 @@ class UserStep:
 
     def __call__(self, state: Tensors, slices: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         mode = Arguments(self.captured, shared, [*state, *slices], self.found)
-        with _unwritten(state), mode.enter():
+        with _check_unwritten(state), mode.enter():
             result = self._call_body(state, slices)
         return self._flatten(result)
 
@@ -157,7 +157,10 @@ class UserStep:
 
     def asks_plainly(self, state: Tensors) -> Any:
         assert self._cond is not None
-        return self._cond(self._state.unflatten(state))
+        answer = self._cond(self._state.unflatten(state))
+        if answer is None:
+            raise ArgumentTypeError("cond_fun returned None: it must return whether to go on")
+        return answer
 
     def _call_body(self, state: Tensors, slices: Tensors) -> Any:
         carry = self._state.unflatten(state)
@@ -235,7 +238,8 @@ def _describe(spec: tuple[Any, ...]) -> str:
 
 
 @contextmanager
-def _unwritten(state: Tensors) -> Iterator[None]:
+def _check_unwritten(state: Tensors) -> Iterator[None]:
+    """Raise `EffectError` if the block writes to a tensor of `state`."""
     versions = [version_of(tensor) for tensor in state]
     yield
     for tensor, version in zip(state, versions, strict=True):

@@ -68,7 +68,9 @@ def call_lifted(call: Callable[[Sequence[Tensor]], R], tensors: Sequence[Tensor]
     outer = _in_force.outer
     if not outer:
         return call(tensors)
-    result = call([_lift(tensor) for tensor in tensors])
+    inputs = [_lift(tensor) for tensor in tensors]
+    with pause_replacing():  # nothing inside is closed over
+        result = call(inputs)
     for arguments in outer:
         arguments.note(result)
     return result

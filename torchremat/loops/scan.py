@@ -86,14 +86,13 @@ def _count_steps(values: Tensors, length: int | None) -> int:
         raise ArgumentTypeError(f"scan: length={length!r} must be an int, the number of steps")
     if any(tensor.ndim == 0 for tensor in values):
         raise ArgumentValueError("scan: a tensor of xs has no dimension to take slices of")
-    found = {tensor.shape[0] for tensor in values} | (set() if length is None else {length})
-    if len(found) != 1:
-        raise ArgumentValueError(
-            f"scan: xs and length give several numbers of steps, {sorted(found)}"
-            if found
-            else "scan: give xs, or length, the number of steps"
-        )
-    (num_steps,) = found
+    sizes = [tensor.shape[0] for tensor in values] + ([] if length is None else [int(length)])
+    if not sizes:
+        raise ArgumentValueError("scan: give xs, or length, the number of steps")
+    num_steps = sizes[0]  # a symbol, in a graph of many sizes
+    if any(size != num_steps for size in sizes):
+        found = sorted({int(size) for size in sizes})
+        raise ArgumentValueError(f"scan: xs and length give several numbers of steps, {found}")
     if num_steps < 1:
         raise ArgumentValueError("scan: there must be at least one step")
     return num_steps

@@ -29,6 +29,7 @@ def test_what_depends_on_a_device_holds_on_a_second_one():
     assert " passed" in run.stdout
 
 
+@pytest.mark.slow
 def test_the_command_for_a_gpu_runs_there(tmp_path):
     page = tmp_path / "gpu.md"
     run = subprocess.run(

@@ -102,7 +102,7 @@ def test_there_is_a_bound_however_short_the_search(options):
 
 def test_a_wide_gap_has_a_reason():
     problem = layers(80)
-    budget = peak(problem) // 2
+    budget = peak(problem) // 4
     solution = solve(problem, budget, SolverOptions(solver="local", seconds=0.0))
     assert solution.added_seconds > 1.06 * solution.lower_bound_seconds
     assert solution.gap_reason.endswith("ended at its limit")

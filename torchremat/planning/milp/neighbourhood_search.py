@@ -91,6 +91,11 @@ class Neighbourhoods:
         fixed = self.integral[np.argsort(sure, kind="stable")[free:]]
         return Fixing(fixed, np.round(x[fixed]))
 
+    def count_unsure(self) -> int:
+        """How many variables that must be integers are fractions in the relaxation."""
+        x = None if self.relaxation is None else self.relaxation.answer.x
+        return 0 if x is None else int((self._away(x) > 1e-6).sum())
+
     def _away(self, x: Floats) -> Floats:
         chosen = x[self.integral]
         away: Floats = np.abs(chosen - np.round(chosen))

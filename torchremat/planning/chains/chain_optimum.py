@@ -20,18 +20,18 @@ So an optimum first computes some xm, and serves all above from there with one p
 serves all below. A table over bases, demands and pebbles has all of these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchremat.planning.chains.chain import Chain, find_chains
 from torchremat.planning.problem.problem import Problem
 from torchremat.planning.problem.recomputation import Recomputation
 from torchremat.planning.problem.replay import Decisions, find_missing
 from torchremat.planning.problem.trial import Evaluator
-from torchremat.planning.search.chain import Chain, find_chains
 from torchremat.planning.search.incumbent import Incumbent
 
 Floats = NDArray[np.float64]
@@ -56,7 +56,8 @@ def try_chains(evaluator: Evaluator, incumbent: Incumbent) -> None:
         incumbent.clock.timer.charge(_SECONDS_OF_ONE * optimum.work)
         incumbent.prove(optimum.seconds)
         if optimum.seconds < float("inf"):
-            decisions = decide(problem, chain, optimum.pebbles(), evaluator.fixed)
+            alone = {demand.value: frozenset({demand.value}) for demand in chain.demands}
+            decisions = decide(problem, chain, optimum.pebbles(), evaluator.fixed, alone)
             incumbent.note(evaluator(decisions))
 
 
@@ -181,12 +182,19 @@ class ChainOptimum:
 
 
 def decide(
-    problem: Problem, chain: Chain, pebbles: Iterator[Pebble], fixed: frozenset[int]
+    problem: Problem,
+    chain: Chain,
+    pebbles: Iterator[Pebble],
+    fixed: frozenset[int],
+    values: Mapping[int, frozenset[int]],
 ) -> Decisions:
-    """The decisions that have `pebbles` alive, save `fixed`, and drop all else after a demand."""
+    """The decisions that have `pebbles` alive, save `fixed`, and drop all else after a demand.
+
+    `values` are those of the problem that a value of the chain stands for.
+    """
     demands = chain.demands[::-1]
-    alive = [(demands[pebble.demand - 1].value, pebble) for pebble in pebbles]
-    saved = fixed.union(v for v, pebble in alive if pebble.made is None)
+    alive = [(values[demands[pebble.demand - 1].value], pebble) for pebble in pebbles]
+    saved = fixed.union(*(group for group, pebble in alive if pebble.made is None))
     there = set(saved | (problem.outputs & problem.known))
     lasting = Recomputation(problem).lasting | problem.outputs | fixed
     ends = {demand.last: number for number, demand in enumerate(demands, 1)}
@@ -196,7 +204,12 @@ def decide(
         find_missing(problem, [v for v in reads if v in problem.known - there], there)
         if step in ends:
             j = ends[step]
-            keep = {v for v, pebble in alive if pebble.demand < j and (pebble.made or j) >= j}
+            keep = {
+                v
+                for group, pebble in alive
+                if pebble.demand < j and (pebble.made or j) >= j
+                for v in group
+            }
             until = demands[j - 2].first if j > 1 else len(problem.backward)
             for later in problem.backward[step + 1 : until]:
                 keep.update(problem.operators[later].reads)

@@ -10,10 +10,10 @@ from torch import nn
 
 import torchremat as tr
 from tests.planning.test_oracles import examples, least_peak, least_seconds
+from torchremat.planning.chains.chain import find_chains
+from torchremat.planning.chains.chain_optimum import ChainOptimum, decide
 from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
 from torchremat.planning.problem.trial import Evaluator
-from torchremat.planning.search.chain import find_chains
-from torchremat.planning.search.chain_optimum import ChainOptimum, decide
 from torchremat.planning.search.solver_options import SolverOptions
 from torchremat.planning.solver import solve
 
@@ -116,7 +116,8 @@ def test_the_optimum_of_a_chain_is_the_shortest_path(steps, cotangent):
         answer = ChainOptimum(found, budget)
         assert answer.seconds == pytest.approx(optimum)
         evaluator = Evaluator(problem, budget)
-        trial = evaluator(decide(problem, found, answer.pebbles(), evaluator.fixed))
+        alone = {demand.value: frozenset({demand.value}) for demand in found.demands}
+        trial = evaluator(decide(problem, found, answer.pebbles(), evaluator.fixed, alone))
         assert trial.fits
         assert trial.costs.added_seconds == pytest.approx(optimum)
 

@@ -1,0 +1,117 @@
+"""Stages: chains in which several values pass from step to step, and room that is left."""
+
+import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from tests.planning.chains.test_chain_optimum import Builder, fewest_moves
+from tests.planning.test_oracles import examples, problems
+from torchremat.planning.chains.cut_stages import find_stages, try_stages
+from torchremat.planning.chains.spare_room import fill_room
+from torchremat.planning.problem.problem import Part, Problem, costs_of
+from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.trial import Evaluator
+from torchremat.planning.search.clock import TimeSlice, WorkTimer
+from torchremat.planning.search.incumbent import Incumbent
+from torchremat.planning.solver import solve
+
+FORWARD, BACKWARD = Part.FORWARD, Part.BACKWARD
+
+
+def recurrent(steps: int) -> Problem:
+    """Steps of two states, each of one byte, from four values of one byte inside of the step."""
+    builder = Builder()
+    states: list[list[int]] = [[]]
+    insides: list[list[int]] = []
+    for _ in range(steps):
+        insides.append([builder.add(FORWARD, states[-1]) for _ in range(4)])
+        states.append([builder.add(FORWARD, insides[-1]) for _ in range(2)])
+    cotangent = builder.add(BACKWARD, [])
+    for state, inside in zip(states[-2::-1], insides[::-1], strict=True):
+        cotangent = builder.add(BACKWARD, [cotangent, *inside, *state])
+    return builder.build(cotangent)
+
+
+def new_incumbent() -> Incumbent:
+    return Incumbent(TimeSlice(WorkTimer(has_wall=False), 1e9), 0.0)
+
+
+def test_stages_are_cut_where_only_the_states_pass():
+    stages, _ = find_stages(recurrent(8))  # the other has cuts inside of steps, too
+    assert stages.unit == 2
+    assert [len(values) for values in stages.passing.values()] == [2] * 7
+    assert not stages.long
+    assert [demand.value for demand in stages.chain.demands] == [6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("states", [2, 4])
+def test_states_are_saved_as_the_optimum_of_equal_steps_has_them(states):
+    """A step takes six seconds, and its backward pass needs the four values inside again."""
+    steps = 100
+    problem = recurrent(steps)
+    budget = 2 * states + 8  # and those inside, two cotangents, and two states on their way
+    solution = solve(problem, budget)
+    assert solution.schedule is not None
+    assert costs_of(problem, solution.schedule).peak <= budget
+    moves = fewest_moves(steps, states) - (steps - 1)
+    assert solution.added_seconds <= 6 * moves + 4 * steps
+    assert solution.lower_bound_seconds <= solution.added_seconds
+
+
+@pytest.mark.parametrize("budget", [14, 20, 40, 80])
+def test_what_is_tried_fits_and_adds_less_the_more_room_there_is(budget):
+    problem = recurrent(24)
+    found = []
+    for room in (budget, budget + 8):
+        incumbent = new_incumbent()
+        try_stages(Evaluator(problem, room), incumbent)
+        assert incumbent.best is not None
+        assert incumbent.best.costs.peak <= room
+        found.append(incumbent.best.costs.added_seconds)
+    assert found[1] < found[0]
+
+
+def test_a_value_that_passes_most_of_the_cuts_is_saved():
+    builder = Builder()
+    context = builder.add(FORWARD, [])
+    state, made = context, []
+    for _ in range(12):
+        inside = [builder.add(FORWARD, [state, context]) for _ in range(3)]
+        state = builder.add(FORWARD, inside)
+        made.append([*inside, state])
+    cotangent = builder.add(BACKWARD, [])
+    for values in made[::-1]:
+        cotangent = builder.add(BACKWARD, [cotangent, context, *values])
+    problem = builder.build(cotangent)
+    for stages in find_stages(problem):
+        assert context in stages.long
+        assert all(context not in values for values in stages.passing.values())
+    incumbent = new_incumbent()
+    try_stages(Evaluator(problem, 14), incumbent)
+    assert incumbent.best is not None
+    assert context in incumbent.best.decisions.saved
+
+
+@examples(150)
+@given(problem=problems(), room=st.integers(0, 12))
+def test_what_has_room_fits_and_takes_time_away(problem, room):
+    evaluator = Evaluator(problem, 1 << 30)
+    start = evaluator(Decisions(evaluator.fixed))
+    evaluator = evaluator.under(start.costs.peak + room)
+    incumbent = new_incumbent()
+    fill_room(evaluator, incumbent, evaluator(start.decisions))
+    note(f"{problem!r}\nroom {room}")
+    seconds = start.costs.added_seconds
+    for trial in incumbent.trials:
+        assert trial.fits
+        assert trial.costs.added_seconds <= seconds
+        seconds = trial.costs.added_seconds
+
+
+def test_all_that_is_recomputed_is_saved_where_there_is_room_for_it():
+    problem = recurrent(6)
+    evaluator = Evaluator(problem, 1000)
+    incumbent = new_incumbent()
+    fill_room(evaluator, incumbent, evaluator(Decisions(frozenset())))
+    assert incumbent.best is not None
+    assert incumbent.best.costs.added_seconds == 0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchremat.planning.chains.chain_optimum import try_chains
-from torchremat.planning.chains.cut_stages import try_stages
+from torchremat.planning.milp.near_answers import search_near
 from torchremat.planning.milp.row_generation import RowGeneration
 from torchremat.planning.milp.whole_rounds import WholeRounds
 from torchremat.planning.problem.backward_order import floor_of
@@ -47,8 +47,8 @@ _LINKED_SHARE = 0.6
 _ALONE_SHARE = 0.7
 # Of the whole time, the pass that saves what is offloaded in vain. It comes on top of the limit.
 _TIDY_SHARE = 0.1
-# Of the whole time, what brings answers of the first programs under the budget. It comes on top.
-_BRING_SHARE = 0.25
+# Of the whole time, the search near answers of the first programs that do not fit. It comes on top.
+_NEAR_SHARE = 0.4
 # More time, as a part of the first search, where no schedule was found that fits.
 _SPARE = 0.5
 # The point of the first search by which eviction and a search from the last step end.
@@ -250,8 +250,7 @@ def _search(
         if not incumbent.is_good:
             WholeRounds(evaluator, incumbent).run(has_integers=has_integers)
         if not incumbent.is_near(_FAR):
-            try_stages(evaluator, incumbent)
-            _bring_under(evaluator, incumbent, _BRING_SHARE * seconds)
+            search_near(evaluator, incumbent, _NEAR_SHARE * seconds)
     if incumbent.is_near(_SAFE_GAP) or (is_large and incumbent.is_good):
         return incumbent
     if options.is_prompt and not problem.offloadable:
@@ -360,23 +359,6 @@ def _polish(evaluator: Evaluator, incumbent: Incumbent) -> None:
     if incumbent.best is not None and not incumbent.is_good:
         local = LocalSearch(evaluator, incumbent.clock.deadline(1.0))
         incumbent.note(local.improve(incumbent.best))
-
-
-def _bring_under(evaluator: Evaluator, incumbent: Incumbent, seconds: float) -> None:
-    """Bring the answers of programs under the budget that are above it and add less than the best.
-
-    A program in integers may take all of the time, and leave an answer that nearly fits. So this
-    has time of its own.
-    """
-    timer = WorkTimer(has_wall=incumbent.clock.timer.has_wall)
-    evaluator = Evaluator(evaluator.problem, evaluator.budget, timer.charge)
-    local = LocalSearch(evaluator, timer.within(seconds))
-    above = (t for t in incumbent.trials if not t.fits and t.is_allowed)
-    for trial in sorted(above, key=lambda t: t.costs.peak)[:_MOST_STARTS]:
-        if incumbent.best is None or trial.costs.added_seconds < incumbent.best.costs.added_seconds:
-            found = incumbent.note(local.repair(trial))
-            if found is incumbent.best:
-                incumbent.note(local.improve(found))
 
 
 def _repair_feasible(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.planning.chains.test_chain_optimum import Builder, fewest_moves
 from tests.planning.test_oracles import examples, problems
-from torchremat.planning.chains.cut_stages import find_stages, try_stages
+from torchremat.planning.chains.cut_stages import Stages, find_cuts, try_stages
 from torchremat.planning.chains.spare_room import fill_room
 from torchremat.planning.problem.problem import Part, Problem, costs_of
 from torchremat.planning.problem.replay import Decisions
@@ -37,7 +37,9 @@ def new_incumbent() -> Incumbent:
 
 
 def test_stages_are_cut_where_only_the_states_pass():
-    stages, _ = find_stages(recurrent(8))  # the other has cuts inside of steps, too
+    problem = recurrent(8)
+    cuts, _ = find_cuts(problem)  # the others lie inside of steps, too
+    stages = Stages(problem, cuts)
     assert stages.unit == 2
     assert [len(values) for values in stages.passing.values()] == [2] * 7
     assert not stages.long
@@ -83,13 +85,31 @@ def test_a_value_that_passes_most_of_the_cuts_is_saved():
     for values in made[::-1]:
         cotangent = builder.add(BACKWARD, [cotangent, context, *values])
     problem = builder.build(cotangent)
-    for stages in find_stages(problem):
+    for cuts in find_cuts(problem):
+        stages = Stages(problem, cuts)
         assert context in stages.long
         assert all(context not in values for values in stages.passing.values())
     incumbent = new_incumbent()
     try_stages(Evaluator(problem, 14), incumbent)
     assert incumbent.best is not None
     assert context in incumbent.best.decisions.saved
+
+
+def test_what_is_saved_besides_passes_no_cut_and_leaves_less_room():
+    problem = recurrent(24)
+    saved = frozenset({20, 21, 60})  # two values inside of a step, and a state
+    evaluator, found = Evaluator(problem, 30), []
+    for values in (frozenset(), saved):
+        incumbent = new_incumbent()
+        try_stages(evaluator, incumbent, values)
+        assert incumbent.best is not None
+        assert values <= incumbent.best.decisions.saved
+        found.append(incumbent.best.costs)
+    for cuts in find_cuts(problem):
+        stages = Stages(problem, cuts, saved)
+        assert all(saved.isdisjoint(values) for values in stages.passing.values())
+        assert stages.chain.constant == Stages(problem, cuts).chain.constant + 3
+    assert all(costs.peak <= 30 for costs in found)
 
 
 @examples(150)

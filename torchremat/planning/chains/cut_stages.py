@@ -19,6 +19,7 @@ from torchremat.planning.chains.chain_optimum import ChainOptimum, decide
 from torchremat.planning.chains.spare_room import fill_room
 from torchremat.planning.problem.fixed_bytes import BackwardBytes, ForwardBytes
 from torchremat.planning.problem.problem import Part, Problem
+from torchremat.planning.problem.recomputation import Recomputation
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.incumbent import Incumbent
 
@@ -35,32 +36,42 @@ _LONG = 0.25
 # Of the budget, what the chain gets. The bytes inside of stages are estimated, and what is left is
 # filled with their values. Chosen by hand.
 _FRACTIONS = (1.0, 0.93, 0.86, 0.78, 0.7)
+# How many of them are tried where an answer of a program says what is saved besides.
+_FEW = 2
 # Nominal seconds for one number that a table compares: measured, of a core of about 3 GHz.
 _SECONDS_OF_ONE = 3.5e-9
 
 
-def try_stages(evaluator: Evaluator, incumbent: Incumbent) -> None:
-    """Note the decisions of the optima of chains of stages."""
+def try_stages(
+    evaluator: Evaluator, incumbent: Incumbent, saved: frozenset[int] = frozenset()
+) -> None:
+    """Note the decisions of the optima of chains of stages, in which `saved` is saved anyway."""
     problem = evaluator.problem
     if problem.offloadable:
         return
-    for stages in find_stages(problem):
-        for fraction in _FRACTIONS:
-            optimum = ChainOptimum(stages.chain, int(fraction * evaluator.budget) - stages.lasting)
-            incumbent.clock.timer.charge(_SECONDS_OF_ONE * optimum.work)
-            if optimum.seconds == float("inf"):
-                break
-            fixed = evaluator.fixed | stages.long
-            decisions = decide(problem, stages.chain, optimum.pebbles(), fixed, stages.passing)
-            trial = evaluator(decisions)
-            if trial.fits:
-                fill_room(evaluator, incumbent, incumbent.note(trial))
-            elif trial.is_allowed:
-                incumbent.note_lowest(trial)
+    for cuts in find_cuts(problem):
+        stages = Stages(problem, cuts, saved)
+        if len(stages.chain.demands) >= _LEAST_CUTS:
+            _try_optima(stages, evaluator, incumbent)
 
 
-def find_stages(problem: Problem) -> Iterator["Stages"]:
-    """The forward pass in more and in fewer stages; none where it has no narrow cuts."""
+def _try_optima(stages: "Stages", evaluator: Evaluator, incumbent: Incumbent) -> None:
+    for fraction in _FRACTIONS[: _FEW if stages.saved else None]:
+        optimum = ChainOptimum(stages.chain, int(fraction * evaluator.budget))
+        incumbent.clock.timer.charge(_SECONDS_OF_ONE * optimum.work)
+        if optimum.seconds == float("inf"):
+            break
+        fixed = evaluator.fixed | stages.always
+        decisions = decide(stages.problem, stages.chain, optimum.pebbles(), fixed, stages.passing)
+        trial = evaluator(decisions)
+        if trial.fits:
+            fill_room(evaluator, incumbent, incumbent.note(trial))
+        elif trial.is_allowed:
+            incumbent.note_lowest(trial)
+
+
+def find_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """The cuts of the forward pass, in more and in fewer stages: none where none are narrow."""
     passing = _count_passing(problem)
     inner = range(1, len(passing) - 1)
     narrow = [p for p in inner if passing[p - 1] > passing[p] <= passing[p + 1] and passing[p]]
@@ -72,9 +83,7 @@ def find_stages(problem: Problem) -> Iterator["Stages"]:
         chosen = chosen[:: -(-len(chosen) // _MOST_CUTS)] if chosen else []
         if len(chosen) >= _LEAST_CUTS and tuple(chosen) != before:
             before = tuple(chosen)
-            stages = Stages(problem, before)
-            if len(stages.chain.demands) >= _LEAST_CUTS:
-                yield stages
+            yield before
 
 
 def _find_spans(problem: Problem) -> tuple[dict[int, int], dict[int, int]]:
@@ -110,6 +119,7 @@ class Stages:
 
     problem: Problem
     cuts: tuple[int, ...]
+    saved: frozenset[int] = frozenset()
 
     @cached_property
     def _spans(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
@@ -135,6 +145,11 @@ class Stages:
         most = _LONG * len(self.cuts)
         return frozenset(v for v in last if self._count_cuts(made[v], last[v]) > most)
 
+    @cached_property
+    def always(self) -> frozenset[int]:
+        """The values that are saved whatever the optimum says."""
+        return self.long | self.saved
+
     def _count_cuts(self, start: int, end: int) -> int:
         cuts = np.array(self.cuts)
         return int(np.searchsorted(cuts, end) - np.searchsorted(cuts, start))
@@ -145,30 +160,27 @@ class Stages:
         made, last = self._spans
         found: list[set[int]] = [set() for _ in self.cuts]
         for v, end in last.items():
-            if v not in self.long:
+            if v not in self.always:
                 first = int(np.searchsorted(np.array(self.cuts), made[v]))
                 for i in range(first, first + self._count_cuts(made[v], end)):
                     found[i].add(v)
         return {i: frozenset(values) for i, values in enumerate(found)}
 
-    @property
-    def lasting(self) -> int:
-        """The bytes of what is saved anyway."""
-        return sum(self.problem.nbytes[v] for v in self.long)
-
     @cached_property
     def unit(self) -> int:
         """The bytes that pass a cut, where they are most."""
-        return max(sum(self.problem.nbytes[v] for v in values) for values in self.passing.values())
+        nbytes = self.problem.nbytes
+        return max(1, *(sum(nbytes[v] for v in values) for values in self.passing.values()))
 
     @cached_property
     def chain(self) -> Chain:
         """The stages as a chain; what passes a cut is a value of it."""
         problem = self.problem
-        ends = [0.0, *np.cumsum([problem.operators[o].seconds for o in problem.forward])]
+        ends = [0.0, *np.cumsum([self._count_seconds(o) for o in problem.forward])]
         inside = self._find_most_inside()
         at = self._find_bytes_at()
-        before = BackwardBytes.of(problem).before
+        saved = self._find_saved_bytes()
+        before = [a + b for a, b in zip(BackwardBytes.of(problem).before, saved, strict=True)]
         demands = []
         for stage, (first, last) in self._find_windows():
             if stage:  # the first stage needs no cut
@@ -178,7 +190,21 @@ class Stages:
                 demands.append(
                     Demand(cut, cut + 1, seconds, first, last, max(at[first : last + 1]), room)
                 )
-        return Chain(max(self.unit, 1), len(self.cuts), tuple(demands), problem.constant + inside)
+        constant = problem.constant + inside + max(saved, default=0)
+        return Chain(max(self.unit, 1), len(self.cuts), tuple(demands), constant)
+
+    def _count_seconds(self, o: int) -> float:
+        op = self.problem.operators[o]
+        return 0.0 if self.always.issuperset(op.writes) else op.seconds
+
+    def _find_saved_bytes(self) -> list[int]:
+        """The bytes of what is saved anyway, and wanted at each step or later."""
+        last = Recomputation(self.problem).last
+        found = np.zeros(len(self.problem.backward) + 1, dtype=np.int64)
+        for v in self.always:
+            found[0] += self.problem.nbytes[v]
+            found[last.get(v, -1) + 1] -= self.problem.nbytes[v]
+        return [int(n) for n in np.cumsum(found)[:-1]]
 
     def _find_windows(self) -> Sequence[tuple[int, tuple[int, int]]]:
         """The stages from the last on, each with the first and last step for which it is there."""
@@ -204,7 +230,7 @@ class Stages:
         """The bytes at each step, with the values of its stage that later steps read."""
         problem = self.problem
         fixed = BackwardBytes.of(problem)
-        found = list(fixed.at)
+        found = [a + b for a, b in zip(fixed.at, self._find_saved_bytes(), strict=True)]
         for stage, (first, last) in self._find_windows():
             wanted: set[int] = set()
             nbytes = 0
@@ -212,7 +238,7 @@ class Stages:
                 reads = {
                     v
                     for v in problem.operators[problem.backward[step]].reads
-                    if self.stage_of.get(v) == stage and v not in self.long
+                    if self.stage_of.get(v) == stage and v not in self.always
                 }
                 found[step] += nbytes - sum(problem.nbytes[v] for v in reads & wanted)
                 nbytes += sum(problem.nbytes[v] for v in reads - wanted)
@@ -222,4 +248,5 @@ class Stages:
     def _find_most_inside(self) -> int:
         """The most bytes that a stage needs in the forward pass beside what passes its cuts."""
         live = np.array(ForwardBytes.of(self.problem).live) - self.problem.constant
-        return max(0, int(live.max(initial=0)) - self.unit - self.lasting)
+        long = sum(self.problem.nbytes[v] for v in self.long)
+        return max(0, int(live.max(initial=0)) - self.unit - long)

@@ -1,5 +1,7 @@
 """Stages: chains in which several values pass from step to step, and room that is left."""
 
+import itertools
+
 import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
@@ -38,7 +40,8 @@ def new_incumbent() -> Incumbent:
 
 def test_stages_are_cut_where_only_the_states_pass():
     problem = recurrent(8)
-    cuts, _ = find_cuts(problem)  # the others lie inside of steps, too
+    cuts, *half = itertools.islice(find_cuts(problem), 3)  # those after lie inside of steps, too
+    assert half == [cuts[::2], cuts[1::2]]
     stages = Stages(problem, cuts)
     assert stages.unit == 2
     assert [len(values) for values in stages.passing.values()] == [2] * 7
@@ -108,7 +111,7 @@ def test_what_is_saved_besides_passes_no_cut_and_leaves_less_room():
     for cuts in find_cuts(problem):
         stages = Stages(problem, cuts, saved)
         assert all(saved.isdisjoint(values) for values in stages.passing.values())
-        assert stages.chain.constant == Stages(problem, cuts).chain.constant + 3
+        assert stages.chain.constant >= Stages(problem, cuts).chain.constant + 3
     assert all(costs.peak <= 30 for costs in found)
 
 

@@ -71,7 +71,11 @@ def _try_optima(stages: "Stages", evaluator: Evaluator, incumbent: Incumbent) ->
 
 
 def find_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """The cuts of the forward pass, in more and in fewer stages: none where none are narrow."""
+    """The cuts of the forward pass, in more and in fewer stages: none where none are narrow.
+
+    Every second one of them is tried, too: at a low budget it may be better to recompute a whole
+    layer of a transformer at once, which has a narrow cut in its middle.
+    """
     passing = _count_passing(problem)
     inner = range(1, len(passing) - 1)
     narrow = [p for p in inner if passing[p - 1] > passing[p] <= passing[p + 1] and passing[p]]
@@ -83,7 +87,7 @@ def find_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
         chosen = chosen[:: -(-len(chosen) // _MOST_CUTS)] if chosen else []
         if len(chosen) >= _LEAST_CUTS and tuple(chosen) != before:
             before = tuple(chosen)
-            yield before
+            yield from (before, before[::2], before[1::2])
 
 
 def _find_spans(problem: Problem) -> tuple[dict[int, int], dict[int, int]]:

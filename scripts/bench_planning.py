@@ -7,13 +7,13 @@ fractions of the peak without rematerialisation, and Checkmate's program as an o
 graphs.
 
     python scripts/bench_planning.py --quick                       some models, 3 minutes
-    python scripts/bench_planning.py --jobs 2 --json out.json      all of them, half an hour
+    python scripts/bench_planning.py --jobs 2 --json out.json      all of them, two hours
     python scripts/bench_planning.py --from out.json --docs        docs/measured/planning.*
     python scripts/bench_planning.py --models gpt-4 unet-2 --seconds 10 --device h100 --fused
 
 The models are on the meta device: nothing is computed. Times are those of a roofline. The default
 is a device of 150 TFLOP/s and 1.5 TB/s that launches for nothing, so that small models stand for
-large ones.
+large ones. Some steps are numbers from the start: chains, and random networks.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,8 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkmate import checkmate
 from planning_coarse import coarsened
-from planning_models import MODELS
-from planning_peers import Peer, peers_of
+from planning_graphs import GRAPHS, Graph
+from planning_models import MODELS as TOYS
+from planning_models import Model
+from planning_peers import Peer, graph_of, methods_of, peers_of
+from planning_published import PUBLISHED
+from planning_real_sizes import REAL_SIZES
 from planning_report import print_report, write_docs
 
 from tests.planning.schedules import least_peak_bound, plain_schedule
@@ -47,6 +51,7 @@ from torchremat.planning.solver import solve, solve_orders
 from torchremat.planning.step.problem_builder import NumericStep
 from torchremat.planning.step.traced_step import region_of
 
+MODELS: dict[str, Model] = {**TOYS, **PUBLISHED, **REAL_SIZES}
 FRACTIONS = (0.75, 0.5, 0.35, 0.25)
 NEAR = 0.005
 """Peaks that differ by no more, of the larger, are met by one plan: that for the smaller."""
@@ -65,21 +70,42 @@ Record = dict[str, Any]
 
 
 class Bench:
-    """A model in numbers, with our plans for it."""
+    """A model, or a graph that is numbers from the start, with our plans for it."""
 
     def __init__(self, name: str, cost: CostModel, seconds: float | None) -> None:
         self.name = name
-        self.model = MODELS[name]
         self.cost = cost
         self.options = SolverOptions(seconds=seconds)
-        module, args = self.model.build()
+        self.step: NumericStep | None = None
+        self.blocks: tuple[str, ...] = ()
         started = time.perf_counter()
-        self.step = NumericStep.of(region_of(module, args, {}).joint, cost.seconds)
-        self.problem = self.step.problem
+        if name in GRAPHS:
+            self.graph = GRAPHS[name]()
+        else:
+            self.graph = self._trace(MODELS[name])
+        self.trace_seconds = time.perf_counter() - started
+        self.problem = self.graph.problem
         self.plain = plain_schedule(self.problem)
         self.peak = costs_of(self.problem, self.plain).peak
-        self.trace_seconds = time.perf_counter() - started
         self._plans: dict[int, tuple[Solution, float]] = {}
+
+    def _trace(self, model: Model) -> Graph:
+        module, args = model.build()
+        self.step = NumericStep.of(region_of(module, args, {}).joint, self.cost.seconds)
+        self.blocks = model.blocks
+        return graph_of(self.step, model.blocks)
+
+    def peers(self, *, quick: bool) -> Iterator[Peer]:
+        if self.step is not None:
+            quick = quick or MODELS[self.name].large
+            yield from peers_of(self.step, self.blocks, quick=quick)
+        yield from methods_of(self.graph, self.peak)
+
+    @property
+    def num_nodes(self) -> int:
+        if self.step is None:
+            return len(self.problem.operators)
+        return len(self.step.joint.module.graph.nodes)
 
     @cached_property
     def orders(self) -> tuple[Problem, ...]:
@@ -93,6 +119,8 @@ class Bench:
 
     @cached_property
     def _flops(self) -> list[int]:
+        if self.step is None:
+            return [0] * len(self.problem.operators)
         return [0 if call is None else self.cost.flops(call) for call in self.step.calls]
 
     def plan(self, budget: int) -> tuple[Solution, float]:
@@ -146,6 +174,8 @@ class Bench:
         figures = self.figures(peer.schedule)
         if peer.graphs_peak not in (None, figures["peak"]):
             print(f"  {self.name} {peer.name}: its graphs have a peak of {peer.graphs_peak}")
+        if peer.most_bytes is not None:
+            figures["peak"] = max(figures["peak"], peer.most_bytes)
         return {"name": peer.name, "plan_seconds": peer.seconds, **figures}
 
 
@@ -153,7 +183,7 @@ def measure(name: str, cost: CostModel, seconds: float | None, quick: bool) -> R
     """Everything about one model."""
     started = time.perf_counter()
     bench = Bench(name, cost, seconds)
-    peers = [bench.peer(peer) for peer in peers_of(bench.step, bench.model.blocks, quick=quick)]
+    peers = [bench.peer(peer) for peer in bench.peers(quick=quick)]
     budget_of = shared_budgets(p["peak"] for p in peers if p["peak"] < bench.peak)
     for peer in peers:
         if peer["peak"] < bench.peak:
@@ -164,7 +194,7 @@ def measure(name: str, cost: CostModel, seconds: float | None, quick: bool) -> R
     bench.ours(min(map(order_floor, bench.orders)))
     return {
         "model": name,
-        "nodes": len(bench.step.joint.module.graph.nodes),
+        "nodes": bench.num_nodes,
         "operators": len(problem.operators),
         "trace_seconds": bench.trace_seconds,
         "plain": bench.figures(bench.plain),
@@ -250,7 +280,8 @@ def consult(name: str, fraction: float, cost: CostModel, seconds: float) -> Reco
 def main() -> int:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", nargs="*", metavar="NAME", help=", ".join(MODELS))
+    every = [*MODELS, *GRAPHS]
+    parser.add_argument("--models", nargs="*", metavar="NAME", help=", ".join(every))
     parser.add_argument("--quick", action="store_true", help="some models, one of torch's solvers")
     parser.add_argument("--seconds", type=float, help="for each of our plans; else by its size")
     parser.add_argument("--device", help="whose roofline: h100, a100, cpu, ...")
@@ -259,20 +290,38 @@ def main() -> int:
     parser.add_argument("--oracle", type=float, metavar="SECONDS", help="for each; 0: none")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--resume", action="store_true", help="keep what is in the file of --json")
-    parser.add_argument("--from", dest="source", metavar="FILE", help="figures of an earlier run")
+    parser.add_argument(
+        "--from", dest="sources", nargs="+", metavar="FILE", help="figures of earlier runs"
+    )
     parser.add_argument("--docs", action="store_true", help="write docs/measured/planning.*")
     options = parser.parse_args()
-    unknown = set(options.models or ()) - set(MODELS)
+    unknown = set(options.models or ()).difference(every)
     if unknown:
-        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(every)}")
     if options.docs and importlib.util.find_spec("matplotlib") is None:
         parser.error("--docs draws with matplotlib, which is not installed")
-    source = options.source and Path(options.source).read_text()
-    results = json.loads(source) if source else run(options)
+    results = join_runs(options.sources) if options.sources else run(options)
     print_report(results)
     if options.docs:
         write_docs(results, Path(__file__).resolve().parents[1] / "docs" / "measured")
     return 0
+
+
+def join_runs(files: Iterable[str]) -> Record:
+    """The figures of runs on one device. Where two have the same model, the later file counts."""
+    runs = [json.loads(Path(file).read_text()) for file in files]
+    if len({found["device"] for found in runs}) > 1:
+        raise SystemExit("the runs are for different devices")
+    models = {m["model"]: m for found in runs for m in found["models"]}
+    oracles = {(o["model"], o["fraction"]): o for found in runs for o in found["oracles"]}
+    return {
+        **runs[0],
+        "models": [models[name] for name in (*MODELS, *GRAPHS) if name in models],
+        "oracles": list(oracles.values()),
+        "not_run": [name for name in (*MODELS, *GRAPHS) if name not in models],
+        "seconds": sum(found["seconds"] for found in runs),
+        "command": " and ".join(dict.fromkeys(found["command"] for found in runs)),
+    }
 
 
 def run(options: argparse.Namespace) -> Record:
@@ -280,17 +329,21 @@ def run(options: argparse.Namespace) -> Record:
     cost = CostModel.of(options.device or ROOFLINE)
     cost = cost.fused() if options.fused else cost
     names = options.models or [n for n, m in MODELS.items() if m.quick or not options.quick]
+    if not options.models and not options.quick:
+        names += GRAPHS
     oracle = options.oracle if options.oracle is not None else 5.0 if options.quick else 40.0
     results: Record = {"device": f"{cost!r}", "models": [], "oracles": [], "seconds": 0.0}
     file = Path(options.json) if options.json else None
     if options.resume and file is not None and file.exists():
         results = json.loads(file.read_text())
-    results["command"] = shlex.join(["python", f"scripts/{Path(__file__).name}", *sys.argv[1:]])
+    words = (Path(word).name if "/" in word else word for word in sys.argv[1:])
+    results["command"] = shlex.join(["python", f"scripts/{Path(__file__).name}", *words])
     done = {record["model"] for record in results["models"]}
     consulted = {(record["model"], record["fraction"]) for record in results["oracles"]}
     model_of = partial(measure, cost=cost, seconds=options.seconds, quick=options.quick)
     oracle_of = partial(consult, cost=cost, seconds=oracle)
-    asked = [(n, f) for n in names if MODELS[n].oracle for f in FRACTIONS if oracle]
+    small = [n for n in names if n in MODELS and MODELS[n].oracle]
+    asked = [(n, f) for n in small for f in FRACTIONS if oracle]
     work: list[tuple[str, Callable[..., Record], list[tuple]]] = [
         ("models", model_of, [(n,) for n in names if n not in done]),
         ("oracles", oracle_of, [call for call in asked if call not in consulted]),

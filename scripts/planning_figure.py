@@ -10,12 +10,10 @@ Record = dict[str, Any]
 def kind_of(name: str) -> str:
     """The kind of a peer."""
     first = name.partition(" ")[0]
-    if first in ("checkpoint", "selective"):
-        return first
-    return "torch.compile"
+    return first if first in KINDS else "torch.compile"
 
 
-KINDS = ("torch.compile", "checkpoint", "selective")
+KINDS = ("torch.compile", "checkpoint", "selective", "torchtitan", "DTR", "REVOLVE")
 
 
 def draw(models: list[Record], path: Path) -> None:
@@ -25,7 +23,7 @@ def draw(models: list[Record], path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    columns = min(4, len(models))
+    columns = min(5, len(models))
     rows = -(-len(models) // columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(4 * columns, 3.2 * rows), squeeze=False, layout="constrained"
@@ -34,17 +32,28 @@ def draw(models: list[Record], path: Path) -> None:
         axis.set_visible(False)
     for axis, model in zip(axes.flat, models, strict=False):
         _draw_model(axis, model)
-    axes.flat[0].legend(fontsize=7)
+    marks = {
+        label: mark
+        for axis in axes.flat
+        for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    axes.flat[0].legend(marks.values(), marks, fontsize=7)
     figure.supxlabel("peak, as a fraction of the peak without rematerialisation")
     figure.supylabel("added time, % of the forward pass")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
+_MOST_ADDED = 250.0
+"""Per cent of the forward pass: what is above, at a few small budgets, is cut off."""
+
 _MARKS = {
     "torch.compile": ("x", "tab:red"),
     "checkpoint": ("s", "tab:orange"),
     "selective": ("^", "tab:purple"),
+    "torchtitan": ("+", "tab:green"),
+    "DTR": ("d", "tab:brown"),
+    "REVOLVE": ("*", "tab:pink"),
 }
 
 
@@ -52,6 +61,8 @@ def _draw_model(axis: Any, model: Record) -> None:
     plain, forward = model["plain"]["peak"], model["forward_seconds"] / 100
     for kind, (marker, colour) in _MARKS.items():
         points = [p for p in model["peers"] if kind_of(p["name"]) == kind]
+        if not points:
+            continue
         axis.scatter(
             [p["peak"] / plain for p in points],
             [p["added_seconds"] / forward for p in points],
@@ -87,4 +98,4 @@ def _draw_model(axis: Any, model: Record) -> None:
     axis.axvline(model["floor"] / plain, color="grey", linestyle=":", label="floor of the order")
     axis.set_title(model["model"], fontsize=9)
     axis.set_xlim(0, 1.05)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, min(axis.get_ylim()[1], _MOST_ADDED))

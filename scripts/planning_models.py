@@ -21,12 +21,14 @@ class Model:
         blocks: names of submodules, as patterns, that `torch.utils.checkpoint` is put on.
         quick: whether it is among those of `--quick`.
         oracle: whether Checkmate's program is solved for it.
+        large: whether peers that take minutes are left out.
     """
 
     build: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
     blocks: tuple[str, ...]
     quick: bool = False
     oracle: bool = False
+    large: bool = False
 
 
 def heads_of(x: Tensor, num_heads: int) -> Tensor:
@@ -405,7 +407,7 @@ def _chain(widths: tuple[int, ...], batch: int):
     return Chain(widths), (torch.zeros(batch, widths[0]),)
 
 
-def _on_meta(function: Callable, *args: object) -> Callable:
+def on_meta(function: Callable, *args: object) -> Callable:
     def build() -> tuple[nn.Module, tuple[Tensor, ...]]:
         with torch.device("meta"):
             return function(*args)
@@ -418,30 +420,28 @@ _UNET = ("down.*", "up.*")
 _T5 = ("encoder.*", "decoder.*")
 
 MODELS: dict[str, Model] = {
-    "chain-8": Model(_on_meta(_chain, (256,) * 9, 4096), _LAYERS, quick=True, oracle=True),
+    "chain-8": Model(on_meta(_chain, (256,) * 9, 4096), _LAYERS, quick=True, oracle=True),
     "chain-12": Model(
-        _on_meta(_chain, (256, 512, 128, 1024, 256, 64, 512, 512, 256, 2048, 128, 256, 64), 4096),
+        on_meta(_chain, (256, 512, 128, 1024, 256, 64, 512, 512, 256, 2048, 128, 256, 64), 4096),
         _LAYERS,
         oracle=True,
     ),
-    "gpt-4": Model(_on_meta(_gpt, 4, 256, 4, 256), _LAYERS, quick=True),
-    "gpt-5": Model(_on_meta(_gpt, 5, 256, 8, 256), _LAYERS, oracle=True),
-    "gpt-12": Model(_on_meta(_gpt, 12, 768, 8, 1024), _LAYERS),
-    "llama-4": Model(_on_meta(_llama, 4, 512, 4, 512), _LAYERS, quick=True),
-    "llama-16": Model(_on_meta(_llama, 16, 1024, 4, 2048), _LAYERS),
-    "vit-4": Model(_on_meta(_vit, 4, 192, 16, 128, 8), _LAYERS),
-    "vit-12": Model(_on_meta(_vit, 12, 384, 32, 224, 16), _LAYERS),
-    "resnet-4": Model(
-        _on_meta(_resnet, (2, 2), 32, 16, 32), ("blocks.*",), quick=True, oracle=True
-    ),
-    "resnet-18": Model(_on_meta(_resnet, (2, 2, 2, 2), 64, 16, 64), ("blocks.*",)),
-    "resnet-50": Model(_on_meta(_resnet, (3, 4, 6, 3), 64, 16, 112, True), ("blocks.*",)),
-    "unet-2": Model(_on_meta(_unet, 2, 16, 4, 64), _UNET, quick=True, oracle=True),
-    "unet-4": Model(_on_meta(_unet, 4, 32, 4, 128), _UNET),
-    "t5-2": Model(_on_meta(_t5, 2, 256, 8, 256), _T5),
-    "t5-6": Model(_on_meta(_t5, 6, 512, 8, 512), _T5),
-    "mixer-4": Model(_on_meta(_mixer, 4, 256, 16, 128, 8), _LAYERS, quick=True),
-    "mixer-12": Model(_on_meta(_mixer, 12, 512, 32, 224, 16), _LAYERS),
-    "moe-2": Model(_on_meta(_moe, 2, 256, 4, 8, 256), _LAYERS),
-    "moe-6": Model(_on_meta(_moe, 6, 512, 4, 8, 512), _LAYERS),
+    "gpt-4": Model(on_meta(_gpt, 4, 256, 4, 256), _LAYERS, quick=True),
+    "gpt-5": Model(on_meta(_gpt, 5, 256, 8, 256), _LAYERS, oracle=True),
+    "gpt-12": Model(on_meta(_gpt, 12, 768, 8, 1024), _LAYERS),
+    "llama-4": Model(on_meta(_llama, 4, 512, 4, 512), _LAYERS, quick=True),
+    "llama-16": Model(on_meta(_llama, 16, 1024, 4, 2048), _LAYERS),
+    "vit-4": Model(on_meta(_vit, 4, 192, 16, 128, 8), _LAYERS),
+    "vit-12": Model(on_meta(_vit, 12, 384, 32, 224, 16), _LAYERS),
+    "resnet-4": Model(on_meta(_resnet, (2, 2), 32, 16, 32), ("blocks.*",), quick=True, oracle=True),
+    "resnet-18": Model(on_meta(_resnet, (2, 2, 2, 2), 64, 16, 64), ("blocks.*",)),
+    "resnet-50": Model(on_meta(_resnet, (3, 4, 6, 3), 64, 16, 112, True), ("blocks.*",)),
+    "unet-2": Model(on_meta(_unet, 2, 16, 4, 64), _UNET, quick=True, oracle=True),
+    "unet-4": Model(on_meta(_unet, 4, 32, 4, 128), _UNET),
+    "t5-2": Model(on_meta(_t5, 2, 256, 8, 256), _T5),
+    "t5-6": Model(on_meta(_t5, 6, 512, 8, 512), _T5),
+    "mixer-4": Model(on_meta(_mixer, 4, 256, 16, 128, 8), _LAYERS, quick=True),
+    "mixer-12": Model(on_meta(_mixer, 12, 512, 32, 224, 16), _LAYERS),
+    "moe-2": Model(on_meta(_moe, 2, 256, 4, 8, 256), _LAYERS),
+    "moe-6": Model(on_meta(_moe, 6, 512, 4, 8, 512), _LAYERS),
 }

@@ -5,6 +5,8 @@
     eager             torch.utils.checkpoint and selective checkpointing of blocks: all of a block
                       is recomputed, up to the last value that is wanted, before the first of
                       its backward operators
+    methods           of papers and of torchtitan, written anew: `planning_dtr.py`,
+                      `planning_titan.py`, `planning_revolve.py`
 
 Names of nodes say which operator is which.
 """
@@ -18,6 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from planning_dtr import evict_dynamically
+from planning_graphs import Graph
+from planning_revolve import reverse_chain
+from planning_titan import save_by_programs, save_longest_per_byte
 from torch import fx
 from torch._functorch import config, partitioners
 from torch.utils._pytree import tree_map
@@ -34,6 +40,11 @@ from torchremat.planning.step.problem_builder import NumericStep
 aten = torch.ops.aten
 BUDGETS = (0.9, 0.75, 0.5, 0.35, 0.25, 0.1)
 """Besides 1.0 and 0.0, where every solver says the same."""
+FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Of the plain peak: the budgets of methods that are given one."""
+SHARES = (0.9, 0.75, 0.5, 0.35, 0.25, 0.1, 0.0)
+"""Of the bytes that a layer saves: the settings of torchtitan's greedy policy."""
+SNAPSHOTS = (2, 3, 5, 8, 12, 20, 50)
 SOLVERS = ("dp", "dp_knapsack_sliding_hirschberg", "greedy", "ilp", "dynamic_memory_budget_dp")
 _JOINT_NAME = "name_in_joint"
 
@@ -55,23 +66,54 @@ class Peer:
         schedule: what it saves, and its order of operators.
         seconds: the time that it took to plan; `None` where others' work was reused.
         graphs_peak: the peak by `simulate`, which reads the peer's own graphs, if it has such.
+        most_bytes: what the peer holds at most, if that is more than its schedule needs.
     """
 
     name: str
     schedule: Schedule
     seconds: float | None = None
     graphs_peak: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """The peer without its setting."""
-        return self.name.partition(" ")[0]
+    most_bytes: int | None = None
 
 
 def peers_of(step: NumericStep, blocks: tuple[str, ...], *, quick: bool = False) -> Iterator[Peer]:
     """Every peer on the graph of `step`, whose checkpointed submodules are `blocks`."""
     yield from compiled_peers(step, quick=quick)
-    yield from eager_peers(step, blocks)
+    if blocks:
+        yield from eager_peers(step, blocks)
+
+
+def graph_of(step: NumericStep, blocks: tuple[str, ...]) -> Graph:
+    """The numbers of a step, with its layers."""
+    forward = step.problem.forward
+    return Graph(step.problem, {o: _block_of(step.calls[o], blocks) for o in forward})
+
+
+# --- methods that need no more than numbers ------------------------------------------------------
+
+
+def methods_of(graph: Graph, plain_peak: int) -> Iterator[Peer]:
+    """DTR, torchtitan's policies and, for chains of equal steps, REVOLVE."""
+    problem = graph.problem
+    for fraction in FRACTIONS:
+        started = time.perf_counter()
+        run = evict_dynamically(problem, round(fraction * plain_peak))
+        if run is not None:
+            seconds = time.perf_counter() - started
+            yield Peer(f"DTR {fraction}", run[0], seconds, most_bytes=run[1])
+    for share in SHARES:
+        started = time.perf_counter()
+        schedule = save_longest_per_byte(problem, graph.layer_of, share)
+        yield Peer(f"torchtitan greedy {share}", schedule, time.perf_counter() - started)
+    for fraction in FRACTIONS:
+        started = time.perf_counter()
+        found = save_by_programs(problem, graph.layer_of, round(fraction * plain_peak))
+        if found is not None:
+            yield Peer(f"torchtitan ilp {fraction}", found, time.perf_counter() - started)
+    for snapshots in SNAPSHOTS if graph.equal_steps else ():
+        started = time.perf_counter()
+        schedule = reverse_chain(problem, graph.equal_steps, snapshots)
+        yield Peer(f"REVOLVE {snapshots}", schedule, time.perf_counter() - started)
 
 
 # --- torch.compile -------------------------------------------------------------------------------
@@ -140,8 +182,10 @@ class _Partition:
         }
         first = self._operators(forward)
         made = {v for o in first for v in step.problem.operators[o].writes}
-        last = len(step.problem.operators) - 1
-        schedule = Schedule(tuple(sorted(saved & made)), first, (*self._operators(backward), last))
+        # cotangents arrive, and gradients are read, in operators that are no nodes
+        arrival, end = (o for o, call in enumerate(step.calls) if call is None)
+        order = (arrival, *self._operators(backward), end)
+        schedule = Schedule(tuple(sorted(saved & made)), first, order)
         return Peer(name, schedule, seconds, self._simulated(forward, backward))
 
     def _simulated(self, forward: fx.GraphModule, backward: fx.GraphModule) -> int:

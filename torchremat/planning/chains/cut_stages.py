@@ -73,8 +73,8 @@ def _try_optima(stages: "Stages", evaluator: Evaluator, incumbent: Incumbent) ->
 def find_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
     """The cuts of the forward pass, in more and in fewer stages: none where none are narrow.
 
-    Every second one of them is tried, too: at a low budget it may be better to recompute a whole
-    layer of a transformer at once, which has a narrow cut in its middle.
+    Every second one of them is tried, too. A layer of a transformer has a narrow cut in its middle,
+    and at a low budget it may be better to recompute it whole.
     """
     passing = _count_passing(problem)
     inner = range(1, len(passing) - 1)

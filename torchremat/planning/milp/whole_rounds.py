@@ -64,6 +64,11 @@ class WholeRounds:
     def _is_over(self) -> bool:
         return self.incumbent.clock.elapsed_fraction > 1
 
+    @property
+    def _has_bound(self) -> bool:
+        """Whether fractions alone prove that something is recomputed."""
+        return self.incumbent.bound > 0
+
     def _solve(self, program: SavingProgram, relaxation: Relaxation) -> Evaluated | None:
         """Look for integers near `relaxation`; the trial of the best, `None` without any."""
         near = Neighbourhoods.of(program, relaxation)
@@ -79,7 +84,7 @@ class WholeRounds:
                 self.incumbent.prove(answer.bound)
             if answer.x is not None and answer.value < value:
                 trial, value = self._try(program, answer), answer.value
-            if fixed is None or self._is_over or self._is_near(value):
+            if fixed is None or self._is_near(value) or (self._is_over and self._has_bound):
                 break
         return trial
 

@@ -320,7 +320,7 @@ def join_runs(files: Iterable[str]) -> Record:
         "oracles": list(oracles.values()),
         "not_run": [name for name in (*MODELS, *GRAPHS) if name not in models],
         "seconds": sum(found["seconds"] for found in runs),
-        "command": " and ".join(dict.fromkeys(found["command"] for found in runs)),
+        "command": "\n    ".join(dict.fromkeys(found["command"] for found in runs)),
     }
 
 

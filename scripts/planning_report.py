@@ -377,7 +377,9 @@ _TITLE = "# The planner and its peers\n"
 _FIGURE = "\n![added time against peak](planning.png)\n"
 _HOW_MEASURED = """## How it was measured
 
-Made by `{command}` (`--from` with the files of `--json` writes it again), in {seconds:.0f} s.
+Made in {seconds:.0f} s by the following; `--from` with the files of `--json` writes it again.
+
+    {command}
 
 The small models are of many kinds (`gpt-4` to `moe-6`). Others are of the kinds that papers measure
 (`densenet-6` to `penalty-12`); three of these take gradients inside of the loss. Real sizes are

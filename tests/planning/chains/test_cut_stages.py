@@ -104,7 +104,7 @@ def test_what_is_saved_besides_passes_no_cut_and_leaves_less_room():
     evaluator, found = Evaluator(problem, 30), []
     for values in (frozenset(), saved):
         incumbent = new_incumbent()
-        try_stages(evaluator, incumbent, values)
+        try_stages(evaluator, incumbent, saved=values)
         assert incumbent.best is not None
         assert values <= incumbent.best.decisions.saved
         found.append(incumbent.best.costs)

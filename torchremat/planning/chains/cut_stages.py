@@ -21,11 +21,12 @@ from torchremat.planning.problem.fixed_bytes import BackwardBytes, ForwardBytes
 from torchremat.planning.problem.problem import Part, Problem
 from torchremat.planning.problem.recomputation import Recomputation
 from torchremat.planning.problem.trial import Evaluator
+from torchremat.planning.search.clock import NEVER, Deadline
 from torchremat.planning.search.incumbent import Incumbent
 
 Ints = NDArray[np.int64]
 
-# Cuts at most: their tables take a second for 200. Chosen by hand.
+# Cuts at most: the tables of 96 take 0.1 s. Chosen by hand.
 _MOST_CUTS = 120
 # Cuts that are a chain at least.
 _LEAST_CUTS = 4
@@ -36,36 +37,47 @@ _LONG = 0.25
 # Of the budget, what the chain gets. The bytes inside of stages are estimated, and what is left is
 # filled with their values. Chosen by hand.
 _FRACTIONS = (1.0, 0.93, 0.86, 0.78, 0.7)
+# Nominal seconds to cut the stages, for each operator: measured, of a core of about 3 GHz.
+_SECONDS_OF_OPERATOR = 1e-5
 # How many of them are tried where an answer of a program says what is saved besides.
 _FEW = 2
-# Nominal seconds for one number that a table compares: measured, of a core of about 3 GHz.
-_SECONDS_OF_ONE = 3.5e-9
 
 
 def try_stages(
-    evaluator: Evaluator, incumbent: Incumbent, saved: frozenset[int] = frozenset()
+    evaluator: Evaluator,
+    incumbent: Incumbent,
+    deadline: Deadline = NEVER,
+    saved: frozenset[int] = frozenset(),
 ) -> None:
-    """Note the decisions of the optima of chains of stages, in which `saved` is saved anyway."""
+    """Note the decisions of the optima of chains of stages, in which `saved` is saved anyway.
+
+    Nothing is offloaded in them. After `deadline` no further chain is tried.
+    """
     problem = evaluator.problem
-    if problem.offloadable:
-        return
     for cuts in find_cuts(problem):
+        if deadline.is_over:
+            break
         stages = Stages(problem, cuts, saved)
+        deadline.charge(_SECONDS_OF_OPERATOR * len(problem.operators))
         if len(stages.chain.demands) >= _LEAST_CUTS:
-            _try_optima(stages, evaluator, incumbent)
+            _try_optima(stages, evaluator, incumbent, deadline)
 
 
-def _try_optima(stages: "Stages", evaluator: Evaluator, incumbent: Incumbent) -> None:
+def _try_optima(
+    stages: "Stages", evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline
+) -> None:
     for fraction in _FRACTIONS[: _FEW if stages.saved else None]:
+        if deadline.is_over:
+            break
         optimum = ChainOptimum(stages.chain, int(fraction * evaluator.budget))
-        incumbent.clock.timer.charge(_SECONDS_OF_ONE * optimum.work)
+        deadline.charge(optimum.nominal_seconds)
         if optimum.seconds == float("inf"):
             break
         fixed = evaluator.fixed | stages.always
         decisions = decide(stages.problem, stages.chain, optimum.pebbles(), fixed, stages.passing)
         trial = evaluator(decisions)
         if trial.fits:
-            fill_room(evaluator, incumbent, incumbent.note(trial))
+            fill_room(evaluator, incumbent, incumbent.note(trial), deadline)
         elif trial.is_allowed:
             incumbent.note_lowest(trial)
 
@@ -118,7 +130,8 @@ def _count_passing(problem: Problem) -> Ints:
 class Stages:
     """The stages between `cuts`, positions of operators in the forward pass that stages end with.
 
-    The value of a demand is the number of a cut, from 0; stage i lies before cut i.
+    The value of a demand is the number of a cut, from 0; stage i lies before cut i. `saved` are
+    values that are saved whatever the optimum says.
     """
 
     problem: Problem
@@ -151,7 +164,7 @@ class Stages:
 
     @cached_property
     def always(self) -> frozenset[int]:
-        """The values that are saved whatever the optimum says."""
+        """All values that are saved whatever the optimum says."""
         return self.long | self.saved
 
     def _count_cuts(self, start: int, end: int) -> int:
@@ -195,7 +208,7 @@ class Stages:
                     Demand(cut, cut + 1, seconds, first, last, max(at[first : last + 1]), room)
                 )
         constant = problem.constant + inside + max(saved, default=0)
-        return Chain(max(self.unit, 1), len(self.cuts), tuple(demands), constant)
+        return Chain(self.unit, len(self.cuts), tuple(demands), constant)
 
     def _count_seconds(self, o: int) -> float:
         op = self.problem.operators[o]

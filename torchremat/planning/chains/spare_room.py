@@ -16,20 +16,26 @@ from numpy.typing import NDArray
 
 from torchremat.planning.problem.problem import Operator, Part, Problem
 from torchremat.planning.problem.trial import Evaluated, Evaluator
+from torchremat.planning.search.clock import NEVER, Deadline
 from torchremat.planning.search.incumbent import Incumbent
 
 # Rounds at most: what is saved in one makes room for the next. Chosen by hand.
 _MOST_ROUNDS = 8
 # Nominal seconds for one place of a schedule: measured, of a core of about 3 GHz.
-_SECONDS_OF_PLACE = 2e-6
+_SECONDS_OF_PLACE = 1.3e-6
 
 
-def fill_room(evaluator: Evaluator, incumbent: Incumbent, trial: Evaluated) -> None:
-    """Note trials with more and more of what `trial` recomputes saved; it fits."""
+def fill_room(
+    evaluator: Evaluator, incumbent: Incumbent, trial: Evaluated, deadline: Deadline = NEVER
+) -> None:
+    """Note trials with more and more of what `trial` recomputes saved, until `deadline`.
+
+    `trial` fits, and so do they.
+    """
     for _ in range(_MOST_ROUNDS):
         chosen = _choose(evaluator, trial)
-        incumbent.clock.timer.charge(_SECONDS_OF_PLACE * len(trial.costs.live))
-        if not chosen:
+        deadline.charge(_SECONDS_OF_PLACE * len(trial.costs.live))
+        if not chosen or deadline.is_over:
             break
         decisions = trial.decisions
         drops = {step: values - chosen for step, values in decisions.drops.items()}

@@ -20,7 +20,7 @@ from torchremat.planning.search.local_search import LocalSearch
 
 # Of the budget, those of the programs. Chosen by hand.
 _SMALLER = (0.9, 0.75, 0.6)
-# Of the time, what all of these may take. The rest brings answers under the budget.
+# The point of the search by which the last of these begins. The rest brings answers under the budget.
 _PROGRAM_SHARE = 0.7
 # Answers above the budget that are brought under it, at most.
 _MOST_ANSWERS = 4
@@ -33,15 +33,21 @@ def search_near(evaluator: Evaluator, incumbent: Incumbent, seconds: float) -> N
     timer = WorkTimer(has_wall=incumbent.clock.timer.has_wall)
     evaluator = Evaluator(evaluator.problem, evaluator.budget, timer.charge)
     clock = TimeSlice(timer, seconds)
-    try_stages(evaluator, incumbent)
+    if not evaluator.problem.offloadable:  # what is on the host takes no room in a stage
+        _try_stages(evaluator, incumbent, clock)
+    if not incumbent.is_near(_FAR):
+        _bring_under(evaluator, incumbent, clock.deadline(1.0))
+
+
+def _try_stages(evaluator: Evaluator, incumbent: Incumbent, clock: TimeSlice) -> None:
+    deadline = clock.deadline(1.0)
+    try_stages(evaluator, incumbent, deadline)
     for factor in _SMALLER:
         if incumbent.is_near(_FAR) or clock.elapsed_fraction > _PROGRAM_SHARE:
             break
         saved = _solve_in_fractions(evaluator.under(int(factor * evaluator.budget)), clock)
         if saved:
-            try_stages(evaluator, incumbent, saved)
-    if not incumbent.is_near(_FAR):
-        _bring_under(evaluator, incumbent, clock.deadline(1.0))
+            try_stages(evaluator, incumbent, deadline, saved)
 
 
 def _solve_in_fractions(smaller: Evaluator, clock: TimeSlice) -> frozenset[int]:

@@ -66,7 +66,7 @@ class WholeRounds:
 
     @property
     def _has_bound(self) -> bool:
-        """Whether fractions alone prove that something is recomputed."""
+        """Whether it is proved that something is recomputed."""
         return self.incumbent.bound > 0
 
     def _solve(self, program: SavingProgram, relaxation: Relaxation) -> Evaluated | None:

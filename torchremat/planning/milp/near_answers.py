@@ -20,7 +20,7 @@ from torchremat.planning.search.local_search import LocalSearch
 
 # Of the budget, those of the programs. Chosen by hand.
 _SMALLER = (0.9, 0.75, 0.6)
-# The point of the search by which the last of these begins. The rest brings answers under the budget.
+# The point of the search by which the last of these begins. The rest is for answers above it.
 _PROGRAM_SHARE = 0.7
 # Answers above the budget that are brought under it, at most.
 _MOST_ANSWERS = 4

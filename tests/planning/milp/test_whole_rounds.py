@@ -18,7 +18,7 @@ from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.milp.whole_rounds import WholeRounds
 from torchremat.planning.problem.backward_order import floor_of, reorder_backward
-from torchremat.planning.problem.problem import Problem, costs_of
+from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.clock import TimeSlice, WorkTimer
@@ -98,6 +98,35 @@ def test_there_is_a_bound_however_short_the_search(options):
     budget = int(0.6 * peak(problem))
     solution = solve(problem, budget, options)
     assert solution.lower_bound_seconds >= (1 - 1e-5) * bound_at_the_peak(problem, budget) > 0
+
+
+@pytest.mark.parametrize("free", [(250, 1000, 8000), (1, 2, 8000)])
+def test_integers_prove_a_bound_where_fractions_prove_none_though_the_time_is_over(
+    monkeypatch, free
+):
+    """In fractions it costs nothing: parts of what may run in either pass run in both."""
+    monkeypatch.setattr("torchremat.planning.milp.whole_rounds._FREE", free)
+    operators = (
+        Operator((), (0, 1), 1.0, Part.FORWARD),
+        Operator((1,), (2,), 1.0, Part.FORWARD),
+        Operator((0, 1), (3,), 4.0, Part.FORWARD),
+        Operator((0, 2), (4, 5), 2.0, Part.EITHER_PASS),
+        Operator((2, 5), (6,), 1.0, Part.EITHER_PASS),
+        Operator((2, 3, 6), (7,), 1.0, Part.BACKWARD),
+        Operator((5, 7), (8,), 1.0, Part.BACKWARD),
+        Operator((4, 8), (9,), 1.0, Part.BACKWARD, nbytes_inside=2),
+        Operator((9,), (), 0.0, Part.BACKWARD),
+    )
+    nbytes = (3, 7, 4, 2, 1, 6, 2, 5, 1, 3)
+    problem = Problem(operators, nbytes, frozenset({0}), frozenset({9}), backward_constant=1)
+    evaluator, timer = Evaluator(problem, 23), WorkTimer()
+    incumbent = Incumbent(TimeSlice(timer, 1.0), 0.0)
+    timer.charge(5.0)
+    incumbent.note(evaluator(Decisions(problem.needed)))
+    WholeRounds(evaluator, incumbent).run(has_integers=False)
+    assert incumbent.bound == pytest.approx(0.0)
+    WholeRounds(evaluator, incumbent).run()
+    assert incumbent.bound == pytest.approx(least_seconds(problem, 23)) == 2.0
 
 
 def test_a_wide_gap_has_a_reason():

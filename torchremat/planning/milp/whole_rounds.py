@@ -54,7 +54,7 @@ class WholeRounds:
             if found.answer.x is None:
                 break
             trial = self._try(program, found.answer)
-            if has_integers and not self._is_over:
+            if has_integers and not self._is_late:
                 trial = self._solve(program, found) or trial
             if trial.fits or self.incumbent.is_good:
                 break
@@ -65,9 +65,9 @@ class WholeRounds:
         return self.incumbent.clock.elapsed_fraction > 1
 
     @property
-    def _has_bound(self) -> bool:
-        """Whether it is proved that something is recomputed."""
-        return self.incumbent.bound > 0
+    def _is_late(self) -> bool:
+        """Whether integers would come too late: never before anything is proved."""
+        return self._is_over and self.incumbent.bound > 0
 
     def _solve(self, program: SavingProgram, relaxation: Relaxation) -> Evaluated | None:
         """Look for integers near `relaxation`; the trial of the best, `None` without any."""
@@ -84,7 +84,7 @@ class WholeRounds:
                 self.incumbent.prove(answer.bound)
             if answer.x is not None and answer.value < value:
                 trial, value = self._try(program, answer), answer.value
-            if fixed is None or self._is_near(value) or (self._is_over and self._has_bound):
+            if fixed is None or self._is_near(value) or self._is_late:
                 break
         return trial
 

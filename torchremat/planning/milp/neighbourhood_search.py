@@ -24,6 +24,10 @@ _KINDS = 5
 _PATIENCE = 4 * _KINDS
 # Seconds of one neighbourhood at most; chosen by hand.
 _SLICE = 1.0
+# Fractions in the relaxation of a program that is solved with more than `_MOST_FREE` variables free.
+# With more, the root of its search tree alone may take minutes. Both were chosen by hand.
+_MOST_UNSURE = 250
+_MOST_FREE = 1000
 # Nodes of its search tree: unlike the clock, the same on every machine. Chosen by hand.
 _SLICE_NODES = 1000
 
@@ -53,7 +57,7 @@ class Neighbourhoods:
     def find_first(self, free: int, seconds: Callable[[], float], gap: float) -> Answer:
         """An answer near the relaxation, with as few as `free` variables free if that goes."""
         answer = Answer(None, float("inf"), 0.0)
-        while answer.x is None and seconds() > 0:
+        while answer.x is None and seconds() > 0 and not self.is_too_hard(free):
             fixing = self.fix_sure(free)
             limit = seconds() if fixing is None else min(seconds(), 2.0)
             answer = self.program.solve(seconds=limit, gap=gap, fixed=fixing)
@@ -91,10 +95,12 @@ class Neighbourhoods:
         fixed = self.integral[np.argsort(sure, kind="stable")[free:]]
         return Fixing(fixed, np.round(x[fixed]))
 
-    def count_unsure(self) -> int:
-        """How many variables that must be integers are fractions in the relaxation."""
+    def is_too_hard(self, free: int) -> bool:
+        """Whether so many of those left free are fractions that no limit ends the search in time."""
         x = None if self.relaxation is None else self.relaxation.answer.x
-        return 0 if x is None else int((self._away(x) > 1e-6).sum())
+        if x is None or free <= _MOST_FREE:
+            return False
+        return int((self._away(x) > 1e-6).sum()) > _MOST_UNSURE
 
     def _away(self, x: Floats) -> Floats:
         chosen = x[self.integral]

@@ -26,9 +26,6 @@ _MOST_ROUNDS = 6
 _MOST_VARIABLES = 15_000
 # Integers left free around the fractions, one number after the other until an answer is good.
 _FREE = (250, 1000, 8000)
-# Fractions in the answer of a program that is solved with the most integers free. With more, the
-# root of its search tree alone may take minutes. Chosen by hand.
-_MOST_UNSURE = 250
 # Nodes of each search among integers: most end at the first. Chosen by hand.
 _MOST_NODES = 20
 
@@ -74,9 +71,9 @@ class WholeRounds:
         near = Neighbourhoods.of(program, relaxation)
         trial, value = None, float("inf")
         for free in _FREE:
-            fixed = near.fix_sure(free)
-            if free == _FREE[-1] and near.count_unsure() > _MOST_UNSURE:
+            if near.is_too_hard(free):
                 break
+            fixed = near.fix_sure(free)
             answer = program.linear.solve(
                 gap=self.incumbent.gap / 2, fixed=fixed, nodes=_MOST_NODES
             )

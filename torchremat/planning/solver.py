@@ -48,7 +48,7 @@ _ALONE_SHARE = 0.7
 # Of the whole time, the pass that saves what is offloaded in vain. It comes on top of the limit.
 _TIDY_SHARE = 0.1
 # Of the whole time, the search near answers of the first programs that do not fit. It comes on top.
-_NEAR_SHARE = 0.4
+_NEAR_SHARE = 0.6
 # More time, as a part of the first search, where no schedule was found that fits.
 _SPARE = 0.5
 # The point of the first search by which eviction and a search from the last step end.

@@ -51,6 +51,7 @@ class _Run:
         self.pinned = problem.outputs | problem.gradients | problem.written
         self.touched = [0.0] * len(problem.nbytes)
         self.clock = 0.0
+        self.most_seconds = MOST_TIMES_OF_STEP * problem.step_seconds
         self.order: list[int] = []
         self.readers: list[list[int]] = [[] for _ in problem.nbytes]
         for o, op in enumerate(problem.operators):
@@ -64,14 +65,13 @@ class _Run:
         problem = self.problem
         late = [o for o, op in enumerate(problem.operators) if op.part is not Part.FORWARD]
         end_of_forward = 0
-        most = MOST_TIMES_OF_STEP * problem.step_seconds
         at_boundary: set[int] = set()
         for o in (*problem.forward, *late):
             if late and o == late[0]:
                 end_of_forward, at_boundary = len(self.order), set(self.there)
                 self.used += problem.backward_constant
                 self.pinned -= problem.written - problem.outputs
-            if not self._call(o) or self.clock > most:
+            if not self._call(o):
                 return None
         forward, backward = self.order[:end_of_forward], self.order[end_of_forward:]
         saved = at_boundary.intersection(self._read_first(backward))
@@ -85,7 +85,7 @@ class _Run:
             written.update(self.problem.operators[o].writes)
 
     def _call(self, o: int) -> bool:
-        """Run an operator of the given order, after what it needs; whether it did fit."""
+        """Run an operator of the given order, after what it needs; whether it did fit in time."""
         frames: list[tuple[int, set[int]]] = [(o, set())]
         while frames:
             current, locked = frames[-1]
@@ -98,6 +98,8 @@ class _Run:
             if not self._make_room(current, set().union(*(values for _, values in frames))):
                 return False
             self._run(current)
+            if self.clock > self.most_seconds:
+                return False
             frames.pop()
         for v in self.problem.operators[o].reads:
             self.uses[v] -= 1

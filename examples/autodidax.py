@@ -247,7 +247,7 @@ def names(*labels: str) -> Policy:
 # An operator that draws random numbers would draw other numbers the second time. So its value is
 # saved, whatever the policy says. The package saves the generator's state where that is smaller.
 #
-# In the package: torchremat/policies/replay_rules.py.
+# In the package: torchremat/autodiff/replay_rules.py.
 
 
 def must_save(value: fx.Node) -> bool:

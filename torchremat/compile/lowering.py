@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.autodiff.replay_rules import draws_in_forward
 from torchremat.autodiff.rewrites.loss_gradient_op import loss_gradient, write_plain
 from torchremat.batching.collectives.collective_ops import as_c10d_ops
 from torchremat.compile.device_support import check_devices, lacks_triton, warn_of_triton
@@ -17,7 +18,6 @@ from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import results_of
 from torchremat.policies.checkpoint_name import name_p
-from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.compilers import register_compiler
 
 BACKENDS = ("inductor", "aot_eager", "eager")

@@ -2,7 +2,7 @@
 
 A verdict is a permission. `Saveable` *lets* a value be saved; it is saved if the backward pass
 needs it. Two verdicts say no: `NotSaved` leaves the last word to the library, which saves a value
-whose recomputation is unsafe (`policies/replay_rules.py`); `Recompute` insists.
+whose recomputation is unsafe (`autodiff/replay_rules.py`); `Recompute` insists.
 
     p | q    the later of the two in `NotSaved, Recompute, Offloadable, Saveable`
     p & q    the earlier of the two in `Recompute, NotSaved, Offloadable, Saveable`

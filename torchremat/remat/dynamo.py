@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.autodiff.replay_rules import selects
 from torchremat.core.avals import Aval
 from torchremat.core.source import warn_user
 from torchremat.errors import (
@@ -28,7 +29,6 @@ from torchremat.graph.ops import split_arguments
 from torchremat.policies.ask_for_compiler import decide_for_compiler
 from torchremat.policies.checkpoint_name import TakesNames
 from torchremat.policies.policy import Policy, PolicyLike, Value, as_policy
-from torchremat.policies.replay_rules import selects
 from torchremat.policies.verdicts import NotSaved, Offloadable, Recompute, Verdict
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of
 

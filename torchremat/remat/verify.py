@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from torchremat.autodiff.replay_rules import has_gaps
 from torchremat.errors import RecomputationError
 from torchremat.graph.codegen import compile_graph, symbols_of
 from torchremat.graph.nodes import call_of, is_forward, is_item, is_view, item_index
 from torchremat.graph.notes import notes_of
 from torchremat.graph.slicing import slice_graph
 from torchremat.policies.policy import Policy
-from torchremat.policies.replay_rules import has_gaps
 from torchremat.remat.program.compiled_graph import CompiledGraph, accept_any_layout
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.region import Mask, Region

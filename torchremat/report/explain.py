@@ -9,6 +9,8 @@ from torch import Tensor, fx, nn
 
 from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
+from torchremat.autodiff.rewrites.encoding_ops import is_encoding
+from torchremat.autodiff.rewrites.encodings import value_of_encoding
 from torchremat.autodiff.tiles.tiled_op import describe_tiles, tiled_p
 from torchremat.core.avals import Aval
 from torchremat.core.source import name_of
@@ -319,6 +321,11 @@ def decision_inside(node: fx.Node) -> Decision | None:
 def _decision_of(program: FunctionProgram, residual: fx.Node) -> Decision:
     decision = program.decisions.by_value.get(residual)
     schedule = program.decisions.schedule
+    if is_encoding(residual):
+        value = program.decisions.by_value[value_of_encoding(residual)]
+        planned = f"{program.decisions.policy} saves it"
+        reason = value.reason if schedule is None else planned
+        return Decision("saved", f"{reason}, in fewer bits")
     if decision is None and schedule is not None and residual in schedule.saved:
         return Decision(
             "saved", f"{program.decisions.policy} saves it: only the backward pass has a use for it"

@@ -6,6 +6,7 @@ the user wrote, and saves no more than without it.
 
 from torch import fx
 
+from torchremat.autodiff.rewrites.encodings import encode_saved_values
 from torchremat.autodiff.rewrites.loop_invariants import hoist_invariants
 from torchremat.autodiff.rewrites.loss_gradient import merge_loss_gradients
 from torchremat.graph.slicing import erase_dead
@@ -20,3 +21,4 @@ def rewrite_joint(graph: fx.Graph) -> None:
     merge_loss_gradients(graph)
     erase_dead(graph)
     hoist_invariants(graph)
+    encode_saved_values(graph)

@@ -20,6 +20,7 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.rewrites.encodings import encode_saved_values, undo_encodings
 from torchremat.autodiff.tiles.growth import TileRegion, count_bytes, find_seeds, grow_from
 from torchremat.autodiff.tiles.loop_segments import segment_loops
 from torchremat.autodiff.tiles.loss_rules import compute_weight_sums
@@ -71,11 +72,15 @@ def _tile_values(joint: Joint, tiling: Tiling) -> Joint | None:
     skipped: set[str] = set()
     while True:
         copy, _ = joint.copy()
+        undo_encodings(copy.module.graph)  # bits do not lie as the tiles of a value do
         compute_weight_sums(copy.module.graph)
         tiler = _Tiler(copy, tiling, skipped)
         failed = tiler.run()
         if failed is None:
-            return tiler.joint if tiler.num_regions else None
+            if not tiler.num_regions:
+                return None
+            encode_saved_values(tiler.joint.module.graph)
+            return tiler.joint
         skipped.add(failed)
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals
+from torchremat.autodiff.replay_rules import reason_not_replayable
 from torchremat.compile.dynamo.inductor_decompositions import decompose_for_inductor
 from torchremat.compile.dynamo.input_copies import (
     copy_written_inputs,
@@ -29,7 +30,6 @@ from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
 from torchremat.graph.notes import note, notes_of
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import Policy
-from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.program.decisions import PolicyDecisions, warn_of_whole_values
 from torchremat.tracing.functional.functionalize import drop_running_statistics
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of

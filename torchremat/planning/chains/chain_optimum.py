@@ -167,7 +167,7 @@ class ChainOptimum:
         """
         low, moves = bases.start, self._moves
         table = self._tables[count][low : bases.stop, low:]
-        choices = table + np.append(more[low + 1 :], 0.0)
+        choices: Floats = table + np.append(more[low + 1 :], 0.0)
         moves_on = np.append(moves[low + 1 :], self._all_moves) - moves[low : bases.stop, None]
         choices[count + np.minimum(moves_on, 2) > self._room_forward] = np.inf
         return choices

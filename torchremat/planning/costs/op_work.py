@@ -193,6 +193,8 @@ _FLOPS_PER_ELEMENT = {f"aten.{name}": count for count, names in {
     400: "sort topk argsort unique _unique2 kthvalue median mode randperm",
 }.items() for name in names.split()} | {
     "torchremat.loss_gradient": 7,
+    "torchremat.encode_at_most": 2,
+    "torchremat.drop_gradient": 4,
     "torchremat.functional_cudnn_batch_norm": 15,
     "torchremat.functional_miopen_batch_norm": 15,
 }

@@ -24,10 +24,11 @@ _KINDS = 5
 _PATIENCE = 4 * _KINDS
 # Seconds of one neighbourhood at most; chosen by hand.
 _SLICE = 1.0
-# Fractions in the relaxation of a program that is solved with more than `_MOST_FREE` variables free.
-# With more, the root of its search tree alone may take minutes. Both were chosen by hand.
-_MOST_UNSURE = 250
+# Variables that may be free whatever the relaxation is. Chosen by hand.
 _MOST_FREE = 1000
+# Fractions in the relaxation of a program with more of them free that is solved. With more, the
+# root of its search tree alone may take minutes. Chosen by hand.
+_MOST_UNSURE = 250
 # Nodes of its search tree: unlike the clock, the same on every machine. Chosen by hand.
 _SLICE_NODES = 1000
 
@@ -96,7 +97,7 @@ class Neighbourhoods:
         return Fixing(fixed, np.round(x[fixed]))
 
     def is_too_hard(self, free: int) -> bool:
-        """Whether so many of those left free are fractions that no limit ends the search in time."""
+        """Whether so many of them are fractions that no limit ends the search in time."""
         x = None if self.relaxation is None else self.relaxation.answer.x
         if x is None or free <= _MOST_FREE:
             return False

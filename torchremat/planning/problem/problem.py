@@ -123,11 +123,14 @@ class Problem:
 
     @cached_property
     def offloadable(self) -> frozenset[int]:
-        """The values that may be offloaded: none without a link, no output, and no small one."""
+        """The values that may be offloaded: none without a link, no output, and no small one.
+
+        They are of the forward pass: what only the backward pass reads stays where it is.
+        """
         if self.host_bytes_per_second is None:
             return frozenset()
-        known = self.known - self.outputs
-        return frozenset(v for v in known if self.nbytes[v] >= max(self.least_offload, 1))
+        made = {v for o in self.forward for v in self.operators[o].writes} - self.outputs
+        return frozenset(v for v in made if self.nbytes[v] >= max(self.least_offload, 1))
 
     def seconds_of(self, operators: Iterable[int]) -> float:
         return sum(self.operators[o].seconds for o in operators)

@@ -11,6 +11,7 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.replay_rules import draws_in_forward
 from torchremat.graph.notes import note_graph, note_roles, notes_of
 from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import prune_bodies, simplify
@@ -24,7 +25,6 @@ from torchremat.graph.write_order import (
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.problem.problem import Schedule
 from torchremat.planning.step.traced_step import FixedSchedule
-from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.compiled_graph import (
     BackwardInputs,
     compile_backward,

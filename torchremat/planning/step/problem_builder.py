@@ -11,6 +11,13 @@ from torch import fx
 
 from torchremat import _torch, config
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.replay_rules import (
+    draws_anywhere,
+    draws_in_forward,
+    reason_not_replayable,
+    reason_to_save,
+)
+from torchremat.autodiff.rewrites.encoding_ops import is_encoding
 from torchremat.graph.nodes import (
     ancestors,
     base_of,
@@ -32,12 +39,6 @@ from torchremat.planning.problem.problem import Operator, Part, Problem, Schedul
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.step.exact_peak import ExactPeaks
 from torchremat.planning.step.traced_step import Updates
-from torchremat.policies.replay_rules import (
-    draws_anywhere,
-    draws_in_forward,
-    reason_not_replayable,
-    reason_to_save,
-)
 from torchremat.remat.program.random_replay import (
     can_run_again,
     state_nbytes,
@@ -114,19 +115,24 @@ class NumericStep:
 
     @property
     def plain(self) -> Decisions:
-        """Without rematerialisation: save every value of the forward pass that is read later."""
+        """Without rematerialisation: save every value of the forward pass that is read later.
+
+        Of a value of which only an encoding is read later, that is saved in its place.
+        """
         late = {v for op in self.problem.operators if op.part is Part.BACKWARD for v in op.reads}
         late |= {
             v
             for op, call in zip(self.problem.operators, self.calls, strict=True)
-            if call is not None and not is_forward(call)
+            if call is not None and not is_forward(call) and not is_encoding(call)
             for v in op.reads
         }
         return Decisions(
             frozenset(
                 v
                 for v, node in enumerate(self.values)
-                if v in late and node is not None and is_forward(call_of(node))
+                if v in late
+                and node is not None
+                and (is_forward(call_of(node)) or is_encoding(node))
             )
         )
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from torchremat import _torch
 from torchremat.autodiff.gradient_parts import fill_slots
+from torchremat.autodiff.replay_rules import draws_in_forward
 from torchremat.core.accelerators import is_captured
 from torchremat.core.trees import scatter_values
 from torchremat.errors import EffectError
 from torchremat.graph.aliasing import spread
 from torchremat.graph.notes import notes_of
 from torchremat.graph.symbolic_sizes import Sizes
-from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.copies import expect, note_kept, wait_for_copies
 from torchremat.remat.op.edges import Edges
 from torchremat.remat.op.node_hooks import call_where_needed, limit_hooks

@@ -11,6 +11,8 @@ from torch import fx
 from torchremat import config
 from torchremat.autodiff.early_gradients import order_gradients_early
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.replay_rules import reason_not_replayable
+from torchremat.autodiff.rewrites.encodings import undo_encodings
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, StagedRunner, compile_graph, compile_in_stages
@@ -22,7 +24,6 @@ from torchremat.graph.schedule import GraphSchedule, build_scheduled_graph
 from torchremat.graph.slicing import UnavailableError, prune_bodies, simplify, slice_graph
 from torchremat.graph.write_forms import values_after_writes, writes_into_first
 from torchremat.graph.write_order import move_views_before_writes
-from torchremat.policies.replay_rules import reason_not_replayable
 from torchremat.remat.offload.graph_nodes import Memory, fetch_copies
 from torchremat.remat.program.compilers import Compiler
 from torchremat.remat.program.random_replay import is_run_again, replay_from_states
@@ -145,6 +146,7 @@ def compile_backward(
             graph = joint.module.graph
             nodes = list(graph.nodes) if order.is_autograds else order_gradients_early(graph)
             module = slice_graph(joint.module, inputs, outputs, lazy=lazy, order=nodes)
+            undo_encodings(module.graph)
         except UnavailableError:  # of what must not run again, not even the inputs are saved
             _refuse_replay(slice_graph(joint.module, [*inputs, *joint.inputs], outputs).graph)
             raise

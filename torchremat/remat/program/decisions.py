@@ -12,6 +12,9 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals, find_residuals
+from torchremat.autodiff.replay_rules import body_value_of, reason_not_replayable, reason_to_save
+from torchremat.autodiff.rewrites.encoding_ops import is_encoding
+from torchremat.autodiff.rewrites.encodings import value_of_encoding
 from torchremat.autodiff.tiles.tiled_op import tiled_p
 from torchremat.core.avals import Aval
 from torchremat.core.source import warn_user
@@ -32,7 +35,6 @@ from torchremat.graph.write_forms import value_after_writes, values_after_writes
 from torchremat.policies.ask_for_compiler import decide_for_compiler
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import MATCHES_NOTHING, Policy, Value
-from torchremat.policies.replay_rules import body_value_of, reason_not_replayable, reason_to_save
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.offload.graph_nodes import OffloadRules
 from torchremat.remat.program.random_replay import is_run_again, state_nbytes
@@ -243,10 +245,16 @@ class PolicyDecisions:
         return replace(found, values=tuple(n for n in joint.module.graph.nodes if n in wanted))
 
     def residuals_for(self, joint: Joint, wanted: Sequence[fx.Node]) -> Residuals:
-        known = {*joint.inputs, *joint.forward_nodes}
+        encodings = {node for node in joint.module.graph.nodes if is_encoding(node)}
+        known = {*joint.inputs, *joint.forward_nodes, *encodings}
         if self.schedule is not None:
             known |= self.schedule.kept
         found = find_residuals(wanted, known.__contains__, self._may_keep)
+        saved = {*found.values}
+        if needless := {node for node in saved & encodings if value_of_encoding(node) in saved}:
+            found = find_residuals(
+                wanted, known.__contains__, lambda n: n not in needless and self._may_keep(n)
+            )
         return self._with_states(joint, found)
 
     def _may_keep(self, node: fx.Node) -> bool:
@@ -254,8 +262,15 @@ class PolicyDecisions:
             return True
         if node in self.rerun:
             return False
+        if is_encoding(node):
+            value = value_of_encoding(node)
+            is_saved = self.schedule is None and value not in self.from_states
+            return is_saved and self._may_keep(value) and not self._is_offloaded(value)
         decision = self.by_value.get(node)  # none for a call of which only the items are values
         return decision is not None and decision.outcome in ("saved", "offloaded")
+
+    def _is_offloaded(self, value: fx.Node) -> bool:
+        return self.by_value[value].outcome == "offloaded"
 
     @property
     def offloads(self) -> bool:

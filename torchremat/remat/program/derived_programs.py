@@ -14,9 +14,9 @@ from torch import fx
 
 from torchremat.autodiff.bodies import BatchedBody, GraphBody, JvpBody, VjpBody
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.autodiff.replay_rules import draws_in_forward
 from torchremat.graph.nodes import inner_graphs_of, is_inexact
 from torchremat.graph.slicing import slice_graph
-from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.compiled_graph import CompiledGraph, compile_backward
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import Program, cache_by_program, mark_kept_apart

@@ -12,6 +12,8 @@ from torchremat.autodiff.gradient_parts import slots_of
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
+from torchremat.autodiff.replay_rules import draws_in_forward
+from torchremat.autodiff.rewrites.encodings import encode_at_once
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.hand_outs import Groups, Targets
 from torchremat.graph.nodes import base_of, is_forward, is_identity
@@ -23,7 +25,6 @@ from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.graph.write_order import is_outcome, move_checks_before_writes
 from torchremat.policies.builtin import nothing_saveable
 from torchremat.policies.policy import Policy
-from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.offload.graph_nodes import memory_of, put_out_copies
 from torchremat.remat.program.compiled_graph import (
     CompiledGraph,
@@ -297,6 +298,7 @@ class FunctionProgram(Program):
         results = [*outputs, *writes, *_as_outputs(self.residuals, outputs)]
         if self.schedule is None:
             module = slice_graph(joint.module, joint.inputs, results, always_run=draws_in_forward)
+            encode_at_once(module.graph)
         else:
             order = self.schedule.forward
             module = build_scheduled_graph(

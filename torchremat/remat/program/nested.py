@@ -25,10 +25,10 @@ from torch import fx
 
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
+from torchremat.autodiff.replay_rules import draws_in_forward
 from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item, item_index
 from torchremat.graph.notes import graph_notes_of, note, notes_of
 from torchremat.graph.slicing import add_body_like, erase_unread, slice_graph
-from torchremat.policies.replay_rules import draws_in_forward
 from torchremat.remat.program.decisions import PolicyDecisions
 from torchremat.remat.program.region import Region
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from torch import fx
 
 from torchremat.autodiff.bodies import Body
-from torchremat.autodiff.fewer_cotangents import NotLinearError, drop_cotangents
 from torchremat.autodiff.joint import Joint, TraceOptions, trace_joint
 from torchremat.autodiff.matching import match_forward
+from torchremat.autodiff.rewrites.fewer_cotangents import NotLinearError, drop_cotangents
 from torchremat.autodiff.rewrites.rewrite import rewrite_joint
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.errors import RetraceError

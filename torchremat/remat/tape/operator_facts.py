@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchremat import _torch
+from torchremat.autodiff.replay_rules import is_random
 from torchremat.graph.ops import packet_name
-from torchremat.policies.replay_rules import is_random
 from torchremat.remat.program.random_replay import find_replayed
 
 # They read nothing of their tensor arguments but the layout.

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchremat import _torch
+from torchremat.autodiff.replay_rules import drops_nothing
 from torchremat.core.accelerators import is_captured
-from torchremat.policies.replay_rules import drops_nothing
 from torchremat.remat.program.random_replay import generator_state
 from torchremat.remat.tape.checksum import Checksum, WholeValue
 from torchremat.remat.tape.contents import (

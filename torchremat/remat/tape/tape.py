@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.autodiff.replay_rules import has_gaps
 from torchremat.policies.policy import Value
-from torchremat.policies.replay_rules import has_gaps
 from torchremat.remat.tape.checksum import Checksum, WholeValue
 from torchremat.remat.tape.contents import Content, Entry, Geometry
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from torchremat import _torch
+from torchremat.autodiff.replay_rules import reason_to_save_results
 from torchremat.core.avals import Aval
 from torchremat.core.source import warn_user
 from torchremat.errors import OffloadWarning, UnmatchedWarning
 from torchremat.graph.ops import split_arguments
 from torchremat.policies.policy import Policy, Value
-from torchremat.policies.replay_rules import reason_to_save_results
 from torchremat.policies.verdicts import NotSaved, Offloadable, Saveable, as_verdict
 from torchremat.remat.tape.surroundings import Surroundings, source_at
 

@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 from torchremat import _torch
 from torchremat.autodiff.bodies import FunctionBody
 from torchremat.autodiff.joint import TraceOptions
+from torchremat.autodiff.replay_rules import is_random
 from torchremat.core.open_objects import OpenSize
 from torchremat.core.source import source_of_error
 from torchremat.core.trees import Structure
 from torchremat.errors import DeviceError, EffectError, RetraceError
-from torchremat.policies.replay_rules import is_random
 from torchremat.remat.escapes.escapes import Escapes, EscapeWatch
 from torchremat.remat.escapes.live_tensors import LiveTensors
 from torchremat.remat.escapes.own_backward import OwnBackwards

@@ -1,11 +1,13 @@
 """Names of the values of a function, equal under every policy."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
+from torchremat.autodiff.rewrites.encoding_ops import is_encoding
+from torchremat.autodiff.rewrites.encodings import value_of_encoding
 from torchremat.core.source import Source
 from torchremat.graph.nodes import is_checkpoint, is_forward, is_item, is_view
 from torchremat.policies.checkpoint_name import name_p
@@ -61,6 +63,9 @@ class ValueLabels:
 
     def label_of(self, value: ScopedValue) -> ValueLabel:
         """The label of a value; one that is in no trace of the function itself is a copy."""
+        if is_encoding(value.node):
+            whole = self.label_of(replace(value, node=value_of_encoding(value.node)))
+            return replace(whole, name=f"{whole.name}, encoded")
         label = self.labels.get(value.key)
         if label is None:
             module = value.module

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import torchremat as tr
 from tests.helpers import assert_same, derivatives
-from torchremat.policies.replay_rules import reason_to_save
+from torchremat.autodiff.replay_rules import reason_to_save
 
 D = torch.double
 SELECTING = {

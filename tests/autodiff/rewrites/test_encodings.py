@@ -1,0 +1,358 @@
+"""Values saved in fewer bits: PyTorch's gradients to the bit, and fewer bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchremat as tr
+from torchremat.autodiff.rewrites import encodings
+from torchremat.autodiff.rewrites.encoding_ops import (
+    decode_bits,
+    drop_gradient,
+    encode_at_most,
+    encode_bits,
+    encode_indices,
+    encode_shape,
+    is_encoding,
+)
+from torchremat.measure import LiveBytes
+from torchremat.planning.step.traced_step import region_of
+
+Function = Callable[[Tensor], Tensor]
+POLICIES = ["everything_saveable", "dots", "full"]
+
+
+def pools(x: Tensor) -> Tensor:
+    y = F.max_pool2d(F.relu(x.sin()), 2)
+    return F.max_pool2d(F.relu(y - 0.3), 3, 2, 1).exp()
+
+
+def volumes(x: Tensor) -> Tensor:
+    return F.max_pool3d(F.relu(x.sin()[None]), 2).exp()
+
+
+def masks(x: Tensor) -> Tensor:
+    y = x.sin()
+    y = torch.where((y > 0.2).unsqueeze(0), y, 2 * y)[0]
+    return y.masked_fill((y < 0.5).transpose(-1, -2).contiguous().transpose(-1, -2), 0.1)
+
+
+def named(x: Tensor) -> Tensor:
+    y = tr.checkpoint_name(F.relu(x.sin()), "y")
+    return 3 * F.avg_pool2d(y, 2)
+
+
+def thresholds(x: Tensor) -> Tensor:
+    y = x.sin()
+    return (F.threshold(y, 0.3, 5.0) + F.threshold(y, -0.1, 2.0)).exp()
+
+
+FUNCTIONS = [pools, volumes, masks, named, thresholds]
+
+
+@pytest.fixture(autouse=True)
+def small_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encodings, "LEAST_NBYTES", 256)
+
+
+def example(layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4, 36, 36, generator=generator).to(memory_format=layout)
+    x[0, 1, :9] = 0.0
+    return x.requires_grad_()
+
+
+def gradient(function: Function, x: Tensor) -> Tensor:
+    return torch.autograd.grad(function(x).double().sum(), x)[0]
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def encoders_in(function: Function, x: Tensor) -> set[Any]:
+    graph = region_of(function, (x,), {}).joint.module.graph
+    return {node.target for node in graph.nodes if is_encoding(node)}
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1000, (1 << 20) + 13, 1 << 21])
+def test_bits_of_a_mask_give_it_back(size: int) -> None:
+    x = torch.randn(size)
+    x[::5], x[::7], x[::11] = 0.0, float("nan"), -0.0
+    for mask, bits in [(x <= 0, encode_at_most(x, 0.0)), (x > 0.5, encode_bits(x > 0.5))]:
+        assert bits.nbytes == (size + 7) // 8
+        again = decode_bits(bits, [size])
+        assert again.untyped_storage().nbytes() == size
+        assert torch.equal(bits_of(again), bits_of(mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 3, 7), (3, 1 << 10, 1 << 9)])
+def test_gradients_are_dropped_as_pytorch_drops_them(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    y, slope = torch.randn(2, *shape).to(dtype).permute(0, 3, 1, 2)
+    y[0, ::5], y[1:] = float("nan"), y[1:].round()
+    slope[..., 0], slope[..., 1], slope[..., 2] = float("nan"), -0.0, float("-inf")
+    order = [1, 2, 0]
+    found = drop_gradient(slope, encode_at_most(y.permute(order), 0.0), order)
+    expected = torch.ops.aten.threshold_backward(slope, y, 0)
+    assert found.stride() == expected.stride()
+    assert torch.equal(bits_of(found), bits_of(expected))
+
+
+def test_operators_by_the_rules_of_pytorch() -> None:
+    mask, x = torch.rand(3, 5) > 0.5, torch.randn(3, 5)
+    for operator, args in [
+        (encode_bits, (mask,)),
+        (encode_at_most, (x, 0.5)),
+        (decode_bits, (encode_bits(mask), [3, 5])),
+        (drop_gradient, (x.clone().requires_grad_(), encode_at_most(x.mT, 0.1), [1, 0])),
+        (encode_indices, (torch.arange(9), torch.uint8)),
+        (encode_shape, (x,)),
+    ]:
+        torch.library.opcheck(operator, args)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_gradients_are_those_of_pytorch(function: Function, policy: str) -> None:
+    x = example()
+    assert encoders_in(function, x)
+    for again in range(2):
+        found = gradient(tr.checkpoint(function, policy=policy), x)
+        assert torch.equal(bits_of(found), bits_of(gradient(function, x))), again
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_layouts_and_dtypes(layout: torch.memory_format, dtype: torch.dtype) -> None:
+    x = example(layout).detach().to(dtype).requires_grad_()
+    assert encode_at_most in encoders_in(pools, x)
+    expected = gradient(pools, x)
+    found = gradient(tr.checkpoint(pools, policy="everything_saveable"), x)
+    assert torch.equal(bits_of(found), bits_of(expected))
+    assert found.stride() == expected.stride()
+
+
+def test_not_a_number() -> None:
+    x = example().detach()
+    x[:, :, 3:5] = float("nan")
+    x.requires_grad_()
+    found = gradient(tr.checkpoint(named, policy="everything_saveable"), x)
+    assert torch.equal(bits_of(found), bits_of(gradient(named, x)))
+
+
+def test_a_bit_is_saved_for_each_entry() -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.avg_pool2d(F.relu(x), 2)
+
+    x = torch.randn(4, 16, 64, 64, requires_grad=True)
+    assert encoders_in(function, x) == {encode_at_most, encode_shape}
+    saved = tr.estimate(function, x, policy="everything_saveable").saved_bytes
+    assert saved == x.numel() // 8 + x.itemsize
+
+
+def test_indices_take_the_bytes_that_their_sizes_need() -> None:
+    def saved(size: int) -> int:
+        x = torch.randn(1, 4, size, size, requires_grad=True)
+        pool = tr.checkpoint_policies.everything_saveable
+        found = tr.estimate(lambda x: 2 * F.max_pool2d(x, 2), x, policy=pool).saved_bytes
+        return found // (4 * (size // 2) ** 2)
+
+    assert [saved(16), saved(18), saved(180), saved(182)] == [1, 2, 2, 4]
+
+
+def test_real_peaks_are_smaller_and_as_estimated() -> None:
+    x = torch.randn(4, 8, 128, 128, requires_grad=True)
+
+    def step(function: Function) -> int:
+        with LiveBytes() as memory:
+            torch.autograd.grad(function(x), x)
+        return memory.peak
+
+    def loss(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = F.max_pool2d(F.relu(x.sin()), 3, 1, 1)
+        return x.sum()
+
+    saving = tr.checkpoint(loss, policy="everything_saveable")
+    step(saving)
+    found = step(saving)
+    assert found == tr.estimate(loss, x, policy="everything_saveable").peak_bytes
+    assert found < 0.8 * step(loss)
+
+
+def test_a_policy_that_saves_nothing_runs_the_operators_of_pytorch() -> None:
+    x = example()
+    for policy in ("full", "names:y"):
+        function = tr.checkpoint(named, policy=policy)
+        function(x)
+        program = function.last_program
+        assert program is not None
+        targets = [node.target for node in program.backward((True,), (True,)).module.graph.nodes]
+        is_saved = policy != "full"
+        assert (torch.ops.aten.threshold_backward.default in targets) != is_saved
+        assert (drop_gradient in targets) == is_saved
+
+
+@pytest.mark.parametrize("budget", ["100%", "90%", "83%"])
+def test_plans_choose_them(budget: str) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 1, 1), nn.ReLU(),
+        nn.MaxPool2d(3, 1, 1), nn.ReLU(), nn.MaxPool2d(3, 1, 1), nn.Flatten(),
+        nn.Linear(8 * 128 * 128, 4),
+    )  # fmt: skip
+    x, parameters = torch.randn(4, 3, 128, 128), list(model.parameters())
+
+    def step(function: Callable[[Tensor], Tensor]) -> tuple[int, tuple[Tensor, ...]]:
+        with LiveBytes() as memory:
+            found = torch.autograd.grad(function(x).sum(), parameters)
+        return memory.peak, found
+
+    plain_peak, expected = step(model)
+    plan = tr.plan(lambda x: model(x).sum(), x, budget=budget)
+    planned = tr.checkpoint(lambda x: model(x).sum(), policy=tr.checkpoint_policies.from_plan(plan))
+    step(planned)
+    peak, found = step(planned)
+    assert all(map(torch.equal, found, expected))
+    assert peak == plan.peak_bytes < 0.6 * plain_peak
+    assert (plan.recompute_seconds == 0) == (budget == "100%")
+
+
+def test_derivatives_of_derivatives_and_batches() -> None:
+    x, v = example().detach().double(), torch.randn(2, 4, 36, 36).double()
+
+    def products(f: Function) -> list[Tensor]:
+        def g(x: Tensor) -> Tensor:
+            return f(x).sum()
+
+        _, second = torch.func.jvp(torch.func.grad(g), (x,), (v,))
+        return [
+            torch.func.vmap(torch.func.grad(g))(torch.stack([x, v])),
+            second,
+            torch.func.vjp(torch.func.grad(g), x)[1](v)[0],
+            torch.func.jvp(g, (x,), (v,))[1],
+        ]
+
+    for function in (named, masks, thresholds):
+        for policy in ("everything_saveable", "full"):
+            pairs = zip(
+                products(tr.checkpoint(function, policy=policy)), products(function), strict=True
+            )
+            for a, b in pairs:
+                torch.testing.assert_close(a, b)
+
+
+def test_second_derivatives_of_autograd() -> None:
+    x = example().detach().double().requires_grad_()
+
+    def square(f: Function) -> Tensor:
+        (slope,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    for function in FUNCTIONS:
+        for policy in ("everything_saveable", "full"):
+            found = square(tr.checkpoint(function, policy=policy))
+            torch.testing.assert_close(found, square(function))
+
+
+def test_what_it_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = example()
+    w = torch.randn(36, 8)
+    assert not encoders_in(lambda x: F.relu(x), x)  # who calls has the result
+    assert not encoders_in(lambda x: F.relu(x) @ w.requires_grad_(), x)  # the product reads it all
+    monkeypatch.setattr(encodings, "LEAST_NBYTES", 1 << 20)
+    assert not encoders_in(named, x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compilers_get_the_operators_of_pytorch(backend: str) -> None:
+    x = example()
+    found = gradient(tr.jit(named, backend=backend, policy="everything_saveable"), x)
+    assert torch.equal(found, gradient(named, x))
+
+
+def test_sizes_that_change() -> None:
+    function = tr.checkpoint(pools, policy="everything_saveable")
+    for batch in (2, 5, 3, 7, 1):
+        x = torch.randn(batch, 4, 36, 36, requires_grad=True)
+        assert torch.equal(gradient(function, x), gradient(pools, x))
+
+
+def test_tiles_read_values_themselves() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.cross_entropy(F.relu(x @ w) / 3, target) + F.relu(x.sin()).mean()
+
+    x, w = torch.randn(512, 64, requires_grad=True), torch.randn(64, 2048, requires_grad=True)
+    target = torch.randint(0, 2048, (512,))
+    plan = tr.plan(function, x, w, budget="45%", tile=True)
+    assert "tiled" in plan.decisions.values()
+    planned = tr.checkpoint(function, policy=tr.checkpoint_policies.from_plan(plan))
+    for a, b in zip(
+        torch.autograd.grad(planned(x, w), (x, w)),
+        torch.autograd.grad(function(x, w), (x, w)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+class Pools(nn.Module):
+    """Convolutions, whose activations only poolings and ReLU read in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = F.max_pool2d(F.relu(self.wide(x)), 3, 1, 1)
+            x = self.narrow(F.max_pool2d(x, 3, 1, 1))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "h100"}, {"device": "h100", "offload": True}])
+def test_plans_keep_to_their_budgets(options: dict[str, Any]) -> None:
+    model, x = Pools(), torch.randn(4, 3, 64, 64)
+    for budget in ("95%", "85%", "76%"):
+        plan = tr.plan(model, x, budget=budget, **options)
+        assert plan.peak_bytes <= plan.budget
+        tr.checkpoint_policies.from_plan(plan)
+
+
+def test_a_plan_goes_from_a_file_to_other_programs(tmp_path: Path) -> None:
+    model, x = Pools(), torch.randn(4, 3, 64, 64)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(x), parameters)
+    plan = tr.plan(model, x, budget="80%")
+    assert any("encode" in name for name, said in plan.decisions.items() if said == "saved")
+    plan.save(tmp_path / "plan.json")
+    policy = tr.checkpoint_policies.from_plan(type(plan).load(tmp_path / "plan.json"))
+    for planned in (
+        tr.checkpoint(model, policy=policy),
+        tr.nn.wrap(model, policy),
+        tr.nn.wrap(model, "budget:80%"),
+        tr.jit(model, policy=policy, backend="aot_eager"),
+    ):
+        found = torch.autograd.grad(planned(x), parameters)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_report_shows_them_at_the_line_of_the_value() -> None:
+    report = tr.explain(named, example(), policy="everything_saveable")
+    rows = [row for row in report if row.name.endswith(", encoded")]
+    assert {row.reason for row in rows} == {"none, in fewer bits"}
+    assert all(row.source is not None and "named" in str(row.source) for row in rows)
+    assert sorted(row.nbytes for row in rows) == [4, 2 * 4 * 36 * 36 // 8]
+
+
+def test_masks_of_random_numbers_are_drawn_again() -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.dropout(x.sin(), 0.4) + torch.where(torch.rand_like(x) < 0.5, x, 0.0)
+
+    assert not encoders_in(function, example())

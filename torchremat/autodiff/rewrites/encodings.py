@@ -1,0 +1,341 @@
+"""The rule of encodings: what the backward pass reads in part is saved in fewer bits.
+
+    y  = relu(x)                               y  = relu(x)
+    dx = threshold_backward(dy, y, 0)          b  = encode_at_most(y, 0)      a bit for each entry
+                                               dx = drop_gradient(dy, b)
+
+The encoding `b` does not depend on cotangents, so that it may run in the forward pass. A policy
+that saves `y` saves `b` in its place, and a plan may. Three kinds of values have one:
+
+- A mask is a bit for each entry.
+- Indices of a pooling are integers of as few bits as the sizes that it pools need.
+- A tensor of which the backward pass reads the sign alone (of ReLU), or the shape (of poolings).
+
+The bits of results are those of PyTorch:
+
+- `threshold_backward` gives 0 where `y <= 0` and `dy` elsewhere, as `drop_gradient` does. Where
+  `y` is NaN both give `dy`.
+- A mask and its indices are the same after they were decoded.
+- The gradient of a pooling reads the indices and, of its input, the sizes and strides.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchremat import _torch
+from torchremat.autodiff.replay_rules import reason_not_replayable, reason_to_save
+from torchremat.autodiff.rewrites.encoding_ops import (
+    decode_bits,
+    decode_shape,
+    drop_gradient,
+    encode_at_most,
+    encode_bits,
+    encode_indices,
+    encode_shape,
+    is_encoding,
+)
+from torchremat.autodiff.rewrites.loop import add_like
+from torchremat.graph.nodes import (
+    base_of,
+    call_of,
+    is_forward,
+    is_identity,
+    is_item,
+    is_view,
+    item_index,
+)
+from torchremat.graph.notes import device_kind_of, notes_of, set_notes
+from torchremat.graph.ops import packet_name
+
+aten = torch.ops.aten
+
+LEAST_NBYTES = 1 << 20
+"""Of smaller values the calls of operators cost more than the memory is worth."""
+
+_BY_SHAPE = frozenset({
+    "aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward",
+    "aten.adaptive_max_pool2d_backward", "aten.adaptive_max_pool3d_backward",
+    "aten.avg_pool2d_backward", "aten.avg_pool3d_backward",
+    "aten._adaptive_avg_pool2d_backward", "aten._adaptive_avg_pool3d_backward",
+})  # fmt: skip
+"""Operators that read sizes and strides of their second argument, and nothing else of it."""
+
+_POOLINGS = {
+    "aten.max_pool2d_with_indices": 2, "aten.adaptive_max_pool2d": 2,
+    "aten.max_pool3d_with_indices": 3, "aten.adaptive_max_pool3d": 3,
+}  # fmt: skip
+"""How many dims at the end of the argument the indices of a pooling count along."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """`operand`, a value or a view of it, as an operator of the backward pass reads it."""
+
+    reader: fx.Node
+    operand: fx.Node
+
+
+def encode_saved_values(graph: fx.Graph) -> None:
+    """Let the backward pass of `graph` read encodings of values that have one."""
+    results = _find_results(graph)
+    with _torch.isolate():  # a trace in progress would record what sizes are read
+        lost = _find_lost(graph)
+        for value in list(graph.nodes):
+            if is_forward(value) and value not in (results | lost) and _is_worth_it(value):
+                uses = list(_find_uses(value, value))
+                if uses:
+                    _encode(value, uses)
+
+
+def value_of_encoding(encoding: fx.Node) -> fx.Node:
+    """The value of the forward pass that an encoding stands for."""
+    (value,) = encoding.all_input_nodes
+    return base_of(value)
+
+
+def encode_at_once(graph: fx.Graph) -> None:
+    """Let a graph of the forward pass encode each value as soon as it is there."""
+    for code in [node for node in graph.nodes if is_encoding(node)]:
+        source: Any = code.args[0]
+        if is_view(source) and len(source.users) == 1:
+            source.args[0].append(source)
+        source.append(code)
+
+
+def undo_encodings(graph: fx.Graph) -> None:
+    """Let what `graph` encodes itself be read as it is, with the operators that were traced."""
+    for code in [node for node in graph.nodes if is_encoding(node)]:
+        value = value_of_encoding(code)
+        for decoded in list(code.users):
+            if code.target is encode_at_most:
+                decoded.target = aten.threshold_backward.default
+                decoded.args = (decoded.args[0], value, code.args[1])
+            else:
+                decoded.replace_all_uses_with(code.args[0])
+                graph.erase_node(decoded)
+        lying: Any = code.args[0]
+        graph.erase_node(code)
+        if lying is not value and not lying.users:
+            graph.erase_node(lying)
+
+
+def _find_results(graph: fx.Graph) -> set[fx.Node]:
+    """The values that the graph returns, which are in memory whatever is saved."""
+    (output,) = graph.find_nodes(op="output")
+    return set(map(base_of, output.all_input_nodes))
+
+
+def _find_lost(graph: fx.Graph) -> set[fx.Node]:
+    """The values that a second derivative could not recompute, if they were not saved.
+
+    They are computed of random numbers, say, that the first derivative does not read. A second
+    derivative has no encodings, and starts from the inputs.
+    """
+    lost: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not is_forward(node):
+            continue
+        if not _must_not_run_again(node):
+            if not lost.isdisjoint(node.all_input_nodes):
+                lost.add(node)
+        elif not any(_find_uses(node, node)):
+            lost.add(node)
+    return lost
+
+
+def _must_not_run_again(value: fx.Node) -> bool:
+    return reason_not_replayable(value) is not None or reason_to_save(value) is not None
+
+
+def _is_worth_it(value: fx.Node) -> bool:
+    found = value.meta.get("val")
+    if value.op != "call_function" or is_view(value) or not _torch.is_fake(found):
+        return False
+    assert isinstance(found, Tensor)
+    if found.layout != torch.strided:
+        return False
+    sizes = [*found.shape, *found.stride()]
+    is_large = all(isinstance(n, int) for n in sizes) and found.nbytes >= LEAST_NBYTES
+    return is_large and not _must_not_run_again(value)
+
+
+def _find_uses(value: fx.Node, base: fx.Node) -> Iterator[Use]:
+    """The uses of `value`, and of views of it, in the backward pass."""
+    for user in value.users:
+        if is_view(user) and base_of(user) is base:
+            yield from _find_uses(user, base)
+        elif user.op == "call_function" and not is_forward(user) and not is_encoding(user):
+            yield Use(user, value)
+
+
+def _encode(value: fx.Node, uses: list[Use]) -> None:
+    found: Tensor = value.meta["val"]
+    order = _order_of(found)
+    if order is None:
+        return
+    if found.dtype == torch.bool:
+        _read_again(value, uses, _decode(value, order, _first(value.graph, uses)))
+    elif found.dtype == torch.int64:
+        dtype = _dtype_for(_count_choices(value))
+        if dtype is not None:
+            _read_again(value, uses, _widen(value, dtype, _first(value.graph, uses)))
+    elif all(_reads_sign(use, value) or _reads_shape(use, value) for use in uses):
+        _read_less(value, uses, order)
+
+
+def _decode(value: fx.Node, order: list[int], before: fx.Node) -> fx.Node:
+    """Encode a mask and decode it again, before an operator."""
+    with before.graph.inserting_before(before):
+        lying = _lay(value, order, before)
+        code = _encode_as(encode_bits, value, before, lying)
+        decoded = _add(before, decode_bits, code, [*lying.meta["val"].shape])
+        if lying is value:
+            return decoded
+        back = [order.index(dim) for dim in range(len(order))]
+        return _add(before, aten.permute.default, decoded, back)
+
+
+def _widen(value: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
+    """Encode indices and decode them again, before an operator."""
+    with before.graph.inserting_before(before):
+        code = _encode_as(encode_indices, value, before, value, dtype)
+        return _add(before, aten._to_copy.default, code, dtype=value.meta["val"].dtype)
+
+
+def _encode_as(encoder: Any, value: fx.Node, before: fx.Node, *args: Any) -> fx.Node:
+    """Add an encoding, at the user's line that `value` is from: reports show it."""
+    code = _add(before, encoder, *args)
+    set_notes(code, replace(notes_of(value), phase=notes_of(before).phase))
+    return code
+
+
+def _lay(value: fx.Node, order: list[int], before: fx.Node) -> fx.Node:
+    """`value` with its dims as they lie in memory."""
+    is_laid = order == sorted(order)
+    return value if is_laid else _add(before, aten.permute.default, value, order)
+
+
+def _add(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call with the notes of `like`, and a fake result."""
+
+    def read(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    value = target(*fx.node.map_arg(args, read), **kwargs)
+    return add_like(like, target, args, value, kwargs)
+
+
+def _read_again(value: fx.Node, uses: list[Use], decoded: fx.Node) -> None:
+    """Let operators read `decoded`, and views of it, in place of `value`."""
+    for use in uses:
+        with value.graph.inserting_before(use.reader):
+            again = _view_again(use, use.operand, {value: decoded})
+            use.reader.replace_input_with(use.operand, again)
+
+
+def _view_again(use: Use, operand: fx.Node, decoded: dict[fx.Node, fx.Node]) -> fx.Node:
+    if operand in decoded:
+        return decoded[operand]
+    source = _view_again(use, operand.args[0], decoded)  # type: ignore[arg-type]
+    return add_like(
+        use.reader, operand.target, (source, *operand.args[1:]), operand.meta["val"], operand.kwargs
+    )
+
+
+def _read_less(value: fx.Node, uses: list[Use], order: list[int]) -> None:
+    """Let operators read the sign of `value` from its bits, and its shape from another tensor."""
+    codes: dict[float, fx.Node] = {}
+    place = {node: i for i, node in enumerate(value.graph.nodes)}
+    for use in sorted(uses, key=lambda use: place[use.reader]):
+        reader = use.reader
+        if _reads_shape(use, value):
+            with value.graph.inserting_before(reader):
+                shape = _add_empty(reader, value, order)
+            reader.replace_input_with(use.operand, shape)
+            continue
+        most = float(reader.args[2])  # type: ignore[arg-type]
+        if most not in codes:
+            with value.graph.inserting_before(reader):
+                lying = _lay(value, order, reader)
+                codes[most] = _encode_as(encode_at_most, value, reader, lying, most)
+        reader.target = drop_gradient
+        reader.args = (reader.args[0], codes[most], order)
+
+
+def _add_empty(reader: fx.Node, value: fx.Node, order: list[int]) -> fx.Node:
+    """Add a tensor of the shape of `value`, for an operator that does not read what is in it.
+
+    The kernels of the CPU never touch it, so that it needs the memory of one entry.
+    """
+    found: Tensor = value.meta["val"]
+    code = _encode_as(encode_shape, value, reader, value)
+    if order == sorted(order) and device_kind_of(value, found) == "cpu":
+        return _add(reader, aten.expand.default, code, [*found.shape])
+    return _add(reader, decode_shape, code, [*found.shape], [*found.stride()])
+
+
+def _reads_sign(use: Use, value: fx.Node) -> bool:
+    reader = use.reader
+    if reader.target is not aten.threshold_backward.default or not _is_alias(use.operand, value):
+        return False
+    slope: Any = reader.args[0]
+    if base_of(slope) is value or not isinstance(reader.args[2], int | float):
+        return False
+    found, given, made = (n.meta["val"] for n in (value, slope, reader))
+    layouts = [(t.dtype, t.shape, t.stride()) for t in (found, given, made)]
+    return bool(layouts[0] == layouts[1] == layouts[2])
+
+
+def _reads_shape(use: Use, value: fx.Node) -> bool:
+    args = use.reader.args
+    if packet_name(use.reader.target) not in _BY_SHAPE or not _is_alias(use.operand, value):
+        return False
+    slope: Any = args[0]
+    is_alike = slope.meta["val"].dtype == value.meta["val"].dtype
+    return bool(args.index(use.operand) == 1 and args.count(use.operand) == 1 and is_alike)
+
+
+def _is_alias(operand: fx.Node, value: fx.Node) -> bool:
+    """Whether `operand` is `value` itself, whatever it was detached from."""
+    while operand is not value and is_identity(operand):
+        operand = operand.args[0]  # type: ignore[assignment]
+    return operand is value
+
+
+def _order_of(value: Tensor) -> list[int] | None:
+    """The dims of `value` as they lie in memory; `None` if it has gaps, or entries twice."""
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+    return order if value.permute(order).is_contiguous() else None
+
+
+def _count_choices(value: fx.Node) -> int | None:
+    """How many entries a pooling chooses from; `None` if `value` is not the indices of one."""
+    if not is_item(value) or item_index(value) != 1:
+        return None
+    call = call_of(value)
+    dims = _POOLINGS.get(packet_name(call.target))
+    if dims is None:
+        return None
+    pooled: Any = call.args[0]
+    sizes: list[int] = list(pooled.meta["val"].shape)
+    return math.prod(sizes[-dims:])
+
+
+def _dtype_for(choices: int | None) -> torch.dtype | None:
+    """The dtype of fewest bits with integers from 0 to `choices` - 1."""
+    if choices is None:
+        return None
+    dtypes = (torch.uint8, torch.int16, torch.int32)
+    return next((d for d in dtypes if choices - 1 <= torch.iinfo(d).max), None)
+
+
+def _first(graph: fx.Graph, uses: list[Use]) -> fx.Node:
+    readers = {use.reader for use in uses}
+    first: fx.Node = next(node for node in graph.nodes if node in readers)
+    return first

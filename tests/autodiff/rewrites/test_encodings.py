@@ -13,6 +13,7 @@ import torchremat as tr
 from torchremat.autodiff.rewrites import encodings
 from torchremat.autodiff.rewrites.encoding_ops import (
     decode_bits,
+    drop_by_filling,
     drop_gradient,
     encode_at_most,
     encode_bits,
@@ -104,6 +105,9 @@ def test_gradients_are_dropped_as_pytorch_drops_them(
     expected = torch.ops.aten.threshold_backward(slope, y, 0)
     assert found.stride() == expected.stride()
     assert torch.equal(bits_of(found), bits_of(expected))
+    filled = torch.empty_like(expected)
+    drop_by_filling(slope, 4 * (y <= 0).to(torch.uint8), filled)
+    torch.testing.assert_close(filled, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_operators_by_the_rules_of_pytorch() -> None:

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchremat import _torch
-from torchremat.graph.notes import device_kind_of
+
+aten = torch.ops.aten
 
 _SPREAD = sum(1 << (56 - 7 * k) for k in range(8))
 # Entries that are packed at a time, by the kind of device: of 2^16 to 2^20 the fastest on a CPU.
+# Their masks are the workspace of a kernel, which no count of live bytes has.
 _CHUNKS = {"cpu": 1 << 17}
 # On others a launch takes as long as millions of entries. Chosen by hand.
 _CHUNK = 1 << 24
@@ -51,18 +53,6 @@ _ENCODERS = frozenset({encode_bits, encode_at_most, encode_indices, encode_shape
 def is_encoding(node: fx.Node) -> bool:
     """Whether `node` is a value of the forward pass in fewer bits."""
     return node.target in _ENCODERS
-
-
-def count_bytes_inside(node: fx.Node) -> int:
-    """The bytes that an operator needs while it runs, besides its result."""
-    if node.target not in (encode_bits, encode_at_most, drop_gradient):
-        return 0
-    value: Tensor = node.meta["val"]
-    kind = device_kind_of(node, value)
-    if node.target is drop_gradient:
-        is_cut = kind in _CHUNKS
-        return min(value.numel(), _CHUNKS[kind]) * (1 + value.itemsize) if is_cut else value.numel()
-    return min(8 * value.numel(), _CHUNKS.get(kind, _CHUNK))
 
 
 def _encode_bits(mask: Tensor) -> Tensor:
@@ -105,23 +95,32 @@ def _unpack(bits: Tensor, places: Tensor, out: Tensor) -> None:
 
 
 def _drop_gradient(slope: Tensor, bits: Tensor, order: Sequence[int]) -> Tensor:
-    if slope.device.type not in _CHUNKS:
-        return _drop_plainly(slope, bits, order)
     lying = slope.permute(*order)
     flat = lying.reshape(-1)
     found = torch.empty_like(flat)
     places = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
-    chunk = _CHUNKS[slope.device.type]
-    is_kept = bits.new_empty(min(chunk, len(flat)))
-    stand_in = found.new_empty(len(is_kept))
+    is_vectorised = slope.device.type == "cpu"  # there `masked_fill_` takes three times as long
+    chunk = _CHUNKS.get(slope.device.type, _CHUNK)
+    is_dropped = bits.new_empty(min(chunk, len(flat)))
+    stand_in = found.new_empty(len(is_dropped) if is_vectorised else 0)
     for start in range(0, len(flat), chunk):
-        part = flat[start : start + chunk]
-        mask, values = is_kept[: len(part)], stand_in[: len(part)]
+        part, into = flat[start : start + chunk], found[start : start + chunk]
+        mask = is_dropped[: len(part)]
         _unpack(bits[start // 8 :], places, mask)
-        values.copy_(mask.eq_(0))
-        into = found[start : start + chunk]
-        torch.ops.aten.threshold_backward.grad_input(part, values, 0, grad_input=into)
+        if is_vectorised:
+            values = stand_in[: len(part)].copy_(mask.eq_(0))
+            aten.threshold_backward.grad_input(part, values, 0, grad_input=into)
+        else:
+            drop_by_filling(part, mask, into)
     return found.view(lying.shape).permute(*_invert(order))
+
+
+def drop_by_filling(slope: Tensor, is_dropped: Tensor, out: Tensor) -> None:
+    """Fill `out` with `slope`, and with 0 where the integers `is_dropped`, which change, are not 0.
+
+    It is for devices where this is as fast as the memory.
+    """
+    out.copy_(slope).masked_fill_(is_dropped.ne_(0).view(torch.bool), 0)
 
 
 def _drop_plainly(slope: Tensor, bits: Tensor, order: Sequence[int]) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.autodiff.rewrites.encoding_ops import count_bytes_inside
 from torchremat.autodiff.tiles.tiled_op import TileLayout, split_products
 from torchremat.errors import GraphError
 from torchremat.graph.hand_outs import find_consumed
@@ -284,11 +283,8 @@ class MemoryInterpreter:
 
 
 def peak_inside(node: fx.Node, device_type: str | None = None) -> int:
-    """The most bytes of what is made inside `node` at one time, as far as is known.
-
-    That is what its graphs make, and what encodings pack.
-    """
-    peaks = [count_bytes_inside(node)]
+    """The most bytes of what the graphs inside `node` make at one time; 0 if there are none."""
+    peaks = [0]
     bodies = inner_graphs_of(node)
     if bodies and isinstance(layout := node.args[1], TileLayout):
         bodies = [split_products(body, layout) for body in bodies]

@@ -250,8 +250,7 @@ class PolicyDecisions:
         if self.schedule is not None:
             known |= self.schedule.kept
         found = find_residuals(wanted, known.__contains__, self._may_keep)
-        saved = {*found.values}
-        if needless := {node for node in saved & encodings if value_of_encoding(node) in saved}:
+        if needless := _find_needless(found, encodings):
             found = find_residuals(
                 wanted, known.__contains__, lambda n: n not in needless and self._may_keep(n)
             )
@@ -333,14 +332,39 @@ _SPARES_COPY = Decision(
 _WRITTEN_LATER = Decision("recomputed", "it is written to later: it is needed as it is then")
 
 
+def _find_needless(found: Residuals, encodings: set[fx.Node]) -> set[fx.Node]:
+    """The encodings that spare nothing: of values that are saved, or that need inputs besides."""
+    saved = {*found.values}
+    codes = saved & encodings
+    if not codes:
+        return codes
+    values = {value_of_encoding(code) for code in codes} - saved
+    spared = _nbytes_in(values) - _nbytes_in(codes)
+    behind = find_inputs_behind(found)
+    if _nbytes_in(behind) >= spared:
+        return codes
+    return {code for code in codes if value_of_encoding(code) in saved}
+
+
+def find_inputs_behind(found: Residuals) -> set[fx.Node]:
+    """The further inputs from which a second derivative recomputes what is saved as encodings."""
+    saved = {*found.values}
+    values = [value_of_encoding(node) for node in found.values if is_encoding(node)]
+    again = find_residuals(values, lambda _: True, saved.__contains__)
+    return {*again.inputs} - {*found.inputs}
+
+
+def _nbytes_in(nodes: Iterable[fx.Node]) -> int:
+    tensors = [node.meta["val"] for node in nodes]
+    return sum(_torch.hint_of(t.numel()) * t.dtype.itemsize for t in tensors)
+
+
 def _nbytes_saved(joint: Joint, residuals: Residuals) -> int:
     """The bytes of residuals, and of copies of the inputs that are written to."""
     written = {joint.inputs[i] for i, _ in joint.mutations}
     in_inputs = {r.position for r in find_written_residuals(residuals.values, joint.mutations)}
     values = [node for i, node in enumerate(residuals.values) if i not in in_inputs]
-    saved = [*values, *written.intersection(residuals.inputs)]
-    tensors = [node.meta["val"] for node in saved]
-    return sum(_torch.hint_of(t.numel()) * t.dtype.itemsize for t in tensors)
+    return _nbytes_in([*values, *written.intersection(residuals.inputs)])
 
 
 def _has_several_values(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.replay_rules import draws_in_forward
+from torchremat.autodiff.rewrites.encoding_ops import is_encoding
 from torchremat.autodiff.rewrites.encodings import encode_at_once
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.hand_outs import Groups, Targets
@@ -31,7 +32,11 @@ from torchremat.remat.program.compiled_graph import (
     copy_inputs_among_last,
 )
 from torchremat.remat.program.compilers import Compiler
-from torchremat.remat.program.decisions import PolicyDecisions, warn_of_whole_values
+from torchremat.remat.program.decisions import (
+    PolicyDecisions,
+    find_inputs_behind,
+    warn_of_whole_values,
+)
 from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nested, rejoin_opened
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import output_generator_states
@@ -380,11 +385,12 @@ def _as_outputs(residuals: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> lis
 def _find_residuals(joint: Joint, root_joint: Joint, decisions: PolicyDecisions) -> Residuals:
     """The values that derivatives of every order read; `joint` is the one of the region."""
     found = decisions.residuals(root_joint)
+    found = replace(found, inputs=(*found.inputs, *find_inputs_behind(found)))
     # nor does the first derivative of a factorisation, or of a rule for tangents, read all that its
     # second does
     live = joint.find_live_forward_nodes()
     wanted = [n for n in live if is_factorisation(n.target) or notes_of(n).is_rerun]
-    if root_joint is not joint or not all(map(is_forward, found.values)):
+    if root_joint is not joint or not all(map(_is_forward_or_encoded, found.values)):
         # a second derivative cannot use residuals from inside, nor what only the first computes:
         # it starts from the inputs
         wanted += [g for g in joint.gradients if g is not None]
@@ -405,6 +411,10 @@ def _find_residuals(joint: Joint, root_joint: Joint, decisions: PolicyDecisions)
         pairs = match_forward(joint, root_joint, everything.values, strict=False)
         values |= dict.fromkeys(pairs[v] for v in everything.values if v in pairs)
     return replace(found, values=tuple(values), inputs=tuple(inputs))
+
+
+def _is_forward_or_encoded(value: fx.Node) -> bool:
+    return is_forward(value) or is_encoding(value)
 
 
 def _find_views(outputs: Sequence[fx.Node], inputs: set[fx.Node]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from torchremat.autodiff.rewrites.encoding_ops import (
 )
 from torchremat.measure import LiveBytes
 from torchremat.planning.step.traced_step import region_of
+from torchremat.remat.program.function_program import FunctionProgram
 
 Function = Callable[[Tensor], Tensor]
 POLICIES = ["everything_saveable", "dots", "full"]
@@ -304,11 +305,18 @@ def test_compilers_get_the_operators_of_pytorch(backend: str) -> None:
     assert torch.equal(found, gradient(named, x))
 
 
-def test_sizes_that_change() -> None:
-    function = tr.checkpoint(pools, policy="everything_saveable")
-    for batch in (2, 5, 3, 7, 1):
-        x = torch.randn(batch, 4, 36, 36, requires_grad=True)
-        assert torch.equal(gradient(function, x), gradient(pools, x))
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("policy", ["everything_saveable", "full", "budget:100%"])
+def test_sizes_that_change(function: Function, policy: str) -> None:
+    changing = tr.checkpoint(anew(function), policy=policy)
+    for batch, size in [(2, 36), (5, 36), (3, 36), (7, 20), (4, 44), (1, 36)]:
+        x = torch.randn(batch, 4, size, size, requires_grad=True)
+        assert torch.equal(gradient(changing, x), gradient(function, x)), (batch, size)
+        if (batch, size) != (7, 20):
+            continue
+        assert isinstance(changing.last_program, FunctionProgram)
+        nodes = changing.last_program.root_joint.module.graph.nodes
+        assert any(map(is_encoding, nodes))
 
 
 def test_tiles_read_values_themselves() -> None:

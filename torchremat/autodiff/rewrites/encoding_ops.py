@@ -34,11 +34,11 @@ _CHUNK = 1 << 24
 _library = torch.library.Library("torchremat", "FRAGMENT")
 _library.define("encode_bits(Tensor mask) -> Tensor")
 _library.define("encode_at_most(Tensor x, float most) -> Tensor")
-_library.define("decode_bits(Tensor bits, int[] shape) -> Tensor")
+_library.define("decode_bits(Tensor bits, SymInt[] shape) -> Tensor")
 _library.define("drop_gradient(Tensor slope, Tensor bits, int[] order) -> Tensor")
 _library.define("encode_indices(Tensor indices, ScalarType dtype) -> Tensor")
 _library.define("encode_shape(Tensor x) -> Tensor")
-_library.define("decode_shape(Tensor code, int[] shape, int[] strides) -> Tensor")
+_library.define("decode_shape(Tensor code, SymInt[] shape, SymInt[] strides) -> Tensor")
 encode_bits = torch.ops.torchremat.encode_bits.default
 encode_at_most = torch.ops.torchremat.encode_at_most.default
 decode_bits = torch.ops.torchremat.decode_bits.default

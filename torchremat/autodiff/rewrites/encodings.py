@@ -51,6 +51,7 @@ from torchremat.graph.nodes import (
 )
 from torchremat.graph.notes import device_kind_of, notes_of, set_notes
 from torchremat.graph.ops import packet_name
+from torchremat.graph.symbolic_sizes import literal_size
 
 aten = torch.ops.aten
 
@@ -157,11 +158,9 @@ def _is_worth_it(value: fx.Node) -> bool:
     if value.op != "call_function" or is_view(value) or not _torch.is_fake(found):
         return False
     assert isinstance(found, Tensor)
-    if found.layout != torch.strided:
+    if found.layout != torch.strided or _must_not_run_again(value):
         return False
-    sizes = [*found.shape, *found.stride()]
-    is_large = all(isinstance(n, int) for n in sizes) and found.nbytes >= LEAST_NBYTES
-    return is_large and not _must_not_run_again(value)
+    return bool(_torch.hint_of(found.numel()) * found.itemsize >= LEAST_NBYTES)
 
 
 def _find_uses(value: fx.Node, base: fx.Node) -> Iterator[Use]:
@@ -227,7 +226,8 @@ def _add(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return node.meta["val"]
 
     value = target(*fx.node.map_arg(args, read), **kwargs)
-    return add_like(like, target, args, value, kwargs)
+    literals = [[*map(literal_size, a)] if isinstance(a, list) else a for a in args]
+    return add_like(like, target, tuple(literals), value, kwargs)
 
 
 def _read_again(value: fx.Node, uses: list[Use], decoded: fx.Node) -> None:
@@ -287,8 +287,9 @@ def _reads_sign(use: Use, value: fx.Node) -> bool:
     if base_of(slope) is value or not isinstance(reader.args[2], int | float):
         return False
     found, given, made = (n.meta["val"] for n in (value, slope, reader))
-    layouts = [(t.dtype, t.shape, t.stride()) for t in (found, given, made)]
-    return bool(layouts[0] == layouts[1] == layouts[2])
+    # as text: to compare symbols would settle them
+    layouts = [(t.dtype, str(t.shape), str(t.stride())) for t in (found, given, made)]
+    return layouts[0] == layouts[1] == layouts[2]
 
 
 def _reads_shape(use: Use, value: fx.Node) -> bool:
@@ -309,9 +310,15 @@ def _is_alias(operand: fx.Node, value: fx.Node) -> bool:
 
 def _order_of(value: Tensor) -> list[int] | None:
     """The dims of `value` as they lie in memory; `None` if it has gaps, or entries twice."""
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
-    return order if value.permute(order).is_contiguous() else None
+    sizes, strides = value.shape, value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: (-_torch.hint_of(strides[dim]), dim))
+    expected: Any = 1
+    for dim in reversed(order):
+        # as text: to compare symbols would settle them
+        if str(sizes[dim]) != "1" and str(strides[dim]) != str(expected):
+            return None
+        expected = expected * sizes[dim]
+    return order
 
 
 def _count_choices(value: fx.Node) -> int | None:
@@ -323,8 +330,8 @@ def _count_choices(value: fx.Node) -> int | None:
     if dims is None:
         return None
     pooled: Any = call.args[0]
-    sizes: list[int] = list(pooled.meta["val"].shape)
-    return math.prod(sizes[-dims:])
+    sizes = list(pooled.meta["val"].shape)[-dims:]
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
 def _dtype_for(choices: int | None) -> torch.dtype | None:

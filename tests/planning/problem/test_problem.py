@@ -38,7 +38,7 @@ def test_the_parts_of_a_problem():
     assert SINE.known == {0, 1, 2}
     assert SINE.needed == {2}
     assert not SINE.offloadable
-    assert replace(SINE, host_bytes_per_second=1.0).offloadable == {0, 2}
+    assert replace(SINE, host_bytes_per_second=1.0).offloadable == {0}
     assert replace(SINE, backward_order=(4, 3)).backward == (4, 3)
 
 
@@ -107,4 +107,6 @@ def test_nothing_is_offloaded_that_is_saved_or_not_made():
     with pytest.raises(ScheduleError, match="and saved besides"):
         check_schedule(problem, Schedule((0,), (0, 1), (2, 3, 4), offloaded=(0,)))
     with pytest.raises(ScheduleError, match="but not made by the forward pass"):
-        check_schedule(problem, Schedule((0,), (0, 1), (2, 3, 4), offloaded=(2,)))
+        check_schedule(problem, Schedule((), (), (0, 1, 2, 3, 4), offloaded=(0,)))
+    with pytest.raises(ScheduleError, match="which may not be"):  # only the backward pass has it
+        check_schedule(problem, Schedule((), (0, 1, 2), (3, 4), offloaded=(2,)))

@@ -51,7 +51,7 @@ def named(x: Tensor) -> Tensor:
 
 def thresholds(x: Tensor) -> Tensor:
     y = x.sin()
-    return (F.threshold(y, 0.3, 5.0) + F.threshold(y, -0.1, 2.0)).exp()
+    return (F.threshold(y, 0.25, 5.0) + F.threshold(y, -0.125, 2.0)).exp()
 
 
 FUNCTIONS = [pools, volumes, masks, named, thresholds]
@@ -156,6 +156,28 @@ def test_not_a_number() -> None:
     x.requires_grad_()
     found = gradient(tr.checkpoint(anew(named), policy="everything_saveable"), x)
     assert torch.equal(bits_of(found), bits_of(gradient(named, x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threshold", [0.0, -0.0, 0.25, 0.3, -0.7, 6.1])
+def test_a_threshold_between_two_numbers_of_the_dtype(threshold: float, dtype: torch.dtype) -> None:
+    """Kernels compare with it as it is, or as it is rounded."""
+
+    def function(x: Tensor) -> Tensor:
+        return 2 * F.threshold(x.abs().sqrt() + threshold, threshold, 1.0)
+
+    near = torch.tensor(threshold, dtype=dtype)
+    steps = [torch.nextafter(near, near - 1), near, torch.nextafter(near, near + 1)]
+    x = torch.stack(steps).repeat(200).requires_grad_()
+
+    def around(x: Tensor) -> Tensor:
+        return 2 * F.threshold(x.clone(), threshold, 1.0)
+
+    for one in (function, around):
+        found = gradient(tr.checkpoint(anew(one), policy="everything_saveable"), x)
+        assert torch.equal(bits_of(found), bits_of(gradient(one, x)))
+    is_exact = float(near.double()) == threshold
+    assert bool(encoders_in(function, x)) == is_exact
 
 
 def test_a_bit_is_saved_for_each_entry() -> None:

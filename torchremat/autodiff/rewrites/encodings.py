@@ -14,7 +14,7 @@ that saves `y` saves `b` in its place, and a plan may. Three kinds of values hav
 The bits of results are those of PyTorch:
 
 - `threshold_backward` gives 0 where `y <= 0` and `dy` elsewhere, as `drop_gradient` does. Where
-  `y` is NaN both give `dy`.
+  `y` is NaN both give `dy`. Other thresholds must be numbers of the dtype of `y`.
 - A mask and its indices are the same after they were decoded.
 - The gradient of a pooling reads the indices and, of its input, the sizes and strides.
 """
@@ -158,9 +158,10 @@ def _is_worth_it(value: fx.Node) -> bool:
     if value.op != "call_function" or is_view(value) or not _torch.is_fake(found):
         return False
     assert isinstance(found, Tensor)
-    if found.layout != torch.strided or _must_not_run_again(value):
+    if found.layout != torch.strided:
         return False
-    return bool(_torch.hint_of(found.numel()) * found.itemsize >= LEAST_NBYTES)
+    is_large = _torch.hint_of(found.numel()) * found.itemsize >= LEAST_NBYTES
+    return bool(is_large and not _must_not_run_again(value))
 
 
 def _find_uses(value: fx.Node, base: fx.Node) -> Iterator[Use]:
@@ -284,12 +285,19 @@ def _reads_sign(use: Use, value: fx.Node) -> bool:
     if reader.target is not aten.threshold_backward.default or not _is_alias(use.operand, value):
         return False
     slope: Any = reader.args[0]
-    if base_of(slope) is value or not isinstance(reader.args[2], int | float):
-        return False
     found, given, made = (n.meta["val"] for n in (value, slope, reader))
+    if base_of(slope) is value or not _is_exact(reader.args[2], found.dtype):
+        return False
     # as text: to compare symbols would settle them
     layouts = [(t.dtype, str(t.shape), str(t.stride())) for t in (found, given, made)]
     return layouts[0] == layouts[1] == layouts[2]
+
+
+def _is_exact(number: Any, dtype: torch.dtype) -> bool:
+    """Whether a tensor of `dtype` can have this number: kernels round others in their own ways."""
+    if not isinstance(number, int | float):
+        return False
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype)) == number
 
 
 def _reads_shape(use: Use, value: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from torchremat.graph.ops import communicates, packet_name
 
 
 def reason_not_replayable(node: fx.Node) -> str | None:
+    """Why the operator that gives `node` must not run a second time; `None` if it may."""
     inside = body_value_of(node)
     if inside is not None and (reason := reason_not_replayable(inside)):
         return reason
@@ -38,6 +39,7 @@ def reason_not_replayable(node: fx.Node) -> str | None:
 
 
 def is_random(op: _torch.OpOverload) -> bool:
+    """Whether `op` draws random numbers, as PyTorch declares it."""
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
@@ -71,6 +73,7 @@ _WITH_GAPS = {"aten._ctc_loss": (1,), "aten.mkldnn_rnn_layer": (3,)}
 
 
 def selects(op: object) -> bool:
+    """Whether `op` chooses among values, so that other rounding may change its choice."""
     return packet_name(op) in _SELECTING or str(op) in _SELECTING_BY_DIM
 
 
@@ -84,6 +87,7 @@ def has_gaps(op: object, index: int) -> bool:
 
 
 def reason_to_save(node: fx.Node) -> str | None:
+    """Why the value of `node` should be saved rather than recomputed; `None` if nothing says so."""
     inside = body_value_of(node)
     if inside is not None:
         return reason_to_save(inside)

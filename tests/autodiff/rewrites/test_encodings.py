@@ -21,6 +21,7 @@ from torchremat.autodiff.rewrites.encoding_ops import (
     encode_shape,
     is_encoding,
 )
+from torchremat.autodiff.rewrites.encodings import value_of_encoding
 from torchremat.measure import LiveBytes
 from torchremat.planning.step.traced_step import region_of
 from torchremat.remat.program.function_program import FunctionProgram
@@ -213,6 +214,39 @@ def test_indices_take_the_bytes_that_their_sizes_need() -> None:
         return found // (4 * (size // 2) ** 2)
 
     assert [saved(16), saved(18), saved(180), saved(182)] == [1, 2, 2, 4]
+
+
+def test_a_value_that_is_saved_whole_has_no_encoding_beside_it() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = tr.checkpoint_name(F.relu(x.sin()), "y")
+        z = tr.checkpoint_name(F.relu(x.cos()), "z")
+        return F.avg_pool2d(y, 2).exp() + F.avg_pool2d(z, 2)  # exp is recomputed from y
+
+    saving = tr.checkpoint(function, policy=tr.checkpoint_policies.save_only_these_names("y", "z"))
+    x = example()
+    assert torch.equal(gradient(saving, x), gradient(function, x))
+    assert isinstance(saving.last_program, FunctionProgram)
+    whole, *codes = saving.last_program.residuals
+    assert whole.name == "relu"
+    assert {value_of_encoding(code).name for code in codes} == {"relu_1"}
+
+
+def test_a_small_input_is_kept_for_a_second_derivative() -> None:
+    def function(x: Tensor, shift: Tensor) -> Tensor:
+        return F.avg_pool2d(F.relu(x.sin() + shift), 2).square().sum()
+
+    x = example().detach().double().requires_grad_()
+    shift = torch.full((1, 4, 1, 1), 0.1).double().requires_grad_()
+
+    def square(f: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        slopes = torch.autograd.grad(f(x, shift), (x, shift), create_graph=True)
+        return torch.autograd.grad(sum(s.square().sum() for s in slopes), (x, shift))
+
+    saving = tr.checkpoint(function, policy="everything_saveable")
+    torch.testing.assert_close(square(saving), square(function))
+    assert isinstance(saving.last_program, FunctionProgram)
+    assert any(map(is_encoding, saving.last_program.residuals))
+    assert saving.last_program.saved_inputs == (0, 1)
 
 
 def test_real_peaks_are_smaller_and_as_estimated() -> None:

@@ -345,6 +345,26 @@ def test_second_derivatives_of_autograd() -> None:
             torch.testing.assert_close(found, square(function))
 
 
+@pytest.mark.parametrize("policy", ["everything_saveable", "full", "dots"])
+@pytest.mark.parametrize("drawn", ["dropout", "a product"])
+def test_second_derivatives_after_random_numbers(drawn: str, policy: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        y = F.dropout(y, 0.3) if drawn == "dropout" else y * torch.rand_like(y).square()
+        y = F.max_pool2d(F.relu(y), 3, 1, 1)
+        return torch.where(y > 0.3, y.square(), y)
+
+    def square(f: Function) -> Tensor:
+        torch.manual_seed(3)
+        (slope,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    x = example().detach().double().requires_grad_()
+    assert encoders_in(function, x) == {encode_at_most, encode_bits, encode_indices, encode_shape}
+    saving = tr.checkpoint(function, policy=policy)
+    torch.testing.assert_close(square(saving), square(function))
+
+
 def test_what_it_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     x = example()
     w = torch.randn(36, 8)

@@ -87,7 +87,8 @@ def encode_saved_values(graph: fx.Graph) -> None:
     with _torch.isolate():  # a trace in progress would record what sizes are read
         lost = _find_lost(graph)
         for value in list(graph.nodes):
-            if is_forward(value) and value not in (results | lost) and _is_worth_it(value):
+            can_change = is_forward(value) and value not in results
+            if can_change and _is_worth_it(value) and lost.isdisjoint(value.all_input_nodes):
                 uses = list(_find_uses(value, value))
                 if uses:
                     _encode(value, uses)
@@ -132,19 +133,16 @@ def _find_results(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _find_lost(graph: fx.Graph) -> set[fx.Node]:
-    """The values that a second derivative could not recompute, if they were not saved.
+    """The values that a second derivative could not compute of what the first one has.
 
-    They are computed of random numbers, say, that the first derivative does not read. A second
-    derivative has no encodings, and starts from the inputs.
+    They are computed of random numbers, say, that the first derivative does not need. Values that
+    it reads are there: saved, or recomputed from what is saved. Encoded ones are recomputed.
     """
     lost: set[fx.Node] = set()
     for node in graph.nodes:
-        if not is_forward(node):
+        if not is_forward(node) or any(_find_uses(node, base_of(node))):
             continue
-        if not _must_not_run_again(node):
-            if not lost.isdisjoint(node.all_input_nodes):
-                lost.add(node)
-        elif not any(_find_uses(node, node)):
+        if _must_not_run_again(node) or not lost.isdisjoint(node.all_input_nodes):
             lost.add(node)
     return lost
 

@@ -2,9 +2,9 @@
 
 A GPT with a large vocabulary takes training steps on this machine. The peak is what the allocator
 tells PyTorch's profiler; seconds are of this process's processor. The ways take turns, and ratios
-are the median over rounds. One way is `torch.compile` with inductor's own chunks of the logits
-(`torch._inductor.config.auto_chunker`, off by default). Then plans of four layers shaped like
-Llama 3 8B, on the meta device, say what tiles are worth on an H100.
+are the median over rounds. Some budgets run under a compiler, too. Beside them is `torch.compile`,
+also with inductor's own chunks of the logits (`torch._inductor.config.auto_chunker`). Then plans of
+four layers shaped like Llama 3 8B, on the meta device, say what tiles are worth on an H100.
 
     python scripts/bench_tiles.py
     python scripts/bench_tiles.py --batch 4 --rounds 9
@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._inductor.config
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -98,13 +97,25 @@ def checkpoint_blocks(model: GPT) -> GPT:
 
 
 def compile_in_chunks(model: GPT) -> nn.Module:
-    torch._inductor.config.auto_chunker.enable = True
+    model.compile(options={"auto_chunker.enable": True})
+    return model
+
+
+def compile_plainly(model: GPT) -> nn.Module:
     model.compile()
     return model
 
 
 def wrap(policy: str) -> Callable[[GPT], nn.Module]:
     return lambda model: tr.nn.wrap(model, policy)
+
+
+def compile_under(policy: str) -> Callable[[GPT], nn.Module]:
+    def prepare(model: GPT) -> nn.Module:
+        model.compile(backend="torchremat", options={"policy": policy})
+        return model
+
+    return prepare
 
 
 @dataclass
@@ -118,13 +129,15 @@ class Way:
     model: nn.Module | None = None
 
 
-def make_ways(budgets: list[str]) -> list[Way]:
+def make_ways(budgets: list[str], compiled: list[str]) -> list[Way]:
     return [
         Way("plain PyTorch", lambda model: model),
         Way("torch.utils.checkpoint, each block", checkpoint_blocks),
         Way(f"the same, and logits cut in {NUM_CHUNKS} by hand", cut_by_hand),
+        Way("torch.compile", compile_plainly),
         Way("torch.compile with inductor's chunks", compile_in_chunks),
         *(Way(f'"{text}"', wrap(text)) for text in budgets),
+        *(Way(f'"{text}", compiled', compile_under(text)) for text in compiled),
     ]
 
 
@@ -205,12 +218,15 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", default=[
         "budget:25%", "budget:25%+tile", "budget:20%+tile", "budget:least+tile",
     ])  # fmt: skip
+    parser.add_argument("--compiled", nargs="*", default=[
+        "budget:20%+tile", "budget:least+tile",
+    ], help="budgets under torch.compile(backend='torchremat')")  # fmt: skip
     parser.add_argument("--plan-tokens", type=int, default=8192, help="of the Llama; 0 for none")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = GPT(options.vocabulary, options.width, options.layers)
     tokens = torch.randint(0, options.vocabulary, (options.batch, options.tokens))
-    ways = make_ways(options.budgets)
+    ways = make_ways(options.budgets, options.compiled)
     measure(ways, model, tokens, options.rounds)
     console = Console(width=100)
     show_steps(console, ways)

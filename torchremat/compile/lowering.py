@@ -14,6 +14,7 @@ from torchremat.autodiff.rewrites.loss_gradient_op import loss_gradient, write_p
 from torchremat.batching.collectives.collective_ops import as_c10d_ops
 from torchremat.compile.device_support import check_devices, lacks_triton, warn_of_triton
 from torchremat.compile.inlining import inline_bodies
+from torchremat.compile.tile_calls import name_tiles
 from torchremat.errors import OptionError, nearest_names
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import results_of
@@ -51,7 +52,12 @@ def lower(module: fx.GraphModule, backend: str) -> Runner:
     if lacks_triton(flat):
         warn_of_triton("inductor", "the backend 'eager'")
         return compile_graph(flat)
-    return _ByInductor(flat)
+    return _ByInductor(name_tiles(flat, lower_tile))
+
+
+def lower_tile(body: fx.GraphModule) -> Runner:
+    """A function that runs what is in a tile, compiled by inductor."""
+    return lower(body, "inductor")
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,12 @@ class BudgetJob:
         """The largest value of each symbol that was met."""
 
     def prepare_joint(
-        self, joint: Joint, sizes: Sizes | None, updated: UpdatedStep | None = None
+        self,
+        joint: Joint,
+        sizes: Sizes | None,
+        updated: UpdatedStep | None = None,
+        *,
+        fuses: bool = False,
     ) -> Joint:
         """The joint graph with as many tiles, and segments of loops, as the budget needs.
 
@@ -200,21 +205,22 @@ class BudgetJob:
             while len(self._tiled) >= _MOST_GRAPHS:
                 self._tiled.pop(next(iter(self._tiled)))
             if self._tiling is None and not self._is_declared:
-                self._tiling = self._choose_tiling(joint, sizes, updated)
+                self._tiling = self._choose_tiling(joint, sizes, updated, fuses)
             tiled = None if self._tiling is None else tile_joint(joint, self._tiling)
             self._tiled[joint] = tiled or joint
         return self._tiled[joint]
 
     def _choose_tiling(
-        self, joint: Joint, sizes: Sizes | None, updated: UpdatedStep | None
+        self, joint: Joint, sizes: Sizes | None, updated: UpdatedStep | None, fuses: bool
     ) -> Tiling | None:
         """How many tiles there are: enough for steps that are larger, if sizes vary."""
         chosen = None
         for growth in (1.0,) if sizes is None else _GROWTH:
-            make = functools.partial(self._planner_at, sizes=sizes, growth=growth, updated=updated)
+            at = functools.partial(self._planner_at, sizes=sizes, growth=growth, fuses=fuses)
+            make = functools.partial(at, updated=updated)
             budget = self.budget if self.limit is None else Budget(nbytes=self.limit)
             if updated is not None and budget is not None and budget.fraction is not None:
-                usual = self._planner_at(joint, sizes, growth)
+                usual = at(joint)
                 budget = Budget(nbytes=usual.bytes_of(budget))
             chosen = choose_tiles(
                 make(joint),
@@ -233,9 +239,10 @@ class BudgetJob:
         joint: Joint,
         sizes: Sizes | None,
         growth: float,
+        fuses: bool,
         updated: UpdatedStep | None = None,
     ) -> Planner:
-        planner = self.policy.planner(joint, fuses=False, updated=updated)
+        planner = self.policy.planner(joint, fuses=fuses, updated=updated)
         if sizes is None:
             return planner
         return planner.at({name: int(size * growth) for name, size in sizes.items()})

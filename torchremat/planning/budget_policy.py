@@ -6,7 +6,8 @@ from typing import Any
 
 from torchremat.autodiff.joint import Joint
 from torchremat.core.formatting import human_bytes
-from torchremat.errors import PolicyError, PolicyValueError
+from torchremat.core.source import warn_user
+from torchremat.errors import BudgetWarning, PolicyError, PolicyValueError
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.optim.step_in_backward import Stepping, find_stepping
@@ -90,9 +91,9 @@ class MemoryBudget(PlannedPolicy):
     def wants_tiles(self) -> bool:  # type: ignore[override]
         return self.tile
 
-    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None, *, fuses: bool = False) -> Joint:
         """The joint graph with as many tiles as let the budget cost least; without `tile` as is."""
-        return self.begin_job().prepare_joint(joint, sizes)
+        return self.begin_job().prepare_joint(joint, sizes, fuses=fuses)
 
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
@@ -161,8 +162,8 @@ class BudgetInJob(PlannedPolicy):
     def wants_tiles(self) -> bool:  # type: ignore[override]
         return self.policy.tile
 
-    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
-        return self.job.prepare_joint(joint, sizes, self.updated)
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None, *, fuses: bool = False) -> Joint:
+        return self.job.prepare_joint(joint, sizes, self.updated, fuses=fuses)
 
     def schedule(
         self, joint: Joint, *, fuses: bool = False, sizes: Sizes | None = None
@@ -202,6 +203,13 @@ class BudgetOnTape(LimitingPolicy):
 
     def begin_tapes(self, has_begun: bool) -> TapeJob:
         policy = self.policy
+        if policy.tile:
+            warn_user(
+                f"{policy!r}: a function that cannot be one graph runs without tiles, so that more "
+                "has to be recomputed, or the budget cannot be met. A checkpoint around the loss "
+                "alone has tiles, where nothing around it is one",
+                BudgetWarning,
+            )
         model = policy.cost_model or CostModel.of(None)
         return TapeBudgetJob(
             TapeOptions(
@@ -284,7 +292,7 @@ def memory_budget(
             count: the budget is of a whole device then. `measure.resident_bytes` counts those of
             models, optimizers and accumulated gradients.
         tile: whether operators that are independent along rows may run for some rows at a time, as
-            in `tr.plan`. Compilers and tapes run them whole.
+            in `tr.plan`, compiled or not. Tapes run them whole.
 
     Raises:
         TypeError: if `budget` is neither a number nor text, or `cost_model` is none; if neither

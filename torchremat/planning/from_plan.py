@@ -69,7 +69,11 @@ class FromPlan(PlannedPolicy):
                 BudgetWarning,
             )
 
-    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+    @property
+    def wants_tiles(self) -> bool:  # type: ignore[override]
+        return self._plan.tiling is not None and self._plan.tiling.num_tiles > 0
+
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None, *, fuses: bool = False) -> Joint:
         """The joint graph with the tiles of the plan, and its segments of loops."""
         tiling = self._plan.tiling
         return joint if tiling is None else tile_joint(joint, tiling) or joint
@@ -83,9 +87,9 @@ class FromPlan(PlannedPolicy):
         plan = self._plan
         if plan.tiling is not None and joint.untiled is None:
             raise PlanError(
-                f"{self!r}: the plan has tiles, or segments of loops, and this graph has none: a "
-                "compiler runs it, or it is another function. Make a plan for it, without "
-                "tile=True for a compiler"
+                f"{self!r}: the plan has tiles, or segments of loops, and this graph has none: it "
+                "is of another function, or a compiler runs it, which has no segments. Make a plan "
+                "for it"
             )
         schedule = plan.graph_schedule(joint)
         lines = lines_of(joint.module.graph)

@@ -29,8 +29,11 @@ class WholeGraphDecisions:
     wants_tiles: ClassVar[bool] = False
     """Whether `prepare_joint` may put tiles into a graph."""
 
-    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
-        """The joint graph that the policy decides on: `joint`, or the same with tiles in it."""
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None, *, fuses: bool = False) -> Joint:
+        """The joint graph that the policy decides on: `joint`, or the same with tiles in it.
+
+        `fuses` is as for `schedule`.
+        """
         return joint
 
     def is_current(self, region: Any) -> bool:

@@ -298,10 +298,12 @@ def _cache_key(chosen: BackendOptions) -> str:
     """The key of compiled graphs: equal for equal policies, in other processes too.
 
     It is a new one each time, so that the graph is cut anew, where a report is wanted. It also is
-    for a policy without a spelling, and for one in a file, which may change.
+    for a policy without a spelling, and for one in a file, which may change. With tiles it is, too:
+    a compiled graph calls them by a name that only this process has.
     """
     spelling = None if chosen.policy is None else chosen.policy.spelling
-    if spelling is None or spelling.startswith("plan:") or chosen.report is not None:
+    is_cut_anew = chosen.report is not None or (chosen.policy or everything_saveable).wants_tiles
+    if spelling is None or spelling.startswith("plan:") or is_cut_anew:
         return f"torchremat {_version()}, {os.getpid()}, {next(_unique_numbers)}"
     assumed = _torch.find_assumed_sizes()  # for which a budget decides
     return f"torchremat {_version()}, {spelling}{'' if assumed is None else f', {assumed}'}"

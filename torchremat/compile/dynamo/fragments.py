@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
+from torchremat.autodiff.tiles.tile_joint import Tiling, tile_joint
 from torchremat.compile.dynamo.divided_budget import (
     DividedBudget,
     GraphCosts,
@@ -41,6 +42,9 @@ from torchremat.planning.budget_policy import MemoryBudget
 from torchremat.policies.builtin import everything_saveable, nothing_saveable
 from torchremat.policies.policy import Policy
 from torchremat.tracing.ambient_state import AmbientState
+
+# How finely graphs are cut, one after the other, if the budget cannot be divided without tiles.
+_TILINGS = (Tiling(16), Tiling(64, again=True))
 
 _logger = logging.getLogger("torchremat")
 
@@ -199,14 +203,14 @@ class FragmentJob:
         """Compile one more graph."""
         has_others = bool(self._fragments) and not self._was_alone
         is_one_of_many = has_others or _torch.ends_in_graph_break(module)
-        policy = nothing_saveable if is_one_of_many else self.policy
+        policy = self._provisional if is_one_of_many else self.policy
         try:
             fragment = Fragment(self, module, inputs, compile_with, policy)
         except BudgetError as error:
             if self.policy.on_infeasible == "error" or not self._budget.is_relative:
                 raise
             self._if_alone = error  # of a larger step, the budget may be met
-            fragment = Fragment(self, module, inputs, compile_with, nothing_saveable)
+            fragment = Fragment(self, module, inputs, compile_with, self._provisional)
         self._fragments.append(fragment)
         self.has_new = True
         return fragment
@@ -256,39 +260,69 @@ class FragmentJob:
             calls[0].fragment.ask_for(self.policy)
 
     def _divide(self, calls: Sequence[_GraphCall]) -> None:
-        each = {f: self._costs_of(f) for f in dict.fromkeys(call.fragment for call in calls)}
-        costs = {f: cost for f, cost in each.items() if cost is not None}
-        calls = [call for call in calls if call.fragment in costs]
+        fragments = dict.fromkeys(call.fragment for call in calls)
+        traced = {f: f.trace(self._trace_joint) for f in fragments}
+        joints = {f: joint for f, joint in traced.items() if joint is not None}
+        calls = [call for call in calls if call.fragment in joints]
         if not calls:
             return
+        found = self._divide_over(calls, joints, self._budget)
+        for tiling in _TILINGS if self.policy.tile and self._budget.added is None else ():
+            if found.least_peak is None and not self._budget.is_least:
+                break
+            found = self._divide_in_tiles(calls, joints, tiling, found)
+        if not self._largest and found.least_peak is not None:
+            raise self._build_budget_error(found, found.least_peak, len(joints))
+        self._largest = max(self._largest, found.plain_peak)
+        self._limit, self._expected_peak = found.limit, min(found.limit, found.plain_peak)
+        for fragment in joints:
+            fragment.ask_for(self._policy_of(found.shares[fragment], found))
+        _logger.info(
+            "%s: %s over %d graphs, which take %s without rematerialisation",
+            self.policy,
+            human_bytes(found.limit),
+            len(joints),
+            human_bytes(found.plain_peak),
+        )
+
+    def _divide_over(
+        self, calls: Sequence[_GraphCall], joints: Mapping[Fragment, Joint], budget: Budget
+    ) -> DividedBudget:
+        costs = {f: self._costs_of(f, joint) for f, joint in joints.items()}
         order = [call.fragment for call in calls]
         tensors = [call.tensors for call in calls]
         saves = [costs[f].find_saves(costs[f].points[-1]) for f in order]  # they save little yet
-        found = divide_budget(
-            self._budget,
+        return divide_budget(
+            budget,
             order,
             costs,
             PassedMemory(tensors, saves, max(fragment.room for fragment in order)),
             resident=self.policy.resident_bytes,
             largest=self._largest,
         )
-        if not self._largest and found.least_peak is not None:
-            raise self._build_budget_error(found, found.least_peak, len(costs))
-        self._largest = max(self._largest, found.plain_peak)
-        self._limit, self._expected_peak = found.limit, min(found.limit, found.plain_peak)
-        for fragment in costs:
-            fragment.ask_for(self._policy_of(found.shares[fragment], found))
-        _logger.info(
-            "%s: %s over %d graphs, which take %s without rematerialisation",
-            self.policy,
-            human_bytes(found.limit),
-            len(costs),
-            human_bytes(found.plain_peak),
-        )
+
+    def _divide_in_tiles(
+        self,
+        calls: Sequence[_GraphCall],
+        joints: Mapping[Fragment, Joint],
+        tiling: Tiling,
+        before: DividedBudget,
+    ) -> DividedBudget:
+        """The division with tiles in the graphs, or `before` if that needs less."""
+        tiled = {f: tile_joint(joint, tiling) or joint for f, joint in joints.items()}
+        budget = self._budget if self._budget.is_least else Budget(nbytes=before.limit)
+        found = self._divide_over(calls, tiled, budget)
+        found = replace(found, plain_peak=before.plain_peak)
+        return min(before, found, key=lambda d: (d.least_peak is not None, d.least_peak or d.limit))
 
     @property
     def _least(self) -> Policy:
         return replace(self.policy, budget="least", saved=None, resident=0)
+
+    @property
+    def _provisional(self) -> Policy:
+        """The policy of a graph whose share is not known yet: it saves little."""
+        return self._least if self.policy.tile else nothing_saveable
 
     def _build_budget_error(self, found: DividedBudget, least: int, count: int) -> BudgetError:
         return BudgetError(
@@ -299,11 +333,7 @@ class FragmentJob:
             least,
         )
 
-    def _costs_of(self, fragment: Fragment) -> GraphCosts | None:
-        """The costs of a graph; none of one that has nothing to differentiate."""
-        joint = fragment.trace(self._trace_joint)
-        if joint is None:
-            return None
+    def _costs_of(self, fragment: Fragment, joint: Joint) -> GraphCosts:
         with _torch.assume_sizes(fragment.sizes or None):
             planner = replace(self.policy, resident=0).planner(joint, fuses=self.fuses)
             _ = planner.step  # its bytes are those of these sizes

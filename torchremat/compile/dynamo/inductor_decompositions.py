@@ -11,6 +11,8 @@ from torch import fx
 
 from torchremat import _torch
 from torchremat.compile.dynamo.scheduled_joint import merge_within_runs
+from torchremat.compile.lowering import lower_tile
+from torchremat.compile.tile_calls import name_tiles
 
 
 def find_random_decompositions() -> dict[Any, Any]:
@@ -22,6 +24,7 @@ def find_random_decompositions() -> dict[Any, Any]:
 
 def decompose_for_inductor(module: fx.GraphModule) -> fx.GraphModule:
     """Trace `module` anew in inductor's operators; inputs keep their names, outputs their order."""
+    module = name_tiles(module, lower_tile)
     old = module.graph.find_nodes(op="placeholder")
     (old_output,) = module.graph.find_nodes(op="output")
     fakes = [node.meta["val"] for node in old]

@@ -30,7 +30,7 @@ from torchremat.graph.nodes import ancestors, call_of, is_forward, results_of
 from torchremat.graph.notes import note, notes_of
 from torchremat.policies.checkpoint_name import name_p
 from torchremat.policies.policy import Policy
-from torchremat.remat.program.decisions import PolicyDecisions, warn_of_whole_values
+from torchremat.remat.program.decisions import PolicyDecisions
 from torchremat.tracing.functional.functionalize import drop_running_statistics
 from torchremat.tracing.modules.dynamo_stack import module_name, source_of
 
@@ -104,7 +104,9 @@ def decide(
     to give them the state that they drew from.
     """
     joint, copies = _read_joint(module, num_forward_outputs)
-    warn_of_whole_values(policy)
+    if policy.wants_tiles:
+        policy = policy.begin_job()  # the number of tiles is for the schedule below
+        joint = policy.prepare_joint(joint, None, fuses=fuses)
     schedule = policy.schedule(joint, fuses=fuses, sizes=None) if policy.is_whole_graph else None
     decisions = PolicyDecisions(joint, policy, schedule=schedule)
     decisions.warn_of_unmatched()

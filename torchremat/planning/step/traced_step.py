@@ -66,7 +66,7 @@ class FixedSchedule(WholeGraphPolicy):
         self._joint = joint
         self.updates = updates
 
-    def prepare_joint(self, joint: Joint, sizes: Sizes | None) -> Joint:
+    def prepare_joint(self, joint: Joint, sizes: Sizes | None, *, fuses: bool = False) -> Joint:
         """The joint graph of the schedule, if it is another."""
         return self._joint or joint
 

@@ -18,7 +18,7 @@ from torchremat.autodiff.rewrites.encodings import value_of_encoding
 from torchremat.autodiff.tiles.tiled_op import tiled_p
 from torchremat.core.avals import Aval
 from torchremat.core.source import warn_user
-from torchremat.errors import BudgetWarning, OffloadWarning, UnmatchedWarning
+from torchremat.errors import OffloadWarning, UnmatchedWarning
 from torchremat.graph.nodes import (
     base_of,
     call_of,
@@ -309,19 +309,6 @@ class PolicyDecisions:
                 UnmatchedWarning,
             )
         return True
-
-
-def warn_of_whole_values(policy: Policy) -> None:
-    """Warn, at the user's line, that a graph which is compiled has no tiles, if there may be some.
-
-    It comes before a schedule, which may not exist without tiles.
-    """
-    if policy.wants_tiles:
-        warn_user(
-            f"{policy}: graphs that are compiled run without tiles, so that more has to be "
-            "recomputed, or the budget cannot be met. Without the compiler they run in tiles",
-            BudgetWarning,
-        )
 
 
 _SPARES_COPY = Decision(

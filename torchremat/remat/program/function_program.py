@@ -32,11 +32,7 @@ from torchremat.remat.program.compiled_graph import (
     copy_inputs_among_last,
 )
 from torchremat.remat.program.compilers import Compiler
-from torchremat.remat.program.decisions import (
-    PolicyDecisions,
-    find_inputs_behind,
-    warn_of_whole_values,
-)
+from torchremat.remat.program.decisions import PolicyDecisions, find_inputs_behind
 from torchremat.remat.program.nested import NestedProgram, NestedSplit, open_nested, rejoin_opened
 from torchremat.remat.program.program import Program
 from torchremat.remat.program.random_replay import output_generator_states
@@ -47,6 +43,10 @@ from torchremat.tracing.modules.module_paths import below
 
 # Each has a copy of the joint graph. Chosen by hand: beyond it all are dropped and made anew.
 _MOST_SIZES = 8
+
+
+def _fuses(compiler: Compiler | None) -> bool:
+    return compiler is not None and compiler.fuses
 
 
 class FunctionProgram(Program):
@@ -86,11 +86,9 @@ class FunctionProgram(Program):
             joint = _joint_under(policy, region, module_prefix)
             if sizes is None and region.dynamic is not None:
                 sizes = region.dynamic.traced_sizes
-            if compiler is None:  # which would know no operator that runs tiles
+            if compiler is None or policy.wants_tiles:
                 with _torch.isolate():
-                    joint = policy.prepare_joint(joint, sizes)
-            else:
-                warn_of_whole_values(policy)
+                    joint = policy.prepare_joint(joint, sizes, fuses=_fuses(compiler))
             chosen = joint, self._decide(joint, self._find_schedule(joint, sizes))
             if sizes is not None and policy.is_whole_graph:
                 self.by_sizes = {tuple(sizes.values()): self}
@@ -112,9 +110,8 @@ class FunctionProgram(Program):
         """The schedule of a policy that decides on whole graphs; `None` for others."""
         if not self.policy.is_whole_graph:
             return None
-        fuses = self.compiler is not None and self.compiler.fuses
         with _torch.isolate():
-            return self.policy.schedule(joint, fuses=fuses, sizes=sizes)
+            return self.policy.schedule(joint, fuses=_fuses(self.compiler), sizes=sizes)
 
     def at(self, sizes: Sizes | None) -> "FunctionProgram | None":
         """The program for calls of these sizes; `None` if the policy has not decided on them."""

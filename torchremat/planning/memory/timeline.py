@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from torchremat.core.formatting import human_bytes
+from torchremat.planning.memory.arena import Arena, Moments, place
 from torchremat.planning.memory.caching_allocator import count_reserved
 
 __all__ = ["Lifetime", "LiveValue", "Point"]
@@ -158,9 +159,25 @@ class Timeline:
         >>> timeline.count_reserved_bytes() >> 20
         20
         """
-        lifetimes = [(t.first, t.last, t.value.nbytes) for t in self.lifetimes]
-        lifetimes += [(i, i, nbytes) for i, nbytes in enumerate(self._inside) if nbytes]
-        return count_reserved(lifetimes, resident, expandable_segments=expandable_segments)
+        moments = self._moments()
+        return count_reserved(moments, resident, expandable_segments=expandable_segments)
+
+    def place_values(self) -> Arena:
+        """Addresses of all values in one buffer that is hardly larger than the peak.
+
+        The first addresses are those of `lifetimes`, in their order. Those of what operators such
+        as `torch.cond` need inside follow. It takes seconds for thousands of values.
+
+        >>> a, b = LiveValue("a", 128, "saved"), LiveValue("b", 64, "temporary")
+        >>> points = (Point("a", "forward", 128, 128), Point("b", "forward", 192, 128))
+        >>> Timeline(points, (Lifetime(a, 0, 1), Lifetime(b, 1, 1)), 128).place_values()
+        Arena(nbytes=192, offsets=(0, 128), peak=192)
+        """
+        return place(self._moments())
+
+    def _moments(self) -> list[Moments]:
+        moments = [(t.first, t.last, t.value.nbytes) for t in self.lifetimes]
+        return moments + [(i, i, nbytes) for i, nbytes in enumerate(self._inside) if nbytes]
 
     @cached_property
     def _inside(self) -> list[int]:

@@ -204,6 +204,24 @@ def test_under_torch_func(model):
     torch.testing.assert_close(pushed, wanted)
 
 
+@pytest.mark.parametrize("compile", [None, pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradients_of_parameters_for_each_of_several_targets(model, compile):
+    x, target = batch()
+    targets = torch.stack([target, target.flip(0)])
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def gradients_by(fun: nn.Module) -> dict[str, Tensor]:
+        def loss(params: dict[str, Tensor], target: Tensor) -> Tensor:
+            return torch.func.functional_call(fun, params, (x, target))
+
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, targets)
+
+    expected = gradients_by(copy.deepcopy(model))
+    options = {} if compile is None else {"compile": compile}
+    found = gradients_by(tr.nn.wrap(model, "budget:30%+tile", **options))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_under_autocast(model):
     x, target = batch()
     run = tr.checkpoint(model, policy="budget:45%+tile")

@@ -52,7 +52,7 @@ def lower(module: fx.GraphModule, backend: str) -> Runner:
     if lacks_triton(flat):
         warn_of_triton("inductor", "the backend 'eager'")
         return compile_graph(flat)
-    return _ByInductor(name_tiles(flat, lower_tile))
+    return _ByInductor(flat)
 
 
 def lower_tile(body: fx.GraphModule) -> Runner:
@@ -131,9 +131,11 @@ class _ByInductor:
             check_devices(self.module)
             graph = fx.Graph()
             env: dict[fx.Node, fx.Node] = {}
+            named = name_tiles(self.module, lower_tile)
+            results = [r for r in results_of(named) if isinstance(r, fx.Node)]
             # a draw that nobody reads moves the generator on: a result, or inductor drops it
-            draws = [n for n in self.module.graph.nodes if not n.users and draws_in_forward(n)]
-            for node in self.module.graph.nodes:
+            draws = [n for n in named.graph.nodes if not n.users and draws_in_forward(n)]
+            for node in named.graph.nodes:
                 if node.op == "placeholder" and not node.users:
                     continue
                 if node.target is name_p:
@@ -142,11 +144,10 @@ class _ByInductor:
                     args = fx.node.map_arg(node.args, env.__getitem__)
                     env[node] = write_plain(graph, args, node.meta["val"].shape)
                 elif node.op == "output":
-                    results = [r for r in self._results if isinstance(r, fx.Node)]
                     graph.output(tuple(env[r] for r in (*results, *draws)))
                 else:
                     env[node] = graph.node_copy(node, env.__getitem__)
-            module = fx.GraphModule(self.module, graph)
+            module = fx.GraphModule(named, graph)
             with as_c10d_ops():
                 self._run, self._source = _torch.compile_with_inductor(module, self._fakes)
         return self._run

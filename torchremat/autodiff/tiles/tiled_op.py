@@ -21,6 +21,7 @@ from torchremat import _torch
 from torchremat.graph.codegen import Runner, compile_graph
 from torchremat.graph.nodes import body_of
 from torchremat.graph.notes import graph_notes_of, note_graph
+from torchremat.graph.reuse import Reuse
 
 
 class TileResult(NamedTuple):
@@ -59,6 +60,10 @@ class TiledOp(_torch.HigherOrderOperator):
     def __call__(
         self, body: fx.GraphModule, layout: TileLayout, /, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        if _torch.functorch_is_active():  # which is to see the operators, none of them in place
+            return run_tiles(
+                compile_graph(split_products(body, layout), "tile", Reuse()), layout, operands
+            )
         if _torch.innermost_proxy_mode() is not None:
             return super().__call__(body, layout, *operands)  # type: ignore[no-any-return,no-untyped-call]
         return run_tiles(_runner_of(body, layout), layout, operands)
@@ -177,7 +182,12 @@ class _TotalSum(_Total):
 class _TotalProduct(_Total):
     def add(self, made: list[Tensor], start: int) -> None:
         a, b = made.pop(0), made.pop(0)
-        self.so_far = torch.mm(a, b) if self.so_far is None else self.so_far.addmm_(a, b)
+        if self.so_far is None:
+            self.so_far = torch.mm(a, b)
+        elif _torch.functorch_is_active():  # it has no batching rule for `addmm_`
+            self.so_far = torch.addmm(self.so_far, a, b)
+        else:
+            self.so_far.addmm_(a, b)
 
 
 def _make_total(result: TileResult, num_rows: int) -> _Total:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """One buffer for all values of a step: its bytes beside those alive and those reserved.
 
-    python scripts/bench_arena.py                      plans of models on the meta device
+    python scripts/bench_arena.py                      plans of 14 models on the meta device
     python scripts/bench_arena.py --models gpt-12 vit-12 --budgets 100% least
 
 *Live* is the peak of the plan. An arena is planned with the schedule (`Timeline.place_values`), and
@@ -29,6 +29,11 @@ from torchremat.errors import BudgetError
 from torchremat.planning import Plan
 
 ALL = MODELS | PUBLISHED
+# Of each kind the small ones: they are planned in minutes.
+USUAL = (
+    "chain-8", "chain-12", "gpt-4", "gpt-5", "llama-4", "vit-4", "resnet-4", "resnet-18", "unet-2",
+    "unet-4", "t5-2", "mixer-4", "moe-2", "densenet-6",
+)  # fmt: skip
 
 
 def make_plan(name: str, budget: str) -> Plan | None:
@@ -72,7 +77,7 @@ def show(names: Iterable[str], budgets: Iterable[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=sorted(ALL), default=list(ALL))
+    parser.add_argument("--models", nargs="+", choices=sorted(ALL), default=USUAL)
     parser.add_argument("--budgets", nargs="+", default=["100%", "70%", "least"])
     options = parser.parse_args()
     show(options.models, options.budgets)

@@ -232,18 +232,23 @@ def test_inductor_compiles_what_runs_in_a_tile():
 
 
 def body() -> fx.GraphModule:
-    """A function whose first result has rows; the others are sums over all tiles."""
+    """A function whose first result has rows; the others are sums over all tiles.
+
+    The last lies in memory as its transpose does: a compiled graph takes results to be contiguous.
+    """
 
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         y = torch.mm(x, w)
-        return y.t(), y.sum(), torch.mm(x.t(), y)
+        return y.t(), y.sum(), torch.mm(x.t(), y), torch.mm(y.t(), x).t()
 
     with torch._subclasses.FakeTensorMode():
         return make_fx(function)(torch.empty(3, 4), torch.empty(4, 5))
 
 
 LAYOUT = TileLayout(
-    3, ((0, 1), None), (TileResult("rows", 1), TileResult("sum"), TileResult("product"))
+    3,
+    ((0, 1), None),
+    (TileResult("rows", 1), TileResult("sum"), TileResult("product"), TileResult("sum")),
 )
 
 

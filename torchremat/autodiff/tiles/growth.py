@@ -23,7 +23,7 @@ from torchremat.graph.nodes import base_of, call_of, is_item, is_view
 
 # A value this many times smaller than that from which a region grows ends the region. A hidden
 # layer is 3.5 or 4 times as wide as the stream that it is added to, and half precision is half.
-_MUCH_SMALLER = 3
+MUCH_SMALLER = 3
 # Numbers for each row are this many times smaller than rows, if not more.
 _STATISTICS = 64
 # From so many small values on, what a region leads to is another part of the model.
@@ -91,9 +91,15 @@ class TileRegion:
 
 def grow_from(seed: fx.Node) -> TileRegion | None:
     """The region that spares most, of those with other dims of `seed` for rows; `None` if none."""
-    found = [_Growth(seed, rows).run() for rows in _candidates(len(shape_of(seed)))]
+    candidates = _candidates(len(shape_of(seed)))
+    found = [grow_along([seed], rows) for rows in candidates]
     regions = [r for r in found if seed in r.members and seed not in r.results]
     return max(regions, key=TileRegion.count_spared_bytes, default=None)
+
+
+def grow_along(seeds: Sequence[fx.Node], rows: Rows) -> TileRegion:
+    """The region that grows from values of about the same size, which all have these rows."""
+    return _Growth(seeds, rows).run()
 
 
 def _candidates(num_dims: int) -> Iterator[Rows]:
@@ -104,11 +110,11 @@ def _candidates(num_dims: int) -> Iterator[Rows]:
 
 
 class _Growth:
-    def __init__(self, seed: fx.Node, rows: Rows) -> None:
-        self.region = TileRegion(seed, rows)
-        self.region.cuts[seed] = rows
-        self._least = count_bytes(seed) // _MUCH_SMALLER
-        self._queue = [seed]
+    def __init__(self, seeds: Sequence[fx.Node], rows: Rows) -> None:
+        self.region = TileRegion(seeds[0], rows)
+        self.region.cuts.update(dict.fromkeys(seeds, rows))
+        self._least = count_bytes(seeds[0]) // MUCH_SMALLER
+        self._queue = list(seeds)
 
     def run(self) -> TileRegion:
         done: set[fx.Node] = set()

@@ -1,4 +1,4 @@
-"""Rules of operators that only move dims: the same elements, as other dims or in another order."""
+"""Rules of operators that move elements: to other dims, in parts, or beside others."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,8 +11,10 @@ from torchremat.autodiff.tiles.cuts import (
     Assignment,
     Cuts,
     Rows,
+    find_rows,
     is_equal,
     merge_dims,
+    merge_rows,
     product,
     shape_of,
 )
@@ -126,6 +128,70 @@ def _reshape_rows(before: Sequence[Any], after: Sequence[Any], rows: Rows) -> Ro
             if same and is_equal(product(after[end:]), product(before[rows.end :])):
                 return Rows(start, end - start)
     return None
+
+
+class AlongDim(TileRule):
+    """An operator that cuts or joins tensors along a dim that is no row: `slice`, `split`, `cat`.
+
+    All that it reads and returns has as many dims, and the same rows.
+    """
+
+    linear_in = (0,)
+
+    def __init__(self, dim_position: int, default: int | None = None) -> None:
+        self._dim_position = dim_position
+        self._default = default
+
+    def _dim(self, node: fx.Node, num_dims: int) -> int:
+        given = node.args[self._dim_position : self._dim_position + 1] or (self._default,)
+        assert isinstance(given[0], int)
+        return given[0] % num_dims
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        is_many = isinstance(node.meta.get("val"), tuple | list)
+        values = [*(node.users if is_many else [node]), *node.all_input_nodes]
+        found = find_rows(known, values)
+        num_dims = len(shape_of(values[-1]))
+        if found is None or any(len(shape_of(v)) != num_dims for v in values):
+            return None
+        rows = found[1]
+        if rows.start <= self._dim(node, num_dims) < rows.end:
+            return None
+        return [(value, rows) for value in values]
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        (source, *_) = node.all_input_nodes
+        rows, num_dims = cuts[source], len(shape_of(source))
+        assert isinstance(rows, Rows)
+        (own,) = merge_dims([self._dim(node, num_dims)], num_dims, rows)
+        before, after = node.args[: self._dim_position], node.args[self._dim_position + 1 :]
+        return node.target, (*to_body(before), own, *to_body(after)), to_body(node.kwargs)
+
+    def is_linear(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:
+        return len(late) == len(node.all_input_nodes)
+
+
+class Padding(AlongDim):
+    """`slice_backward` along a dim that is no row: zeros before and behind."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
+        return super().infer(node, known) if node.args[5] == 1 else None
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        source, start = node.args[0], node.args[3]
+        rows, shape = cuts[node], shape_of(node)
+        assert isinstance(rows, Rows) and isinstance(start, int)
+        dim = self._dim(node, len(shape))
+        size = shape[dim]
+        before = min(max(start + size, 0) if start < 0 else start, size)
+        behind = size - before - shape_of(source)[dim]
+        (own,) = merge_dims([dim], len(shape), rows)
+        num_dims = len(merge_rows(shape, rows, 1))
+        pads = [0, 0] * (num_dims - 1 - own) + [before, behind]
+        return aten.constant_pad_nd.default, (to_body(source), pads), {}
 
 
 class Expand(TileRule):

@@ -21,6 +21,7 @@ from torch import fx
 from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.rewrites.encodings import encode_saved_values, undo_encodings
+from torchremat.autodiff.tiles.early_slices import slice_early
 from torchremat.autodiff.tiles.growth import TileRegion, count_bytes, find_seeds, grow_from
 from torchremat.autodiff.tiles.loop_segments import segment_loops
 from torchremat.autodiff.tiles.loss_rules import compute_weight_sums
@@ -74,6 +75,7 @@ def _tile_values(joint: Joint, tiling: Tiling) -> Joint | None:
         copy, _ = joint.copy()
         undo_encodings(copy.module.graph)  # bits do not lie as the tiles of a value do
         compute_weight_sums(copy.module.graph)
+        copy = copy.translate(slice_early(copy.module.graph, _find_least(copy)))
         tiler = _Tiler(copy, tiling, skipped)
         failed = tiler.run()
         if failed is None:
@@ -82,6 +84,11 @@ def _tile_values(joint: Joint, tiling: Tiling) -> Joint | None:
             encode_saved_values(tiler.joint.module.graph)
             return tiler.joint
         skipped.add(failed)
+
+
+def _find_least(joint: Joint) -> int:
+    # where sizes vary, they may be larger than when the graph was traced
+    return _LEAST_NBYTES if shapes_in(joint.module) is None else 0
 
 
 class _Tiler:
@@ -114,10 +121,7 @@ class _Tiler:
         entries = (*self.joint.outputs, *self.joint.returned_gradients)
         results = {n for n in entries if isinstance(n, fx.Node)}
         results.update(value for _, value in self.joint.mutations)
-        module = self.joint.module
-        # where sizes vary, they may be larger than when the graph was traced
-        least = _LEAST_NBYTES if shapes_in(module) is None else 0
-        seeds = find_seeds(module.graph, results, least)
+        seeds = find_seeds(self.joint.module.graph, results, _find_least(self.joint))
         most = max(map(count_bytes, seeds), default=0)
         worth = [seed for seed in seeds if count_bytes(seed) >= most * _WORTH]
         return [seed for seed in worth if seed.name not in self._skipped]

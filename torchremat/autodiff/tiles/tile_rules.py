@@ -28,7 +28,9 @@ from torchremat.autodiff.tiles.cuts import (
     shape_of,
 )
 from torchremat.autodiff.tiles.shape_rules import (
+    AlongDim,
     Expand,
+    Padding,
     Permutation,
     Reshape,
     order_of_permute,
@@ -326,6 +328,9 @@ RULES: dict[Any, TileRule] = {
     aten.gather.default: Gather(),
     aten.scatter_add.default: ScatterAdd(),
     aten.expand.default: Expand(),
+    **dict.fromkeys((aten.slice.Tensor, aten.cat.default), AlongDim(1, 0)),
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), AlongDim(2, 0)),
+    aten.slice_backward.default: Padding(),
 }  # fmt: skip
 
 _POINTWISE = Elementwise()

@@ -18,7 +18,7 @@ from torchremat.graph.nodes import (
     results_of,
 )
 from torchremat.graph.notes import device_kind_of
-from torchremat.graph.ops import communicates, packet_name
+from torchremat.graph.ops import communicates, name_arguments, packet_name
 
 
 def reason_not_replayable(node: fx.Node) -> str | None:
@@ -120,10 +120,8 @@ def _draws(body: fx.GraphModule) -> bool:
 
 def drops_nothing(op: _torch.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator with a dropout probability has one of 0, and so draws nothing."""
-    names = [argument.name for argument in _torch.schema_arguments(op)]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    defaults = {a.name: a.default_value for a in _torch.schema_arguments(op)}
-    return any((defaults | given).get(name) == 0.0 for name in ("dropout_p", "p") if name in names)
+    given = name_arguments(op, args, kwargs)
+    return any(given.get(name) == 0.0 for name in ("dropout_p", "p"))
 
 
 def draws_in_forward(node: fx.Node) -> bool:

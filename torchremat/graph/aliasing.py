@@ -154,7 +154,7 @@ def run_fake(node: fx.Node, source: fx.Node, layout: Any) -> Any:
     if not all(map(is_static, tensors)):
         return None
     mode = tensors[0].fake_mode
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _in_mode(mode, values[n]))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: lie_alike(values[n], mode))
     try:
         with _torch.isolate(), mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -162,8 +162,8 @@ def run_fake(node: fx.Node, source: fx.Node, layout: Any) -> Any:
         return None
 
 
-def _in_mode(mode: _torch.FakeTensorMode, value: Any) -> Any:
-    """A fake tensor that lies as `value` does, which may be one of another trace."""
+def lie_alike(value: Any, mode: Any) -> Any:
+    """A fake tensor of `mode` that lies as `value` does, which may be one of another trace."""
     if not isinstance(value, Tensor) or getattr(value, "fake_mode", mode) is mode:
         return value
     with _torch.isolate(), mode:

@@ -373,6 +373,19 @@ def _consume_avals(left: Iterator[Aval], value: Any) -> Any:
     return value
 
 
+def name_arguments(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that it leaves out.
+
+    >>> name_arguments(torch.ops.aten.sum.dim_IntList, ("x", [0]), {})["keepdim"]
+    False
+    """
+    arguments = schema_arguments(op)
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+    return {a.name: a.default_value for a in arguments} | given
+
+
 def equals_default(value: object, default: object) -> bool:
     return type(value) is type(default) and bool(value == default)
 

@@ -1,5 +1,6 @@
 """Values saved in fewer bits: PyTorch's gradients to the bit, and fewer bytes."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchremat as tr
 from torchremat.autodiff.rewrites import encodings
@@ -55,7 +57,14 @@ def thresholds(x: Tensor) -> Tensor:
     return (F.threshold(y, 0.25, 5.0) + F.threshold(y, -0.125, 2.0)).exp()
 
 
-FUNCTIONS = [pools, volumes, masks, named, thresholds]
+def choices(x: Tensor) -> Tensor:
+    y = x.sin()
+    top = y.topk(5, dim=-1, largest=False).values.square().sum(-1)
+    ordered = y.sort(dim=2, descending=True, stable=True).values * 0.3
+    return top * ordered.max(-1).values + y.cummax(0).values.exp().sum(-1)
+
+
+FUNCTIONS = [pools, volumes, masks, named, thresholds, choices]
 
 
 @pytest.fixture(autouse=True)
@@ -365,6 +374,30 @@ def test_second_derivatives_after_random_numbers(drawn: str, policy: str) -> Non
     torch.testing.assert_close(square(saving), square(function))
 
 
+@pytest.mark.parametrize("policies", [*itertools.product(POLICIES, POLICIES)])
+@pytest.mark.parametrize("used", [0, 1])
+def test_checkpoints_within_checkpoints(policies: tuple[str, str], used: int) -> None:
+    """Of the results of the inner one, only some are used: its derivative is of another trace."""
+
+    def inner(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.where(x < 0.7, x.square(), x).sort(-1).values
+        z = F.relu(torch.where(y > 0.2, y * y, y).exp() - 1)
+        return 2 * z.cos(), y.exp()
+
+    def outer(x: Tensor, call: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        results = call(x.tanh())
+        return results[used].square().sum(), results[1 - used].detach()
+
+    def differentiate(f: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        (slope,) = torch.autograd.grad(f(x)[0], x, create_graph=True)
+        return [slope, torch.autograd.grad(slope.square().sum(), x)[0]]
+
+    x = example().detach().double().requires_grad_()
+    called = tr.checkpoint(inner, policy=policies[0])
+    found = differentiate(tr.checkpoint(lambda x: outer(x, called), policy=policies[1]))
+    torch.testing.assert_close(found, differentiate(lambda x: outer(x, inner)))
+
+
 def test_what_it_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     x = example()
     w = torch.randn(36, 8)
@@ -388,7 +421,7 @@ def test_sizes_that_change(function: Function, policy: str) -> None:
     for batch, size in [(2, 36), (5, 36), (3, 36), (7, 20), (4, 44), (1, 36)]:
         x = torch.randn(batch, 4, size, size, requires_grad=True)
         assert torch.equal(gradient(changing, x), gradient(function, x)), (batch, size)
-        if (batch, size) != (7, 20):
+        if (batch, size) != (7, 20) or function is choices:  # among sizes that vary
             continue
         assert isinstance(changing.last_program, FunctionProgram)
         nodes = changing.last_program.root_joint.module.graph.nodes
@@ -461,8 +494,74 @@ def test_a_report_shows_them_at_the_line_of_the_value() -> None:
     assert sorted(row.nbytes for row in rows) == [4, 2 * 4 * 36 * 36 // 8]
 
 
-def test_masks_of_random_numbers_are_drawn_again() -> None:
-    def function(x: Tensor) -> Tensor:
-        return F.dropout(x.sin(), 0.4) + torch.where(torch.rand_like(x) < 0.5, x, 0.0)
+def drawn(x: Tensor) -> Tensor:
+    y = F.dropout(x.sin(), 0.4) + torch.where(torch.rand_like(x) < 0.5, x, x * x)
+    order = torch.rand_like(x).argsort(-1)
+    return y.gather(-1, order.sort(-1).indices).exp() * y
 
-    assert not encoders_in(function, example())
+
+@pytest.mark.parametrize("policy", [*POLICIES, "budget:100%", "budget:90%"])
+def test_masks_of_random_numbers(policy: str) -> None:
+    assert encode_bits in encoders_in(drawn, example())
+    x = example()
+
+    def differentiate(f: Function, *, twice: bool) -> Tensor:
+        torch.manual_seed(7)
+        (slope,) = torch.autograd.grad(f(x).sum(), x, create_graph=twice)
+        after = torch.rand(3)
+        if twice:
+            (slope,) = torch.autograd.grad(slope.square().sum(), x)
+        return torch.cat([slope.flatten(), after])
+
+    once, again = (tr.checkpoint(anew(drawn), policy=policy) for _ in range(2))
+    assert torch.equal(differentiate(once, twice=False), differentiate(drawn, twice=False))
+    torch.testing.assert_close(differentiate(again, twice=True), differentiate(drawn, twice=True))
+
+
+@pytest.mark.parametrize(
+    ("choose", "nbytes"),
+    [
+        (lambda x: x.sort(-1).values.exp(), 1),
+        (lambda x: x.topk(100, -1).values.exp(), 1),
+        (lambda x: x.max(0, keepdim=True).values.exp(), 1),
+        (lambda x: x.flatten(1).sort(-1).values.exp(), 2),
+        (lambda x: x.flatten().sort().values.exp(), 4),
+    ],
+    ids=["sort", "topk", "max", "sort of rows", "sort of all"],
+)
+def test_indices_of_what_is_chosen(choose: Function, nbytes: int) -> None:
+    x = torch.randn(40, 4, 500, requires_grad=True)
+    size = {1: 200, 2: 500, 4: 500}[nbytes]
+    x = x.detach()[..., :size].contiguous().requires_grad_()
+    report = tr.explain(choose, x, policy="everything_saveable")
+    (row,) = [row for row in report if row.name.endswith(", encoded")]
+    assert row.nbytes == nbytes * choose(x).numel()
+    saving = tr.checkpoint(choose, policy="everything_saveable")
+    assert torch.equal(gradient(saving, x), gradient(choose, x))
+
+
+def test_a_second_derivative_reads_the_indices_that_are_saved() -> None:
+    """Sorted again, equal entries may change places: the graph has no other sort."""
+    x = example().detach().double().round(decimals=1).requires_grad_()
+
+    def ordered(x: Tensor) -> Tensor:
+        return x.square().sort(-1).values.exp()
+
+    function = tr.checkpoint(ordered, policy="everything_saveable")
+    (slope,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    names: list[str] = []
+    with _Watch(names):
+        (found,) = torch.autograd.grad(slope.square().sum(), x)
+    assert not [name for name in names if "sort" in name]
+    (slope,) = torch.autograd.grad(ordered(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(slope.square().sum(), x)[0])
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._names.append(str(func))
+        return func(*args, **(kwargs or {}))

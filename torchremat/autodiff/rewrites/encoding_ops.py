@@ -47,12 +47,18 @@ encode_indices = torch.ops.torchremat.encode_indices.default
 encode_shape = torch.ops.torchremat.encode_shape.default
 decode_shape = torch.ops.torchremat.decode_shape.default
 
-_ENCODERS = frozenset({encode_bits, encode_at_most, encode_indices, encode_shape})
+_EXACT = frozenset({encode_bits, encode_indices})
+_ENCODERS = _EXACT | {encode_at_most, encode_shape}
 
 
 def is_encoding(node: fx.Node) -> bool:
     """Whether `node` is a value of the forward pass in fewer bits."""
     return node.target in _ENCODERS
+
+
+def is_exact_encoding(node: fx.Node) -> bool:
+    """Whether `node` is a value of the forward pass in fewer bits, which give back all of it."""
+    return node.target in _EXACT
 
 
 def _encode_bits(mask: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ The encoding `b` does not depend on cotangents, so that it may run in the forwar
 that saves `y` saves `b` in its place, and a plan may. Three kinds of values have one:
 
 - A mask is a bit for each entry.
-- Indices of a pooling are integers of as few bits as the sizes that it pools need.
+- Indices that a pooling, `sort` or `topk` gives are integers of as few bits as the sizes that it
+  chooses among need.
 - A tensor of which the backward pass reads the sign alone (of ReLU), or the shape (of poolings).
 
 The bits of results are those of PyTorch:
@@ -29,6 +30,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.autodiff.replay_rules import reason_not_replayable, reason_to_save
+from torchremat.autodiff.rewrites.added_calls import add_call, add_like
 from torchremat.autodiff.rewrites.encoding_ops import (
     decode_bits,
     decode_shape,
@@ -39,7 +41,6 @@ from torchremat.autodiff.rewrites.encoding_ops import (
     encode_shape,
     is_encoding,
 )
-from torchremat.autodiff.rewrites.loop import add_like
 from torchremat.graph.nodes import (
     base_of,
     call_of,
@@ -50,7 +51,7 @@ from torchremat.graph.nodes import (
     item_index,
 )
 from torchremat.graph.notes import device_kind_of, notes_of, set_notes
-from torchremat.graph.ops import packet_name
+from torchremat.graph.ops import name_arguments, packet_name
 from torchremat.graph.symbolic_sizes import literal_size
 
 aten = torch.ops.aten
@@ -72,6 +73,12 @@ _POOLINGS = {
 }  # fmt: skip
 """How many dims at the end of the argument the indices of a pooling count along."""
 
+_CHOICES_ALONG_DIM = frozenset({
+    "aten.topk", "aten.sort", "aten.max", "aten.min", "aten.median", "aten.nanmedian",
+    "aten.mode", "aten.kthvalue", "aten.cummax", "aten.cummin",
+})  # fmt: skip
+"""Operators of which the second result has indices along the argument `dim`."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -87,11 +94,12 @@ def encode_saved_values(graph: fx.Graph) -> None:
     with _torch.isolate():  # a trace in progress would record what sizes are read
         lost = _find_lost(graph)
         for value in list(graph.nodes):
-            can_change = is_forward(value) and value not in results
-            if can_change and _is_worth_it(value) and lost.isdisjoint(value.all_input_nodes):
-                uses = list(_find_uses(value, value))
-                if uses:
-                    _encode(value, uses)
+            if not is_forward(value) or value in results or not _is_worth_it(value):
+                continue
+            is_again = lost.isdisjoint(value.all_input_nodes) and not _must_not_run_again(value)
+            uses = list(_find_uses(value, value))
+            if uses and (is_again or _is_given_back(value)):
+                _encode(value, uses)
 
 
 def value_of_encoding(encoding: fx.Node) -> fx.Node:
@@ -126,6 +134,24 @@ def undo_encodings(graph: fx.Graph) -> None:
             graph.erase_node(lying)
 
 
+def decode_in(graph: fx.Graph, code: fx.Node, encoding: fx.Node) -> None:
+    """Let `code`, an input that stood for the value of `encoding`, be in the bits of that."""
+    if not code.users:
+        return
+    first = next(node for node in graph.nodes if node in code.users)
+    readers, value = list(code.users), code.meta["val"]
+    with graph.inserting_before(first), _torch.isolate():
+        if encoding.target is encode_indices:
+            decoded = add_like(first, aten._to_copy.default, (code,), value, {"dtype": value.dtype})
+        else:
+            order = _order_of(value_of_encoding(encoding).meta["val"])
+            assert order is not None
+            decoded = _unpack(code, value, order, first)
+    for reader in readers:
+        reader.replace_input_with(code, decoded)
+    code.meta["val"] = encoding.meta["val"]
+
+
 def _find_results(graph: fx.Graph) -> set[fx.Node]:
     """The values that the graph returns, which are in memory whatever is saved."""
     (output,) = graph.find_nodes(op="output")
@@ -147,6 +173,11 @@ def _find_lost(graph: fx.Graph) -> set[fx.Node]:
     return lost
 
 
+def _is_given_back(value: fx.Node) -> bool:
+    """Whether an encoding of `value` gives back all of it."""
+    return value.meta["val"].dtype in (torch.bool, torch.int64)
+
+
 def _must_not_run_again(value: fx.Node) -> bool:
     return reason_not_replayable(value) is not None or reason_to_save(value) is not None
 
@@ -158,8 +189,7 @@ def _is_worth_it(value: fx.Node) -> bool:
     assert isinstance(found, Tensor)
     if found.layout != torch.strided:
         return False
-    is_large = _torch.hint_of(found.numel()) * found.itemsize >= LEAST_NBYTES
-    return bool(is_large and not _must_not_run_again(value))
+    return bool(_torch.hint_of(found.numel()) * found.itemsize >= LEAST_NBYTES)
 
 
 def _find_uses(value: fx.Node, base: fx.Node) -> Iterator[Use]:
@@ -189,25 +219,31 @@ def _encode(value: fx.Node, uses: list[Use]) -> None:
 def _decode(value: fx.Node, order: list[int], before: fx.Node) -> fx.Node:
     """Encode a mask and decode it again, before an operator."""
     with before.graph.inserting_before(before):
-        lying = _lay(value, order, before)
-        code = _encode_as(encode_bits, value, before, lying)
-        decoded = _add(before, decode_bits, code, [*lying.meta["val"].shape])
-        if lying is value:
-            return decoded
-        back = [order.index(dim) for dim in range(len(order))]
-        return _add(before, aten.permute.default, decoded, back)
+        code = _encode_as(encode_bits, value, before, _lay(value, order, before))
+        return _unpack(code, value.meta["val"], order, before)
+
+
+def _unpack(code: fx.Node, value: Tensor, order: list[int], before: fx.Node) -> fx.Node:
+    """Add the mask of the bits `code`, with the sizes of `value` and its order in memory."""
+    laid = value.permute(order)
+    shape = [*map(literal_size, laid.shape)]
+    mask = add_like(before, decode_bits, (code, shape), laid.new_empty(laid.shape))
+    if order == sorted(order):
+        return mask
+    back = [order.index(dim) for dim in range(len(order))]
+    return add_call(before, aten.permute.default, (mask, back))
 
 
 def _widen(value: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
     """Encode indices and decode them again, before an operator."""
     with before.graph.inserting_before(before):
         code = _encode_as(encode_indices, value, before, value, dtype)
-        return _add(before, aten._to_copy.default, code, dtype=value.meta["val"].dtype)
+        return add_call(before, aten._to_copy.default, (code,), {"dtype": value.meta["val"].dtype})
 
 
 def _encode_as(encoder: Any, value: fx.Node, before: fx.Node, *args: Any) -> fx.Node:
     """Add an encoding, at the user's line that `value` is from: reports show it."""
-    code = _add(before, encoder, *args)
+    code = add_call(before, encoder, args)
     set_notes(code, replace(notes_of(value), phase=notes_of(before).phase))
     return code
 
@@ -215,18 +251,7 @@ def _encode_as(encoder: Any, value: fx.Node, before: fx.Node, *args: Any) -> fx.
 def _lay(value: fx.Node, order: list[int], before: fx.Node) -> fx.Node:
     """`value` with its dims as they lie in memory."""
     is_laid = order == sorted(order)
-    return value if is_laid else _add(before, aten.permute.default, value, order)
-
-
-def _add(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call with the notes of `like`, and a fake result."""
-
-    def read(node: fx.Node) -> Any:
-        return node.meta["val"]
-
-    value = target(*fx.node.map_arg(args, read), **kwargs)
-    literals = [[*map(literal_size, a)] if isinstance(a, list) else a for a in args]
-    return add_like(like, target, tuple(literals), value, kwargs)
+    return value if is_laid else add_call(before, aten.permute.default, (value, order))
 
 
 def _read_again(value: fx.Node, uses: list[Use], decoded: fx.Node) -> None:
@@ -274,8 +299,8 @@ def _add_empty(reader: fx.Node, value: fx.Node, order: list[int]) -> fx.Node:
     found: Tensor = value.meta["val"]
     code = _encode_as(encode_shape, value, reader, value)
     if order == sorted(order) and device_kind_of(value, found) == "cpu":
-        return _add(reader, aten.expand.default, code, [*found.shape])
-    return _add(reader, decode_shape, code, [*found.shape], [*found.stride()])
+        return add_call(reader, aten.expand.default, (code, [*found.shape]))
+    return add_call(reader, decode_shape, (code, [*found.shape], [*found.stride()]))
 
 
 def _reads_sign(use: Use, value: fx.Node) -> bool:
@@ -328,15 +353,21 @@ def _order_of(value: Tensor) -> list[int] | None:
 
 
 def _count_choices(value: fx.Node) -> int | None:
-    """How many entries a pooling chooses from; `None` if `value` is not the indices of one."""
+    """From how many entries an index in `value` chooses; `None` if it has no such indices."""
     if not is_item(value) or item_index(value) != 1:
         return None
     call = call_of(value)
-    dims = _POOLINGS.get(packet_name(call.target))
-    if dims is None:
+    name, source = packet_name(call.target), call.args[0]
+    if not isinstance(source, fx.Node) or not isinstance(call.target, _torch.OpOverload):
         return None
-    pooled: Any = call.args[0]
-    sizes = list(pooled.meta["val"].shape)[-dims:]
+    sizes = list(source.meta["val"].shape)
+    if name in _CHOICES_ALONG_DIM:
+        dim = name_arguments(call.target, call.args, call.kwargs)["dim"]
+        sizes = sizes and [sizes[dim]]
+    elif name in _POOLINGS:
+        sizes = sizes[-_POOLINGS[name] :]
+    else:
+        return None
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 

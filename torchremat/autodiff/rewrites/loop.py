@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, fx
 
 from torchremat.graph.nodes import call_of, inner_graphs_of, is_item, item_index
-from torchremat.graph.notes import notes_of, set_notes
 from torchremat.graph.ops import op_name
 
 aten = torch.ops.aten
@@ -81,19 +80,3 @@ def is_loop(node: fx.Node) -> bool:
     if node.op != "call_function" or op_name(node.target) != "higher_order.scan":
         return False
     return bool(node.args[2]) and all(is_item(user) for user in node.users)
-
-
-def add_like(
-    node: fx.Node,
-    target: Any,
-    args: tuple[Any, ...],
-    value: Any,
-    kwargs: dict[str, Any] | None = None,
-) -> fx.Node:
-    """Add a call that stands in the user's code where `node` does."""
-    made = node.graph.call_function(target, args, kwargs)
-    made.meta["val"] = value
-    if "stack_trace" in node.meta:
-        made.meta["stack_trace"] = node.meta["stack_trace"]
-    set_notes(made, notes_of(node))
-    return made

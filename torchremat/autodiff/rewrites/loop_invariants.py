@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
-from torchremat.autodiff.rewrites.loop import Loop, add_like, is_loop
+from torchremat.autodiff.rewrites.added_calls import add_like
+from torchremat.autodiff.rewrites.loop import Loop, is_loop
 from torchremat.graph.nodes import ancestors, call_of, is_forward, item_index, results_of
 
 aten = torch.ops.aten

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx
 
 from torchremat import _torch
+from torchremat.autodiff.rewrites.added_calls import add_call
 from torchremat.autodiff.tiles.cuts import SUM, Rows, merge_rows, product, shape_of
 from torchremat.autodiff.tiles.growth import MUCH_SMALLER, TileRegion, count_bytes, grow_along
 from torchremat.graph.nodes import call_of
-from torchremat.graph.notes import notes_of, set_notes
-from torchremat.graph.symbolic_sizes import Size, literal_size
+from torchremat.graph.symbolic_sizes import literal_size
 
 aten = torch.ops.aten
 
@@ -258,15 +258,4 @@ class _Writer:
         return self._add(aten.view.default, x, list(shape))
 
     def _add(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        values = fx.node.map_aggregate((args, kwargs), _value_of)
-        literals = fx.node.map_aggregate((args, kwargs), literal_size)
-        made = self._at.graph.call_function(op, *literals)
-        made.meta["val"] = op(*values[0], **values[1])
-        set_notes(made, notes_of(self._at))
-        return made
-
-
-def _value_of(argument: Any) -> Any:
-    if isinstance(argument, fx.Node):
-        return argument.meta["val"]
-    return argument.symbolic if isinstance(argument, Size) else argument
+        return add_call(self._at, op, args, kwargs)

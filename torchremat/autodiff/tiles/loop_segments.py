@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from torchremat.autodiff.joint import Joint
-from torchremat.autodiff.rewrites.loop import Loop, add_like, is_loop
+from torchremat.autodiff.rewrites.added_calls import add_like
+from torchremat.autodiff.rewrites.loop import Loop, is_loop
 from torchremat.graph.nodes import call_of, is_forward
 from torchremat.graph.slicing import erase_dead
 

@@ -12,7 +12,7 @@ from torchremat import config
 from torchremat.autodiff.early_gradients import order_gradients_early
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.replay_rules import reason_not_replayable
-from torchremat.autodiff.rewrites.encodings import undo_encodings
+from torchremat.autodiff.rewrites.encodings import decode_in, undo_encodings
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.errors import EffectError
 from torchremat.graph.codegen import Runner, StagedRunner, compile_graph, compile_in_stages
@@ -99,11 +99,13 @@ class BackwardInputs:
         roles: what each is: an input, a residual, a cotangent.
         draws: random values, by position, of which it is given a generator's state.
         copies: values, by position, that it is given in the host's memory; where each lies.
+        codes: values, by position, that it is given in fewer bits; the encoding of each.
     """
 
     roles: Sequence[str] = ()
     draws: Mapping[int, fx.Node] = field(default_factory=dict)
     copies: Mapping[int, Memory] = field(default_factory=dict)
+    codes: Mapping[int, fx.Node] = field(default_factory=dict)
 
 
 _PLAIN_INPUTS = BackwardInputs()
@@ -157,9 +159,7 @@ def compile_backward(
         module = build_scheduled_graph(joint.module, inputs, outputs, calls)
     prune_bodies(module)
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    if form.draws:
-        states = [placeholders[i] for i in form.draws]
-        replay_from_states(module.graph, list(form.draws.values()), states)
+    _decode(module.graph, placeholders, form)
     _refuse_replay(module.graph)
     accept_any_layout(module.graph)
     move_results_up(module)
@@ -169,6 +169,15 @@ def compile_backward(
     note_graph(module, cut=(joint, list(inputs), list(outputs)))
     note_roles(module, form.roles)
     return CompiledGraph.of(module, "backward", program, compiler)
+
+
+def _decode(graph: fx.Graph, placeholders: Sequence[fx.Node], form: BackwardInputs) -> None:
+    """Let `graph` make the values of which it is given bits, or a generator's state."""
+    for i, encoding in form.codes.items():
+        decode_in(graph, placeholders[i], encoding)
+    if form.draws:
+        states = [placeholders[i] for i in form.draws]
+        replay_from_states(graph, list(form.draws.values()), states)
 
 
 def _is_drawn(node: fx.Node) -> bool:

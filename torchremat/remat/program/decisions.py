@@ -13,7 +13,7 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.partial_eval import Residuals, find_residuals
 from torchremat.autodiff.replay_rules import body_value_of, reason_not_replayable, reason_to_save
-from torchremat.autodiff.rewrites.encoding_ops import is_encoding
+from torchremat.autodiff.rewrites.encoding_ops import is_encoding, is_exact_encoding
 from torchremat.autodiff.rewrites.encodings import value_of_encoding
 from torchremat.autodiff.tiles.tiled_op import tiled_p
 from torchremat.core.avals import Aval
@@ -325,19 +325,24 @@ def _find_needless(found: Residuals, encodings: set[fx.Node]) -> set[fx.Node]:
     codes = saved & encodings
     if not codes:
         return codes
-    values = {value_of_encoding(code) for code in codes} - saved
-    spared = _nbytes_in(values) - _nbytes_in(codes)
+    parts = {code for code in codes if not is_exact_encoding(code)}
+    values = {value_of_encoding(code) for code in parts} - saved
+    spared = _nbytes_in(values) - _nbytes_in(parts)
     behind = find_inputs_behind(found)
+    needless = {code for code in codes if value_of_encoding(code) in saved}
     if _nbytes_in(behind) >= spared:
-        return codes
-    return {code for code in codes if value_of_encoding(code) in saved}
+        needless |= parts
+    return needless
 
 
 def find_inputs_behind(found: Residuals) -> set[fx.Node]:
     """The further inputs from which a second derivative recomputes what is saved as encodings."""
-    saved = {*found.values}
+    exact = {value_of_encoding(node) for node in found.values if is_exact_encoding(node)}
+    there = {*found.values, *exact}
     values = [value_of_encoding(node) for node in found.values if is_encoding(node)]
-    again = find_residuals(values, lambda _: True, saved.__contains__)
+    again = find_residuals(
+        [v for v in values if v not in exact], lambda _: True, there.__contains__
+    )
     return {*again.inputs} - {*found.inputs}
 
 

@@ -15,9 +15,10 @@ from torch import fx
 from torchremat.autodiff.bodies import BatchedBody, GraphBody, JvpBody, VjpBody
 from torchremat.autodiff.joint import TraceOptions
 from torchremat.autodiff.replay_rules import draws_in_forward
+from torchremat.autodiff.rewrites.matched_values import find_codes
 from torchremat.graph.nodes import inner_graphs_of, is_inexact
 from torchremat.graph.slicing import slice_graph
-from torchremat.remat.program.compiled_graph import CompiledGraph, compile_backward
+from torchremat.remat.program.compiled_graph import BackwardInputs, CompiledGraph, compile_backward
 from torchremat.remat.program.function_program import FunctionProgram
 from torchremat.remat.program.program import Program, cache_by_program, mark_kept_apart
 from torchremat.remat.program.region import Mask, Region, VmapAxis
@@ -145,8 +146,15 @@ class VjpProgram(Program):
     def forward(self) -> CompiledGraph:
         known = self._of.values_in(self._joint, self.known_values)
         inputs: list[fx.Node | None] = [*self._joint.inputs, *self._cotangents, *known]
+        start = len(inputs) - len(known)
+        codes = {start + i: v for i, v in find_codes(self.known_values, known).items()}
         compiled = compile_backward(
-            self._joint, inputs, self.output_nodes, self, compiler=self.compiler
+            self._joint,
+            inputs,
+            self.output_nodes,
+            self,
+            form=BackwardInputs(codes=codes),
+            compiler=self.compiler,
         )
         mark_kept_apart(compiled.module, self._of.prevent_cse)
         return compiled

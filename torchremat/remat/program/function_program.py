@@ -13,8 +13,8 @@ from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.partial_eval import Residuals
 from torchremat.autodiff.replay_rules import draws_in_forward
-from torchremat.autodiff.rewrites.encoding_ops import is_encoding
-from torchremat.autodiff.rewrites.encodings import encode_at_once
+from torchremat.autodiff.rewrites.encoding_ops import is_encoding, is_exact_encoding
+from torchremat.autodiff.rewrites.encodings import encode_at_once, value_of_encoding
 from torchremat.autodiff.specialize import specialize_joint
 from torchremat.graph.hand_outs import Groups, Targets
 from torchremat.graph.nodes import base_of, is_forward, is_identity
@@ -394,9 +394,9 @@ def _find_residuals(joint: Joint, root_joint: Joint, decisions: PolicyDecisions)
     if not wanted:
         return found
     saved = None
+    known = {value_of_encoding(v) if is_exact_encoding(v) else v for v in found.values}
     if decisions.schedule is not None and joint is not root_joint:
-        known = [node for node in found.values if is_forward(node)]
-        there = match_forward(root_joint, joint, known, strict=False)
+        there = match_forward(root_joint, joint, [*filter(is_forward, known)], strict=False)
         saved = GraphSchedule(frozenset(there.values()), (), ())
     by_itself = PolicyDecisions(joint, nothing_saveable, schedule=saved)
     everything = by_itself.residuals_for(joint, wanted)
@@ -406,7 +406,8 @@ def _find_residuals(joint: Joint, root_joint: Joint, decisions: PolicyDecisions)
     if decisions.schedule is not None and joint is not root_joint:
         # what must not run again is saved also for outputs that the plan gives no cotangent
         pairs = match_forward(joint, root_joint, everything.values, strict=False)
-        values |= dict.fromkeys(pairs[v] for v in everything.values if v in pairs)
+        further = (pairs[v] for v in everything.values if v in pairs)
+        values |= dict.fromkeys(v for v in further if v not in known)
     return replace(found, values=tuple(values), inputs=tuple(inputs))
 
 

@@ -24,8 +24,9 @@ from typing import Any, Protocol, cast
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
-from torchremat.autodiff.matching import match_forward
 from torchremat.autodiff.replay_rules import draws_in_forward
+from torchremat.autodiff.rewrites.encodings import decode_in
+from torchremat.autodiff.rewrites.matched_values import find_codes, match_values
 from torchremat.graph.nodes import body_of, is_checkpoint, is_forward, is_item, item_index
 from torchremat.graph.notes import graph_notes_of, note, notes_of
 from torchremat.graph.slicing import add_body_like, erase_unread, slice_graph
@@ -195,16 +196,21 @@ def _open_backward(
         gradients |= {ours: theirs for (_, ours), (_, theirs) in pairs}
         wanted = [gradients[node] if isinstance(node, fx.Node) else node for node in wanted]
         joint = split.joint
-        known = dict(zip(values, items, strict=True))
+        nodes: list[fx.Node | None] = list(values)
     else:  # some outputs have no cotangent: the graph of another trace
-        found = match_forward(split.joint, joint, values, strict=False)
-        known = {found[v]: item for v, item in zip(values, items, strict=True) if v in found}
+        nodes = match_values(split.joint, joint, values, strict=False)
+    known = {n: item for n, item in zip(nodes, items, strict=True) if n is not None}
+    codes = {nodes[i]: value for i, value in find_codes(values, nodes).items()}
     cotangents = [ct for ct in joint.cotangents if ct is not None]
     given = backward.args[len(backward.args) - len(cotangents) :]
     opened = slice_graph(
         joint.module, [*joint.inputs, *known, *cotangents], wanted, lazy=is_forward
     )
     num_inputs = len(joint.inputs)
+    inputs = opened.graph.find_nodes(op="placeholder")[num_inputs:]
+    for node, placeholder in zip(known, inputs, strict=False):
+        if node in codes:
+            decode_in(opened.graph, placeholder, codes[node])
     operands = _drop_unread(opened, [*forward.args[1 : 1 + num_inputs], *known.values(), *given])
     graph = backward.graph
     with graph.inserting_before(backward):

@@ -22,10 +22,10 @@ from torch import fx
 
 from torchremat.autodiff.gradient_parts import fill_slots
 from torchremat.autodiff.joint import Joint
-from torchremat.autodiff.matching import match_forward
+from torchremat.autodiff.rewrites.matched_values import find_codes, match_values
 from torchremat.core.interrupts import hold_interrupts
 from torchremat.graph.hand_outs import Groups, Targets
-from torchremat.graph.nodes import is_forward, is_inexact
+from torchremat.graph.nodes import is_inexact
 from torchremat.graph.notes import graph_notes_of, note
 from torchremat.graph.schedule import GraphSchedule
 from torchremat.policies.policy import Policy
@@ -177,40 +177,36 @@ class Program(ABC):
         self, outputs_with_cotangent: Mask, inputs_needing_grad: Mask, with_states: bool
     ) -> CompiledGraph:
         joint = self.joint_for(outputs_with_cotangent)
-        num_known = len(self.known_values)
-        values = self.values_in(joint, (*self.known_values, *self.residuals))
-        inputs = [*joint.inputs, *values[:num_known]]
-        saved = [inputs[i] for i in self.saved_inputs]
-        residuals = values[num_known:]
+        num_others = self.num_inputs - len(self.region.specs)
+        saved, residuals, codes = _find_inputs(self, joint)
         cotangents = [ct for ct in joint.cotangents if ct is not None]
-        gradients = self.gradients_of(joint, inputs_needing_grad)
         draws: dict[int, fx.Node] = {}
         copies = {}
+        start = len(saved)
         if with_states:
-            start = len(saved)
             for i in self.replayed_random:
                 draws[start + i] = residuals[i] or self.residuals[i]
                 if is_run_again(self.residuals[i]):  # the graph computes it
                     residuals[i] = None
             copies = {start + i: memory_of(self.residuals[i]) for i in self.offloaded}
         roles = (
-            *["input"] * len(saved),
+            *["input"] * start,
             *self.roles_of_residuals("input"),
             *["cotangent"] * len(cotangents),
         )
         compiled = compile_backward(
             joint,
             [*saved, *residuals, *cotangents],
-            [*gradients, *[None] * (self.num_inputs - len(self.region.specs))],
+            [*self.gradients_of(joint, inputs_needing_grad), *[None] * num_others],
             self,
-            form=BackwardInputs(roles, draws, copies),
+            form=BackwardInputs(roles, draws, copies, codes),
             schedule=self.schedule if joint is self.root_joint else None,
             compiler=self.compiler,
             order=BackwardOrder(self.policy.recomputes_at_once, self.policy.honours_others),
         )
         if copies:
             self.fetched_first[:] = graph_notes_of(compiled.module).fetched_first
-        flags = (*self.prevent_cse, *[True] * num_known)
+        flags = (*self.prevent_cse, *[True] * num_others)
         mark_kept_apart(compiled.module, [flags[i] for i in self.saved_inputs])
         return compiled
 
@@ -247,15 +243,26 @@ class Program(ABC):
         """The nodes of `joint` for `values` of the root joint graph.
 
         There is none for a value inside a checkpoint within this one, nor for one that only the
-        backward pass or tiles have.
+        backward pass or tiles have. For an exact encoding it is the value that it is of.
         """
         root = self.root_joint
         if root is None or joint is root:
             return list(values)
-        forward = [node for node in values if node.op == "placeholder" or is_forward(node)]
         strict = not root.opened and root.untiled is None
-        pairs = match_forward(root, joint, forward, strict=strict)
-        return [pairs.get(node) for node in values]
+        return match_values(root, joint, values, strict=strict)
+
+
+Nodes = list[fx.Node | None]
+
+
+def _find_inputs(program: Program, joint: Joint) -> tuple[Nodes, Nodes, dict[int, fx.Node]]:
+    """The saved inputs and the residuals in `joint`, and which of both are given as codes."""
+    known = program.values_in(joint, program.known_values)
+    inputs, originals = [*joint.inputs, *known], [*joint.inputs, *program.known_values]
+    saved = [inputs[i] for i in program.saved_inputs]
+    residuals = program.values_in(joint, program.residuals)
+    wanted = [*(originals[i] for i in program.saved_inputs), *program.residuals]
+    return saved, residuals, find_codes(wanted, [*saved, *residuals])
 
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])

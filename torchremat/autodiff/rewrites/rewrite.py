@@ -9,6 +9,7 @@ from torch import fx
 from torchremat.autodiff.rewrites.encodings import encode_saved_values
 from torchremat.autodiff.rewrites.loop_invariants import hoist_invariants
 from torchremat.autodiff.rewrites.loss_gradient import merge_loss_gradients
+from torchremat.autodiff.rewrites.repeated_values import repeat_by_views
 from torchremat.graph.slicing import erase_dead
 
 
@@ -19,6 +20,7 @@ def rewrite_joint(graph: fx.Graph) -> None:
     needs is erased, so that the graph does not depend on how its cotangents became fewer.
     """
     merge_loss_gradients(graph)
+    repeat_by_views(graph)
     erase_dead(graph)
     hoist_invariants(graph)
     encode_saved_values(graph)

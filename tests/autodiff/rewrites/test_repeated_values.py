@@ -1,6 +1,7 @@
 """What repeats entries of a smaller tensor is a view of it, with the bits of PyTorch."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -115,6 +116,27 @@ def test_readers_that_round_otherwise_get_the_whole() -> None:
     nodes = region_of(to_layers, (example(),), {}).joint.module.graph.nodes
     (division,) = [n for n in nodes if n.target is aten.div.Scalar]
     assert division.meta["val"].numel() >= example().numel()
+
+
+NUMBERS = (3, 0.1, 1 / 3, 4096, 1048577, 1e-3)
+SHAPES = (((), (37,)), ((1, 1), (3, 45)), ((3, 1), (3, 45)), ((1, 5), (4, 5)), ((7, 1), (7, 33)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_operators_round_each_entry_by_itself(dtype: torch.dtype) -> None:
+    by_number = [aten.div.Scalar, aten.mul.Scalar, aten.div.Tensor, aten.mul.Tensor]
+    for small, large in SHAPES:
+        x = torch.randn(small).to(dtype) * 10
+        repeated, y = x.expand(large), torch.randn(large).to(dtype)
+        choose = partial(torch.where, torch.rand(large) < 0.5)
+        for op in by_number:
+            for number in NUMBERS:
+                assert torch.equal(op(repeated, number), op(x, number).expand(large))
+        for other in (torch.bfloat16, torch.float16, torch.float32):
+            assert torch.equal(repeated.to(other), x.to(other).expand(large))
+        for read in (torch.mul, torch.div, torch.add, torch.sub, choose):
+            assert torch.equal(read(repeated, y), read(repeated.clone(), y))
+            assert torch.equal(read(y, repeated), read(y, repeated.clone()))
 
 
 def test_a_gradient_that_is_returned_is_written_out() -> None:

@@ -57,9 +57,9 @@ class _Slice:
 
     Attributes:
         source: what it is a slice of.
+        dim: the dim of `source` that is cut.
         alike: all slices that are equal, itself one of them.
         padded: the derivatives, of the shape of `source`.
-        rows: which dims of `source` are rows.
     """
 
     def __init__(self, node: fx.Node) -> None:

@@ -178,7 +178,11 @@ class Padding(AlongDim):
         super().__init__(2)
 
     def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
-        return super().infer(node, known) if node.args[5] == 1 else None
+        dim = self._dim(node, len(shape_of(node)))
+        sizes = node.args[3], shape_of(node)[dim], shape_of(node.args[0])[dim]
+        if node.args[5] != 1 or not all(isinstance(size, int) for size in sizes):
+            return None
+        return super().infer(node, known)
 
     def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
         source, start = node.args[0], node.args[3]

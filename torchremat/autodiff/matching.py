@@ -10,13 +10,7 @@ from torchremat import _torch
 from torchremat.autodiff.joint import Joint
 from torchremat.errors import RetraceError
 from torchremat.graph.aliasing import changes_nothing
-from torchremat.graph.nodes import (
-    attribute,
-    call_of,
-    is_identity,
-    is_item,
-    item_index,
-)
+from torchremat.graph.nodes import attribute, call_of, is_identity, is_item, item_index
 from torchremat.graph.notes import notes_of
 
 aten = torch.ops.aten

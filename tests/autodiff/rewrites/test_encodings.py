@@ -552,6 +552,7 @@ def test_a_second_derivative_reads_the_indices_that_are_saved() -> None:
     names: list[str] = []
     with _Watch(names):
         (found,) = torch.autograd.grad(slope.square().sum(), x)
+    assert [name for name in names if "gather" in name or "scatter" in name]
     assert not [name for name in names if "sort" in name]
     (slope,) = torch.autograd.grad(ordered(x).sum(), x, create_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(slope.square().sum(), x)[0])

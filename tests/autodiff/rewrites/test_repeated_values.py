@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,25 @@ def test_a_gradient_that_is_returned_is_written_out() -> None:
     for function in (lambda x: x.mean(), lambda x: x.mean(1).sum()):
         found = gradient(tr.checkpoint(function, policy="full"), x)
         assert found.is_contiguous() and torch.equal(found, gradient(function, x))
+
+
+def test_a_view_of_a_copy_that_is_returned_is_no_view_of_an_input() -> None:
+    class Copying(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, slope: Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            return x.pow(1.0).view(x.shape)
+
+    x = example()
+    before = x.detach().clone()
+    found = gradient(tr.checkpoint(lambda x: Copying.apply(x).sum(), policy="full"), x)
+    found.zero_()
+    assert torch.equal(bits_of(x.detach()), bits_of(before))
 
 
 def test_real_peaks_are_smaller() -> None:

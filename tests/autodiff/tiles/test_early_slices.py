@@ -100,7 +100,24 @@ def after_a_sum_over_rows(z: Tensor) -> Tensor:
     return shifted(z - z.mean(1, keepdim=True))
 
 
-@pytest.mark.parametrize("loss", [with_a_penalty_on_all, with_two_shifts, after_a_sum_over_rows])
+def with_a_sum_of_all(z: Tensor) -> Tensor:
+    return shifted(z) + z.detach().square().mean()
+
+
+def with_choices_among_all(z: Tensor) -> Tensor:
+    return shifted(z) + z.detach().argmax(-1).float().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        with_a_penalty_on_all,
+        with_two_shifts,
+        after_a_sum_over_rows,
+        with_a_sum_of_all,
+        with_choices_among_all,
+    ],
+)
 def test_rows_that_others_read_are_made_whole(loss):
     x, w, _ = draw_weights()
 

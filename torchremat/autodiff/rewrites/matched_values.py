@@ -20,12 +20,17 @@ def match_values(
 ) -> list[fx.Node | None]:
     """The nodes for `values` of a joint graph in another trace of the function, if there are any.
 
-    For an exact encoding it is the node of the whole value, and `find_codes` finds it.
+    For an exact encoding it is the node of the whole value, and `find_codes` finds it. There is
+    none if the whole value is among `values`, too.
     """
     whole = [value_of_encoding(v) if is_exact_encoding(v) else v for v in values]
     forward = [node for node in whole if node.op == "placeholder" or is_forward(node)]
     pairs = match_forward(of, into, forward, strict=strict)
-    return [pairs.get(node) for node in whole]
+    there = {*values}
+    return [
+        None if node is not value and node in there else pairs.get(node)
+        for value, node in zip(values, whole, strict=True)
+    ]
 
 
 def find_codes(values: Sequence[fx.Node], nodes: Sequence[fx.Node | None]) -> dict[int, fx.Node]:

@@ -63,9 +63,10 @@ def _is_worth_it(value: Any) -> bool:
 
 
 def _read_argument(node: fx.Node) -> None:
-    """Let readers of the copy `node` read the original."""
+    """Let readers of the copy `node` read the original, unless a view of it may be returned."""
     source: Any = node.args[0]
-    if _layout_of(source.meta["val"]) == _layout_of(node.meta["val"]):
+    is_alike = _layout_of(source.meta["val"]) == _layout_of(node.meta["val"])
+    if is_alike and not any(map(is_view, node.users)):
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)
 

@@ -257,10 +257,11 @@ Nodes = list[fx.Node | None]
 
 def _find_inputs(program: Program, joint: Joint) -> tuple[Nodes, Nodes, dict[int, fx.Node]]:
     """The saved inputs and the residuals in `joint`, and which of both are given as codes."""
-    known = program.values_in(joint, program.known_values)
-    inputs, originals = [*joint.inputs, *known], [*joint.inputs, *program.known_values]
-    saved = [inputs[i] for i in program.saved_inputs]
-    residuals = program.values_in(joint, program.residuals)
+    num_known = len(program.known_values)
+    values = program.values_in(joint, (*program.known_values, *program.residuals))
+    inputs = [*joint.inputs, *values[:num_known]]
+    originals = [*joint.inputs, *program.known_values]
+    saved, residuals = [inputs[i] for i in program.saved_inputs], values[num_known:]
     wanted = [*(originals[i] for i in program.saved_inputs), *program.residuals]
     return saved, residuals, find_codes(wanted, [*saved, *residuals])
 

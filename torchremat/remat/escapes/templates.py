@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,21 +18,39 @@ from torchremat.tracing.modules.attribute_changes import is_of_trace
 _MOST_LEVELS = 6
 
 
+# Nothing in these is looked at: modules of torch are looked at as holders of their own.
+_OPAQUE = (str, bytes, int, float, nn.Module, type)
+
+
 def holds_traced(value: Any, levels: int = _MOST_LEVELS) -> bool:
-    """Whether `value` is a tensor of a trace, or a container or object that holds one."""
-    if isinstance(value, Tensor):
-        return is_of_trace(value)
-    if isinstance(value, SYMBOLIC):
-        return True
-    if levels == 0 or isinstance(value, str | bytes | int | float | nn.Module | type):
-        return False
+    """Whether `value` is a tensor of a trace, or a container or object that holds one.
+
+    Each object is looked at once, the nearest first: a package that the function imported holds
+    all others in some way. So a Python module is looked into only if it is `value` itself.
+    """
+    seen: set[int] = set()
+    layer = [value]
+    for _ in range(levels + 1):
+        inner: list[Any] = []
+        for item in layer:
+            if isinstance(item, Tensor):
+                if is_of_trace(item):
+                    return True
+            elif isinstance(item, SYMBOLIC):
+                return True
+            elif id(item) not in seen and not isinstance(item, _OPAQUE):
+                seen.add(id(item))
+                inner += [] if isinstance(item, ModuleType) and item is not value else _parts(item)
+        layer = inner
+    return False
+
+
+def _parts(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        held: Any = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        held = value
-    else:
-        held = read_attributes(value).values()
-    return any(holds_traced(item, levels - 1) for item in list(held))
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    return list(read_attributes(value).values())
 
 
 @dataclass

@@ -45,7 +45,8 @@ from tests.planning.schedules import least_peak_bound, plain_schedule
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.costs.device_rates import Rates
 from torchremat.planning.problem.orders import orders_of
-from torchremat.planning.problem.problem import Problem, Schedule, costs_of
+from torchremat.planning.problem.problem import Problem, Schedule
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 from torchremat.planning.solver import solve, solve_orders
 from torchremat.planning.step.problem_builder import NumericStep

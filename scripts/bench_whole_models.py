@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.planning.llama import NUM_TOKENS, llama_problem
 from tests.planning.schedules import plain_schedule
 from torchremat.planning.problem.orders import orders_of
-from torchremat.planning.problem.problem import Problem, costs_of
+from torchremat.planning.problem.problem import Problem
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.search.solver_options import SolverOptions
 from torchremat.planning.solver import solve_orders
 

@@ -30,8 +30,8 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from torchremat.planning.problem.forward_order import ForwardOrder
 from torchremat.planning.problem.problem import Part, Problem, Schedule
-from torchremat.planning.problem.replay import forward_order
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,9 @@ class _Program:
     def _forward(self) -> None:
         """Rows for what is alive in the forward pass; what is saved is made there."""
         problem, rows = self.problem, self.rows
-        order = forward_order(problem, [v for o in self.early for v in problem.operators[o].writes])
+        order = ForwardOrder(problem).order(
+            [v for o in self.early for v in problem.operators[o].writes]
+        )
         place = {o: i for i, o in enumerate(order)}
         saved = self.stages[0][1]
         for o, e in self.early.items():
@@ -402,4 +404,4 @@ class _Program:
         for o in order:  # where memory is to spare, S may be more than is wanted
             saved.update(v for v in problem.operators[o].reads if v not in there)
             there.update(problem.operators[o].reads, problem.operators[o].writes)
-        return Schedule(tuple(sorted(saved)), forward_order(problem, saved), tuple(order))
+        return Schedule(tuple(sorted(saved)), ForwardOrder(problem).order(saved), tuple(order))

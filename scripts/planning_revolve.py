@@ -21,7 +21,7 @@ def reverse_chain(problem: Problem, steps: int, snapshots: int) -> Schedule:
     """The schedule of least time that has `snapshots` values at once, and the input of the chain.
 
     >>> from planning_graphs import chain_of
-    >>> from torchremat.planning.problem.problem import costs_of
+    >>> from torchremat.planning.problem.schedule_costs import costs_of
     >>> problem = chain_of(10).problem
     >>> costs = costs_of(problem, reverse_chain(problem, 10, 2))
     >>> round(costs.added_seconds * 1e3), costs.peak >> 20

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.planning.schedules import plain_schedule
 from tests.planning.test_oracles import examples, least_seconds, problems
-from torchremat.planning.problem.problem import costs_of
+from torchremat.planning.problem.schedule_costs import costs_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

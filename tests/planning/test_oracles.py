@@ -21,15 +21,9 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
 from tests.planning.schedules import plain_schedule
-from torchremat.planning.problem.problem import (
-    Operator,
-    Part,
-    Problem,
-    Schedule,
-    ScheduleError,
-    costs_of,
-)
+from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions, replay_of
+from torchremat.planning.problem.schedule_costs import ScheduleError, costs_of
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 from torchremat.planning.solver import solve
 

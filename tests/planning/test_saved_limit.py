@@ -14,8 +14,9 @@ from tests.planning.test_budget_policy import step
 from torchremat.checkpoint_policies import memory_budget
 from torchremat.errors import BudgetError, PolicyError
 from torchremat.planning.planner import add_saved_limit, drop_limit_operator
-from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
+from torchremat.planning.problem.problem import Operator, Part, Problem
 from torchremat.planning.problem.replay import Decisions, replay_of
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.solver import solve
 
 

@@ -14,8 +14,9 @@ from torchremat.planning.milp.linear_program import LinearProgram, silence
 from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.problem.backward_order import floor_of, reorder_backward
-from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
+from torchremat.planning.problem.problem import Operator, Part, Problem
 from torchremat.planning.problem.replay import Decisions, replay_of
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.solver_options import SolverOptions
 from torchremat.planning.solver import solve

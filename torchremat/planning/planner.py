@@ -17,9 +17,10 @@ from torchremat.graph.symbolic_sizes import Sizes
 from torchremat.planning.budget import Budget
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.problem.backward_order import floor_of
-from torchremat.planning.problem.orders import orders_of
-from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule, costs_of
+from torchremat.planning.problem.orders import find_lowest_need, orders_of
+from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import replay_of
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.search.shared_solve import solve_once, text_of
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 from torchremat.planning.solver import solve_orders
@@ -63,9 +64,6 @@ def host_rate_of(model: CostModel) -> float:
 # Times the peak without rematerialisation, where only saved bytes are limited: with so much room
 # everything may be recomputed.
 _ENOUGH = 4
-# Of the time for one plan, a step of the search for the least memory within some time. About eight
-# of them halve the bytes between the least and the plain peak down to the accuracy, by hand.
-_TIME_SHARE = 0.2
 # The part of the room to which that search finds the least; chosen by hand.
 _TIME_ACCURACY = 0.01
 # What is counted twice differs from plan to plan. So a search looks farther down too, at these
@@ -230,9 +228,10 @@ class Planner:
     def _find_relative(self, budget: Budget, *, is_prompt: bool) -> Search:
         """The schedule of least peak, or of the least that adds so much time at most."""
         if budget not in self._relative:
-            found = self._find_least(is_prompt=is_prompt)
-            if budget.added is not None:
-                found = self._find_within_seconds(budget.added * self.plain_seconds, found)
+            if budget.added is None:
+                found = self._find_least(is_prompt=is_prompt)
+            else:
+                found = self._find_within_seconds(budget.added * self.plain_seconds)
             planned = replace(found, budget=self.peak_of(found))
             self._relative[budget] = Search(planned, was_needed=found is not self.plain)
         return self._relative[budget]
@@ -261,23 +260,24 @@ class Planner:
         near: Schedule | None = None,
         *,
         is_prompt: bool = False,
+        enough: float | None = None,
     ) -> PlannedStep | None:
-        solution = self._solve_problems(room, self._orders, near, seconds, is_prompt=is_prompt)
+        problems = self._orders
+        solution = self._solve_problems(
+            room, problems, near, seconds, is_prompt=is_prompt, enough=enough
+        )
         if solution.schedule is None:
             return None
         planned = self.evaluate(solution.schedule, solution.lower_bound_seconds)
         return replace(planned, gap_reason=solution.gap_reason)
 
-    def _find_within_seconds(self, allowed: float, lowest: PlannedStep) -> PlannedStep:
+    def _find_within_seconds(self, allowed: float) -> PlannedStep:
         """The schedule of least peak that adds at most `allowed` seconds, by halving the room."""
-        if lowest.costs.added_seconds <= allowed:
-            return lowest
-        best = self.plain
-        low, high = lowest.costs.peak, best.costs.peak
-        whole = self.seconds or SolverOptions().seconds_for(self.step.problem)
+        best, low = self.plain, min(find_lowest_need(problem) for problem in self._orders)
+        high = best.costs.peak
         while high - low > high * _TIME_ACCURACY:
             room = (low + high) // 2
-            found = self._find_in_room(room, whole * _TIME_SHARE)
+            found = self._find_in_room(room, enough=allowed)
             if found is not None and found.costs.added_seconds <= allowed:
                 best, high = found, found.costs.peak
             else:
@@ -308,10 +308,15 @@ class Planner:
         seconds: float | None = None,
         *,
         is_prompt: bool = False,
+        enough: float | None = None,
     ) -> Solution:
         """The schedule for `room` bytes, which one process looks for where there are several."""
         options = SolverOptions(
-            seconds or self.seconds, solver=self.solver, near=near, is_prompt=is_prompt
+            seconds or self.seconds,
+            solver=self.solver,
+            near=near,
+            is_prompt=is_prompt,
+            enough=enough,
         )
 
         def describe() -> str:

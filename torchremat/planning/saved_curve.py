@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchremat.planning.planner import Planner
-from torchremat.planning.problem.problem import Schedule, costs_unchecked
+from torchremat.planning.problem.problem import Schedule
 from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.schedule_costs import costs_unchecked
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.min_cut import cut_saved_sets
 from torchremat.planning.step.planned_step import PlannedStep

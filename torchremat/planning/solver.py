@@ -112,7 +112,7 @@ def solve(problem: Problem, budget: int, options: SolverOptions | None = None) -
     options = options or SolverOptions()
     timer = WorkTimer(has_wall=options.seconds is not None)
     incumbent = _search_links(problem, budget, options, timer)
-    if incumbent.best is None and not options.is_prompt:
+    if incumbent.best is None and not options.is_prompt and options.enough is None:
         _take_least(problem, budget, incumbent, options)
     return build_solution(problem, incumbent, budget)
 
@@ -194,7 +194,7 @@ def solve_orders(
     problems = [p for p in problems if find_lowest_need(p) <= budget] or problems
     anew = [problem for problem in problems if problem.numbers is not None]
     solutions = _solve_given([p for p in problems if p.numbers is None], budget, options)
-    if options is None or not options.is_prompt or not _any_is_near(solutions, problems):
+    if not _is_settled(solutions, problems, options or SolverOptions()):
         solutions += [_solve_renumbered(problem, budget, options) for problem in anew]
     if all(solution.schedule is None for solution in solutions):
         return min(solutions, key=lambda solution: solution.least_peak)
@@ -203,9 +203,16 @@ def solve_orders(
     return replace(best, lower_bound_seconds=bound)  # in another order, one might add less
 
 
-def _any_is_near(solutions: Sequence[Solution], problems: Sequence[Problem]) -> bool:
-    found = (s.added_seconds - s.lower_bound_seconds for s in solutions if s.schedule is not None)
-    return min(found, default=math.inf) <= _PROMPT_ORDERS * problems[0].step_seconds
+def _is_settled(
+    solutions: Sequence[Solution], problems: Sequence[Problem], options: SolverOptions
+) -> bool:
+    """Whether an answer makes a search of further orders of the forward pass needless."""
+    found = [s for s in solutions if s.schedule is not None]
+    if options.enough is not None and any(s.added_seconds <= options.enough for s in found):
+        return True
+    gaps = (s.added_seconds - s.lower_bound_seconds for s in found)
+    near = _PROMPT_ORDERS * problems[0].step_seconds
+    return options.is_prompt and min(gaps, default=math.inf) <= near
 
 
 def _solve_given(
@@ -239,7 +246,8 @@ def _search(
     is_first = is_small and not options.is_prompt
     clock = TimeSlice(timer, _FIRST_SHARE * seconds if is_first else seconds, options.progress)
     evaluator = Evaluator(problem, budget, timer.charge)
-    incumbent = Incumbent(clock, options.gap_for(problem), options.little_for(problem))
+    gap, little = options.gap_for(problem), options.little_for(problem)
+    incumbent = Incumbent(clock, gap, little, options.enough)
     if incumbent.note(evaluator(Decisions(problem.needed))).fits:
         return incumbent
     near = _begin(evaluator, incumbent, options.near)
@@ -407,7 +415,8 @@ def _step_back_wider(evaluator: Evaluator, incumbent: Incumbent, deadline: Deadl
 
 
 def _refine(evaluator: Evaluator, incumbent: Incumbent, seconds: float) -> None:
-    near = Incumbent(TimeSlice(incumbent.clock.timer, seconds), incumbent.gap)
+    clock = TimeSlice(incumbent.clock.timer, seconds)
+    near = Incumbent(clock, incumbent.gap, enough=incumbent.enough)
     near.best, near.lowest, near.bound = incumbent.best, incumbent.lowest, incumbent.bound
     rounds = RowGeneration(evaluator, near)
     if rounds.is_fine:

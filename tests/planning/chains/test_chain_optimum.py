@@ -12,7 +12,8 @@ import torchremat as tr
 from tests.planning.test_oracles import examples, least_peak, least_seconds
 from torchremat.planning.chains.chain import find_chains
 from torchremat.planning.chains.chain_optimum import ChainOptimum, decide
-from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
+from torchremat.planning.problem.problem import Operator, Part, Problem
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.solver_options import SolverOptions
 from torchremat.planning.solver import solve

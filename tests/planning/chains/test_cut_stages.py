@@ -10,8 +10,9 @@ from tests.planning.chains.test_chain_optimum import Builder, fewest_moves
 from tests.planning.test_oracles import examples, problems
 from torchremat.planning.chains.cut_stages import Stages, find_cuts, try_stages
 from torchremat.planning.chains.spare_room import fill_room
-from torchremat.planning.problem.problem import Part, Problem, costs_of
+from torchremat.planning.problem.problem import Part, Problem
 from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.clock import TimeSlice, WorkTimer
 from torchremat.planning.search.incumbent import Incumbent

@@ -7,8 +7,8 @@ from tests.planning.chains.test_cut_stages import new_incumbent
 from torchremat.planning.chains.cut_stages import try_stages
 from torchremat.planning.milp.near_answers import search_near
 from torchremat.planning.milp.whole_rounds import WholeRounds
-from torchremat.planning.problem.problem import costs_of
 from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.solver import solve
 

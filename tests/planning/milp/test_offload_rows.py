@@ -29,15 +29,9 @@ from tests.planning.test_oracles import (
     problems,
     runs_allowed,
 )
-from torchremat.planning.problem.problem import (
-    Operator,
-    Part,
-    Problem,
-    Schedule,
-    ScheduleError,
-    costs_of,
-)
+from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions, replay_of
+from torchremat.planning.problem.schedule_costs import ScheduleError, costs_of
 from torchremat.planning.search.solver_options import Solution, SolverOptions
 from torchremat.planning.solver import solve
 

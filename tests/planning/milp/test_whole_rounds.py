@@ -18,8 +18,9 @@ from torchremat.planning.milp.problem_index import ProblemIndex
 from torchremat.planning.milp.saving_program import SavingProgram
 from torchremat.planning.milp.whole_rounds import WholeRounds
 from torchremat.planning.problem.backward_order import floor_of, reorder_backward
-from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
+from torchremat.planning.problem.problem import Operator, Part, Problem
 from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.clock import TimeSlice, WorkTimer
 from torchremat.planning.search.incumbent import Incumbent

@@ -22,8 +22,9 @@ from torchremat.planning.problem.orders import (
     renumber_back,
 )
 from torchremat.planning.problem.pass_tasks import PassTasks
-from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
+from torchremat.planning.problem.problem import Operator, Part, Problem
 from torchremat.planning.problem.replay import Decisions, replay_of
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.task_order import find_task_order
 from torchremat.planning.solver import solve_orders
 

@@ -5,15 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.schedules import plain_schedule
-from torchremat.planning.problem.problem import (
-    Operator,
-    Part,
-    Problem,
-    Schedule,
-    ScheduleError,
-    check_schedule,
-    costs_of,
-)
+from torchremat.planning.problem.problem import Operator, Part, Problem, Schedule
+from torchremat.planning.problem.schedule_costs import ScheduleError, check_schedule, costs_of
 
 FORWARD, EITHER, BACKWARD = Part.FORWARD, Part.EITHER_PASS, Part.BACKWARD
 

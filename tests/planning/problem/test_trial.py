@@ -4,8 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.test_oracles import examples, problems
-from torchremat.planning.problem.problem import Part, Schedule, count_live
-from torchremat.planning.problem.replay import Decisions, forward_order
+from torchremat.planning.problem.forward_order import ForwardOrder
+from torchremat.planning.problem.problem import Part, Schedule
+from torchremat.planning.problem.replay import Decisions
+from torchremat.planning.problem.schedule_costs import count_live
 from torchremat.planning.problem.trial import Evaluator
 
 
@@ -25,7 +27,7 @@ def test_a_try_for_less_is_a_try_that_is_asked_afterwards(problem, data):
 @given(problem=problems(), data=st.data())
 def test_one_operator_of_either_pass_runs_where_the_forward_peak_is_least(problem, data):
     saved = data.draw(st.frozensets(st.sampled_from(sorted(problem.known))))
-    order = forward_order(problem, saved)
+    order = ForwardOrder(problem).order(saved)
     extra = [o for o in order if problem.operators[o].part is Part.EITHER_PASS]
     if len(extra) != 1:
         return

@@ -16,7 +16,8 @@ from tests.planning.test_oracles import (
 )
 from tests.planning.test_solver import layers, peak
 from torchremat.planning.problem.backward_order import floor_of, with_backward
-from torchremat.planning.problem.problem import Problem, costs_of
+from torchremat.planning.problem.problem import Problem
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.backward_search import (
     BackwardFrontier,

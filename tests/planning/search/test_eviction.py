@@ -6,7 +6,8 @@ from hypothesis import given, note
 from tests.planning.test_oracles import cases, examples, least_peak, least_seconds, problems
 from tests.planning.test_solver import layers, peak
 from torchremat.planning.problem.backward_order import floor_of, reorder_backward, with_backward
-from torchremat.planning.problem.problem import Operator, Part, Problem, costs_of
+from torchremat.planning.problem.problem import Operator, Part, Problem
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.trial import Evaluator
 from torchremat.planning.search.clock import Deadline, WorkTimer
 from torchremat.planning.search.eviction import (

@@ -8,7 +8,8 @@ from tests.planning.schedules import plain_schedule
 from tests.planning.test_oracles import examples, least_peak, problems
 from tests.planning.test_solver import layers
 from torchremat.planning.problem.orders import orders_of
-from torchremat.planning.problem.problem import Problem, costs_of
+from torchremat.planning.problem.problem import Problem
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.solver import solve_orders
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

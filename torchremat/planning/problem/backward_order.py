@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchremat.planning.problem.fixed_bytes import BackwardBytes
-from torchremat.planning.problem.problem import Problem, costs_unchecked
+from torchremat.planning.problem.problem import Problem
 from torchremat.planning.problem.replay import Decisions, replay_of
+from torchremat.planning.problem.schedule_costs import costs_unchecked
 
 
 def reorder_backward(problem: Problem) -> Problem:

@@ -7,7 +7,8 @@ backward    cotangents and gradients, what an operator reads and writes, and out
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchremat.planning.problem.problem import Problem, Schedule, costs_unchecked
+from torchremat.planning.problem.problem import Problem, Schedule
+from torchremat.planning.problem.schedule_costs import costs_unchecked
 
 
 @dataclass(frozen=True)

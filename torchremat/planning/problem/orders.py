@@ -12,8 +12,9 @@ from dataclasses import replace
 from torchremat.planning.problem.backward_order import floor_of, reorder_backward, with_backward
 from torchremat.planning.problem.fixed_bytes import ForwardBytes
 from torchremat.planning.problem.pass_tasks import PassTasks
-from torchremat.planning.problem.problem import Part, Problem, Schedule, costs_unchecked
+from torchremat.planning.problem.problem import Part, Problem, Schedule
 from torchremat.planning.problem.replay import Decisions, replay_of
+from torchremat.planning.problem.schedule_costs import costs_unchecked
 from torchremat.planning.problem.task_order import find_task_order
 
 # Of the peak, what another order has to spare to be worth a search of its own. Chosen by hand.

@@ -22,10 +22,11 @@ back before they are read again, while operators run.
 """
 
 import enum
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+from torchremat.planning.problem.flat_step import FlatStep
 
 
 class Part(enum.Enum):
@@ -92,6 +93,17 @@ class Problem:
     least_offload: int = 0
 
     @cached_property
+    def flat(self) -> FlatStep:
+        """The operators and values in arrays."""
+        return FlatStep.of(
+            [op.reads for op in self.operators],
+            [op.writes for op in self.operators],
+            [op.nbytes_inside for op in self.operators],
+            self.nbytes,
+            self.outputs | self.gradients,
+        )
+
+    @cached_property
     def producers(self) -> tuple[int, ...]:
         found = [-1] * len(self.nbytes)
         for o, operator in enumerate(self.operators):
@@ -115,6 +127,20 @@ class Problem:
         return frozenset(
             v for op in self.operators if op.part is not Part.BACKWARD for v in op.writes
         )
+
+    @cached_property
+    def known_reads(self) -> tuple[tuple[int, ...], ...]:
+        """The known values that each operator reads."""
+        return tuple(tuple(v for v in op.reads if v in self.known) for op in self.operators)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """The operators that read each value."""
+        found: list[list[int]] = [[] for _ in self.nbytes]
+        for o, op in enumerate(self.operators):
+            for v in op.reads:
+                found[v].append(o)
+        return tuple(map(tuple, found))
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -153,185 +179,3 @@ class Schedule:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     offloaded: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Bytes and seconds of a schedule.
-
-    Attributes:
-        live: bytes alive while each operator runs, forward and then backward.
-        added_seconds: the time of the operators that run more often than without
-            rematerialisation, and that in which nothing runs but the link.
-        link_seconds: the second of these.
-    """
-
-    live: tuple[int, ...]
-    added_seconds: float
-    link_seconds: float = 0.0
-
-    @property
-    def peak(self) -> int:
-        return max(self.live, default=0)
-
-
-class ScheduleError(ValueError):
-    """A schedule in which an operator reads a value that is not there."""
-
-
-def costs_of(problem: Problem, schedule: Schedule) -> Costs:
-    """The bytes alive at each operator of `schedule`, and the time that it adds.
-
-    A value is alive from when it is written to the last operator that reads it, or that it is
-    saved for. If it is written a second time, it counts as another value from then on. Raises
-    `ScheduleError` if a value is read that is not alive.
-
-    An offloaded value is alive to its last operator in the forward pass. It is alive at least to
-    the end of the next `Part.FORWARD` operator, by when its copy is done. In the backward pass it
-    is fetched once, before it is first read: while the operator before runs that needs cotangents,
-    or at the start if there is none. The link carries what is offloaded once each way, beside
-    operators: each pass takes as long as its operators or its copies, whichever take longer.
-    """
-    check_schedule(problem, schedule)
-    return costs_unchecked(problem, schedule)
-
-
-def costs_unchecked(problem: Problem, schedule: Schedule) -> Costs:
-    """`costs_of` a schedule that was checked, or made by `replay_of`."""
-    live = count_live(problem, schedule)
-    counts = Counter((*schedule.forward, *schedule.backward))
-    added = sum((counts[o] - 1) * op.seconds for o, op in enumerate(problem.operators) if counts[o])
-    link = _link_seconds(problem, schedule) if schedule.offloaded else 0.0
-    return Costs(tuple(live), added + link, link)
-
-
-def count_live(problem: Problem, schedule: Schedule) -> list[int]:
-    """The bytes alive at each operator."""
-    live = _count_passing(problem, schedule)
-    _add_lasting(problem, schedule, live)
-    return live
-
-
-def _count_passing(problem: Problem, schedule: Schedule) -> list[int]:
-    """The bytes alive at each operator, without outputs, gradients and constants."""
-    num_forward = len(schedule.forward)
-    order = (*schedule.forward, *schedule.backward)
-    lasting = problem.outputs | problem.gradients
-    live = [0] * len(order)
-    wanted: set[int] = set()  # values that are read later
-    nbytes = problem.nbytes
-    total = 0
-    ends, fetched = _schedule_copies(problem, schedule) if schedule.offloaded else ({}, {})
-    ends[num_forward - 1] = [*ends.get(num_forward - 1, ()), *problem.written, *schedule.saved]
-    for i in range(len(order) - 1, -1, -1):
-        if i in ends:
-            for v in ends[i]:
-                if v not in wanted and v not in lasting:
-                    wanted.add(v)
-                    total += nbytes[v]
-        op = problem.operators[order[i]]
-        for v in op.reads:
-            if v not in wanted and v not in lasting:
-                wanted.add(v)
-                total += nbytes[v]
-        own = total + op.nbytes_inside
-        for v in op.writes:
-            if v in wanted:
-                wanted.discard(v)
-                total -= nbytes[v]
-            else:
-                own += nbytes[v]
-        live[i] = own
-        if i in fetched:
-            wanted.difference_update(fetched[i])
-            total -= sum(nbytes[v] for v in fetched[i])
-    return live
-
-
-def _add_lasting(problem: Problem, schedule: Schedule, live: list[int]) -> None:
-    """Add what is alive until the end: it counts from when it is first written."""
-    num_forward, nbytes = len(schedule.forward), problem.nbytes
-    lasting = problem.outputs | problem.gradients
-    made = problem.constant
-    first: set[int] = set()
-    for i, o in enumerate((*schedule.forward, *schedule.backward)):
-        if i == num_forward:
-            made += problem.backward_constant
-        for v in problem.operators[o].writes:
-            if v in lasting and v not in first:
-                first.add(v)
-                live[i] -= nbytes[v]
-                made += nbytes[v]
-        live[i] += made
-
-
-Moments = dict[int, list[int]]
-"""Values by positions in the order of both passes."""
-
-
-def _schedule_copies(problem: Problem, schedule: Schedule) -> tuple[Moments, Moments]:
-    operators, left = problem.operators, set(schedule.offloaded)
-    copied: Moments = {}
-    writing: list[int] = []
-    for i, o in enumerate(schedule.forward):
-        if operators[o].part is Part.FORWARD and writing:
-            copied[i] = writing
-            writing = []
-        writing += left.intersection(operators[o].writes)
-        left.difference_update(operators[o].writes)
-    if writing:
-        copied.setdefault(len(schedule.forward) - 1, []).extend(writing)
-    fetched: Moments = {}
-    left = set(schedule.offloaded)
-    before = len(schedule.forward)  # where the last operator ran that needs cotangents
-    for i, o in enumerate(schedule.backward, len(schedule.forward)):
-        read = left.intersection(operators[o].reads)
-        if read:
-            fetched.setdefault(before, []).extend(read)
-        left -= read
-        left.difference_update(operators[o].writes)
-        if operators[o].part is Part.BACKWARD:
-            before = i
-    return copied, fetched
-
-
-def _link_seconds(problem: Problem, schedule: Schedule) -> float:
-    copying = problem.copy_seconds(schedule.offloaded)
-    passes = (schedule.forward, schedule.backward)
-    return sum(max(0.0, copying - problem.seconds_of(operators)) for operators in passes)
-
-
-def check_schedule(problem: Problem, schedule: Schedule) -> None:
-    """Raise `ScheduleError` unless operators find what they read, and all that must run does."""
-    there: set[int] = set()
-    for o in schedule.forward:
-        _check_reads(problem, o, there)
-    missing = set(schedule.saved) - there
-    if missing:
-        raise ScheduleError(f"saved, but not made by the forward pass: values {sorted(missing)}")
-    _check_offloaded(problem, schedule, there)
-    there &= problem.outputs | {*schedule.saved, *schedule.offloaded}
-    for o in schedule.backward:
-        _check_reads(problem, o, there)
-    for part, ran in ((problem.forward, schedule.forward), (problem.backward, schedule.backward)):
-        lacking = set(part) - set(ran)
-        if lacking:
-            raise ScheduleError(f"operators {sorted(lacking)} do not run")
-
-
-def _check_offloaded(problem: Problem, schedule: Schedule, there: set[int]) -> None:
-    for wrong, what in (
-        (set(schedule.offloaded) - problem.offloadable, "which may not be"),
-        (set(schedule.offloaded) - there, "but not made by the forward pass"),
-        (set(schedule.offloaded).intersection(schedule.saved), "and saved besides"),
-    ):
-        if wrong:
-            raise ScheduleError(f"offloaded, {what}: values {sorted(wrong)}")
-
-
-def _check_reads(problem: Problem, o: int, there: set[int]) -> None:
-    op = problem.operators[o]
-    for v in op.reads:
-        if v not in there:
-            raise ScheduleError(f"operator {o} reads value {v}, which is not there")
-    there.update(op.writes)

@@ -1,5 +1,6 @@
 """Decisions, tried: the schedule that they lead to, and what it costs under a budget."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,26 +8,24 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.planning.problem.problem import (
-    Costs,
-    Part,
-    Problem,
-    costs_unchecked,
-    count_live,
-)
+from torchremat.planning.problem.forward_order import ForwardOrder
+from torchremat.planning.problem.problem import Part, Problem
 from torchremat.planning.problem.replay import (
     Decisions,
     Replay,
     backward_order,
-    forward_order,
     schedule_of,
     values_used,
 )
+from torchremat.planning.problem.schedule_costs import Costs, costs_unchecked, count_live
 
 Floats = NDArray[np.float64]
 
-# Nominal seconds to replay and simulate one operator: measured, of a core of about 3 GHz.
+# Nominal seconds to replay and simulate one operator. A core of about 3 GHz takes half as long: a
+# smaller charge would give every search more tries, and longer ones add hardly anything.
 _SECONDS_OF_ONE = 2.2e-6
+# Orders of the forward pass that are not found a second time.
+_MOST_ORDERS = 128
 # The same for one place at which an operator is tried that may run in either pass.
 _SECONDS_OF_PLACE = 4e-7
 
@@ -119,13 +118,14 @@ class Evaluator:
             decisions = Decisions(
                 used & decisions.saved, decisions.drops, decisions.early, used & decisions.offloaded
             )
-            order, steps = backward_order(self.problem, decisions)
+            if decisions.early:  # else nothing reads what was saved in vain before it is recomputed
+                order, steps = backward_order(self.problem, decisions)
         return decisions, order, steps
 
     def _finish(
         self, decisions: Decisions, order: tuple[int, ...], steps: tuple[int, ...]
     ) -> Evaluated:
-        forward = forward_order(self.problem, decisions.saved, decisions.offloaded)
+        forward = self._order_forward(decisions.saved, decisions.offloaded)
         replay = Replay(schedule_of(decisions, forward, order), steps)
         costs = costs_unchecked(self.problem, replay.schedule)
         early = len(forward) - len(self.problem.forward)  # each was tried at many places
@@ -136,6 +136,11 @@ class Evaluator:
             excess += FORBIDDEN
         return Evaluated(decisions, replay, costs, excess)
 
+    @cached_property
+    def _order_forward(self) -> Callable[[frozenset[int], frozenset[int]], tuple[int, ...]]:
+        """The order of the forward pass; most tries of a search save the same as one before."""
+        return functools.lru_cache(maxsize=_MOST_ORDERS)(ForwardOrder(self.problem).order)
+
     def _charge(self, operators: int, places: int = 0) -> None:
         if self.charge is not None:
             self.charge(_SECONDS_OF_ONE * operators + _SECONDS_OF_PLACE * places)
@@ -145,7 +150,11 @@ class Evaluator:
             return True
         schedule = replay.schedule
         ran = [o for o in (*schedule.forward, *schedule.backward) if o in self._once]
-        drawn = [o for o in schedule.backward if o in self._draws]
+        drawn = (
+            []
+            if self._draws.isdisjoint(schedule.backward)
+            else [o for o in schedule.backward if o in self._draws]
+        )
         return len(ran) == len(set(ran)) and len(drawn) == len(set(drawn))
 
     @cached_property

@@ -15,12 +15,16 @@ class Incumbent:
         lowest: the trial with the least peak.
         bound: no schedule that fits adds less.
         little: seconds that are not worth a search, of a gap of 2 % at most.
+        enough: the seconds that an answer may add, if any that adds no more will do.
     """
 
-    def __init__(self, clock: TimeSlice, gap: float, little: float = 0.0) -> None:
+    def __init__(
+        self, clock: TimeSlice, gap: float, little: float = 0.0, enough: float | None = None
+    ) -> None:
         self.clock = clock
         self.gap = gap
         self.little = little
+        self.enough = enough
         self.best: Evaluated | None = None
         self.lowest: Evaluated | None = None
         self.trials: list[Evaluated] = []
@@ -53,7 +57,19 @@ class Incumbent:
             return False
         return self.best.costs.added_seconds - self.bound <= self.little
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known that some answer adds no more than `enough`, or that none does."""
+        if self.enough is None:
+            return False
+        return self.bound > self.enough or (
+            self.best is not None and self.best.costs.added_seconds <= self.enough
+        )
+
     def is_near(self, gap: float) -> bool:
+        """Whether no more search is worth it, for answers that are so near to the bound."""
+        if self.is_decided:
+            return True
         if self.best is None:
             return False
         return self.best.costs.added_seconds <= self.bound * (1 + gap) + 1e-12

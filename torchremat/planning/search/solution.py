@@ -1,7 +1,8 @@
 """From the incumbent of a search to its answer."""
 
 from torchremat.planning.problem.backward_order import floor_of
-from torchremat.planning.problem.problem import Problem, costs_of
+from torchremat.planning.problem.problem import Problem
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.search.solver_options import Solution
 

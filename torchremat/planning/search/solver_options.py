@@ -30,6 +30,8 @@ class SolverOptions:
         solver: "milp" or "auto" for integer programs; "local" for minimum cuts and local search.
         progress: called now and then with the elapsed fraction of the time.
         near: a schedule of the same operators, at other sizes say, that the search begins from.
+        enough: seconds that an answer may add. The first that adds no more ends the search, and so
+            does the proof that there is none; there may then be no answer.
         is_prompt: whether the first answers are enough: half a second, and as much more for each
             thousand operators. There may then be none where a longer search finds one.
     """
@@ -40,6 +42,7 @@ class SolverOptions:
     progress: Callable[[float], None] | None = None
     near: Schedule | None = None
     is_prompt: bool = False
+    enough: float | None = None
 
     def gap_for(self, problem: Problem) -> float:
         if self.gap is not None:

@@ -15,7 +15,8 @@ from torch import fx
 from torchremat.graph.nodes import base_of
 from torchremat.graph.notes import notes_of
 from torchremat.graph.write_forms import part_of
-from torchremat.planning.problem.problem import Problem, Schedule, costs_unchecked
+from torchremat.planning.problem.problem import Problem, Schedule
+from torchremat.planning.problem.schedule_costs import costs_unchecked
 from torchremat.planning.step.problem_builder import NumericStep
 
 

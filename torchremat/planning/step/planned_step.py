@@ -6,7 +6,8 @@ from functools import cached_property
 from torch import fx
 
 from torchremat.graph.schedule import GraphSchedule
-from torchremat.planning.problem.problem import Costs, Schedule
+from torchremat.planning.problem.problem import Schedule
+from torchremat.planning.problem.schedule_costs import Costs
 from torchremat.planning.step.problem_builder import NumericStep
 
 

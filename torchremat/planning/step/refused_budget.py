@@ -6,7 +6,8 @@ from torchremat.core.formatting import human_bytes
 from torchremat.errors import BudgetError
 from torchremat.graph.nodes import base_of, call_of, is_forward, nodes_read_by
 from torchremat.graph.notes import notes_of
-from torchremat.planning.problem.problem import Problem, Schedule, costs_of
+from torchremat.planning.problem.problem import Problem, Schedule
+from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.step.problem_builder import NumericStep
 
 # The part of the least peak from which an error says what takes it; chosen by hand.
